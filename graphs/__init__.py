@@ -1,0 +1,1 @@
+"""Static shapes: buckets and what is captured and replayed for them."""

@@ -1,0 +1,1 @@
+"""Attention mathematics and KV-cache operations: pure functions on tensors."""

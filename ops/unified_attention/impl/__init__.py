@@ -1,0 +1,1 @@
+"""Implementations of unified attention; they never import each other."""

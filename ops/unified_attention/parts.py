@@ -1,0 +1,96 @@
+"""The three parts of a step's attention, as the operation sees them.
+
+Which (row, cached token) pairs exist is decided by the planner; this module only names the tensors that carry
+the decision. Integer ranges `[lo, hi)` over the tokens of a block describe partial tail blocks (and, later, sliding
+windows) without ever materialising a bias. Source: seed 001 (Unified Attention), design.md 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class CausalSlice(NamedTuple):
+    """Rows `[query_lo, query_hi)` are multiplied with the new keys of rows `[key_lo, key_hi)`; nothing else is."""
+
+    query_lo: int
+    query_hi: int
+    key_lo: int
+    key_hi: int
+
+
+class CausalPart(NamedTuple):
+    """New tokens among themselves: row i sees row j iff both have the same group and j <= i.
+
+    groups: int32 [rows], negative for a row that takes no part (single rows, pads). Rows of a group are contiguous.
+    slices: host-side; they bound the cost, the groups alone decide what is seen. They cover every pair that is seen
+        and their query ranges do not overlap.
+    """
+
+    groups: Tensor
+    slices: tuple[CausalSlice, ...]
+
+
+class SharedGroup(NamedTuple):
+    """Rows that use the same run of shared blocks: `rows` (int64 [k]) x `blocks[block_lo:block_hi]`."""
+
+    rows: Tensor
+    block_lo: int
+    block_hi: int
+
+
+class SharedPart(NamedTuple):
+    """Cached blocks that more than one row uses.
+
+    blocks: int64 [shared] physical block ids.
+    row_spans: int64 [rows]; rows of one request have one span, which indexes the first axis of lo and hi.
+    lo, hi: int32 [spans, shared]; the span's rows see tokens lo <= t < hi of the block; hi <= lo: none.
+    groups: host-side; they bound the cost, the ranges alone decide what is seen. Together they cover every pair with
+        a non-empty range, each pair at most once.
+    """
+
+    blocks: Tensor
+    row_spans: Tensor
+    lo: Tensor
+    hi: Tensor
+    groups: tuple[SharedGroup, ...]
+
+
+class UniquePart(NamedTuple):
+    """Cached blocks that exactly one row uses. Only single rows, which come first in the flat layout, have any.
+
+    blocks: int64 [unique] physical block ids to gather, or None to read the contiguous slice `cache[:unique]`, in which
+        case entry b of the arrays below speaks of physical block b.
+    rows: int64 [unique] row that uses the block. A block without a row has an empty range and any valid row.
+    lo, hi: int32 [unique] token range of the block that the row sees; hi <= lo: none.
+    num_rows: rows [0, num_rows) are the single rows; the reduction from blocks to rows runs over these only.
+    """
+
+    blocks: Tensor | None
+    rows: Tensor
+    lo: Tensor
+    hi: Tensor
+    num_rows: int
+
+
+class AttentionParts(NamedTuple):
+    """What one step attends to. A part that the step's phase does not have is None."""
+
+    causal: CausalPart | None = None
+    shared: SharedPart | None = None
+    unique: UniquePart | None = None
+
+
+class Partial(NamedTuple):
+    """Un-normalised softmax of some keys: natural logarithm, one entry per row and query head.
+
+    out: fp32 [rows, heads, value_dim], sum over keys of exp(score - max) * value.
+    max: fp32 [rows, heads], -inf where the row sees none of these keys.
+    sum: fp32 [rows, heads], 0 where the row sees none of these keys.
+    """
+
+    out: Tensor
+    max: Tensor
+    sum: Tensor
