@@ -1,10 +1,15 @@
-"""vLLM platform plugin for Intel Gaudi: Unified Attention and UCM's sparse methods, with a CPU and CUDA reference path."""
+"""vLLM platform plugin for Intel Gaudi: Unified Attention and UCM's sparse methods, with a CPU and CUDA reference."""
 
 __version__ = "0.1.0"
 
+PLATFORM_CLASS = "vllm_gaudi_ucm.platform.UcmPlatform"
+
 
 def register() -> str | None:
-    """Entry point `vllm.platform_plugins`: the platform class's dotted name, or None to stay out of the way."""
+    """Entry point `vllm.platform_plugins`: the platform class's dotted name, or None to stay out of the way.
+
+    vLLM swallows what this raises and goes on without the plugin; `gaudi-ucm doctor` shows it.
+    """
     from vllm_gaudi_ucm.device.detect import detect_device
 
-    return "vllm_gaudi_ucm.platform.UcmPlatform" if detect_device() is not None else None
+    return PLATFORM_CLASS if detect_device() is not None else None

@@ -1,0 +1,1 @@
+"""The command line `gaudi-ucm`: one file per command."""

@@ -1,0 +1,35 @@
+"""One row of the doctor's report, and the guard that turns a crash of a check into such a row."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["ok", "info", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, what was found, what was expected, and what to do about it ("" where nothing)."""
+
+    section: str
+    name: str
+    status: Status
+    found: str
+    expected: str = ""
+    advice: str = ""
+
+
+def guarded(section: str, checks: Callable[[], Iterable[Check]]) -> list[Check]:
+    """The rows of one section; whatever it raises becomes its last row, because a doctor that dies helps nobody."""
+    rows: list[Check] = []
+    try:
+        for row in checks():
+            rows.append(row)  # one by one: the rows before a crash are kept
+    except Exception as error:
+        logger.debug("the doctor's section %s raised", section, exc_info=True)
+        found = f"{type(error).__name__}: {error}"
+        rows.append(Check(section, "check itself", "fail", found, "no error", "report this with the whole output"))
+    return rows

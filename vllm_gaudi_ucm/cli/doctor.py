@@ -1,0 +1,112 @@
+"""`gaudi-ucm doctor`: can this machine serve through the plugin, and if not, why. Never crashes.
+
+`--json` prints one object: `schema` (1), `ok` (no check failed), `device` (chosen device or null), `checks` (a list of
+objects with the strings `section`, `name`, `status` (ok, info, warn or fail), `found`, `expected`, `advice`), and
+`config` (the configuration as resolved, null where it has problems). Fields may be added; none changes its meaning
+without a new `schema`.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_gaudi_ucm.cli.checks.check import Check, guarded
+from vllm_gaudi_ucm.cli.checks.configuration import configuration_checks, resolve_text
+from vllm_gaudi_ucm.cli.checks.machine import device_checks, thread_checks
+from vllm_gaudi_ucm.cli.checks.plugins import PluginChecks
+from vllm_gaudi_ucm.cli.checks.versions import version_checks
+from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.device.detect import detect_device
+
+SCHEMA = 1
+_COLOURS = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `gaudi-ucm doctor`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--config", metavar="FILE|JSON", help="configuration to check: what you pass as ucm in --additional-config"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 where no check failed, else 1."""
+    # vLLM's logger and plugins write to stdout, which belongs to the report.
+    with contextlib.redirect_stdout(sys.stderr):
+        checks = examine(args.config)
+        report = _report(checks, args.config)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_table(checks)
+    return 0 if report["ok"] else 1
+
+
+def examine(config: str | None) -> list[Check]:
+    """All sections, each guarded: what one raises becomes a row of it."""
+    plugins: list[PluginChecks] = []
+    # Its child processes take seconds: started first, read last.
+    started = guarded("platform plugin", lambda: plugins.append(PluginChecks()) or ())
+    checks = guarded("versions", version_checks)
+    checks += guarded("configuration", lambda: configuration_checks(config))
+    device = _device()
+    if device is not None:
+        checks += guarded("device", lambda: device_checks(device))
+    checks += guarded("device", thread_checks)
+    for section in plugins:
+        started += guarded("platform plugin", section.rows)
+    return started + checks
+
+
+def _device() -> str | None:
+    try:
+        return detect_device()
+    except (ValueError, RuntimeError):
+        return None  # the row of register() says why
+
+
+def _report(checks: Sequence[Check], config: str | None) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "ok": all(check.status != "fail" for check in checks),
+        "device": _device(),
+        "checks": [asdict(check) for check in checks],
+        "config": _resolved(config),
+    }
+
+
+def _resolved(config: str | None) -> dict[str, Any] | None:
+    try:
+        return resolve_text(config).to_dict()
+    except UcmConfigError:
+        return None  # the section on the configuration has a row for every problem
+
+
+def _print_table(checks: Sequence[Check]) -> None:
+    table = Table("", "check", "found", "expected", "what to do", show_lines=False)
+    section = ""
+    for check in checks:
+        if check.section != section:
+            section = check.section
+            table.add_section()
+            table.add_row("", f"[bold]{section}[/bold]")
+        status = f"[{_COLOURS[check.status]}]{check.status}[/]"
+        table.add_row(status, *map(_plain, (check.name, check.found, check.expected, check.advice)))
+    console = Console()
+    console.print(table)
+    failed = sum(check.status == "fail" for check in checks)
+    console.print("no problem found" if failed == 0 else f"{failed} of {len(checks)} checks failed", style="bold")
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,91 @@
+"""Entry of `gaudi-ucm`: picks the command and loads only its module.
+
+Exit codes: 0 done; 1 the command ran and found a problem (`doctor`, `config --check`); 2 wrong usage, or an error a
+person can correct (configuration, versions, missing file or package), printed as one line; 130 interrupted.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+from vllm_gaudi_ucm import __version__
+
+EXIT_OK, EXIT_PROBLEM, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+class Command(NamedTuple):
+    """A command: its module offers `add_arguments(parser)` and `run(args) -> int`."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "doctor": Command("vllm_gaudi_ucm.cli.doctor", "say whether this machine can serve through the plugin, or why not"),
+    "config": Command("vllm_gaudi_ucm.cli.config", "print the configuration table, or check a configuration file"),
+    "demo": Command("vllm_gaudi_ucm.cli.demo", "run a mixed load through a small model and show what happened"),
+    "fetch-model": Command("vllm_gaudi_ucm.cli.model", "put the demo model in place"),
+    "phases": Command("vllm_gaudi_ucm.cli.phases", "summarise or draw a phase log"),
+}
+
+
+class MissingModuleError(RuntimeError):
+    """A module that a command needs is not installed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; the console script's entry point."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = "--traceback" in arguments
+    try:
+        args = build_parser(arguments).parse_args(arguments)
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except _expected_errors() as error:
+        if show_traceback:
+            raise
+        print(f"gaudi-ucm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser of all commands, of which only the one in `arguments` is loaded and knows its options."""
+    parser = argparse.ArgumentParser(prog="gaudi-ucm", description="Tools of the vLLM plugin vllm-gaudi-ucm.")
+    parser.add_argument("--version", action="version", version=f"vllm-gaudi-ucm {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error arose, not only what it says")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.help, description=f"{command.help.capitalize()}.")
+        if name == chosen:
+            module = _load(name, command)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser
+
+
+def _load(name: str, command: Command) -> ModuleType:
+    try:
+        return importlib.import_module(command.module)
+    except ModuleNotFoundError as error:
+        if error.name == command.module:
+            advice = f"the module {command.module} is not part of this installation; reinstall vllm-gaudi-ucm"
+        else:
+            advice = f"the Python package {error.name} is missing; pip install 'vllm-gaudi-ucm[demo]' brings it"
+        raise MissingModuleError(f"command {name}: {advice}") from error
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    # Imported late: `gaudi-ucm --version` and `--help` answer without it.
+    from vllm_gaudi_ucm.compat import UnsupportedVersionError
+
+    return (ValueError, OSError, MissingModuleError, UnsupportedVersionError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Configuration: what may stand under `ucm` in vLLM's `--additional-config`, typed, checked and documented once."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, unknown_key
+from vllm_gaudi_ucm.config_file import read_config_file
+
+ROOT = "ucm"
+
+
+class _Section(BaseModel):
+    # strict: "512" for a number is a mistake in a file, not a number.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class AttentionConfig(_Section):
+    """How Unified Attention computes its three parts."""
+
+    implementation: Literal["auto", "reference", "cpu"] = Field(
+        default="auto",
+        description="Kernels to use. `auto` takes the fastest for the device; `reference` defines the semantics and "
+        "runs everywhere, slower.",
+    )
+    contiguous_pa: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Unique part: `true` reads one contiguous slice of the KV cache, `false` gathers blocks by id, "
+        "`auto` takes the cheaper one in every step.",
+    )
+    causal_slice: Annotated[int, Field(ge=16, le=8192)] = Field(
+        default=512,
+        description="Rows per slice of the causal part. Larger slices launch less work more efficiently, smaller ones "
+        "skip more of the masked keys.",
+    )
+
+
+class CpuConfig(_Section):
+    """The CPU as the reference device."""
+
+    threads: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Threads of torch in the worker. Without it torch's own choice, which `OMP_NUM_THREADS` sets.",
+    )
+
+
+class UcmConfig(_Section):
+    """The whole configuration. Immutable, hashable, and equal to another exactly if every value is."""
+
+    phase_log: Path | None = Field(
+        default=None,
+        strict=False,
+        description="JSON-lines file that gets one line for every step: its phase tuple, sizes and milliseconds.",
+    )
+    attention: AttentionConfig = Field(default=AttentionConfig(), description="Unified Attention.")
+    cpu: CpuConfig = Field(default=CpuConfig(), description="The CPU as the reference device.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved values, as JSON types; `resolve_config({"ucm": config.to_dict()})` gives an equal object."""
+        return self.model_dump(mode="json")
+
+
+class Row(NamedTuple):
+    """One line of the configuration table."""
+
+    key: str
+    type: str
+    default: str
+    description: str
+
+
+def resolve_config(additional_config: Mapping[str, Any] | None) -> UcmConfig:
+    """The configuration in vLLM's `additional_config`, whose key `ucm` is a mapping or the path of a file with one.
+
+    Raises `UcmConfigError` that lists every problem.
+    """
+    if additional_config is None:
+        return UcmConfig()
+    if not isinstance(additional_config, Mapping):
+        raise UcmConfigError(
+            [Problem("--additional-config", repr(additional_config), "a JSON object with the key ucm")]
+        )
+    unknown = [unknown_key(str(key), "", [ROOT]) for key in additional_config if key != ROOT]
+    if unknown:
+        raise UcmConfigError(unknown)
+    return resolve_value(additional_config[ROOT]) if ROOT in additional_config else UcmConfig()
+
+
+def resolve_value(value: Any) -> UcmConfig:
+    """The configuration in the value of the key `ucm` itself: a mapping, or the path of a YAML or JSON file."""
+    source = ""
+    if isinstance(value, str | Path):
+        source = f" (file {value})"
+        value = read_config_file(Path(value))
+    if not isinstance(value, Mapping):
+        raise UcmConfigError([Problem(ROOT, repr(value), "a mapping, or the path of a YAML or JSON file")], source)
+    try:
+        return UcmConfig.model_validate(dict(value))
+    except ValidationError as error:
+        raise UcmConfigError(list(_problems(error)), source) from None
+
+
+def describe() -> list[Row]:
+    """Every key with its type, default and description, in the order of declaration."""
+    return [
+        Row(key, expected(field), _show(field.get_default(call_default_factory=False)), field.description or "")
+        for key, field in _leaves(UcmConfig, ROOT)
+    ]
+
+
+def markdown_table() -> str:
+    """The configuration table as Markdown, as it stands in the README."""
+    lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
+    lines += [f"| `{row.key}` | {row.type} | `{row.default}` | {row.description} |" for row in describe()]
+    return "\n".join(lines)
+
+
+def expected(field: FieldInfo) -> str:
+    """What a field takes, in words: `integer, 16 to 8192`, `one of "auto", "reference"`, `mapping`."""
+    return " or ".join(_alternatives(field.annotation, field.metadata))
+
+
+def _alternatives(annotation: Any, metadata: list[Any]) -> Iterator[str]:
+    if annotation is type(None):
+        yield "null"
+    elif annotation is bool:
+        yield "true or false"
+    elif annotation is Path:
+        yield "path of a file"
+    elif annotation is int:
+        yield "integer" + _range(metadata)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield f"mapping with the keys {', '.join(annotation.model_fields)}"
+    elif hasattr(annotation, "__metadata__"):  # Annotated[T, ...]
+        inner, *extra = get_args(annotation)
+        yield from _alternatives(inner, extra)
+    elif getattr(annotation, "__origin__", None) is Literal:
+        values = [f'"{value}"' for value in get_args(annotation)]
+        yield values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+    else:  # a union
+        for member in get_args(annotation):
+            yield from _alternatives(member, metadata)
+
+
+def _range(metadata: list[Any]) -> str:
+    """`, 16 to 8192` from the bounds that pydantic keeps in `Field` or annotated-types objects."""
+    bounds: dict[str, int] = {}
+    for item in metadata:
+        for part in getattr(item, "metadata", [item]):
+            bounds.update({name: getattr(part, name) for name in ("ge", "le") if hasattr(part, name)})
+    if not bounds:
+        return ""
+    return f", {bounds['ge']} to {bounds['le']}" if "le" in bounds else f", at least {bounds['ge']}"
+
+
+def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        section = _section(field)
+        if section is None:
+            yield f"{prefix}.{name}", field
+        else:
+            yield from _leaves(section, f"{prefix}.{name}")
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _problems(error: ValidationError) -> Iterator[Problem]:
+    seen = set()
+    for detail in error.errors(include_url=False):
+        problem = _problem(detail["loc"], detail["input"])
+        # A union reports one error for each of its members; they are one problem.
+        if problem.key not in seen:
+            seen.add(problem.key)
+            yield problem
+
+
+def _problem(location: tuple[int | str, ...], found: Any) -> Problem:
+    """One of pydantic's errors, named by our key: what lies beyond a leaf is pydantic's own (members of a union)."""
+    model: type[BaseModel] = UcmConfig
+    key = ROOT
+    for depth, part in enumerate(map(str, location), start=1):
+        field = model.model_fields.get(part)
+        if field is None:
+            return unknown_key(part, key, list(model.model_fields))
+        key = f"{key}.{part}"
+        section = _section(field)
+        if section is None or depth == len(location):
+            return Problem(key, repr(found), expected(field))
+        model = section
+    return Problem(key, repr(found), "a mapping")
+
+
+def _show(default: Any) -> str:
+    return "null" if default is None else str(default)

@@ -1,0 +1,47 @@
+"""What is wrong with a configuration, in words that name the key, what was found, and what was expected."""
+
+import difflib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One key with a value that cannot be used."""
+
+    key: str
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: found {self.found}, expected {self.expected}"
+
+
+class UcmConfigError(ValueError):
+    """The configuration cannot be used; `problems` holds every reason."""
+
+    def __init__(self, problems: list[Problem], source: str = "") -> None:
+        self.problems = problems
+        self.source = source
+        super().__init__(
+            "; ".join([f"configuration of vllm-gaudi-ucm{source}: {problems[0]}", *map(str, problems[1:])])
+        )
+
+    @classmethod
+    def malformed(cls, source: str, what: str) -> "UcmConfigError":
+        """Text that is neither YAML nor JSON: `what` says where and why."""
+        return cls([Problem("ucm", f"malformed {source} ({what})", "YAML, or JSON in a *.json file")])
+
+    def __reduce__(self) -> tuple[type["UcmConfigError"], tuple[list[Problem], str]]:
+        # vLLM hands errors from the engine's process to the front: the default would call us with the message.
+        return type(self), (self.problems, self.source)
+
+
+def unknown_key(key: str, section: str, valid: list[str]) -> Problem:
+    """A key that does not exist in a section, with the nearest one that does."""
+    prefix = f"{section}." if section else ""
+    nearest = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
+    if nearest:
+        hint = f"{prefix}{nearest[0]} (the nearest valid key)"
+    else:
+        hint = " or ".join(f"{prefix}{name}" for name in sorted(valid))
+    return Problem(f"{prefix}{key}", "an unknown key", hint)

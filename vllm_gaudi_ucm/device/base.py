@@ -1,0 +1,43 @@
+"""The device protocol: all that code outside this folder may ask of a device."""
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Memory(NamedTuple):
+    """Memory of a device, in bytes."""
+
+    free: int
+    total: int
+
+
+class Device(Protocol):
+    """One device of this process. Methods act on the current device of the process (torch's `set_device`)."""
+
+    @property
+    def kind(self) -> str:
+        """`cpu`, `cuda` or `hpu`: torch's name of the device type."""
+
+    @property
+    def dist_backend(self) -> str:
+        """The torch.distributed backend between such devices."""
+
+    def torch_device(self, index: int = 0) -> "torch.device":
+        """The torch device tensors are made on."""
+
+    def name(self) -> str:
+        """What a person calls it, such as the CPU model or `GAUDI3`."""
+
+    def synchronize(self) -> None:
+        """Returns when everything launched so far has finished."""
+
+    def empty_cache(self) -> None:
+        """Gives memory that torch holds but does not use back to the device."""
+
+    def memory(self) -> Memory:
+        """Free and total memory that this process may count on."""
+
+    def seed_all(self, seed: int) -> None:
+        """Seeds torch's generators of the host and of every such device."""

@@ -1,0 +1,59 @@
+"""The CPU as a device: the reference on a machine with no accelerator."""
+
+import gc
+import platform
+from pathlib import Path
+
+import psutil
+import torch
+
+from vllm_gaudi_ucm.device.base import Memory
+from vllm_gaudi_ucm.device.cgroup import Cgroup
+
+
+class CpuDevice:
+    """The host's CPU and memory. `torch.accelerator` raises on a CPU-only torch and is never called."""
+
+    kind = "cpu"
+    dist_backend = "gloo"
+
+    def torch_device(self, index: int = 0) -> torch.device:
+        """There is one CPU device: the index is not part of it."""
+        return torch.device("cpu")
+
+    def name(self) -> str:
+        """The model name in /proc/cpuinfo, else what the platform module knows."""
+        return cpu_model(Path("/proc/cpuinfo")) or platform.processor() or platform.machine()
+
+    def synchronize(self) -> None:
+        """Operations on the CPU have finished when they return."""
+
+    def empty_cache(self) -> None:
+        """torch caches no host memory; cyclic garbage may still hold tensors."""
+        gc.collect()
+
+    def memory(self) -> Memory:
+        """The machine's memory, or the container's limit where that is less."""
+        return host_memory(Cgroup())
+
+    def seed_all(self, seed: int) -> None:
+        """Seeds torch's default generator."""
+        torch.manual_seed(seed)
+
+
+def host_memory(cgroup: Cgroup) -> Memory:
+    """Memory this process may count on: what the machine has available, within the tightest cgroup limit."""
+    machine = psutil.virtual_memory()
+    limit = cgroup.memory_limit()
+    if limit is None:
+        return Memory(machine.available, machine.total)
+    return Memory(min(machine.available, max(0, limit.limit - limit.used)), min(machine.total, limit.limit))
+
+
+def cpu_model(cpuinfo: Path) -> str | None:
+    """The first `model name` line of a cpuinfo file, None where there is none (such as on Arm)."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return None  # not Linux
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)

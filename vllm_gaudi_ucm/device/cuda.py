@@ -1,0 +1,36 @@
+"""An NVIDIA GPU as a device: the reference where one is at hand."""
+
+import torch
+
+from vllm_gaudi_ucm.device.base import Memory
+
+
+class CudaDevice:
+    """The current CUDA device of this process."""
+
+    kind = "cuda"
+    dist_backend = "nccl"
+
+    def torch_device(self, index: int = 0) -> torch.device:
+        """The GPU with that index among the visible ones."""
+        return torch.device("cuda", index)
+
+    def name(self) -> str:
+        """The driver's name of the GPU."""
+        return torch.cuda.get_device_name()
+
+    def synchronize(self) -> None:
+        """Waits for every stream of the GPU."""
+        torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        """Gives the caching allocator's unused segments back."""
+        torch.cuda.empty_cache()
+
+    def memory(self) -> Memory:
+        """The driver's figures: other processes' use counts as not free."""
+        return Memory(*torch.cuda.mem_get_info())
+
+    def seed_all(self, seed: int) -> None:
+        """`torch.manual_seed` seeds the host and every CUDA device."""
+        torch.manual_seed(seed)

@@ -1,0 +1,63 @@
+"""A Gaudi card as a device, through the few calls of Gaudi's PyTorch bridge that we rely on."""
+
+import gc
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_gaudi_ucm.device.base import Memory
+
+
+class HpuDevice:
+    """The current Gaudi card of this process."""
+
+    kind = "hpu"
+    dist_backend = "hccl"
+
+    def torch_device(self, index: int = 0) -> torch.device:
+        """One process drives one card, chosen by HABANA_VISIBLE_MODULES: the index is not part of it."""
+        bridge()
+        return torch.device("hpu")
+
+    def name(self) -> str:
+        """The generation, such as `GAUDI3`."""
+        bridge()
+        device_type = _experimental()._get_device_type()
+        # The bridge's enumeration prints as `synDeviceType.synDeviceGaudi3`.
+        return str(getattr(device_type, "name", device_type)).rpartition(".")[2].replace("synDevice", "").upper()
+
+    def synchronize(self) -> None:
+        """Waits for everything launched on the card."""
+        bridge().synchronize()
+
+    def empty_cache(self) -> None:
+        """The bridge has no such call: memory is free once nothing refers to it, so cycles are collected."""
+        gc.collect()
+
+    def memory(self) -> Memory:
+        """The driver's figures of the card."""
+        free, total = bridge().mem_get_info()
+        return Memory(int(free), int(total))
+
+    def seed_all(self, seed: int) -> None:
+        """Seeds the host and every card."""
+        torch.manual_seed(seed)
+        bridge().random.manual_seed_all(seed)
+
+
+def bridge() -> Any:
+    """The module `torch.hpu`, which importing the bridge registers; an error that says what is missing without it."""
+    try:
+        importlib.import_module("habana_frameworks.torch")
+    except ImportError as error:
+        raise RuntimeError(
+            f"device hpu: Gaudi's PyTorch bridge cannot be imported ({error}); install habana-torch-plugin of the "
+            "Gaudi software on this machine, or set VLLM_GAUDI_UCM_DEVICE to cpu or cuda"
+        ) from error
+    return torch.hpu  # type: ignore[attr-defined]  # the bridge adds it
+
+
+def _experimental() -> ModuleType:
+    return importlib.import_module("habana_frameworks.torch.utils.experimental")

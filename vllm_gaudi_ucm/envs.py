@@ -1,0 +1,53 @@
+"""Environment variables: the only file of the package that reads them."""
+
+import os
+from collections.abc import Mapping
+
+DEVICE = "VLLM_GAUDI_UCM_DEVICE"
+DEVICE_CHOICES = ("auto", "hpu", "cuda", "cpu")
+
+# Variables of others that decide how we run; the doctor shows them, nothing here changes them.
+OBSERVED: Mapping[str, str] = {
+    "VLLM_PLUGINS": "comma separated names of the vLLM plugins that may be loaded; unset: all",
+    "VLLM_TARGET_DEVICE": "vLLM takes its own CPU platform without asking any plugin where this is `cpu`",
+    "OMP_NUM_THREADS": "OpenMP threads of torch on the CPU; unset: one per core",
+    "THP_MEM_ALLOC_ENABLE": "`1` lets torch take transparent huge pages for its CPU buffers",
+    "HABANA_VISIBLE_MODULES": "Gaudi cards that this process may use; unset: all",
+    "PT_HPU_LAZY_MODE": "`0` chooses torch.compile on Gaudi; anything else: lazy mode",
+}
+
+
+def device_choice() -> str:
+    """The device asked for: one of `DEVICE_CHOICES`, `auto` where the variable is unset or empty."""
+    found = os.environ.get(DEVICE, "").strip()
+    choice = found.lower() or "auto"
+    if choice not in DEVICE_CHOICES:
+        raise ValueError(
+            f"environment variable {DEVICE}: found {found!r}, expected one of {', '.join(DEVICE_CHOICES)}; "
+            "correct it, or unset it to let the plugin choose"
+        )
+    return choice
+
+
+def observed(name: str) -> str | None:
+    """The value of a variable listed in `OBSERVED`, None where it is unset."""
+    if name not in OBSERVED:
+        raise KeyError(f"{name} is not declared in vllm_gaudi_ucm.envs.OBSERVED")
+    return os.environ.get(name)
+
+
+def allowed_plugins() -> tuple[str, ...] | None:
+    """The plugin names that `VLLM_PLUGINS` lets vLLM load, None where it lets it load all."""
+    found = observed("VLLM_PLUGINS")
+    return None if found is None else tuple(found.split(","))
+
+
+def merge_into_vllm() -> None:
+    """Adds our variables to vLLM's registry, so that its start-up check does not call them unknown.
+
+    `vllm.platforms.interface.Platform.validate_environ` warns about (or, with `--fail-on-environ-validation`, refuses)
+    every `VLLM_*` variable that the registry does not hold. Safe to call more than once.
+    """
+    import vllm.envs
+
+    vllm.envs.environment_variables.setdefault(DEVICE, device_choice)
