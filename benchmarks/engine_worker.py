@@ -1,0 +1,54 @@
+"""One engine under measurement, spoken to in JSON lines over stdin and stdout.
+
+Runs in our environment and in the peer's: it may import nothing but vLLM and the standard library. The first argument
+is a JSON object with the arguments of `vllm.LLM`; the first line out says `ready` after a first token was generated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import IO, Any
+
+
+def main() -> None:
+    """Start the engine, say `ready`, then answer one line per workload until stdin closes."""
+    answers = _claim_stdout()
+    import torch
+    import vllm
+
+    llm = vllm.LLM(**json.loads(sys.argv[1]))
+    _generate(vllm, llm, [[1]], 1)
+    facts = {"vllm": vllm.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    _answer(answers, {"ready": True, **facts})
+    for line in sys.stdin:
+        order = json.loads(line)
+        _answer(answers, _generate(vllm, llm, order["prompts"], order["output_tokens"]))
+
+
+def _generate(vllm: Any, llm: Any, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+    """Greedy outputs of exactly `output_tokens` tokens, and the seconds from the first submission to the last token."""
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    start = time.perf_counter()
+    outputs = llm.generate(requests, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "outputs": [list(output.outputs[0].token_ids) for output in outputs]}
+
+
+def _claim_stdout() -> IO[str]:
+    """Keep the real stdout for answers; whatever the engine and its processes print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def _answer(answers: IO[str], value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()
