@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,8 +45,13 @@ def silent_progress() -> Progress:
     return Progress(console=Console(quiet=True), disable=True)
 
 
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+def becomes_stopped(pid: int) -> bool:
+    """A signal takes effect when its process is next scheduled, so ask for a second."""
+    for _ in range(100):
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def test_sides_alternate_within_every_repetition(sides: list[EngineSide], journal: Path) -> None:
@@ -81,7 +87,7 @@ def test_an_idle_worker_is_stopped_and_an_ended_one_is_gone(journal: Path) -> No
     side = fake(OURS, journal)
     side.start()
     answer = side.ask({"prompts": [[1]], "output_tokens": 1})
-    assert state_of(answer["pid"]) == "T"
+    assert becomes_stopped(answer["pid"])
     answer = side.ask({"prompts": [[2]], "output_tokens": 1})
     side.stop()
     assert not Path(f"/proc/{answer['pid']}").exists()
