@@ -1,11 +1,17 @@
 """Everything that depends on the version of vLLM or torch: each entry names its reason and when to remove it."""
 
 import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -98,3 +104,47 @@ def vllm_own_platforms() -> list[str]:
             # vLLM takes a built-in plugin that raises for inactive; deciding otherwise would disagree with it.
             logger.debug("vLLM's built-in platform %s failed during detection", name, exc_info=True)
     return active
+
+
+def model_loading(vllm_config: "VllmConfig") -> "AbstractContextManager[None]":
+    """The context in which a worker loads its model.
+
+    Reason: `WorkerWrapperBase` sets the current configuration around `init_device` and `initialize_from_config`, but not
+    around `load_model`, where the layers of a model read it.
+    Remove when: `WorkerWrapperBase.load_model` exists and sets it.
+    """
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(vllm_config)
+
+
+def tolerate_missing_accelerator() -> None:
+    """Makes torch's calls for "the accelerator" do nothing in a worker whose torch has none.
+
+    Reason: on a CPU-only torch these calls raise, and vLLM makes them wherever its platform is not its own CPU platform:
+    when a model is loaded (`BaseModelLoader.load_model`) and when an engine ends (`cleanup_dist_env_and_memory`). vLLM's
+    own CPU worker replaces the same calls. A worker calls this when it starts; importing the plugin changes nothing.
+    Remove when: both places ask `torch.accelerator.is_available()` first.
+    """
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    for name in ("empty_cache", "empty_host_cache", "synchronize"):
+        if hasattr(torch.accelerator, name):
+            setattr(torch.accelerator, name, _nothing_to_do)
+
+
+def _nothing_to_do(*args: object, **kwargs: object) -> None:
+    """There is no accelerator."""
+
+
+def raise_if_nan_logits(counts: Mapping[str, int]) -> None:
+    """vLLM's own reaction to NaN logits where `VLLM_RAISE_ON_LOGIT_NANS` asks for it: request id -> number of NaNs.
+
+    Reason: it stands in a module of the GPU worker (`vllm.v1.worker.utils`) that is internal and moves.
+    Remove when: vLLM checks the counts of `ModelRunnerOutput.num_nans_in_logits` itself.
+    """
+    from vllm.v1.worker.utils import raise_if_nan_logits as vllm_raise
+
+    vllm_raise(counts)

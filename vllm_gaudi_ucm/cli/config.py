@@ -50,7 +50,10 @@ def _check(file: str, as_json: bool) -> int:
 
 
 def _print_table() -> None:
-    table = Table("key", "type", "default", "what it does", title="--additional-config '{\"ucm\": {...}}'")
+    table = Table(title="--additional-config '{\"ucm\": {...}}'")
+    table.add_column("key", no_wrap=True)
+    for heading in ("type", "default", "what it does"):
+        table.add_column(heading, overflow="fold")
     for row in describe():
         table.add_row(row.key, row.type, row.default, row.description)
     Console(markup=False).print(table)

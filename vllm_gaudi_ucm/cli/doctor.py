@@ -9,13 +9,15 @@ without a new `schema`.
 import argparse
 import contextlib
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vllm_gaudi_ucm.cli.checks.check import Check, guarded
 from vllm_gaudi_ucm.cli.checks.configuration import configuration_checks, resolve_text
@@ -25,8 +27,10 @@ from vllm_gaudi_ucm.cli.checks.versions import version_checks
 from vllm_gaudi_ucm.config_error import UcmConfigError
 from vllm_gaudi_ucm.device.detect import detect_device
 
+logger = logging.getLogger(__name__)
+
 SCHEMA = 1
-_COLOURS = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
+_STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,24 +41,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class Examination(NamedTuple):
+    """What the doctor found: the device chosen (None: none), and a row for each check."""
+
+    device: str | None
+    checks: list[Check]
+
+
 def run(args: argparse.Namespace) -> int:
     """0 where no check failed, else 1."""
     # vLLM's logger and plugins write to stdout, which belongs to the report.
     with contextlib.redirect_stdout(sys.stderr):
-        checks = examine(args.config)
-        report = _report(checks, args.config)
+        examination = examine(args.config)
+    report = _report(examination, args.config)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        _print_table(checks)
+        _print_table(examination.checks)
     return 0 if report["ok"] else 1
 
 
-def examine(config: str | None) -> list[Check]:
+def examine(config: str | None) -> Examination:
     """All sections, each guarded: what one raises becomes a row of it."""
     plugins: list[PluginChecks] = []
-    # Its child processes take seconds: started first, read last.
-    started = guarded("platform plugin", lambda: plugins.append(PluginChecks()) or ())
+
+    def start() -> tuple[()]:
+        plugins.append(PluginChecks())
+        return ()
+
+    first = guarded("platform plugin", start)  # its child processes take seconds: started first, read last
     checks = guarded("versions", version_checks)
     checks += guarded("configuration", lambda: configuration_checks(config))
     device = _device()
@@ -62,23 +77,25 @@ def examine(config: str | None) -> list[Check]:
         checks += guarded("device", lambda: device_checks(device))
     checks += guarded("device", thread_checks)
     for section in plugins:
-        started += guarded("platform plugin", section.rows)
-    return started + checks
+        first += guarded("platform plugin", section.rows)
+    return Examination(device, first + checks)
 
 
 def _device() -> str | None:
     try:
         return detect_device()
-    except (ValueError, RuntimeError):
-        return None  # the row of register() says why
+    except Exception:
+        # The row of register() shows the error, whatever it is.
+        logger.debug("no device", exc_info=True)
+        return None
 
 
-def _report(checks: Sequence[Check], config: str | None) -> dict[str, Any]:
+def _report(examination: Examination, config: str | None) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "ok": all(check.status != "fail" for check in checks),
-        "device": _device(),
-        "checks": [asdict(check) for check in checks],
+        "ok": all(check.status != "fail" for check in examination.checks),
+        "device": examination.device,
+        "checks": [asdict(check) for check in examination.checks],
         "config": _resolved(config),
     }
 
@@ -91,22 +108,27 @@ def _resolved(config: str | None) -> dict[str, Any] | None:
 
 
 def _print_table(checks: Sequence[Check]) -> None:
-    table = Table("", "check", "found", "expected", "what to do", show_lines=False)
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold", ratio=1)
+    table.add_column(overflow="fold", ratio=3)
     section = ""
     for check in checks:
         if check.section != section:
             section = check.section
             table.add_section()
-            table.add_row("", f"[bold]{section}[/bold]")
-        status = f"[{_COLOURS[check.status]}]{check.status}[/]"
-        table.add_row(status, *map(_plain, (check.name, check.found, check.expected, check.advice)))
+            table.add_row("", Text(section, style="bold"), "")
+        table.add_row(Text(check.status, style=_STYLES[check.status]), Text(check.name), Text(_finding(check)))
     console = Console()
     console.print(table)
     failed = sum(check.status == "fail" for check in checks)
     console.print("no problem found" if failed == 0 else f"{failed} of {len(checks)} checks failed", style="bold")
 
 
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+def _finding(check: Check) -> str:
+    lines = [check.found]
+    if check.expected and check.status in ("warn", "fail"):
+        lines.append(f"expected: {check.expected}")
+    if check.advice:
+        lines.append(f"to do: {check.advice}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The vLLM attention backend: a thin adapter over the operation `ops.unified_attention`."""

@@ -1,0 +1,96 @@
+"""What this version does not support is refused when the engine starts, by name; nothing is accepted and ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+
+
+class UnsupportedFeatureError(ValueError):
+    """A feature that a flag or a model asked for and that this plugin does not compute."""
+
+    def __init__(self, feature: str, asked_by: str) -> None:
+        super().__init__(
+            f"vllm-gaudi-ucm does not support {feature} (asked for by {asked_by}); "
+            "remove the flag or choose another model. README.md lists what is supported."
+        )
+        self.feature = feature
+
+
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """Raises one error that names every unsupported feature that the configuration asks for."""
+    asked = [*_asked_by_parallel(vllm_config.parallel_config), *_asked_by_engine(vllm_config)]
+    if vllm_config.model_config is not None:
+        asked += [*_asked_by_model(vllm_config.model_config)]
+    if asked:
+        features, sources = zip(*asked, strict=True)
+        raise UnsupportedFeatureError(", ".join(features), ", ".join(dict.fromkeys(sources)))
+
+
+Asked = tuple[str, str]
+
+
+def _asked_by_parallel(config: ParallelConfig) -> Iterator[Asked]:
+    sizes = {
+        "tensor parallelism": ("--tensor-parallel-size", config.tensor_parallel_size),
+        "pipeline parallelism": ("--pipeline-parallel-size", config.pipeline_parallel_size),
+        "data parallelism": ("--data-parallel-size", config.data_parallel_size),
+        "decode context parallelism": ("--decode-context-parallel-size", config.decode_context_parallel_size),
+        "prefill context parallelism": ("--prefill-context-parallel-size", config.prefill_context_parallel_size),
+    }
+    for feature, (flag, size) in sizes.items():
+        if size > 1:
+            yield feature, f"{flag} {size}"
+    if config.enable_dbo:
+        yield "dual batch overlap", "--enable-dbo"
+    if config.enable_eplb:
+        yield "expert-parallel load balancing", "--enable-eplb"
+
+
+def _asked_by_engine(config: VllmConfig) -> Iterator[Asked]:
+    flags = {
+        "LoRA": ("--enable-lora", config.lora_config is not None),
+        "speculative decoding": ("--speculative-config", config.speculative_config is not None),
+        "KV connectors": ("--kv-transfer-config", config.kv_transfer_config is not None),
+        "encoder-cache connectors": ("--ec-transfer-config", config.ec_transfer_config is not None),
+        "watermarking": ("--watermark-config", getattr(config, "watermark_config", None) is not None),
+        "diffusion models": ("--diffusion-config", getattr(config, "diffusion_config", None) is not None),
+        "profiling": ("--profiler-config", config.profiler_config.profiler is not None),
+        "weight offloading": ("--cpu-offload-gb", config.offload_config.uva.cpu_offload_gb > 0),
+    }
+    for feature, (flag, is_asked) in flags.items():
+        if is_asked:
+            yield feature, flag
+    dtype = config.cache_config.cache_dtype
+    if dtype not in ("auto", "float16", "bfloat16"):
+        yield f"a KV cache of dtype {dtype}", f"--kv-cache-dtype {dtype}"
+
+
+def _asked_by_model(config: ModelConfig) -> Iterator[Asked]:
+    name = f"model {config.model}"
+    traits = {
+        "encoder-decoder models": (name, config.is_encoder_decoder),
+        "multimodal models": (name, config.is_multimodal_model),
+        "pooling models": (f"{name} or --runner", config.runner_type != "generate"),
+        "multi-head latent attention (MLA)": (name, config.use_mla),
+        "attention-free models": (name, config.is_attention_free),
+        "models with recurrent state (Mamba, linear attention)": (name, config.is_hybrid or config.has_inner_state),
+        "sliding-window attention": (name, _has_sliding_window(config)),
+        "rotary positions with several axes (M-RoPE)": (name, config.uses_mrope),
+        "prompt embeddings": ("--enable-prompt-embeds", config.enable_prompt_embeds),
+        "sleep mode": ("--enable-sleep-mode", config.enable_sleep_mode),
+        f"quantised weights ({config.quantization})": (f"{name} or --quantization", config.quantization is not None),
+        "sampling masks": ("--return-sampling-mask", config.return_sampling_mask),
+        "trace replay": ("--enable-trace-replay", config.enable_trace_replay),
+    }
+    for feature, (asked_by, is_asked) in traits.items():
+        if is_asked:
+            yield feature, asked_by
+
+
+def _has_sliding_window(config: ModelConfig) -> bool:
+    """Qwen2-like configurations carry a window together with a switch that turns it off."""
+    return config.get_sliding_window() is not None and getattr(config.hf_text_config, "use_sliding_window", True)

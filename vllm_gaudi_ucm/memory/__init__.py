@@ -1,0 +1,1 @@
+"""Device memory: how much of it the KV cache gets, and the views of it that layers read."""

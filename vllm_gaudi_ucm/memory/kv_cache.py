@@ -1,0 +1,38 @@
+"""The KV cache: one allocation as vLLM describes it, viewed per layer."""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, KVCacheSpec, create_kv_cache_views
+
+# vLLM's block pool keeps block 0 for itself (the null block) and never hands it to a request: pads point at it.
+DUMMY_BLOCK = 0
+
+
+def allocate_kv_cache(config: KVCacheConfig, device: torch.device) -> dict[str, torch.Tensor]:
+    """Allocates the cache and returns, per layer name, a view [blocks, kv heads, block size, k | v].
+
+    The dummy block is all zeros at first, so that reading it is harmless even before anything was written.
+    """
+    specs = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
+    (size,) = {tensor.size for tensor in config.kv_cache_tensors}
+    backing = torch.zeros(size, dtype=torch.int8, device=device)
+    layout = KVCacheLayout[config.kv_cache_layout or KVCacheLayout.LBHNC.name]
+    caches: dict[str, torch.Tensor] = {}
+    for tensor in config.kv_cache_tensors:
+        spec = _spec_of(specs, tensor.layers[0])
+        views = create_kv_cache_views(backing, spec, config.num_blocks, layout, tensor)
+        caches.update(zip(tensor.layers, views, strict=True))
+    return caches
+
+
+def split_key_value(kv_cache: torch.Tensor, key_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[blocks, kv heads, block size, k | v] -> key and value views [blocks, block size, kv heads, head size]."""
+    by_token = kv_cache.transpose(1, 2)
+    return by_token[..., :key_size], by_token[..., key_size:]
+
+
+def _spec_of(specs: dict[str, KVCacheSpec], layer: str) -> KVCacheSpec:
+    spec = specs[layer]
+    per_layer = getattr(spec, "kv_cache_specs", None)
+    return spec if per_layer is None else per_layer[layer]

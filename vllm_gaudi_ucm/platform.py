@@ -1,0 +1,134 @@
+"""The vLLM platform: tells vLLM which device, worker and attention backend to use, and refuses what we do not support."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from vllm_gaudi_ucm.compat import check_versions
+from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.device.detect import detect_device
+from vllm_gaudi_ucm.envs import merge_into_vllm
+from vllm_gaudi_ucm.features import UnsupportedFeatureError, refuse_unsupported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = init_logger(__name__)
+
+_DEVICE = get_device(detect_device() or "cpu")
+# vLLM compiles a few standalone functions (ranks of logprobs) with this: compiling them on a request's path would make
+# the first such request wait, and on a CPU it would need a C++ compiler
+_SIMPLE_COMPILE_BACKEND = {"hpu": "hpu_backend"}
+
+
+class UcmPlatform(Platform):
+    """Gaudi, or a reference device that stands in for it."""
+
+    _enum = PlatformEnum.OOT
+    device_name = _DEVICE.kind
+    device_type = _DEVICE.kind
+    dispatch_key = {"cpu": "CPU", "cuda": "CUDA", "hpu": "HPU"}[_DEVICE.kind]
+    dist_backend = _DEVICE.dist_backend
+    device_control_env_var = {"cpu": "", "cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}[_DEVICE.kind]
+    simple_compile_backend = _SIMPLE_COMPILE_BACKEND.get(_DEVICE.kind, "eager")
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        merge_into_vllm()
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Refuses what is not supported, and sets what this plugin decides."""
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        merge_into_vllm()
+        check_versions()
+        resolve_config(vllm_config.additional_config)
+        refuse_unsupported(vllm_config)
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.worker.UcmWorker"
+        if vllm_config.scheduler_config.async_scheduling:
+            logger.info("Asynchronous scheduling is off: a step's tokens are needed to plan the next one.")
+            vllm_config.scheduler_config.async_scheduling = False
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.cudagraph_capture_sizes = []
+        cls._warn_of_slow_dtype(vllm_config)
+
+    @classmethod
+    def _warn_of_slow_dtype(cls, vllm_config: VllmConfig) -> None:
+        model = vllm_config.model_config
+        if cls.device_type != "cpu" or model is None or model.dtype == torch.float32:
+            return
+        if not torch.cpu._is_avx512_bf16_supported():
+            logger.warning(
+                "This CPU has no fast %s arithmetic; --dtype float32 is many times faster here.",
+                str(model.dtype).removeprefix("torch."),
+            )
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum | None,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        asked = selected_backend.name if selected_backend is not None else "CUSTOM"
+        if asked != "CUSTOM":
+            raise UnsupportedFeatureError(f"the attention backend {asked}", "--attention-backend")
+        if attn_selector_config.use_mla or attn_selector_config.use_sparse:
+            raise UnsupportedFeatureError("MLA and model-defined sparse attention", "an attention layer of the model")
+        return "vllm_gaudi_ucm.attention.backend.UnifiedAttentionBackend"
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """Refuses sampling parameters that would be ignored; the client gets the message, other requests go on."""
+        for name in ("prompt_logprob_token_ids", "thinking_token_budget"):
+            if getattr(params, name, None) is not None:
+                raise UnsupportedFeatureError(f"the sampling parameter {name}", "this request")
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return _DEVICE.name()
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return _DEVICE.memory()[1]
+
+    @classmethod
+    def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
+        free, total = _DEVICE.memory()
+        return float(total - free)
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """One device per worker: nothing to choose."""
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        _DEVICE.seed_all(seed)
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return cls.device_type != "cpu"
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UnsupportedFeatureError(f"dtype {dtype}", "--dtype")
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return False

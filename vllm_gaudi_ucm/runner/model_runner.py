@@ -1,0 +1,207 @@
+"""One step: scheduler output in, sampled tokens out. Each stage of it is a file of its own beside this one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+from vllm import envs
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.structured_output.utils import apply_grammar_bitmask
+
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+from vllm_gaudi_ucm.compat import raise_if_nan_logits
+from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare
+from vllm_gaudi_ucm.phase_log import PhaseLog
+from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
+from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
+from vllm_gaudi_ucm.runner.sampling import SamplingBatch
+from vllm_gaudi_ucm.runner.staging import StagedStep, Staging
+from vllm_gaudi_ucm.runner.step_record import StepClock
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+    from vllm_gaudi_ucm.config import UcmConfig
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class _ComputedStep:
+    """Between forward and sampling: vLLM computes the grammar's bitmask in between."""
+
+    scheduler_output: SchedulerOutput
+    requests: list[LiveRequest]
+    plan: UnifiedPlan
+    staged: StagedStep
+    logits: torch.Tensor
+    prompt_logprobs: dict[str, LogprobsTensors | None]
+    clock: StepClock
+
+
+class ModelRunner:
+    """Runs a decoder model on one device, prompts and decodes in one flat batch.
+
+    Args:
+        vllm_config: the engine's.
+        config: the plugin's own options.
+        device: where model and KV cache live.
+        phase_log: takes one record per step.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, config: UcmConfig, device: torch.device, phase_log: PhaseLog) -> None:
+        self._vllm_config = vllm_config
+        self._config = config
+        self._device = device
+        self._phase_log = phase_log
+        self._staging = Staging(device, config.attention.contiguous_pa)
+        self._sampler = Sampler(vllm_config.model_config.logprobs_mode)
+        self._sampling = SamplingBatch(vllm_config, device)
+        self._computed: _ComputedStep | None = None
+        self.model: nn.Module
+        self.requests: RequestTable
+        self.kv_caches: dict[str, torch.Tensor] = {}
+
+    def load_model(self) -> None:
+        self.model = get_model(vllm_config=self._vllm_config).eval()
+        mode = self._vllm_config.model_config.logprobs_mode
+        self._prompt_logprobs = PromptLogprobs(self.model, self._sampler, as_logits=mode.endswith("logits"))
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        specs = {name: layer.get_kv_cache_spec(self._vllm_config) for name, layer in self._attention_layers().items()}
+        return {name: spec for name, spec in specs.items() if spec is not None}
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocates the cache, hands each layer its view, and sizes the request table by the final block size."""
+        (group,) = kv_cache_config.kv_cache_groups
+        self._block_size = group.kv_cache_spec.block_size
+        self.kv_caches = allocate_kv_cache(kv_cache_config, self._device)
+        layers = self._attention_layers()
+        for name, cache in self.kv_caches.items():
+            layers[name].bind_kv_cache(cache)
+        max_num_seqs = self._vllm_config.scheduler_config.max_num_seqs
+        self.requests = RequestTable(max_num_seqs, self._vllm_config.model_config.max_model_len, self._block_size)
+
+    @torch.inference_mode()
+    def measure_activations(self, num_tokens: int) -> None:
+        """Runs the largest step without attention, so that the device's peak memory can be read afterwards."""
+        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        positions = torch.arange(num_tokens, device=self._device) % self._vllm_config.model_config.max_model_len
+        hidden = self._forward(token_ids, positions, None)
+        rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
+        self.model.compute_logits(hidden[:rows]).float()
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Computes a step up to its logits. None: `sample_tokens` gives the output."""
+        clock = StepClock()
+        self.requests.update(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        requests, batch = self.requests.scheduled(scheduler_output.num_scheduled_tokens)
+        plan = plan_batch(batch, self._block_size, self._config.attention.causal_slice)
+        plan = self._order_logits(plan, requests)
+        token_ids = self.requests.tokens_at(requests, plan.requests[plan.row_requests], plan.positions)
+        staged = self._staging.stage(plan, token_ids)
+        parts = prepare(staged.parts, self._block_size, implementation=self._config.attention.implementation)
+        clock.planned()
+        metadata = UnifiedAttentionMetadata(staged.slots, parts)
+        hidden = self._forward(staged.token_ids, staged.positions, metadata)
+        logits = self.model.compute_logits(hidden[staged.logits_rows]).float()
+        prompt_logprobs = self._score_prompts(requests, plan, hidden)
+        clock.computed()
+        self._computed = _ComputedStep(scheduler_output, requests, plan, staged, logits, prompt_logprobs, clock)
+        return None
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Samples the step that `execute_model` computed, and writes the tokens back to the request table."""
+        step, self._computed = self._computed, None
+        assert step is not None, "sample_tokens without a computed step"
+        nans = self._count_nans(step.logits)
+        if grammar_output is not None:
+            apply_grammar_bitmask(step.scheduler_output, grammar_output, self._sampling, step.logits)
+        tokens: list[list[int]] = []
+        logprobs: LogprobsLists | None = None
+        if self._sampling.slots:
+            sampled = self._sampler(step.logits, self._sampling.metadata)
+            tokens = sampled.sampled_token_ids.tolist()
+            logprobs = None if sampled.logprobs_tensors is None else sampled.logprobs_tensors.tolists()
+        for request, (token,) in zip(self._sampling.slots, tokens, strict=True):
+            self.requests.append_token(request, token)
+        step.clock.sampled()
+        self._phase_log.append(step.clock.record(step.plan, step.staged))
+        return self._output(step, tokens, logprobs, nans)
+
+    def _output(
+        self,
+        step: _ComputedStep,
+        tokens: list[list[int]],
+        logprobs: LogprobsLists | None,
+        nans: dict[str, int] | None,
+    ) -> ModelRunnerOutput:
+        """Requests in the sampler's order first, so that a request's index is its row of tokens and logprobs."""
+        sampled_ids = self._sampling.req_ids
+        without = set(step.scheduler_output.num_scheduled_tokens).difference(sampled_ids)
+        req_ids = sampled_ids + [request.request_id for request in step.requests if request.request_id in without]
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(req_ids)},
+            sampled_token_ids=tokens + [[] for _ in without],
+            logprobs=logprobs,
+            prompt_logprobs_dict=step.prompt_logprobs,
+            num_nans_in_logits=nans,
+        )
+
+    def _order_logits(self, plan: UnifiedPlan, requests: list[LiveRequest]) -> UnifiedPlan:
+        """Brings the logits rows into the order of the sampler's slots."""
+        wanted = [requests[index] for index in plan.logits_requests.tolist()]
+        self._sampling.sync(wanted)
+        place = {request: index for index, request in enumerate(wanted)}
+        order = np.fromiter((place[request] for request in self._sampling.slots), np.int64, len(wanted))
+        return plan._replace(logits_requests=plan.logits_requests[order], logits_rows=plan.logits_rows[order])
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: UnifiedAttentionMetadata | None
+    ) -> torch.Tensor:
+        with set_forward_context(metadata, self._vllm_config, num_tokens=len(token_ids), slot_mapping={}):
+            return self.model(input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+
+    def _score_prompts(
+        self, requests: list[LiveRequest], plan: UnifiedPlan, hidden: torch.Tensor
+    ) -> dict[str, LogprobsTensors | None]:
+        scores: dict[str, LogprobsTensors | None] = {}
+        for flat, index in enumerate(plan.requests.tolist()):
+            request = requests[index]
+            if self._prompt_logprobs.wanted(request):
+                start, stop = plan.query_start[flat : flat + 2].tolist()
+                found = self._prompt_logprobs.score(request, hidden[start:stop], int(plan.positions[start]))
+                if found is not None:
+                    scores[request.request_id] = found
+        return scores
+
+    def _count_nans(self, logits: torch.Tensor) -> dict[str, int] | None:
+        """vLLM's NaN counter and its fail-fast flag (VLLM_COMPUTE_NANS_IN_LOGITS, VLLM_RAISE_ON_LOGIT_NANS)."""
+        if not envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+            return None
+        counts = dict(zip(self._sampling.req_ids, logits.isnan().sum(dim=-1).tolist(), strict=True))
+        if envs.VLLM_RAISE_ON_LOGIT_NANS:
+            raise_if_nan_logits(counts)
+        return counts
+
+    def _attention_layers(self) -> dict[str, AttentionLayerBase]:
+        context = self._vllm_config.compilation_config.static_forward_context
+        return {name: layer for name, layer in context.items() if isinstance(layer, AttentionLayerBase)}

@@ -1,0 +1,109 @@
+"""Plan to tensors: everything a step's model forward reads, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.graphs.bucket import Bucket, phase_string
+from vllm_gaudi_ucm.ops.unified_attention.parts import (
+    AttentionParts,
+    CausalPart,
+    CausalSlice,
+    SharedGroup,
+    SharedPart,
+    UniquePart,
+)
+from vllm_gaudi_ucm.runner.batch_plan import CausalPlan, SharedPlan, UnifiedPlan, UniquePlan
+
+ContiguousPa = Literal["auto"] | bool
+
+# Reading a block that nobody uses costs as much as reading one in use; gathering copies each block once (a read and a
+# write) before it is read. So the slice wins while it covers at most about three blocks for each one in use.
+SLICE_READ_LIMIT = 3.0
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """Tensors of one step. Rows are query tokens in flat order.
+
+    token_ids, positions, slots: int64 [rows]. logits_rows: int64 [logits].
+    bucket: the step's true shape.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    parts: AttentionParts
+    logits_rows: torch.Tensor
+    bucket: Bucket
+
+
+class Staging:
+    """Turns plans into tensors on one device.
+
+    Args:
+        device: where the model runs.
+        contiguous_pa: read the unique blocks as one contiguous slice of the cache (True), gather them by id (False), or
+            choose by the bytes to move ("auto"), so that prefix caching and contiguous KV work together.
+    """
+
+    def __init__(self, device: torch.device, contiguous_pa: ContiguousPa = "auto") -> None:
+        self._device = device
+        self._contiguous_pa = contiguous_pa
+
+    def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> StagedStep:
+        unique = None if plan.unique is None else self._unique(plan.unique, plan.num_single)
+        parts = AttentionParts(
+            causal=None if plan.causal is None else self._causal(plan.causal),
+            shared=None if plan.shared is None else self._shared(plan.shared, plan.row_requests),
+            unique=unique,
+        )
+        return StagedStep(
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(plan.positions),
+            slots=self._tensor(plan.slots),
+            parts=parts,
+            logits_rows=self._tensor(plan.logits_rows),
+            bucket=Bucket(
+                phase=phase_string(parts.causal is not None, parts.shared is not None, unique is not None),
+                query_len=plan.num_rows,
+                shared_blocks=0 if plan.shared is None else len(plan.shared.blocks),
+                unique_blocks=0 if unique is None else len(unique.rows),
+                logits=len(plan.logits_rows),
+            ),
+        )
+
+    def _causal(self, plan: CausalPlan) -> CausalPart:
+        return CausalPart(self._tensor(plan.groups), tuple(CausalSlice(*bounds) for bounds in plan.slices))
+
+    def _shared(self, plan: SharedPlan, row_requests: NDArray[np.int64]) -> SharedPart:
+        return SharedPart(
+            blocks=self._tensor(plan.blocks),
+            row_spans=self._tensor(row_requests),
+            lo=self._tensor(plan.lo),
+            hi=self._tensor(plan.hi),
+            groups=tuple(SharedGroup(self._tensor(rows), lo, hi) for rows, lo, hi in plan.groups),
+        )
+
+    def _unique(self, plan: UniquePlan, num_single: int) -> UniquePart:
+        slice_len = int(plan.blocks.max()) + 1
+        if not self._reads_slice(slice_len, len(plan.blocks)):
+            arrays = (plan.rows, plan.lo, plan.hi)
+            return UniquePart(self._tensor(plan.blocks), *(self._tensor(array) for array in arrays), num_single)
+        # a block of the slice that nobody uses keeps an empty range
+        rows, lo, hi = np.zeros(slice_len, np.int64), np.zeros(slice_len, np.int32), np.zeros(slice_len, np.int32)
+        rows[plan.blocks], lo[plan.blocks], hi[plan.blocks] = plan.rows, plan.lo, plan.hi
+        return UniquePart(None, self._tensor(rows), self._tensor(lo), self._tensor(hi), num_single)
+
+    def _reads_slice(self, slice_len: int, in_use: int) -> bool:
+        if self._contiguous_pa == "auto":
+            return slice_len <= SLICE_READ_LIMIT * in_use
+        return self._contiguous_pa
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

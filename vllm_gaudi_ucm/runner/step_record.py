@@ -1,0 +1,57 @@
+"""What a step leaves behind in the phase log: its shape, its attention work and where its time went."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+
+from vllm_gaudi_ucm.phase_log import StepRecord
+from vllm_gaudi_ucm.runner.batch_plan import CausalPlan, SharedPlan, UnifiedPlan
+from vllm_gaudi_ucm.runner.staging import StagedStep
+
+_step_numbers = itertools.count()
+
+
+class StepClock:
+    """Times the three stages of one step on the host's clock, in milliseconds."""
+
+    def __init__(self) -> None:
+        self._marks = [time.perf_counter()]
+
+    def planned(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    computed = sampled = planned
+
+    def record(self, plan: UnifiedPlan, staged: StagedStep) -> StepRecord:
+        plan_ms, forward_ms, sample_ms = (1e3 * np.diff(self._marks)).tolist()
+        return StepRecord(
+            step=next(_step_numbers),
+            bucket=staged.bucket,
+            padded=staged.bucket,
+            requests=len(plan.requests),
+            prompts=len(plan.requests) - plan.num_single,
+            tokens=plan.num_rows,
+            causal_pairs=_causal_pairs(plan.causal),
+            shared_pairs=_shared_pairs(plan.shared, plan.query_start),
+            unique_pairs=0 if plan.unique is None else int((plan.unique.hi - plan.unique.lo).sum()),
+            plan_ms=plan_ms,
+            forward_ms=forward_ms,
+            sample_ms=sample_ms,
+        )
+
+
+def _causal_pairs(plan: CausalPlan | None) -> int:
+    """Row i of a request's n new rows sees i + 1 of them."""
+    if plan is None:
+        return 0
+    sizes = np.bincount(plan.groups[plan.groups >= 0])
+    return int((sizes * (sizes + 1) // 2).sum())
+
+
+def _shared_pairs(plan: SharedPlan | None, query_start: np.ndarray) -> int:
+    if plan is None:
+        return 0
+    return int(((plan.hi - plan.lo).sum(axis=1) * np.diff(query_start)).sum())

@@ -1,0 +1,117 @@
+"""The worker that vLLM's executor drives: device, model, KV cache, steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from vllm_gaudi_ucm.compat import model_loading, tolerate_missing_accelerator
+from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.memory.budget import kv_cache_budget
+from vllm_gaudi_ucm.phase_log import PhaseLog
+from vllm_gaudi_ucm.runner.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from vllm.tasks import SupportedTask
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import ModelRunnerOutput
+
+logger = init_logger(__name__)
+
+
+class UcmWorker(WorkerBase):
+    """One device, one model. See WorkerBase for the contract of each method."""
+
+    model_runner: ModelRunner
+
+    def init_device(self) -> None:
+        tolerate_missing_accelerator()
+        self._ucm = resolve_config(self.vllm_config.additional_config)
+        self._device = get_device(self.current_platform.device_type)
+        self.device = self._device.torch_device()
+        if self._ucm.cpu.threads is not None:
+            torch.set_num_threads(self._ucm.cpu.threads)
+        parallel = self.parallel_config
+        init_distributed_environment(
+            parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, self._device.dist_backend
+        )
+        ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        set_random_seed(self.model_config.seed)
+        self._phase_log = PhaseLog(self._ucm.phase_log, header=self._describe())
+        self.model_runner = ModelRunner(self.vllm_config, self._ucm, self.device, self._phase_log)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        if load_dummy_weights:
+            raise UnsupportedFeatureError("elastic expert parallelism", "load_dummy_weights")
+        with model_loading(self.vllm_config):
+            self.model_runner.load_model()
+
+    def get_model(self) -> nn.Module:
+        return self.model_runner.model
+
+    def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return ("generate",)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return self.model_runner.get_kv_cache_spec()
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache, measured after the largest step has shown what activations take."""
+        return kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_activations)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        self.model_runner.initialize_kv_cache(kv_cache_config)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_config.max_model_len = max_model_len
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Shapes are not static yet, so there is nothing to compile; the first step pays only lazy initialisation."""
+        set_random_seed(self.model_config.seed)
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        return self.model_runner.sample_tokens(grammar_output)
+
+    def take_draft_token_ids(self) -> None:
+        return None
+
+    def synchronize_device(self) -> None:
+        self._device.synchronize()
+
+    def reset_encoder_cache(self) -> None:
+        """No multimodal models, no encoder cache."""
+
+    def list_loras(self) -> set[int]:
+        return set()
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
+        raise UnsupportedFeatureError("profiling", "the profile endpoint")
+
+    def shutdown(self) -> None:
+        phase_log = getattr(self, "_phase_log", None)
+        if phase_log is not None:
+            phase_log.close()
+
+    def _describe(self) -> dict[str, Any]:
+        """The phase log's header: what a reader needs to compare or replay the log."""
+        return {
+            "model": self.model_config.model,
+            "device": self._device.name(),
+            "block_size": self.cache_config.block_size,
+            "max_model_len": self.model_config.max_model_len,
+            "max_num_seqs": self.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": self.scheduler_config.max_num_batched_tokens,
+        }
