@@ -53,7 +53,7 @@ model: $(MODEL_STAMP) ## Fetch and convert the demo model (SmolLM2-135M-Instruct
 demo: $(PLUGIN_STAMP) $(MODEL_READY) ## Set everything up and run the demonstration
 	$(run_env) $(VENV)/bin/gaudi-ucm demo --model $(MODEL) $(ARGS)
 
-serve: $(PLUGIN_STAMP) $(MODEL_READY) ## Start the OpenAI-compatible server on 127.0.0.1:$(PORT)
+serve: $(PLUGIN_STAMP) $(MODEL_READY) ## Start the OpenAI-compatible server on 127.0.0.1, PORT=8000
 	$(run_env) $(VENV)/bin/vllm serve $(MODEL) --served-model-name smollm2 --host 127.0.0.1 --port $(PORT) $(ARGS)
 
 test: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the tests

@@ -18,6 +18,7 @@ fail() {
 pick() {
     local candidate
     if [[ -n $wanted ]]; then
+        command -v "$wanted" >/dev/null || fail "PYTHON=$wanted does not exist; expected an interpreter of Python 3.11 or 3.12."
         supported "$wanted" || fail "PYTHON=$wanted is $("$wanted" --version 2>&1 | head -n 1 || true); expected Python 3.11 or 3.12."
         printf '%s' "$wanted"
         return
