@@ -109,8 +109,8 @@ def vllm_own_platforms() -> list[str]:
 def model_loading(vllm_config: "VllmConfig") -> "AbstractContextManager[None]":
     """The context in which a worker loads its model.
 
-    Reason: `WorkerWrapperBase` sets the current configuration around `init_device` and `initialize_from_config`, but not
-    around `load_model`, where the layers of a model read it.
+    Reason: `WorkerWrapperBase` sets the current configuration around `init_device` and `initialize_from_config`, but
+    not around `load_model`, where the layers of a model read it.
     Remove when: `WorkerWrapperBase.load_model` exists and sets it.
     """
     from vllm.config import set_current_vllm_config
@@ -121,9 +121,10 @@ def model_loading(vllm_config: "VllmConfig") -> "AbstractContextManager[None]":
 def tolerate_missing_accelerator() -> None:
     """Makes torch's calls for "the accelerator" do nothing in a worker whose torch has none.
 
-    Reason: on a CPU-only torch these calls raise, and vLLM makes them wherever its platform is not its own CPU platform:
-    when a model is loaded (`BaseModelLoader.load_model`) and when an engine ends (`cleanup_dist_env_and_memory`). vLLM's
-    own CPU worker replaces the same calls. A worker calls this when it starts; importing the plugin changes nothing.
+    Reason: on a CPU-only torch these calls raise, and vLLM makes them wherever its platform is not its own CPU
+    platform: when a model is loaded (`BaseModelLoader.load_model`) and when an engine ends
+    (`cleanup_dist_env_and_memory`). vLLM's own CPU worker replaces the same calls. A worker calls this when it starts;
+    importing the plugin changes nothing.
     Remove when: both places ask `torch.accelerator.is_available()` first.
     """
     import torch

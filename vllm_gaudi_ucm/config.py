@@ -72,7 +72,7 @@ class Row(NamedTuple):
     description: str
 
 
-def resolve_config(additional_config: Mapping[str, Any] | None) -> UcmConfig:
+def resolve_config(additional_config: object) -> UcmConfig:
     """The configuration in vLLM's `additional_config`, whose key `ucm` is a mapping or the path of a file with one.
 
     Raises `UcmConfigError` that lists every problem.

@@ -21,6 +21,8 @@ class PluginChecks:
         self.rivals = {entry: Probe("plugin", entry.name, entry.value) for entry in found if entry.name != OURS}
         self.resolved = Probe("platform")
         self.active = False
+        # Whether register() says by itself that the plugin should not be used here.
+        self.stays_out = False
         self.active_rivals: list[str] = []
 
     def rows(self) -> Iterator[Check]:
@@ -45,6 +47,7 @@ class PluginChecks:
         try:
             self.active = register() is not None
             reason = decide().reason
+            self.stays_out = not self.active
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
             return Check(SECTION, "register()", "fail", found, PLATFORM_CLASS, "vLLM would run without the plugin")
@@ -79,7 +82,7 @@ class PluginChecks:
         found = answer.get("value") or f"error: {answer.get('error')}"
         if found == PLATFORM_CLASS:
             return Check(SECTION, "platform of vLLM", "ok", found)
-        if not self.active and "error" not in answer:
+        if self.stays_out and "error" not in answer:
             return Check(SECTION, "platform of vLLM", "warn", found, PLATFORM_CLASS, "see register() above")
         advice = "vLLM cannot use the plugin: see the rows above"
         if (envs.observed("VLLM_TARGET_DEVICE") or "").lower() == "cpu":

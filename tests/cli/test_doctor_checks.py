@@ -1,0 +1,208 @@
+"""The doctor's single checks, and that whatever breaks becomes a row instead of a crash."""
+
+import argparse
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+
+from vllm_gaudi_ucm import PLATFORM_CLASS, envs
+from vllm_gaudi_ucm.cli import doctor
+from vllm_gaudi_ucm.cli.checks import machine, plugins, probe, versions
+from vllm_gaudi_ucm.cli.checks.check import Check, guarded
+from vllm_gaudi_ucm.cli.checks.configuration import configuration_checks
+from vllm_gaudi_ucm.device.base import Memory
+from vllm_gaudi_ucm.device.cores import Cores
+from vllm_gaudi_ucm.device.detect import Decision
+
+
+def test_crash_of_a_check_keeps_the_rows_before_it() -> None:
+    def breaks() -> Iterator[Check]:
+        yield Check("s", "first", "ok", "fine")
+        raise OSError("disk")
+
+    rows = guarded("s", breaks)
+    assert [(row.name, row.status, row.found) for row in rows] == [
+        ("first", "ok", "fine"),
+        ("check itself", "fail", "OSError: disk"),
+    ]
+
+
+class FakeProbe:
+    """Answers at once."""
+
+    answers: dict[str, Any]
+
+    def __init__(self, *question: str) -> None:
+        self.question = question
+
+    def answer(self) -> dict[str, Any]:
+        return self.answers
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> type[FakeProbe]:
+    """No child process: vLLM resolves our platform, detection chooses the CPU."""
+    FakeProbe.answers = {"value": PLATFORM_CLASS}
+    monkeypatch.setattr(plugins, "Probe", FakeProbe)
+    monkeypatch.setattr(plugins, "register", lambda: PLATFORM_CLASS)
+    monkeypatch.setattr(plugins, "decide", lambda: Decision("cpu", "asked for"))
+    monkeypatch.setattr(doctor, "detect_device", lambda: "cpu")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.delenv(envs.DEVICE, raising=False)
+    return FakeProbe
+
+
+def test_pretty_report(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(argparse.Namespace(json=False, config=None)) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("platform plugin", "versions", "configuration", "device", "no problem found"))
+
+
+def test_pretty_report_of_a_problem(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(argparse.Namespace(json=False, config='{"cpu": {"treads": 3}}')) == 1
+    out = capsys.readouterr().out
+    assert "1 of " in out
+    assert "ucm.cpu.threads" in out
+
+
+@pytest.mark.parametrize("broken", ["PluginChecks", "version_checks", "configuration_checks", "device_checks"])
+def test_no_section_can_crash_the_doctor(
+    quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    def crash(*args: Any) -> Any:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(doctor, broken, crash)
+    assert doctor.run(argparse.Namespace(json=True, config=None)) == 1
+    assert "RuntimeError: unforeseen" in capsys.readouterr().out
+
+
+def test_detection_that_crashes(quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash() -> str:
+        raise ImportError("libcuda.so.1")
+
+    monkeypatch.setattr(doctor, "detect_device", crash)
+    monkeypatch.setattr(plugins, "register", crash)
+    examination = doctor.examine(None)
+    assert examination.device is None
+    (register,) = [check for check in examination.checks if check.name == "register()"]
+    assert (register.status, register.found) == ("fail", "ImportError: libcuda.so.1")
+
+
+def test_inactive_plugin_is_a_warning(quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staying out of the way is right on such a machine, so it is no failure; the reason is shown."""
+    quick.answers = {"value": "vllm.platforms.cuda.CudaPlatform"}
+    monkeypatch.setattr(plugins, "register", lambda: None)
+    monkeypatch.setattr(plugins, "decide", lambda: Decision(None, "vLLM has a platform of its own (cuda)"))
+    rows = {check.name: check for check in plugins.PluginChecks().rows()}
+    assert (rows["register()"].status, rows["platform of vLLM"].status) == ("warn", "warn")
+    assert rows["register()"].found == "not active: vLLM has a platform of its own (cuda)"
+    assert envs.DEVICE in rows["register()"].advice
+
+
+def test_vllm_that_resolves_another_platform(quick: type[FakeProbe]) -> None:
+    quick.answers = {"error": "RuntimeError: two"}
+    rows = {check.name: check for check in plugins.PluginChecks().rows()}
+    assert (rows["platform of vLLM"].status, rows["platform of vLLM"].found) == ("fail", "error: RuntimeError: two")
+
+
+def test_missing_entry_point(quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [])
+    found = next(plugins.PluginChecks().rows())
+    assert (found.name, found.status, found.found) == ("entry point", "fail", "no such entry point")
+
+
+def test_probe_that_does_not_answer() -> None:
+    """A plugin that hangs costs its time limit, and is killed."""
+    hanging = probe.Probe("plugin", "sleeper", "time:sleep")
+    answer = hanging.answer(timeout=30)
+    assert "TypeError" in answer["error"]  # sleep() without its argument: raised, not hung
+    assert probe.Probe("plugin", "stuck", "threading:Event().wait").answer(timeout=0.01) == {
+        "error": "no answer within 0 s"
+    }
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("0.32.0+empty", "ok"), ("0.31.0", "fail"), ("0.33.0", "fail"), (None, "fail")]
+)
+def test_version_rows(monkeypatch: pytest.MonkeyPatch, version: str | None, status: str) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda name: version if name == "vllm" else "2.13.0")
+    rows = {check.name: check for check in versions.version_checks()}
+    assert rows["vllm"].status == status
+    assert rows["vllm"].expected == ">=0.32.0,<0.33"
+    assert rows["vllm"].found == (version or "not installed")
+    assert bool(rows["vllm"].advice) is (status == "fail")
+
+
+def test_transformers_outside_vllms_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda name: "4.0.0")
+    rows = {check.name: check for check in versions.version_checks()}
+    assert rows["transformers"].status == "warn"
+    assert "vLLM asks for it" in rows["transformers"].advice
+
+    def missing(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions.metadata, "requires", missing)
+    assert {check.name: check for check in versions.version_checks()}["transformers"].status == "ok"
+
+
+def test_unsupported_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions.platform, "python_version", lambda: "3.9.1")
+    rows = {check.name: check for check in versions.version_checks()}
+    assert (rows["Python"].status, rows["Python"].found) == ("fail", "3.9.1")
+
+
+class SmallDevice:
+    """A device with little memory left."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def name(self) -> str:
+        return "GAUDI9"
+
+    def memory(self) -> Memory:
+        return Memory(self.free, 8 * machine.GIB)
+
+
+@pytest.mark.parametrize(("free", "status"), [(machine.GIB, "warn"), (4 * machine.GIB, "ok")])
+def test_device_rows(monkeypatch: pytest.MonkeyPatch, free: int, status: str) -> None:
+    monkeypatch.setattr(machine, "get_device", lambda kind: SmallDevice(free))
+    monkeypatch.setattr(machine, "gaudi_cards", lambda: [])
+    rows = {check.name: check for check in machine.device_checks("hpu")}
+    assert rows["device"].found == "hpu (GAUDI9)"
+    assert rows["memory"].status == status
+    assert "GiB free of 8.0 GiB" in rows["memory"].found
+    assert rows["Gaudi cards"].status == "warn"
+    monkeypatch.setattr(machine, "gaudi_cards", lambda: ["accel0"])
+    assert {check.name: check for check in machine.device_checks("hpu")}["Gaudi cards"].status == "ok"
+
+
+def test_thread_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(machine, "find_cores", lambda: Cores(machine=64, affinity=8, quota=2.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    rows = {check.name: check for check in machine.thread_checks()}
+    assert rows["cores"].found == "2 usable: 64 in the machine, 8 by affinity, a quota of 2"
+    assert rows["threads"].status == "warn"
+    assert rows["threads"].advice.startswith("set OMP_NUM_THREADS=2 or ucm.cpu.threads: 2")
+    assert (rows["THP_MEM_ALLOC_ENABLE"].found, rows["THP_MEM_ALLOC_ENABLE"].advice) == ("'1'", "")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert {check.name: check for check in machine.thread_checks()}["threads"].status == "ok"
+
+
+def test_configuration_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(envs.DEVICE, "cpu")
+    rows = list(configuration_checks('{"cpu": {"threads": 3}}'))
+    assert [row.status for row in rows] == ["info", "ok"]
+    assert "cpu.threads=3" in rows[1].found
+    bad = list(configuration_checks('{"cpu": {"threads": 0}, "fase_log": 1}'))[1:]
+    assert [(row.name, row.status) for row in bad] == [("ucm.cpu.threads", "fail"), ("ucm.fase_log", "fail")]
+    (malformed,) = list(configuration_checks('{"cpu": '))[1:]
+    assert "malformed text (line 1, column 9" in malformed.found

@@ -1,0 +1,123 @@
+"""`gaudi-ucm`: commands are loaded lazily, and every end has its exit code."""
+
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_gaudi_ucm import __version__, compat
+from vllm_gaudi_ucm.cli import main as cli
+
+
+def command(monkeypatch: pytest.MonkeyPatch, run: Callable[[Any], int]) -> None:
+    """Puts a command `probe` with one option in place."""
+    module = types.ModuleType("a_command")
+    module.add_arguments = lambda parser: parser.add_argument("--size", type=int, default=1)  # type: ignore[attr-defined]
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_command", module)
+    monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("a_command", "a command of the test"))
+
+
+def test_command_gets_its_options_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    command(monkeypatch, lambda args: args.size)
+    assert cli.main(["probe", "--size", "7"]) == 7
+    assert cli.main(["--traceback", "probe"]) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("ucm.cpu.threads: found 0\n  expected more"),
+        FileNotFoundError(2, "No such file", "a.jsonl"),
+        compat.UnsupportedVersionError("vllm 0.31"),
+    ],
+)
+def test_expected_error_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def fail(args: Any) -> int:
+        raise error
+
+    command(monkeypatch, fail)
+    assert cli.main(["probe"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"gaudi-ucm: error: {' '.join(str(error).split())}\n"
+    with pytest.raises(type(error)):
+        cli.main(["--traceback", "probe"])
+
+
+def test_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    command(monkeypatch, lambda args: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["probe"])
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(args: Any) -> int:
+        raise KeyboardInterrupt
+
+    command(monkeypatch, interrupted)
+    assert cli.main(["probe"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        (None, "the module absent_command is not part of this installation"),
+        ("import absent_package", "the Python package absent_package is missing; pip install 'vllm-gaudi-ucm[demo]'"),
+    ],
+)
+def test_missing_module(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    source: str | None,
+    advice: str,
+) -> None:
+    if source is not None:
+        (tmp_path / "absent_command.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("absent_command", "a command of the test"))
+    assert cli.main(["probe"]) == 2
+    assert f"gaudi-ucm: error: command probe: {advice}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["config", "--nonsense"]])
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: gaudi-ucm" in capsys.readouterr().err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"vllm-gaudi-ucm {__version__}\n"
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    help_text = capsys.readouterr().out
+    assert all(name in help_text for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_is_part_of_the_package(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([name, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: gaudi-ucm {name}" in capsys.readouterr().out
+
+
+def test_console_script_and_module() -> None:
+    script = Path(sys.executable).with_name("gaudi-ucm")
+    for start in ([str(script)], [sys.executable, "-m", "vllm_gaudi_ucm.cli.main"]):
+        done = subprocess.run([*start, "config", "--check", "/none.yaml"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert "cannot be read (No such file or directory)" in done.stderr

@@ -1,0 +1,147 @@
+"""Configuration: every key, every kind of mistake, files, and the table in the README."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table, resolve_config, resolve_value
+from vllm_gaudi_ucm.config_error import UcmConfigError
+
+README = Path(__file__).parents[2] / "README.md"
+
+# key -> (values that are taken, values that are refused, part of the message after "expected")
+VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
+    "ucm.phase_log": ([None, "steps.jsonl"], [3, True, ["a"]], "path of a file or null"),
+    "ucm.attention.implementation": (
+        ["auto", "reference", "cpu"],
+        ["fast", "CPU", None, 1],
+        'one of "auto", "reference", "cpu"',
+    ),
+    "ucm.attention.contiguous_pa": (["auto", True, False], ["yes", 1, 0, None], '"auto" or true or false'),
+    "ucm.attention.causal_slice": ([16, 512, 8192], [15, 8193, "512", 512.0, True, None], "integer, 16 to 8192"),
+    "ucm.cpu.threads": ([None, 1, 64], [0, -1, "2", 1.5, True], "integer, at least 1 or null"),
+}
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """`nested("ucm.cpu.threads", 2)` is `{"ucm": {"cpu": {"threads": 2}}}`."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def read(config: UcmConfig, key: str) -> Any:
+    """The value of a key, `ucm.` included."""
+    value: Any = config
+    for part in key.split(".")[1:]:
+        value = getattr(value, part)
+    return value
+
+
+def test_every_key_is_tested_here() -> None:
+    assert {row.key for row in describe()} == set(VALUES)
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key in VALUES for value in VALUES[key][0]])
+def test_valid_value(key: str, value: Any) -> None:
+    config = resolve_config(nested(key, value))
+    expected = Path(value) if key == "ucm.phase_log" and value is not None else value
+    assert read(config, key) == expected
+    assert type(read(config, key)) is type(expected) or isinstance(expected, Path)
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key in VALUES for value in VALUES[key][1]])
+def test_bad_value_names_key_found_and_expected(key: str, value: Any) -> None:
+    with pytest.raises(UcmConfigError) as caught:
+        resolve_config(nested(key, value))
+    assert [str(problem) for problem in caught.value.problems] == [f"{key}: found {value!r}, expected {VALUES[key][2]}"]
+
+
+def test_all_problems_at_once() -> None:
+    """One error lists every problem: unknown keys at any depth, wrong types and ranges."""
+    bad = {"ucm": {"attention": {"implementaton": "cpu", "causal_slice": 3}, "cpu": {"threads": 0}, "zzz": 1}}
+    with pytest.raises(ValueError, match="configuration of vllm-gaudi-ucm") as caught:
+        resolve_config(bad)
+    message = str(caught.value)
+    assert (
+        "ucm.attention.implementaton: found an unknown key, "
+        "expected ucm.attention.implementation (the nearest valid key)" in message
+    )
+    assert "ucm.attention.causal_slice: found 3, expected integer, 16 to 8192" in message
+    assert "ucm.cpu.threads: found 0" in message
+    assert "ucm.zzz: found an unknown key, expected ucm.attention or ucm.cpu or ucm.phase_log" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "expected"),
+    [
+        ({"ucn": {}}, "ucn", "ucm (the nearest valid key)"),
+        ({"ucm": {"atention": {}}}, "ucm.atention", "ucm.attention (the nearest valid key)"),
+        ({"ucm": {"cpu": {"thread": 2}}}, "ucm.cpu.thread", "ucm.cpu.threads (the nearest valid key)"),
+        ({"ucm": {"cpu": {"cpu": 2}}}, "ucm.cpu.cpu", "ucm.cpu.threads"),
+        ({"ucm": {1: 2}}, "ucm.1", "ucm.attention or ucm.cpu or ucm.phase_log"),
+    ],
+)
+def test_unknown_key(config: dict[str, Any], key: str, expected: str) -> None:
+    with pytest.raises(UcmConfigError) as caught:
+        resolve_config(config)
+    assert [(p.key, p.found, p.expected) for p in caught.value.problems] == [(key, "an unknown key", expected)]
+
+
+@pytest.mark.parametrize("value", [None, 3, "threads", []])
+def test_section_that_is_no_mapping(value: Any) -> None:
+    with pytest.raises(UcmConfigError) as caught:
+        resolve_config({"ucm": {"cpu": value}})
+    assert str(caught.value.problems[0]) == f"ucm.cpu: found {value!r}, expected mapping with the keys threads"
+
+
+@pytest.mark.parametrize("value", [None, 3, True, ["a.yaml"]])
+def test_ucm_that_is_neither_mapping_nor_path(value: Any) -> None:
+    with pytest.raises(UcmConfigError, match="expected a mapping, or the path of a YAML or JSON file"):
+        resolve_config({"ucm": value})
+
+
+@pytest.mark.parametrize("additional_config", [None, {}, {"ucm": {}}])
+def test_defaults(additional_config: dict[str, Any] | None) -> None:
+    assert resolve_config(additional_config) == UcmConfig()
+
+
+def test_additional_config_that_is_no_mapping() -> None:
+    with pytest.raises(UcmConfigError, match=r"--additional-config: found 'ucm', expected a JSON object"):
+        resolve_config("ucm")  # type: ignore[arg-type]
+
+
+def test_round_trip_hash_and_frozen() -> None:
+    config = resolve_config({"ucm": {"phase_log": "a.jsonl", "attention": {"contiguous_pa": False}}})
+    assert resolve_config({"ucm": json.loads(json.dumps(config.to_dict()))}) == config
+    assert hash(resolve_value(config.to_dict())) == hash(config) != hash(UcmConfig())
+    with pytest.raises(ValidationError, match="frozen"):
+        config.attention.causal_slice = 64
+
+
+def test_error_survives_the_way_between_processes() -> None:
+    """vLLM's multiprocessing hands the engine's error to the front: it must arrive as it left."""
+    with pytest.raises(UcmConfigError) as caught:
+        resolve_config({"ucm": {"cpu": {"threads": 0}}})
+    twin = copy.copy(caught.value)  # by the same protocol, `__reduce__`
+    assert str(twin) == str(caught.value)
+    assert twin.problems == caught.value.problems
+
+
+def test_table_has_a_description_for_every_key() -> None:
+    assert all(row.description.endswith(".") and row.type for row in describe())
+    assert len(markdown_table().splitlines()) == len(describe()) + 2
+    assert all(row.count("|") == 5 for row in markdown_table().splitlines())
+
+
+def test_table_of_the_readme_is_current() -> None:
+    """`gaudi-ucm config --markdown` stands between two marks in the README."""
+    _, mark, rest = README.read_text(encoding="utf-8").partition("<!-- config-table -->\n")
+    assert mark, "README.md has no mark <!-- config-table -->"
+    table, closing, _ = rest.partition("\n<!-- config-table -->")
+    assert closing, "README.md has no second mark <!-- config-table --> after the table"
+    assert table.strip() == markdown_table(), "paste the output of `gaudi-ucm config --markdown` between the marks"

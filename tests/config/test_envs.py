@@ -1,0 +1,84 @@
+"""Environment variables: the device choice, and vLLM's registry of known variables."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vllm_gaudi_ucm
+from vllm_gaudi_ucm import envs
+
+PACKAGE = Path(vllm_gaudi_ucm.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("value", "choice"), [(None, "auto"), ("", "auto"), ("cpu", "cpu"), (" HPU ", "hpu"), ("cuda", "cuda")]
+)
+def test_device_choice(monkeypatch: pytest.MonkeyPatch, value: str | None, choice: str) -> None:
+    if value is None:
+        monkeypatch.delenv(envs.DEVICE, raising=False)
+    else:
+        monkeypatch.setenv(envs.DEVICE, value)
+    assert envs.device_choice() == choice
+
+
+def test_unknown_device_names_variable_found_and_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(envs.DEVICE, "gpu")
+    with pytest.raises(ValueError, match=r"VLLM_GAUDI_UCM_DEVICE: found 'gpu', expected one of auto, hpu, cuda, cpu"):
+        envs.device_choice()
+
+
+def test_only_declared_variables_can_be_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert envs.observed("OMP_NUM_THREADS") == "3"
+    with pytest.raises(KeyError, match="HOME"):
+        envs.observed("HOME")
+
+
+@pytest.mark.parametrize(("value", "names"), [(None, None), ("", ("",)), ("gaudi_ucm,other", ("gaudi_ucm", "other"))])
+def test_allowed_plugins_reads_as_vllm_does(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, names: tuple[str, ...] | None
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", value)
+    assert envs.allowed_plugins() == names
+
+
+def test_only_envs_reads_the_environment() -> None:
+    """No other file of the package, its ops or its graphs mentions os.environ or os.getenv."""
+    rooms = [PACKAGE, PACKAGE.parent / "ops", PACKAGE.parent / "graphs"]
+    readers = set()
+    for file in (file for room in rooms for file in room.rglob("*.py")):
+        names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+        if names & {"environ", "getenv", "putenv"}:
+            readers.add(file.relative_to(PACKAGE.parent).as_posix())
+    assert readers == {"vllm_gaudi_ucm/envs.py"}
+
+
+CHECK = """
+import sys
+from vllm.platforms.interface import Platform
+from vllm_gaudi_ucm import envs
+if sys.argv[1] == "merge":
+    envs.merge_into_vllm()
+    envs.merge_into_vllm()
+    import vllm.envs
+    assert vllm.envs.VLLM_GAUDI_UCM_DEVICE == "cpu"
+Platform.validate_environ(hard_fail=True)
+"""
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_merged_variable_is_known_to_vllm(monkeypatch: pytest.MonkeyPatch, merge: bool) -> None:
+    """vLLM refuses VLLM_GAUDI_UCM_DEVICE as unknown, unless it was merged into its registry."""
+    monkeypatch.setenv(envs.DEVICE, "cpu")
+    command = [sys.executable, "-c", CHECK, "merge" if merge else "plain"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if merge:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode != 0
+        assert "Unknown vLLM environment variable detected: VLLM_GAUDI_UCM_DEVICE" in done.stderr
