@@ -1,4 +1,4 @@
-"""The vLLM platform: tells vLLM which device, worker and attention backend to use, and refuses what we do not support."""
+"""The vLLM platform: names the device, the worker and the attention backend, and refuses what is not supported."""
 
 from __future__ import annotations
 

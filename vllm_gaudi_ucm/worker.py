@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ logger = init_logger(__name__)
 class UcmWorker(WorkerBase):
     """One device, one model. See WorkerBase for the contract of each method."""
 
-    model_runner: ModelRunner
+    model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
 
     def init_device(self) -> None:
         tolerate_missing_accelerator()
@@ -56,7 +56,7 @@ class UcmWorker(WorkerBase):
             self.model_runner.load_model()
 
     def get_model(self) -> nn.Module:
-        return self.model_runner.model
+        return cast(nn.Module, self.model_runner.model)
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)

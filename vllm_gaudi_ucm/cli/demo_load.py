@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 
 MIN_REQUESTS = 4
-MEAN_GAP_S = 0.25
-LOG_DAYS = 110
+MEAN_GAP_S = 0.4
+LOG_DAYS = 75
 """Days in the long prompt: more than 2000 tokens with any tokenizer we know."""
 
 MUSEUM = """You are the friendly guide of the Harbour Museum of Westhaven. Answer in one or two short sentences, only \
@@ -24,7 +24,7 @@ visitors can feel the wind of a hurricane.
 Guided tours: every day at 11 in the morning and at 3 in the afternoon, in English, for 45 minutes, at no extra cost.
 The cafe on the ground floor serves soup, sandwiches, cake, tea and coffee until 5 in the afternoon. Dogs are not \
 allowed inside, except guide dogs. There is a lift to all floors. Photographs without flash are welcome.
-The bus number 14 stops in front of the door every ten minutes; the station is a walk of fifteen minutes along the quay."""
+The bus number 14 stops in front of the door every ten minutes; the station is fifteen minutes away on foot."""
 
 GUIDE_QUESTIONS = (
     "How much is a ticket for a student?",

@@ -16,7 +16,7 @@ class DemoProgress:
     """A bar on stderr; its length follows the tokens, so that it moves while long answers are written."""
 
     def __init__(self, requests: int) -> None:
-        text = "{task.fields[done]}/{task.fields[requests]} requests  {task.fields[tokens]:,} tokens  {task.fields[rate]:.0f}/s"
+        text = "{task.fields[done]}/{task.total} requests  {task.fields[tokens]:,} tokens, {task.fields[rate]:.0f}/s"
         self._progress = Progress(
             TextColumn("serving"), BarColumn(), TextColumn(text), TimeElapsedColumn(), console=Console(stderr=True)
         )

@@ -1,7 +1,7 @@
 """`plan_batch`: which (row, cached token) pairs a step computes, as a pure function of arrays.
 
-No torch and no vLLM here, so that property tests can drive it with any batch. The rule is design.md 3.1; the three parts
-and their names come from seed 001 (Unified Attention).
+No torch and no vLLM here, so that property tests can drive it with any batch. The three parts and their names come from
+Intel's description of Unified Attention for vLLM on Gaudi; which of them sees what is stated at `plan_batch`.
 """
 
 from __future__ import annotations
@@ -193,9 +193,9 @@ def _group_by_users(uses: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[in
     Returns:
         The order of the blocks, and the first block of each group in that order.
     """
-    signature = np.ascontiguousarray(np.packbits(uses, axis=0).T)
-    signature = signature.view(np.dtype((np.void, signature.shape[1]))).ravel()
-    _, group = np.unique(signature, return_inverse=True)
+    bits = np.ascontiguousarray(np.packbits(uses, axis=0).T)
+    users = bits.view(np.dtype((np.void, bits.shape[1]))).ravel()
+    _, group = np.unique(users, return_inverse=True)
     order = np.argsort(group, kind="stable")
     first = np.flatnonzero(np.diff(group[order], prepend=-1))
     return order, first.tolist()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
-from torch import nn
 from vllm import envs
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
@@ -33,10 +32,21 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.worker.gpu_input_batch import InputBatch
 
     from vllm_gaudi_ucm.config import UcmConfig
 
 logger = init_logger(__name__)
+
+
+class DecoderModel(Protocol):
+    """What a step needs of a vLLM model: hidden states [rows, hidden size] of token ids, and logits of hidden states."""
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: None, inputs_embeds: None
+    ) -> torch.Tensor: ...
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None: ...
 
 
 @dataclass
@@ -71,14 +81,15 @@ class ModelRunner:
         self._sampler = Sampler(vllm_config.model_config.logprobs_mode)
         self._sampling = SamplingBatch(vllm_config, device)
         self._computed: _ComputedStep | None = None
-        self.model: nn.Module
+        self.model: DecoderModel
         self.requests: RequestTable
         self.kv_caches: dict[str, torch.Tensor] = {}
 
     def load_model(self) -> None:
-        self.model = get_model(vllm_config=self._vllm_config).eval()
-        mode = self._vllm_config.model_config.logprobs_mode
-        self._prompt_logprobs = PromptLogprobs(self.model, self._sampler, as_logits=mode.endswith("logits"))
+        self.model = cast(DecoderModel, get_model(vllm_config=self._vllm_config))
+        model_config = self._vllm_config.model_config
+        as_logits = model_config.logprobs_mode.endswith("logits")
+        self._prompt_logprobs = PromptLogprobs(self._logits, self._sampler, model_config.get_vocab_size(), as_logits)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = {name: layer.get_kv_cache_spec(self._vllm_config) for name, layer in self._attention_layers().items()}
@@ -102,7 +113,7 @@ class ModelRunner:
         positions = torch.arange(num_tokens, device=self._device) % self._vllm_config.model_config.max_model_len
         hidden = self._forward(token_ids, positions, None)
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
-        self.model.compute_logits(hidden[:rows]).float()
+        self._logits(hidden[:rows])
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -120,7 +131,7 @@ class ModelRunner:
         clock.planned()
         metadata = UnifiedAttentionMetadata(staged.slots, parts)
         hidden = self._forward(staged.token_ids, staged.positions, metadata)
-        logits = self.model.compute_logits(hidden[staged.logits_rows]).float()
+        logits = self._logits(hidden[staged.logits_rows])
         prompt_logprobs = self._score_prompts(requests, plan, hidden)
         clock.computed()
         self._computed = _ComputedStep(scheduler_output, requests, plan, staged, logits, prompt_logprobs, clock)
@@ -133,7 +144,9 @@ class ModelRunner:
         assert step is not None, "sample_tokens without a computed step"
         nans = self._count_nans(step.logits)
         if grammar_output is not None:
-            apply_grammar_bitmask(step.scheduler_output, grammar_output, self._sampling, step.logits)
+            # all that vLLM's helper reads of its third argument is `req_ids`
+            batch = cast("InputBatch", self._sampling)
+            apply_grammar_bitmask(step.scheduler_output, grammar_output, batch, step.logits)
         tokens: list[list[int]] = []
         logprobs: LogprobsLists | None = None
         if self._sampling.slots:
@@ -179,6 +192,12 @@ class ModelRunner:
     ) -> torch.Tensor:
         with set_forward_context(metadata, self._vllm_config, num_tokens=len(token_ids), slot_mapping={}):
             return self.model(input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocabulary]: what vLLM's sampler and grammar masks compute in."""
+        logits = self.model.compute_logits(hidden)
+        assert logits is not None, "a model on one device has all its logits"
+        return logits.float()
 
     def _score_prompts(
         self, requests: list[LiveRequest], plan: UnifiedPlan, hidden: torch.Tensor

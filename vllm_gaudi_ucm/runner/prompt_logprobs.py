@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
@@ -14,15 +15,19 @@ class PromptLogprobs:
     """Scores the prompt rows of requests that ask for it.
 
     Args:
-        model: gives logits of hidden states.
+        compute_logits: float32 [rows, vocabulary] of hidden states [rows, hidden size].
         sampler: vLLM's; its gather is what sampled tokens use too.
+        vocab_size: scores per row where a request asks for all (-1).
         as_logits: return logits instead of logprobs (`--logprobs-mode` raw_logits or processed_logits; prompt tokens
             pass no processor, so raw and processed are one).
     """
 
-    def __init__(self, model: nn.Module, sampler: Sampler, as_logits: bool) -> None:
-        self._model = model
+    def __init__(
+        self, compute_logits: Callable[[torch.Tensor], torch.Tensor], sampler: Sampler, vocab_size: int, as_logits: bool
+    ) -> None:
+        self._compute_logits = compute_logits
         self._sampler = sampler
+        self._vocab_size = vocab_size
         self._as_logits = as_logits
 
     @staticmethod
@@ -45,7 +50,7 @@ class PromptLogprobs:
         wanted = request.sampling_params.prompt_logprobs
         assert wanted is not None
         if request.prompt_logprobs is None:
-            width = self._vocab_size() if wanted == -1 else wanted
+            width = self._vocab_size if wanted == -1 else wanted
             request.prompt_logprobs = LogprobsTensors.empty_cpu(len(prompt) - 1, width + 1)
         # row at position p scores the prompt token at p + 1
         count = min(hidden.shape[0], len(prompt) - 1 - first)
@@ -59,8 +64,8 @@ class PromptLogprobs:
         return scores
 
     def _score_rows(self, into: LogprobsTensors, hidden: torch.Tensor, targets: list[int], first: int) -> None:
-        logits = self._model.compute_logits(hidden)
-        scores = logits.float() if self._as_logits else self._sampler.compute_logprobs(logits)
+        logits = self._compute_logits(hidden)
+        scores = logits if self._as_logits else self._sampler.compute_logprobs(logits)
         width = into.logprobs.shape[1] - 1
         token_ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
         found = self._sampler.gather_logprobs(scores, width, token_ids)
@@ -68,6 +73,3 @@ class PromptLogprobs:
         into.logprob_token_ids[rows].copy_(found.logprob_token_ids)
         into.logprobs[rows].copy_(found.logprobs)
         into.selected_token_ranks[rows].copy_(found.selected_token_ranks)
-
-    def _vocab_size(self) -> int:
-        return self._model.config.vocab_size
