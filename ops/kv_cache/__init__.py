@@ -1,0 +1,1 @@
+"""Operations on the KV cache: what is written to its slots."""

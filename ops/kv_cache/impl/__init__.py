@@ -1,0 +1,1 @@
+"""Implementations of the KV-cache operations; they never import each other."""

@@ -1,0 +1,192 @@
+"""Unified Attention in plain torch: it defines the semantics, and every other implementation is tested against it.
+
+All arithmetic is fp32 whatever the inputs are, natural logarithm throughout. Nothing here reads a tensor on the host,
+so the same code runs inside a captured graph: what bounds the loops (slices, groups, shapes) is host-side already.
+
+Garbage: a token that a row does not see must not reach it, but NaN times weight 0 is NaN. So scores are *replaced* by
+-inf, not added to; non-finite values enter the product as 0; and a row that sees a token with a non-finite key or value
+is set to NaN afterwards, so that broken requests stay detectable. Source: seed 001; design.md 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.unified_attention.parts import (
+    AttentionParts,
+    CausalPart,
+    Partial,
+    SharedGroup,
+    SharedPart,
+    UniquePart,
+)
+
+NEG_INF = float("-inf")
+
+# A tile of scores is at most ROW_TILE x TOKEN_TILE per head: memory is bounded however many rows share how many blocks.
+ROW_TILE = 256
+TOKEN_TILE = 2048
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    parts: AttentionParts,
+    scale: float,
+    out: Tensor,
+) -> Tensor:
+    """Writes the merge of the parts that exist to `out` [rows, heads, value_dim] and returns it."""
+    partials = []
+    if parts.causal is not None:
+        partials.append(causal(query, key, value, parts.causal, scale))
+    if parts.shared is not None:
+        partials.append(shared(query, key_cache, value_cache, parts.shared, scale))
+    if parts.unique is not None:
+        partials.append(unique(query, key_cache, value_cache, parts.unique, scale))
+    return merge(partials, out)
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, part: CausalPart, scale: float) -> Partial:
+    """New tokens among themselves, slice by slice; rows of different groups never see each other.
+
+    query [rows, heads, dim], key [rows, kv_heads, dim], value [rows, kv_heads, value_dim]; the partial has all rows.
+    """
+    result = _nothing(query, query.shape[0], value.shape[-1])
+    position = torch.arange(query.shape[0], device=query.device)
+    for query_lo, query_hi, key_lo, key_hi in part.slices:
+        rows, keys = slice(query_lo, query_hi), slice(key_lo, key_hi)
+        same = (part.groups[rows, None] == part.groups[None, keys]) & (part.groups[rows, None] >= 0)
+        visible = same & (position[None, keys] <= position[rows, None])
+        piece = _attend_visible(query[rows], key[keys], value[keys], visible, scale)
+        for whole, tile in zip(result, piece, strict=True):
+            whole[rows] = tile
+    return result
+
+
+def shared(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SharedPart, scale: float) -> Partial:
+    """Cached blocks that several rows use; cost follows the groups' rows x blocks. The partial has all rows."""
+    result = _nothing(query, query.shape[0], value_cache.shape[-1])
+    for group in part.groups:
+        for rows in group.rows.split(ROW_TILE):
+            _add_shared_rows(result, query, key_cache, value_cache, part, group._replace(rows=rows), scale)
+    return result
+
+
+def _add_shared_rows(
+    result: Partial,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    part: SharedPart,
+    group: SharedGroup,
+    scale: float,
+) -> None:
+    """Adds one tile of rows of a group to `result`, a tile of blocks at a time."""
+    block_size = key_cache.shape[1]
+    spans = part.row_spans[group.rows]
+    tile = max(1, TOKEN_TILE // block_size)
+    for first in range(group.block_lo, group.block_hi, tile):
+        blocks = slice(first, min(first + tile, group.block_hi))
+        ids = part.blocks[blocks]
+        visible = _in_range(part.lo[:, blocks][spans], part.hi[:, blocks][spans], block_size).flatten(1)
+        piece = _attend_visible(
+            query[group.rows], key_cache[ids].flatten(0, 1), value_cache[ids].flatten(0, 1), visible, scale
+        )
+        both = _combine(Partial(*(whole[group.rows] for whole in result)), piece)
+        for whole, rows in zip(result, both, strict=True):
+            whole.index_copy_(0, group.rows, rows)
+
+
+def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart, scale: float) -> Partial:
+    """Cached blocks that one row uses: computed per block, reduced to the single rows [0, num_rows) only."""
+    count, block_size = part.rows.shape[0], key_cache.shape[1]
+    result = _nothing(query, part.num_rows, value_cache.shape[-1])
+    if count == 0 or part.num_rows == 0:
+        return result
+    tile = max(1, ROW_TILE * TOKEN_TILE // (8 * block_size))
+    pieces = []
+    for first in range(0, count, tile):
+        span = slice(first, min(first + tile, count))
+        ids = span if part.blocks is None else part.blocks[span]
+        visible = _in_range(part.lo[span], part.hi[span], block_size)[:, None]
+        rows = query[part.rows[span], None]
+        pieces.append(_attend_visible(rows, key_cache[ids], value_cache[ids], visible, scale))
+    out, top, total = (torch.cat(tensors).squeeze(1) for tensors in zip(*pieces, strict=True))
+
+    result.max.scatter_reduce_(0, part.rows[:, None].expand_as(top), top, "amax")
+    weight = torch.exp(top - _shift(result.max)[part.rows])
+    result.sum.index_add_(0, part.rows, total * weight)
+    result.out.index_add_(0, part.rows, out * weight[..., None])
+    return result
+
+
+def merge(partials: Sequence[Partial], out: Tensor) -> Tensor:
+    """Normalised softmax over all partials, written to `out` [rows, heads, value_dim]; rows that see nothing are zeros.
+
+    A partial may cover only the first rows (the single rows come first): the others see none of its keys.
+    """
+    rows = out.shape[0]
+    merged = _nothing(out, rows, out.shape[-1])
+    for partial in partials:
+        covered = partial.max.shape[0]
+        both = _combine(Partial(*(whole[:covered] for whole in merged)), partial)
+        for whole, first in zip(merged, both, strict=True):
+            whole[:covered] = first
+    # The largest score of a row has weight 1, so a sum of 0 means exactly: nothing seen.
+    total = torch.where(merged.sum == 0, 1.0, merged.sum)
+    return out.copy_(merged.out / total[..., None])
+
+
+def _attend_visible(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Partial:
+    """Partial of query [..., rows, heads, dim] over key and value [..., tokens, kv_heads, dim].
+
+    visible: bool [..., rows, tokens].
+    """
+    kv_heads = key.shape[-2]
+    folded = query.float().unflatten(-2, (kv_heads, -1))
+    scores = torch.einsum("...rhgd,...shd->...rhgs", folded, key.float()) * scale
+    scores = scores.masked_fill(~visible[..., None, None, :], NEG_INF)
+    top = scores.amax(-1)
+    weights = torch.exp(scores - _shift(top)[..., None])
+    total = weights.sum(-1)
+
+    broken = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+    finite = torch.where(value.isfinite(), value, 0).float()
+    out = torch.einsum("...rhgs,...shd->...rhgd", weights, finite)
+    tainted = torch.einsum("...rs,...sh->...rh", visible.float(), broken.float()) > 0
+    out = out.masked_fill(tainted[..., None, None], float("nan"))
+    total = total.masked_fill(tainted[..., None], float("nan"))
+    return Partial(out.flatten(-3, -2), top.flatten(-2), total.flatten(-2))
+
+
+def _combine(a: Partial, b: Partial) -> Partial:
+    """Partial over the keys of both; either may have seen nothing in any row."""
+    top = torch.maximum(a.max, b.max)
+    weight_a, weight_b = torch.exp(a.max - _shift(top)), torch.exp(b.max - _shift(top))
+    out = a.out * weight_a[..., None] + b.out * weight_b[..., None]
+    return Partial(out, top, a.sum * weight_a + b.sum * weight_b)
+
+
+def _shift(top: Tensor) -> Tensor:
+    """What to subtract from scores: the maximum, or 0 where it is -inf, because -inf - -inf is NaN."""
+    return torch.where(top == NEG_INF, 0.0, top)
+
+
+def _in_range(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
+    """bool [..., block_size]: which tokens of the block lie in [lo, hi)."""
+    token = torch.arange(block_size, device=lo.device)
+    return (token >= lo[..., None]) & (token < hi[..., None])
+
+
+def _nothing(like: Tensor, rows: int, value_dim: int) -> Partial:
+    """Partial of rows that have seen no key yet."""
+    heads = like.shape[1]
+    out = like.new_zeros((rows, heads, value_dim), dtype=torch.float32)
+    top = like.new_full((rows, heads), NEG_INF, dtype=torch.float32)
+    return Partial(out, top, like.new_zeros((rows, heads), dtype=torch.float32))

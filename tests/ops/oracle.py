@@ -1,0 +1,67 @@
+"""Attention by definition, in float64 numpy, and the error that an honest low-precision computation may have."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.ops.batch import Batch
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+
+IMPLEMENTATIONS = ("reference", "cpu")
+
+
+def oracle(batch: Batch) -> np.ndarray:
+    """float64 [rows, heads, value_dim]: softmax over exactly what each row must see, zeros where that is nothing."""
+    rows, heads, _ = batch.query.shape
+    result = np.zeros((rows, heads, batch.value.shape[-1]))
+    for row, seen in enumerate(batch.seen):
+        if seen is None:
+            continue
+        keys, values = (tensor.double().numpy() for tensor in seen)
+        query = batch.query[row].double().numpy()
+        for head in range(heads):
+            kv_head = head * keys.shape[1] // heads
+            scores = keys[:, kv_head] @ query[head] * batch.scale
+            weights = np.exp(scores - scores.max())
+            result[row, head] = weights @ values[:, kv_head] / weights.sum()
+    return result
+
+
+def budget(batch: Batch, expected: np.ndarray) -> float:
+    """2 x (error of a plain softmax in the batch's own dtype + an epsilon band)."""
+    error, largest = 0.0, 1.0
+    for row, seen in enumerate(batch.seen):
+        if seen is None:
+            continue
+        groups = batch.query.shape[1] // batch.key.shape[1]
+        keys, values = (tensor.repeat_interleave(groups, 1) for tensor in seen)
+        scores = (batch.query[row][:, None] * keys.transpose(0, 1)).sum(-1) * batch.scale
+        plain = (torch.softmax(scores, -1)[..., None] * values.transpose(0, 1)).sum(1)
+        error = max(error, float(np.abs(plain.double().numpy() - expected[row]).max()))
+        largest = max(largest, float(values.abs().max()))
+    return 2 * (error + 4 * torch.finfo(batch.query.dtype).eps * largest)
+
+
+def attend(batch: Batch, implementation: str, *, prepared: bool = False) -> Tensor:
+    """The operation under test, writing into a poisoned `out`."""
+    shape = (*batch.query.shape[:2], batch.value.shape[-1])
+    out = torch.full(shape, float("nan"), dtype=batch.query.dtype)
+    parts = batch.parts
+    ready = prepare(parts, batch.key_cache.shape[1], implementation=implementation) if prepared else parts
+    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
+    returned = unified_attention(*tensors, ready, batch.scale, out, implementation=implementation)
+    assert returned is out
+    return out
+
+
+def assert_matches(batch: Batch, implementation: str, *, prepared: bool = False) -> None:
+    out = attend(batch, implementation, prepared=prepared)
+    assert torch.isfinite(out).all(), "garbage reached a row"
+    expected = oracle(batch)
+    error = np.abs(out.double().numpy() - expected).max(initial=0.0)
+    assert error <= budget(batch, expected)
+    for row, seen in enumerate(batch.seen):
+        if seen is None:
+            assert not out[row].any(), f"row {row} sees nothing and must be zeros"

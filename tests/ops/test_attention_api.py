@@ -1,0 +1,100 @@
+"""Arguments of unified_attention: clear errors, choice of the implementation, compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.batch import Request, Shape, build
+from tests.ops.oracle import attend
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+
+REQUESTS = [Request(5, 1), Request(4, 3, prefix=1), Request(0, 4)]
+
+
+def _arguments() -> dict[str, object]:
+    batch = build(REQUESTS, Shape(poison=0.0))
+    return {
+        name: getattr(batch, name) for name in ("query", "key", "value", "key_cache", "value_cache", "parts", "scale")
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(10, 64)}, "query has dimensions 2, expected 3"),
+        ({"query": torch.zeros(10, 3, 16)}, "3 heads, expected a multiple of the 2 kv heads"),
+        ({"key": torch.zeros(9, 2, 16)}, r"key has shape \(9, 2, 16\), expected \(10, 2, 16\)"),
+        ({"key": torch.zeros(10, 2, 16, dtype=torch.float16)}, "key has dtype torch.float16, expected torch.float32"),
+        ({"value": torch.zeros(10, 1, 16)}, "value has shape"),
+        ({"key_cache": torch.zeros(9, 4, 2, 8)}, "key_cache has shape"),
+        ({"value_cache": torch.zeros(9, 3, 2, 16)}, "key_cache has shape"),
+        ({"out": torch.zeros(10, 4, 8)}, r"out has shape \(10, 4, 8\), expected \(10, 4, 16\)"),
+        ({"out": torch.zeros(10, 4, 16, dtype=torch.float16)}, "out has dtype"),
+        ({"key": torch.zeros(10, 2, 16, device="meta")}, "key has device meta, expected cpu"),
+        ({"implementation": "fast"}, "implementation 'fast' is unknown, choose one of auto, reference, cpu"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        unified_attention(**{**_arguments(), **change})  # type: ignore[arg-type]
+
+
+def test_float64_is_refused() -> None:
+    wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in _arguments().items()}
+    with pytest.raises(ValueError, match="query has dtype"):
+        unified_attention(**wide)  # type: ignore[arg-type]
+
+
+def test_parts_prepared_for_another_block_size() -> None:
+    arguments = _arguments()
+    arguments["parts"] = prepare(arguments["parts"], 8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="key_cache has block size 4, expected 8"):
+        unified_attention(**arguments)  # type: ignore[arg-type]
+
+
+def test_auto_is_cpu_on_cpu_and_prepared_parts_keep_their_implementation() -> None:
+    batch = build(REQUESTS, Shape(poison=0.0))
+    assert prepare(batch.parts, 4).implementation == "cpu"
+    slow = prepare(batch.parts, 4, implementation="reference")
+    assert slow.plan is None
+    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
+    assert torch.equal(unified_attention(*tensors, slow, batch.scale), attend(batch, "reference"))
+
+
+def test_prepared_parts_serve_many_layers() -> None:
+    batch = build(REQUESTS, Shape(poison=0.0))
+    ready = prepare(batch.parts, 4)
+    for layer in range(3):
+        other = build(REQUESTS, Shape(poison=0.0, seed=0))
+        for tensor in (other.key_cache, other.value_cache, other.key, other.value):
+            tensor *= layer + 1
+        tensors = (other.query, other.key, other.value, other.key_cache, other.value_cache)
+        torch.testing.assert_close(unified_attention(*tensors, ready, other.scale), attend(other, "reference"))
+
+
+def test_operands_may_be_views() -> None:
+    """Rows of a fused qkv tensor, as models make them."""
+    batch = build(REQUESTS, Shape(poison=0.0))
+    expected = attend(batch, "reference")
+    fused = torch.cat([tensor.flatten(1) for tensor in (batch.query, batch.key, batch.value)], dim=1)
+    query, key, value = fused.split([64, 32, 32], dim=1)
+    batch.query, batch.key, batch.value = query.view(-1, 4, 16), key.view(-1, 2, 16), value.view(-1, 2, 16)
+    for implementation in ("reference", "cpu"):
+        torch.testing.assert_close(attend(batch, implementation), expected)
+
+
+def test_heads_with_an_inner_stride() -> None:
+    batch = build(REQUESTS, Shape(poison=0.0))
+    expected = attend(batch, "reference")
+    for name in ("query", "key", "value", "key_cache", "value_cache"):
+        tensor = getattr(batch, name)
+        setattr(batch, name, torch.stack([tensor, tensor], dim=-1)[..., 0])
+    torch.testing.assert_close(attend(batch, "cpu"), expected)
+
+
+def test_traces_as_one_graph_with_the_reference() -> None:
+    """No host read is left in the traced operation: it must be capturable."""
+    arguments = _arguments()
+    compiled = torch.compile(unified_attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**arguments), unified_attention(**arguments))  # type: ignore[arg-type]

@@ -1,0 +1,38 @@
+"""`ops` and `graphs` know neither vLLM nor an accelerator's packages, and the plugin's root imports nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROBE = """
+import sys
+for name in sys.argv[2].split(","):
+    __import__(name)
+banned = [name for name in sys.argv[1].split(",") if name in sys.modules]
+assert not banned, f"imported {banned}"
+"""
+ROOMS = (
+    "vllm_gaudi_ucm.ops",
+    "vllm_gaudi_ucm.graphs",
+    "vllm_gaudi_ucm.graphs.bucket",
+    "vllm_gaudi_ucm.ops.kv_cache.api",
+    "vllm_gaudi_ucm.ops.unified_attention.api",
+    "vllm_gaudi_ucm.ops.unified_attention.impl.cpu",
+    "vllm_gaudi_ucm.ops.unified_attention.impl.reference",
+)
+
+
+@pytest.mark.parametrize(
+    ("banned", "modules"),
+    [
+        (("vllm", "triton", "habana_frameworks"), ROOMS),
+        (("vllm", "torch"), ("vllm_gaudi_ucm",)),
+    ],
+)
+def test_banned_modules_stay_out(banned: tuple[str, ...], modules: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", PROBE, ",".join(banned), ",".join(modules)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr
