@@ -112,7 +112,7 @@ def test_defaults(additional_config: dict[str, Any] | None) -> None:
 
 def test_additional_config_that_is_no_mapping() -> None:
     with pytest.raises(UcmConfigError, match=r"--additional-config: found 'ucm', expected a JSON object"):
-        resolve_config("ucm")  # type: ignore[arg-type]
+        resolve_config("ucm")
 
 
 def test_round_trip_hash_and_frozen() -> None:
