@@ -15,13 +15,13 @@ PART_COLOURS = {"causal": "dark_orange", "shared": "green3", "unique": "dodger_b
 BAR_WIDTH = 32
 EIGHTHS = " ▏▎▍▌▋▊▉"
 MEANING = {
-    "c--": "fresh prompts alone",
+    "c--": "fresh prompts",
     "-s-": "decodes, all context shared",
     "--u": "decodes",
-    "cs-": "prompts on a shared prefix",
-    "c-u": "prompts beside decodes, or chunks",
-    "-su": "decodes on a shared prefix",
-    "csu": "prompts, decodes, a shared prefix",
+    "cs-": "prompts with cached context",
+    "c-u": "fresh prompts beside decodes",
+    "-su": "decodes, some context shared",
+    "csu": "prompts with context, decodes",
     "---": "nothing to attend",
 }
 

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the phases (.png, .svg or .pdf)")
     parser.add_argument("--phase-log", type=Path, metavar="FILE", help="keep the phase log, for `gaudi-ucm phases`")
-    parser.add_argument("--verbose", action="store_true", help="show what the engine logs")
+    parser.add_argument("--verbose", action="store_true", help="show what the engine logs, not only its errors")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ async def _measure(args: argparse.Namespace, load: Sequence[DemoRequest], log: P
     """Start the engine, serve the load, stop the engine; progress goes to stderr."""
     print(f"loading {args.model} ...", file=sys.stderr)
     start = time.perf_counter()
-    engine = start_engine(args.model, log, args.seed, "INFO" if args.verbose else "WARNING")
+    engine = start_engine(args.model, log, args.seed, "INFO" if args.verbose else "ERROR")
     try:
         ready = time.perf_counter()
         with DemoProgress(len(load)) as progress:

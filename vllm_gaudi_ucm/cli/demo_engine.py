@@ -88,12 +88,15 @@ def start_engine(model: Path, phase_log: Path, seed: int, log_level: str) -> Asy
         seed=seed,
         disable_log_stats=True,
         logging_config=logging_config,
+        use_tqdm_on_load=False,
         additional_config={"ucm": {"phase_log": str(phase_log)}},
     )
     try:
         return AsyncLLM.from_engine_args(arguments)
     except RuntimeError as error:
-        raise DemoError(f"--model: the engine did not start with {model}: {error}") from error
+        raise DemoError(
+            f"--model: the engine did not start with {model} ({error}); its own error is printed above"
+        ) from error
 
 
 async def serve(
@@ -105,27 +108,34 @@ async def serve(
     async def follow(index: int, answer: Answer) -> None:
         await asyncio.sleep(answer.request.arrival_s)
         sent = time.perf_counter()
-        async for output in engine.generate(_prompt(engine, answer.request), _params(answer.request), f"demo-{index}"):
+        prompt = await _render(engine, answer.request)
+        async for output in engine.generate(prompt, _params(answer.request), f"demo-{index}"):
             if answer.first_token_s is None:
                 answer.first_token_s = time.perf_counter() - sent
             _collect(answer, output)
             on_change(answers)
 
-    async with asyncio.TaskGroup() as group:
-        for index, answer in enumerate(answers):
-            group.create_task(follow(index, answer))
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        # The first failure ends the demo; asyncio.run cancels the other requests.
+        await asyncio.gather(*(follow(index, answer) for index, answer in enumerate(answers)))
+    except EngineDeadError as error:
+        raise DemoError(f"the engine stopped while serving ({error}); its own error is printed above") from error
     return answers
 
 
-def _prompt(engine: AsyncLLM, request: DemoRequest) -> Any:
-    """Token ids of the chat, through the model's chat template where it has one."""
+async def _render(engine: AsyncLLM, request: DemoRequest) -> Any:
+    """The engine's input for a chat, through the model's chat template where it has one."""
     tokenizer: Any = engine.get_tokenizer()
     messages = [{"role": role, "content": content} for role, content in request.messages]
     if getattr(tokenizer, "chat_template", None):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     else:
         text = "\n\n".join(message["content"] for message in messages)
-    return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    (rendered,) = await engine.renderer.render_cmpl_async([{"prompt_token_ids": token_ids}])
+    return rendered
 
 
 def _params(request: DemoRequest) -> Any:
