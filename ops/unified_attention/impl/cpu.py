@@ -21,11 +21,10 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPar
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-# Measured on two AVX-512 cores with 9 query and 3 kv heads of 64; see benchmarks/attention_cpu.py.
+# Measured on AVX-512 cores with 9 query and 3 kv heads of 64: benchmarks/attention_cpu.py.
 WASTE_TOKENS = 256  # tokens of padding that cost about as much as one more call
-CALL_TOKENS = 8192  # gathered per call: a few MB, so that the kernel finds them in cache
+CALL_TOKENS = 2048  # gathered per call; more, and the copies fall out of cache and cost page faults every time
 TILE_TOKENS = 16384  # longer contexts are cut and merged, so that scratch memory stays bounded
-IN_PLACE_TOKENS = 512  # from here on, consecutive blocks are read where they lie by a call of their own
 FOLD_ROWS = 16  # up to this many rows, the query heads of one kv head are multiplied together
 MASK_ELEMENTS = 1 << 22  # of a bias, which differs from row to row only where a group is not exact
 
@@ -223,6 +222,8 @@ def _visible_entries(
     Returns the chosen indices and their entries.
     """
     lo, hi = lo.clamp(min=0), hi.clamp(max=block_size)
+    if rows is None and bool((hi - lo)[:-1].eq(block_size).all()) and int(lo[-1]) == 0 < int(hi[-1]):
+        return torch.arange(blocks.shape[0]), Entries(blocks, lo, hi)
     chosen = (hi > lo).nonzero().squeeze(1)
     rank = ((hi - lo) < block_size).long()[chosen]
     if rows is not None:
