@@ -71,11 +71,16 @@ class BlockCall(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The calls of a layer; `fresh_rows` are written by a call that need not look at what is there."""
+    """The calls of a layer; `fresh_rows` are written by a call that need not look at what is there.
+
+    scratch: where keys and values are gathered, kept from layer to layer, because fresh memory costs more than the copy
+        into it. So a plan serves one layer at a time.
+    """
 
     causal: tuple[CausalCall, ...]
     cached: tuple[BlockCall, ...]
     fresh_rows: int
+    scratch: dict[str, Tensor]
 
 
 class Entries(NamedTuple):
@@ -130,7 +135,7 @@ def attend(
     for call in plan.causal:
         _run_causal(query, key, value, call, scale, result, lse)
     for cached in plan.cached:
-        _run_cached(query, key_cache, value_cache, cached, scale, result, lse)
+        _run_cached(query, key_cache, value_cache, cached, scale, result, lse, plan.scratch)
     if not math.isfinite(result.sum().item()):
         return False
     if result is not out:
@@ -158,9 +163,9 @@ def _run_cached(
     scale: float,
     result: Tensor,
     lse: Tensor | None,
+    scratch: dict[str, Tensor],
 ) -> None:
-    k = _read(key_cache, call)
-    v = _read(value_cache, call)
+    k, v = _read(key_cache, call, "key", scratch), _read(value_cache, call, "value", scratch)
     items, rows, (heads, dim), kv_heads = call.items, call.rows_per_item, query.shape[1:], key_cache.shape[2]
     q = query[call.rows]
     if rows <= FOLD_ROWS and (call.bias is None or call.bias.shape[2] == 1):
@@ -191,9 +196,16 @@ def _merge(result: Tensor, lse: Tensor, rows: Rows, out: Tensor, out_lse: Tensor
     lse[rows] = after
 
 
-def _read(cache: Tensor, call: BlockCall) -> Tensor:
+def _read(cache: Tensor, call: BlockCall, name: str, scratch: dict[str, Tensor]) -> Tensor:
     """fp32 [items, kv_heads, tokens, dim], a view of the cache or of a gathered copy."""
-    blocks = cache[call.blocks] if isinstance(call.blocks, slice) else cache.index_select(0, call.blocks)
+    if isinstance(call.blocks, slice):
+        blocks = cache[call.blocks]
+    else:
+        count, shape = call.blocks.shape[0], cache.shape[1:]
+        room = scratch.get(name)
+        if room is None or room.shape[0] < count or room.shape[1:] != shape or room.dtype != cache.dtype:
+            room = scratch[name] = cache.new_empty((count, *shape))
+        blocks = torch.index_select(cache, 0, call.blocks, out=room[:count])
     tokens = blocks.flatten(0, 1).unflatten(0, (call.items, -1))
     return tokens[:, : call.tokens].float().transpose(1, 2)
 
@@ -370,4 +382,4 @@ def _mark_fresh(causal: tuple[CausalCall, ...], calls: list[BlockCall]) -> Plan:
         fresh += len(mine) if is_fresh else 0
         written |= mine
         marked.append(call._replace(fresh=is_fresh))
-    return Plan(causal, tuple(marked), fresh)
+    return Plan(causal, tuple(marked), fresh, {})
