@@ -40,12 +40,12 @@ def summary_table(summary: PhaseSummary) -> Table:
 
 
 def attention_sentence(summary: PhaseSummary) -> Text:
-    """What fraction of the attention work each part did, and what planning cost."""
+    """What fraction of the attention work each part did, and below it what planning cost."""
     text = Text("attention work: ")
     for index, (part, share) in enumerate(summary.total().attention_shares().items()):
         text.append(", " if index else "")
         text.append(f"{part} {share:.1%}", style=PART_COLOURS[part])
-    text.append(f"; planning took {summary.planning_share():.2%} of the step time")
+    text.append(f"\nplanning took {summary.planning_share():.2%} of the step time")
     return text
 
 

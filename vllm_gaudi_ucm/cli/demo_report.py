@@ -123,8 +123,11 @@ def _rule(title: str) -> Rule:
 
 
 def _trim(text: str, lines: int) -> str:
-    """At most `lines` lines of LINE characters, with an ellipsis where something is left out."""
-    return textwrap.fill(" ".join(text.split()), LINE, max_lines=lines, placeholder=" ...") or "(empty)"
+    """At most `lines` lines of LINE characters, line breaks kept, with an ellipsis where something is left out."""
+    wrapped = [line for paragraph in text.split("\n") for line in textwrap.wrap(paragraph, LINE - 4)]
+    if len(wrapped) > lines:
+        wrapped[lines - 1] += " ..."
+    return "\n".join(wrapped[:lines]) or "(empty)"
 
 
 def _answer_json(answer: Answer) -> dict[str, Any]:
