@@ -1,0 +1,44 @@
+"""Engines of these tests run in the test's own process, so that a test can look inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.serving import Engine
+from tests.engine.tiny_models import make_config, make_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def in_process() -> Iterator[None]:
+    """All engines of the session share one world of size one, which must outlive each of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "llama", make_config("llama"))
+
+
+@pytest.fixture(scope="session")
+def smol_engine(smollm2: Path, in_process: None) -> Iterator[Engine]:
+    """The demo model, once for all tests that need real text."""
+    with Engine(
+        smollm2,
+        skip_tokenizer_init=False,
+        max_model_len=3072,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        block_size=32,
+        kv_cache_memory_bytes=640 << 20,
+        max_logprobs=20,
+    ) as engine:
+        yield engine

@@ -1,0 +1,149 @@
+"""An engine in this process, requests that arrive when a test says so, and the comparison of what came back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from vllm import LLM, RequestOutput, SamplingParams
+
+from vllm_gaudi_ucm.runner.model_runner import ModelRunner
+
+# Two float32 computations may order tokens differently where their logits are closer than this.
+NEAR_TIE = 1e-3
+TINY_OPTIONS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 8 << 20,
+    "block_size": 16,
+    "skip_tokenizer_init": True,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens of one greedy request, with the logprob of each and its distance to the runner-up."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+    cached_tokens: int
+
+
+class Engine:
+    """vLLM's engine with our worker, in process.
+
+    Args:
+        model: folder of the model.
+        ucm: the plugin's options.
+        options: of `LLM`, over `TINY_OPTIONS`.
+    """
+
+    def __init__(self, model: Path, ucm: Mapping[str, Any] | None = None, **options: Any) -> None:
+        merged = {"model": str(model), **TINY_OPTIONS, "additional_config": {"ucm": dict(ucm or {})}, **options}
+        self.llm = LLM(**merged)
+        self.preemptions = 0
+        self._core = self.llm.llm_engine.engine_core.engine_core
+        self._next_id = 0
+        self._count_preemptions()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends this engine alone; `shutdown` of the core would tear down what other engines of the process use."""
+        self._core.model_executor.shutdown()
+        self._core.scheduler.shutdown()
+        del self.llm, self._core
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._core.model_executor.driver_worker.worker.model_runner
+
+    def generate(self, prompts: Sequence[Any], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
+        inputs = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return self.llm.generate(inputs, params, use_tqdm=False)
+
+    def greedy(self, prompts: Sequence[Any], max_tokens: int = 24) -> list[Answer]:
+        """All prompts at once."""
+        return [_answer(output) for output in self.generate(prompts, greedy_params(max_tokens))]
+
+    def alone(self, prompts: Iterable[Any], max_tokens: int = 24) -> list[Answer]:
+        """One prompt after the other."""
+        return [self.greedy([prompt], max_tokens)[0] for prompt in prompts]
+
+    def staggered(self, prompts: Sequence[Any], arrivals: Sequence[int], max_tokens: int = 24) -> list[Answer]:
+        """Prompt i arrives before step `arrivals[i]`."""
+        ids = [self.new_id() for _ in prompts]
+        finished: dict[str, RequestOutput] = {}
+        step = 0
+        while len(finished) < len(prompts):
+            for index in (i for i, arrival in enumerate(arrivals) if arrival == step):
+                self.add(ids[index], prompts[index], greedy_params(max_tokens))
+            finished.update((output.request_id, output) for output in self.step() if output.finished)
+            step += 1
+        return [_answer(finished[request_id]) for request_id in ids]
+
+    def new_id(self) -> str:
+        self._next_id += 1
+        return f"test-{self._next_id}"
+
+    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self.llm.llm_engine.step()
+        self.runner.requests.check_integrity()
+        return [output for output in outputs if isinstance(output, RequestOutput)]
+
+    def check_idle(self) -> None:
+        """Nothing is left of any request: not a block, not a row beyond those the next step's message will free."""
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert not self._core.scheduler.has_unfinished_requests()
+        table = self.runner.requests
+        table.check_integrity()
+        assert set(table.requests) <= self._core.scheduler.finished_req_ids
+
+    def _count_preemptions(self) -> None:
+        preempt = self._core.scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self._core.scheduler._preempt_request = counted
+
+
+def greedy_params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+
+
+def _answer(output: RequestOutput) -> Answer:
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    chosen, gaps = [], []
+    for token, found in zip(completion.token_ids, completion.logprobs, strict=True):
+        ranked = sorted((entry.logprob for entry in found.values()), reverse=True)
+        chosen.append(found[token].logprob)
+        gaps.append(ranked[0] - ranked[1])
+    return Answer(list(completion.token_ids), chosen, gaps, output.num_cached_tokens or 0)
+
+
+def assert_same(found: Sequence[Answer], expected: Sequence[Answer], near_ties: int = 1) -> None:
+    """Equal tokens and logprobs. At most `near_ties` requests may part at a near tie; they are compared up to there."""
+    parted = 0
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        differing = (i for i, pair in enumerate(zip(one.tokens, other.tokens, strict=True)) if pair[0] != pair[1])
+        end = next(differing, len(other.tokens))
+        if end < len(other.tokens):
+            assert other.gaps[end] < NEAR_TIE, f"request {index} parts at token {end}: {one.tokens} {other.tokens}"
+            parted += 1
+        assert one.logprobs[:end] == pytest.approx(other.logprobs[:end], abs=NEAR_TIE)
+    assert parted <= near_ties

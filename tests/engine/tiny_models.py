@@ -1,0 +1,66 @@
+"""Tiny random models of the decoder families that are served: two layers, with weights that make attention matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+VOCAB = 256
+MAX_POSITIONS = 512
+_COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LLAMA_LIKE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+# model type -> what its configuration needs beyond the common values
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA_LIKE,
+    "qwen2": _LLAMA_LIKE,
+    "qwen3": {**_LLAMA_LIKE, "head_dim": 16},
+    "mistral": {**_LLAMA_LIKE, "sliding_window": None},
+    "granite": {
+        **_LLAMA_LIKE,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.8,
+        "logits_scaling": 0.7,
+    },
+    "opt": {
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "ffn_dim": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_POSITIONS,
+    },
+    "gpt2": {"n_embd": 64, "n_inner": 128, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS},
+}
+
+
+def make_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    return AutoConfig.for_model(model_type, **{**_COMMON, **FAMILIES[model_type], **changes})
+
+
+def make_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Writes a model whose random weights are so large that logits are apart and every token of a context counts."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    # tied weights of full size would let a model repeat its last token for ever
+    embedding = 0.3 if config.tie_word_embeddings else 1.0
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or "ln_" in name:
+                weight.add_(torch.randn_like(weight) * 0.1)
+            elif weight.dim() > 1:
+                weight.normal_(std=embedding if "embed" in name or "wte" in name or "wpe" in name else 0.2)
+            else:
+                weight.normal_(std=0.2)
+    model.to(dtype).save_pretrained(folder)
+    return folder
