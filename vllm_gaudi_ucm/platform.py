@@ -100,6 +100,10 @@ class UcmPlatform(Platform):
                 raise UnsupportedFeatureError(f"the sampling parameter {name}", "this request")
 
     @classmethod
+    def import_kernels(cls) -> None:
+        """vLLM is built without kernels of its own here; ours are imported where they are used."""
+
+    @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
         return _DEVICE.name()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
+from torch import nn
 from vllm import envs
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
@@ -22,6 +23,7 @@ from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.runner.sampling import SamplingBatch
@@ -40,7 +42,7 @@ logger = init_logger(__name__)
 
 
 class DecoderModel(Protocol):
-    """What a step needs of a vLLM model: hidden states [rows, hidden size] of token ids, and logits of hidden states."""
+    """What a step needs of a vLLM model: token ids to hidden states [rows, hidden size], and these to logits."""
 
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: None, inputs_embeds: None
@@ -87,6 +89,8 @@ class ModelRunner:
 
     def load_model(self) -> None:
         self.model = cast(DecoderModel, get_model(vllm_config=self._vllm_config))
+        if self._device.type == "cpu" and self._config.cpu.packed_weights:
+            logger.info("Packed %d linear layers", pack_linear_layers(cast(nn.Module, self.model)))
         model_config = self._vllm_config.model_config
         as_logits = model_config.logprobs_mode.endswith("logits")
         self._prompt_logprobs = PromptLogprobs(self._logits, self._sampler, model_config.get_vocab_size(), as_logits)

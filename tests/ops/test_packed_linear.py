@@ -1,0 +1,60 @@
+"""Packed linear layers against float64, for the shapes and strides that a model's forward makes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.packed_linear.api import can_pack, pack, packed_linear
+
+EPSILON = torch.finfo(torch.float32).eps
+
+
+def budget(x: Tensor, weight: Tensor) -> Tensor:
+    """Rounding of a dot product of n fp32 terms: at most n eps times the sum of absolute products (Higham, 3.1)."""
+    return x.shape[-1] * EPSILON * (x.double().abs() @ weight.double().abs().T)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 129])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_equals_float64(rows: int, with_bias: bool) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 192), torch.randn(320, 192)
+    bias = torch.randn(320) if with_bias else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    found = packed_linear(x, pack(weight), bias)
+    assert found.dtype == torch.float32
+    assert found.isfinite().all()
+    assert ((found.double() - expected).abs() <= budget(x, weight) + EPSILON * expected.abs()).all()
+
+
+def test_strided_rows_and_no_rows() -> None:
+    weight = torch.randn(64, 32)
+    wide = torch.randn(5, 64)
+    packed = pack(weight)
+    assert torch.equal(packed_linear(wide[:, :32], packed), packed_linear(wide[:, :32].contiguous(), packed))
+    assert packed_linear(wide[:0, :32], packed).shape == (0, 64)
+
+
+def test_packing_copies() -> None:
+    """The runner frees the plain weight afterwards."""
+    weight = torch.randn(64, 32)
+    x = torch.randn(3, 32)
+    packed = pack(weight)
+    before = packed_linear(x, packed)
+    weight.fill_(float("nan"))
+    assert torch.equal(packed_linear(x, packed), before)
+
+
+def test_nan_in_one_row_stays_there() -> None:
+    """covers: D8 (a broken request must not reach another one, and must stay visible)."""
+    weight, x = torch.randn(64, 32), torch.randn(4, 32)
+    x[2] = float("nan")
+    found = packed_linear(x, pack(weight))
+    assert found[2].isnan().all()
+    assert found[[0, 1, 3]].isfinite().all()
+
+
+def test_what_cannot_be_packed() -> None:
+    assert can_pack(torch.randn(4, 4))
+    assert not can_pack(torch.randn(4, 4).double())
+    assert not can_pack(torch.empty(4, 4, device="meta"))
