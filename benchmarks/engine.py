@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     sides = make_sides(args.model, args.peer_python)
     console = Console(stderr=True)
+    # The workers are in process groups of their own, some of them stopped: whatever ends us has to end them first.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with _progress(console) as progress:
             rows, facts = measure(sides, WORKLOADS, args.repeats, args.startups, progress)
@@ -69,17 +72,24 @@ def make_sides(model: Path, peer_python: Path | None) -> list[EngineSide]:
     }
     cores = sorted(os.sched_getaffinity(0))
     shared = {
-        "OMP_NUM_THREADS": str(len(cores)),
         "THP_MEM_ALLOC_ENABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    sides = [EngineSide(OURS, Path(sys.executable), engine_args, shared)]
+    # vLLM turns torch to one thread in a serving process, unless this variable is set from outside.
+    sides = [EngineSide(OURS, Path(sys.executable), engine_args, {**shared, "OMP_NUM_THREADS": str(len(cores))})]
     if peer_python is not None:
+        # The peer sets OMP_NUM_THREADS itself, in its worker only, from the cores it is bound to.
         bound = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB)}
+        # vLLM's documentation recommends Intel's OpenMP for its CPU backend; the wheel's requirements bring it.
+        openmp = peer_python.parents[1] / "lib" / "libiomp5.so"
+        if openmp.is_file():
+            bound["LD_PRELOAD"] = str(openmp.resolve())
         # torch.compile, the peer's default, is its strongest form; its cache is warm from the second start on.
-        sides.append(EngineSide(PEER, peer_python, {**engine_args, "enforce_eager": False}, {**shared, **bound}))
+        sides.append(
+            EngineSide(PEER, peer_python.absolute(), {**engine_args, "enforce_eager": False}, {**shared, **bound})
+        )
     return sides
 
 

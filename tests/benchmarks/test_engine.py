@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -162,8 +164,9 @@ def test_both_sides_get_the_same_engine(tmp_path: Path) -> None:
     assert {**peer.engine_args, "enforce_eager": None} == {**ours.engine_args, "enforce_eager": None}
     assert peer.engine_args["enforce_eager"] is False
     assert ours.engine_args["enable_prefix_caching"] is False
-    for name in ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE"):
-        assert ours.environment[name] == peer.environment[name]
+    assert ours.environment["THP_MEM_ALLOC_ENABLE"] == peer.environment["THP_MEM_ALLOC_ENABLE"] == "1"
+    bound = peer.environment["VLLM_CPU_OMP_THREADS_BIND"].split(",")
+    assert int(ours.environment["OMP_NUM_THREADS"]) == len(bound) == len(os.sched_getaffinity(0))
     assert int(peer.environment["VLLM_CPU_KVCACHE_SPACE"]) * 2**30 == ours.engine_args["kv_cache_memory_bytes"]
 
 
@@ -184,6 +187,28 @@ def test_report_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_missing_model_says_how_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(tmp_path)]) == 2
     assert "`make model`" in capsys.readouterr().err
+
+
+def test_a_terminated_run_leaves_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").touch()
+    side = fake(OURS, tmp_path / "journal")
+    pids: list[int] = []
+
+    def terminated(*_: object) -> None:
+        side.start()
+        pids.append(side.ask({"prompts": [[1]], "output_tokens": 1})["pid"])
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(engine, "make_sides", lambda *_: [side])
+    monkeypatch.setattr(engine, "measure", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            main(["--model", str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not Path(f"/proc/{pids[0]}").exists()
 
 
 def test_the_default_peer_is_used_only_where_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
