@@ -77,7 +77,7 @@ def make_sides(model: Path, peer_python: Path | None) -> list[EngineSide]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    # vLLM turns torch to one thread in a serving process, unless this variable is set from outside.
+    # Our worker runs with as many threads as torch starts with, which this variable sets.
     sides = [EngineSide(OURS, Path(sys.executable), engine_args, {**shared, "OMP_NUM_THREADS": str(len(cores))})]
     if peer_python is not None:
         # The peer sets OMP_NUM_THREADS itself, in its worker only, from the cores it is bound to.
