@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -129,6 +130,7 @@ def report(rows: Sequence[Row], facts: dict[str, Any], args: argparse.Namespace)
         text = ", ".join(f"{key} {value}" for key, value in fact.items() if key != "ready")
         console.print(f"{name}: {text}", style="dim")
     console.print(table(rows))
+    console.print("floor: what this release must reach; same: fraction of output tokens both sides share", style="dim")
     if PEER not in facts:
         console.print(f"{PEER} is not installed, so there are no ratios; `make bench-peers` installs it")
     if args.json is not None:
@@ -138,9 +140,10 @@ def report(rows: Sequence[Row], facts: dict[str, Any], args: argparse.Namespace)
 
 def table(rows: Sequence[Row]) -> Table:
     """One line per row: both figures, the ratio, and what we want it to be."""
-    result = Table(title="whole engine, tokens/s in + out (start-up: seconds to the first token)", title_justify="left")
+    title = "whole engine, tokens/s in + out (start-up: seconds to the first token)"
+    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     result.add_column("workload", no_wrap=True)
-    for heading in (OURS, PEER, "ratio", "floor", "goal", "same tokens"):
+    for heading in (OURS, PEER, "ratio", "floor", "goal", "same"):
         result.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         ratio, agreement = row.ratio(OURS, PEER), row.agreement(OURS, PEER)
