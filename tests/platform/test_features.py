@@ -1,0 +1,186 @@
+"""What is not supported is refused at start, by name, with the flag or model that asked for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from tests.engine.tiny_models import FAMILIES, make_config
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
+from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform import UcmPlatform
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration without weights is all that these tests load."""
+    return save_config(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM", "llama")
+
+
+def save_config(folder: Path, architecture: str, model_type: str, **changes: Any) -> Path:
+    config = make_config(model_type, **changes)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return folder
+
+
+def start(model: Path, **options: Any) -> Any:
+    """Everything up to the point where a worker would be started."""
+    return EngineArgs(model=str(model), skip_tokenizer_init=True, **options).create_engine_config()
+
+
+FLAGS: list[tuple[str, str, dict[str, Any]]] = [
+    ("tensor parallelism", "--tensor-parallel-size 2", {"tensor_parallel_size": 2}),
+    ("pipeline parallelism", "--pipeline-parallel-size 2", {"pipeline_parallel_size": 2}),
+    ("data parallelism", "--data-parallel-size 2", {"data_parallel_size": 2}),
+    ("LoRA", "--enable-lora", {"enable_lora": True}),
+    (
+        "speculative decoding",
+        "--speculative-config",
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+    ),
+    (
+        "KV connectors",
+        "--kv-transfer-config",
+        {"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")},
+    ),
+    ("dtype fp8", "--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}),
+    ("prompt embeddings", "--enable-prompt-embeds", {"enable_prompt_embeds": True}),
+    ("quantised weights (fp8)", "--quantization", {"quantization": "fp8"}),
+    ("weight offloading", "--cpu-offload-gb", {"cpu_offload_gb": 1}),
+    ("pooling models", "--runner", {"runner": "pooling"}),
+]
+
+
+@pytest.mark.parametrize(("feature", "flag", "options"), FLAGS, ids=[flag[0] for flag in FLAGS])
+def test_flags(llama: Path, feature: str, flag: str, options: dict[str, Any]) -> None:
+    """covers: A18"""
+    with pytest.raises(ValueError, match="not support") as error:
+        start(llama, **options)
+    assert feature in str(error.value)
+    assert flag in str(error.value)
+
+
+MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("sliding-window attention", "MistralForCausalLM", "mistral", {"sliding_window": 64}),
+    ("encoder-decoder models", "WhisperForConditionalGeneration", "whisper", {}),
+    ("pooling models", "BertModel", "bert", {}),
+    ("recurrent state", "MambaForCausalLM", "mamba", {}),
+    ("multi-head latent attention", "DeepseekV2ForCausalLM", "deepseek_v2", {}),
+    ("sliding-window attention", "GptOssForCausalLM", "gpt_oss", {}),
+]
+
+
+@pytest.mark.parametrize(("feature", "architecture", "model_type", "changes"), MODELS, ids=[m[2] for m in MODELS])
+def test_models(tmp_path: Path, feature: str, architecture: str, model_type: str, changes: dict[str, Any]) -> None:
+    """covers: A18"""
+    if model_type in FAMILIES:
+        save_config(tmp_path, architecture, model_type, **changes)
+    else:
+        save_foreign_config(tmp_path, architecture, model_type)
+    with pytest.raises(ValueError, match="not support") as error:
+        start(tmp_path)
+    assert feature in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def save_foreign_config(folder: Path, architecture: str, model_type: str) -> None:
+    """The default configuration of a model that this plugin does not serve."""
+    config = AutoConfig.for_model(model_type)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+
+
+def test_sleep_mode_is_refused_by_vllm_itself(llama: Path) -> None:
+    with pytest.raises(ValueError, match="Sleep mode is not supported"):
+        start(llama, enable_sleep_mode=True)
+
+
+def test_a_quantised_model(tmp_path: Path) -> None:
+    """covers: A18"""
+    quantisation = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+    model = save_config(tmp_path, "LlamaForCausalLM", "llama", quantization_config=quantisation)
+    with pytest.raises(ValueError, match=r"quantised weights \(.*awq.*\)"):
+        start(model, dtype="float16")
+
+
+def test_one_error_names_everything(llama: Path) -> None:
+    with pytest.raises(ValueError, match="not support") as error:
+        start(llama, tensor_parallel_size=2, enable_lora=True, enable_prompt_embeds=True)
+    for name in ("tensor parallelism", "LoRA", "prompt embeddings", "--tensor-parallel-size 2", "--enable-lora"):
+        assert name in str(error.value)
+
+
+def test_what_is_supported_starts(llama: Path) -> None:
+    config = start(llama, enable_prefix_caching=True, dtype="bfloat16", max_num_seqs=4)
+    assert config.parallel_config.worker_cls == "vllm_gaudi_ucm.worker.UcmWorker"
+    assert not config.scheduler_config.async_scheduling
+
+
+def test_a_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
+    """Qwen2's configurations carry a window and a switch."""
+    start(save_config(tmp_path, "Qwen2ForCausalLM", "qwen2", sliding_window=64, use_sliding_window=False))
+
+
+def test_a_window_that_is_switched_on_is_refused(tmp_path: Path) -> None:
+    model = save_config(
+        tmp_path, "Qwen2ForCausalLM", "qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=0
+    )
+    with pytest.raises(ValueError, match="sliding-window attention"):
+        start(model)
+
+
+def test_an_unknown_option_of_ours_stops_the_start(llama: Path) -> None:
+    with pytest.raises((UcmConfigError, ValueError), match=r"ucm\.phase_lag"):
+        start(llama, additional_config={"ucm": {"phase_lag": "x"}})
+
+
+LAYER_ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
+    ("ALiBi", {"alibi_slopes": [0.5, 0.25]}),
+    ("sliding-window attention", {"sliding_window": 64}),
+    ("logits soft cap", {"logits_soft_cap": 30.0}),
+    ("sinks", {"sinks": torch.zeros(2)}),
+    ("attention type", {"attn_type": "encoder_only"}),
+    ("KV sharing", {"kv_sharing_target_layer_name": "layer.0"}),
+    ("KV cache dtype", {"kv_cache_dtype": "fp8"}),
+    ("new_idea", {"new_idea": 1}),
+]
+
+
+@pytest.mark.parametrize(("feature", "arguments"), LAYER_ARGUMENTS, ids=[case[0] for case in LAYER_ARGUMENTS])
+def test_what_only_a_layer_asks_for(feature: str, arguments: dict[str, Any]) -> None:
+    """covers: A18"""
+    with pytest.raises(UnsupportedFeatureError, match=feature):
+        UnifiedAttentionImpl(2, 16, 0.25, **arguments)
+
+
+def test_a_plain_layer_is_accepted() -> None:
+    layer = UnifiedAttentionImpl(4, 16, 0.25, 2, None, None, "auto", None)
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_size) == (4, 2, 16)
+
+
+def test_another_attention_backend_is_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="FLASH_ATTN"):
+        UcmPlatform.get_attn_backend_cls(AttentionBackendEnum.FLASH_ATTN, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options", [{"prompt_logprob_token_ids": [[1]], "prompt_logprobs": None}, {"thinking_token_budget": 5}]
+)
+def test_request_parameters_that_would_be_ignored(options: dict[str, Any]) -> None:
+    """covers: A18"""
+    params = SamplingParams()
+    for name, value in options.items():
+        setattr(params, name, value)
+    with pytest.raises(UnsupportedFeatureError, match=next(iter(options))):
+        UcmPlatform.validate_request(None, params)
+    UcmPlatform.validate_request(None, SamplingParams())
