@@ -7,6 +7,7 @@ the oracle knows only (request, position <= p).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from hypothesis import strategies as st
@@ -32,6 +33,11 @@ class Request:
     family: int = 0
 
 
+# How the caches lie in memory: each dense, views with holes between blocks, or each value behind its key with tokens or
+# heads outermost in a block (vLLM's layouts LBNHC and LBHNC).
+Memory = Literal["dense", "holes", "pairs by token", "pairs by head"]
+
+
 @dataclass(frozen=True)
 class Shape:
     """How the tensors look; everything that does not decide who sees what."""
@@ -46,7 +52,7 @@ class Shape:
     pads: int = 2
     contiguous: bool = False  # unique part as a slice of the cache
     loose: bool = False  # slices and groups cover more than what is seen
-    strided: bool = False  # caches are views with holes between blocks
+    memory: Memory = "dense"
     seed: int = 0
 
 
@@ -86,8 +92,7 @@ def build(requests: list[Request], shape: Shape) -> Batch:
     requests = sorted(requests, key=lambda request: request.new != 1)
     random = torch.Generator().manual_seed(shape.seed)
     tables, num_blocks = _block_tables(requests, shape.block_size, random)
-    key_cache = _cache(num_blocks, shape, shape.dim)
-    value_cache = _cache(num_blocks, shape, shape.value_dim)
+    key_cache, value_cache = _caches(num_blocks, shape)
     rows = sum(request.new for request in requests)
     total = rows + shape.pads
 
@@ -141,10 +146,23 @@ def _block_tables(requests: list[Request], block_size: int, random: torch.Genera
     return tables, num_blocks
 
 
-def _cache(num_blocks: int, shape: Shape, dim: int) -> Tensor:
-    size = (num_blocks, 2, shape.block_size, shape.kv_heads, dim)
-    cache = torch.full(size, shape.poison, dtype=shape.dtype)
-    return cache[:, 1] if shape.strided else cache[:, 1].contiguous()
+def _caches(num_blocks: int, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Key and value cache [blocks, block_size, kv_heads, dim], full of poison."""
+    dims = [shape.dim, shape.value_dim]
+    if shape.memory == "pairs by token":
+        pairs = _poison(num_blocks, shape.block_size, shape.kv_heads, sum(dims), shape=shape)
+    elif shape.memory == "pairs by head":
+        pairs = _poison(num_blocks, shape.kv_heads, shape.block_size, sum(dims), shape=shape).transpose(1, 2)
+    else:
+        holes = [_poison(num_blocks, 2, shape.block_size, shape.kv_heads, dim, shape=shape)[:, 1] for dim in dims]
+        key_cache, value_cache = (cache if shape.memory == "holes" else cache.contiguous() for cache in holes)
+        return key_cache, value_cache
+    key_cache, value_cache = pairs.split(dims, dim=-1)
+    return key_cache, value_cache
+
+
+def _poison(*size: int, shape: Shape) -> Tensor:
+    return torch.full(size, shape.poison, dtype=shape.dtype)
 
 
 def _parts(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.ops.batch import Batch, Request, Shape, build, requests_strategy
+from tests.ops.batch import Batch, Memory, Request, Shape, build, requests_strategy
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend
 
 COMMON = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -36,7 +37,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         pads=draw(st.integers(0, 3)),
         contiguous=draw(st.booleans()),
         loose=draw(st.booleans()),
-        strided=draw(st.booleans()),
+        memory=draw(st.sampled_from(get_args(Memory))),
         seed=draw(st.integers(0, 10_000)),
     )
 

@@ -69,8 +69,8 @@ class UnifiedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # heads outside tokens: each head's keys of a block are one matrix
-        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+        # tokens outside heads: a block's tokens are one run of memory, which is what gathering blocks copies
+        return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
 
     @classmethod
     def supports_kv_connector(cls) -> bool:

@@ -17,7 +17,7 @@ def allocate_kv_cache(config: KVCacheConfig, device: torch.device) -> dict[str, 
     specs = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
     (size,) = {tensor.size for tensor in config.kv_cache_tensors}
     backing = torch.zeros(size, dtype=torch.int8, device=device)
-    layout = KVCacheLayout[config.kv_cache_layout or KVCacheLayout.LBHNC.name]
+    layout = KVCacheLayout[config.kv_cache_layout or KVCacheLayout.LBNHC.name]
     caches: dict[str, torch.Tensor] = {}
     for tensor in config.kv_cache_tensors:
         spec = _spec_of(specs, tensor.layers[0])

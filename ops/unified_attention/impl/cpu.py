@@ -165,7 +165,7 @@ def _run_cached(
     lse: Tensor | None,
     scratch: dict[str, Tensor],
 ) -> None:
-    k, v = _read(key_cache, call, "key", scratch), _read(value_cache, call, "value", scratch)
+    k, v = _read(key_cache, value_cache, call, scratch)
     items, rows, (heads, dim), kv_heads = call.items, call.rows_per_item, query.shape[1:], key_cache.shape[2]
     q = query[call.rows]
     if rows <= FOLD_ROWS and (call.bias is None or call.bias.shape[2] == 1):
@@ -196,12 +196,36 @@ def _merge(result: Tensor, lse: Tensor, rows: Rows, out: Tensor, out_lse: Tensor
     lse[rows] = after
 
 
-def _read(cache: Tensor, call: BlockCall, name: str, scratch: dict[str, Tensor]) -> Tensor:
-    """fp32 [items, kv_heads, tokens, dim], a view of the cache or of a gathered copy."""
+def _read(key_cache: Tensor, value_cache: Tensor, call: BlockCall, scratch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """fp32 keys and values [items, kv_heads, tokens, dim]: views of the cache or of a gathered copy."""
+    pair = _side_by_side(key_cache, value_cache)
+    if pair is None:
+        return _read_tokens(key_cache, call, "key", scratch), _read_tokens(value_cache, call, "value", scratch)
+    both = _read_tokens(pair, call, "pair", scratch)
+    return both[..., : key_cache.shape[-1]], both[..., key_cache.shape[-1] :]
+
+
+def _side_by_side(key_cache: Tensor, value_cache: Tensor) -> Tensor | None:
+    """The cache [blocks, block_size, kv_heads, k | v] where each value lies behind its key, as vLLM allocates it.
+
+    One gather then copies both: half the calls, and runs twice as long.
+    """
+    dim, size = key_cache.shape[-1], key_cache.element_size()
+    if key_cache.stride() != value_cache.stride() or value_cache.data_ptr() - key_cache.data_ptr() != dim * size:
+        return None
+    shape = (*key_cache.shape[:-1], dim + value_cache.shape[-1])
+    return key_cache.as_strided(shape, key_cache.stride(), key_cache.storage_offset())
+
+
+def _read_tokens(cache: Tensor, call: BlockCall, name: str, scratch: dict[str, Tensor]) -> Tensor:
+    """fp32 [items, kv_heads, tokens, dim] of one cache."""
     if isinstance(call.blocks, slice):
         blocks = cache[call.blocks]
     else:
-        count, shape = call.blocks.shape[0], cache.shape[1:]
+        count = call.blocks.shape[0]
+        # of a context shorter than a block, the rest of the block need not be copied
+        cache = cache[:, : call.tokens] if count == call.items else cache
+        shape = cache.shape[1:]
         room = scratch.get(name)
         if room is None or room.shape[0] < count or room.shape[1:] != shape or room.dtype != cache.dtype:
             room = scratch[name] = cache.new_empty((count, *shape))
