@@ -1,0 +1,134 @@
+"""A real `vllm serve` in a process of its own, on loopback: started, watched, asked for its metrics, and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+MODEL_NAME = "smollm2"
+MAX_MODEL_LEN = 2048
+# Loading takes 8 s on two idle cores; the rest is for a machine that does something else as well.
+START_SECONDS = 180
+STOP_SECONDS = 10
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def serve_command(model: Path, *options: str) -> list[str]:
+    """The command line of `vllm serve MODEL` with this interpreter."""
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", *options]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | OFFLINE
+
+
+@dataclass
+class Server:
+    """One running server; `log` takes everything that its processes print."""
+
+    folder: Path
+    port: int
+    process: subprocess.Popen[bytes]
+    children: list[psutil.Process] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def phase_log(self) -> Path:
+        return self.folder / "phases.jsonl"
+
+    def log(self) -> str:
+        return (self.folder / "server.log").read_text(errors="replace")
+
+    def log_tail(self, lines: int = 40) -> str:
+        return "\n".join([line for line in self.log().splitlines() if " Route: " not in line][-lines:])
+
+    def metric(self, name: str) -> float:
+        """The value of a metric, summed over its labels."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text.splitlines()
+        values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " "))]
+        assert values, f"/metrics has no {name}"
+        return sum(values)
+
+    def wait_idle(self, seconds: float = 20) -> float:
+        """Waits until no request runs or waits; the seconds that this took."""
+        begin = time.monotonic()
+        while time.monotonic() - begin < seconds:
+            if not self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting"):
+                return time.monotonic() - begin
+            time.sleep(0.1)
+        raise AssertionError(f"requests are still running {seconds} s later:\n{self.log_tail()}")
+
+    def wait_ready(self) -> None:
+        """Waits for /health; a server that exits or takes too long is an error with its log."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    self.children = psutil.Process(self.process.pid).children(recursive=True)
+                    return
+            except httpx.TransportError:
+                time.sleep(0.2)
+        raise AssertionError(f"the server did not start (exit status {self.process.poll()}):\n{self.log_tail(150)}")
+
+    def terminate(self) -> float:
+        """SIGTERM; the seconds until the server had exited by itself and left no process behind."""
+        begin = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"running {STOP_SECONDS} s after SIGTERM:\n{self.log_tail()}") from None
+        _, orphans = psutil.wait_procs(self.children, timeout=5)
+        assert not orphans, f"processes outlive the server: {orphans}\n{self.log_tail()}"
+        return time.monotonic() - begin
+
+    def kill(self) -> None:
+        """Ends whatever is left of it."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for child in self.children:
+            if child.is_running():
+                child.kill()
+
+
+def start_server(model: Path, folder: Path, *options: str) -> Server:
+    """Starts `vllm serve` on a free port with a phase log in `folder`, and waits until it answers."""
+    port = _free_port()
+    # One thread: the HTTP server and the clients need the other core; threads that take turns are slow.
+    ucm = {"phase_log": str(folder / "phases.jsonl"), "cpu": {"threads": 1}}
+    command = serve_command(
+        model,
+        *("--port", str(port), "--served-model-name", MODEL_NAME, "--dtype", "float32"),
+        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32", "--kv-cache-memory-bytes", str(800 << 20)),
+        *("--additional-config", json.dumps({"ucm": ucm})),
+        *options,
+    )
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=environment())
+    server = Server(folder, port, process)
+    try:
+        server.wait_ready()
+    except BaseException:
+        server.kill()
+        raise
+    return server
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

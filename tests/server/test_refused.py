@@ -1,0 +1,33 @@
+"""What is not supported ends `vllm serve` at start, with one error that says what to change."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.server.server import environment, serve_command
+
+CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "LoRA": (["--enable-lora"], ("does not support LoRA", "--enable-lora")),
+    "unknown key": (
+        ["--additional-config", json.dumps({"ucm": {"attention": {"casual_slice": 512}}})],
+        ("ucm.attention.casual_slice", "causal_slice"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_at_start(smollm2: Path, tmp_path: Path, case: str) -> None:
+    """covers: A18"""
+    options, words = CASES[case]
+    command = serve_command(smollm2, "--dtype", "float32", "--port", "0", *options)
+    ended = subprocess.run(
+        command, check=False, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180
+    )
+    assert ended.returncode not in (0, None)
+    last = ended.stderr.strip().splitlines()[-8:]
+    for word in words:
+        assert any(word in line for line in last), f"{word!r} is not in the last lines:\n" + "\n".join(last)
