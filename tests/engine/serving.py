@@ -49,7 +49,8 @@ class Engine:
         merged = {"model": str(model), **TINY_OPTIONS, "additional_config": {"ucm": dict(ucm or {})}, **options}
         self.llm = LLM(**merged)
         self.preemptions = 0
-        self._core = self.llm.llm_engine.engine_core.engine_core
+        client: Any = self.llm.llm_engine.engine_core
+        self._core = client.engine_core
         self._next_id = 0
         self._count_preemptions()
 
@@ -67,7 +68,9 @@ class Engine:
         return self._core.model_executor.driver_worker.worker.model_runner
 
     def generate(self, prompts: Sequence[Any], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
-        inputs = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
+        inputs: list[Any] = [
+            prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts
+        ]
         return self.llm.generate(inputs, params, use_tqdm=False)
 
     def greedy(self, prompts: Sequence[Any], max_tokens: int = 24) -> list[Answer]:
@@ -130,6 +133,7 @@ def _answer(output: RequestOutput) -> Answer:
     assert completion.logprobs is not None
     chosen, gaps = [], []
     for token, found in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert found is not None
         ranked = sorted((entry.logprob for entry in found.values()), reverse=True)
         chosen.append(found[token].logprob)
         gaps.append(ranked[0] - ranked[1])

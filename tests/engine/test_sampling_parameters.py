@@ -115,19 +115,21 @@ def test_logit_bias_and_bad_words_and_allowed_tokens(text_engine: Engine) -> Non
 @pytest.mark.parametrize(
     "options", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-3}], ids=lambda o: next(iter(o))
 )
-def test_a_cut_down_to_one_token_is_greedy(text_engine: Engine, options: dict[str, float]) -> None:
+def test_a_cut_down_to_one_token_is_greedy(text_engine: Engine, options: dict[str, Any]) -> None:
     plain = one(text_engine, ignore_eos=True)
     cut = one(text_engine, ignore_eos=True, **{"temperature": 1.5, "seed": 3, **options})
     assert list(cut.token_ids) == list(plain.token_ids)
 
 
 @pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}], ids=lambda o: next(iter(o)))
-def test_a_cut_keeps_tokens_that_belong(text_engine: Engine, options: dict[str, float]) -> None:
+def test_a_cut_keeps_tokens_that_belong(text_engine: Engine, options: dict[str, Any]) -> None:
     """Every sampled token is inside the set that the parameter leaves, as its own logprobs say."""
     params = SamplingParams(n=8, temperature=1.0, seed=9, max_tokens=6, logprobs=20, ignore_eos=True, **options)
     (output,) = text_engine.generate([PROMPT], params)
     for sample in output.outputs:
+        assert sample.logprobs is not None
         for token, found in zip(sample.token_ids, sample.logprobs, strict=True):
+            assert found is not None
             ranked = sorted((entry.logprob for entry in found.values()), reverse=True)
             probability = torch.tensor(found[token].logprob).exp()
             before = torch.tensor([value for value in ranked if value > found[token].logprob]).exp().sum()

@@ -60,7 +60,7 @@ class Step:
         return self.tables[request][position // self.block_size], position % self.block_size
 
 
-def steps(block_sizes: tuple[int, ...] = (1, 2, 4, 16), max_requests: int = 8) -> st.SearchStrategy[Step]:
+def steps(block_sizes: tuple[int, ...] = (1, 2, 4, 16), max_requests: int = 12) -> st.SearchStrategy[Step]:
     """Any mix of decodes, fresh prompts, partial chunks and multi-row verifies, in any order, with shared prefixes."""
 
     @st.composite

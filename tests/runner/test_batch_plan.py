@@ -186,6 +186,7 @@ def test_unrelated_chunks_with_contexts_of_their_own_are_not_multiplied_with_eac
     plan = plan_batch(step.batch_input(), 16)
     assert plan.shared is not None
     assert sum(len(rows) * (hi - lo) for rows, lo, hi in plan.shared.groups) == 16 * 8 * 4
+    assert expand(plan, step) == expected(plan, step)
 
 
 def test_a_prefix_of_all_is_one_group() -> None:

@@ -41,12 +41,13 @@ def run_step(step: Step, contiguous_pa: ContiguousPa, causal_slice: int, seed: i
     expected = [cache.clone() for cache in caches]
     for row, owner in enumerate(rows):
         expected[0][step.place(*owner)], expected[1][step.place(*owner)] = key[row], value[row]
-    write_kv(key, value, *caches, staged.slots)
+    key_cache, value_cache = caches
+    write_kv(key, value, key_cache, value_cache, staged.slots)
     seen: list[tuple[torch.Tensor, torch.Tensor] | None] = []
     for request, position in rows:
         block, offset = torch.tensor([step.place(request, p) for p in range(position + 1)]).T
         seen.append((expected[0][block, offset], expected[1][block, offset]))
-    return Batch(query, key, value, *caches, staged.slots, staged.parts, DIM**-0.5, seen)
+    return Batch(query, key, value, key_cache, value_cache, staged.slots, staged.parts, DIM**-0.5, seen)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
