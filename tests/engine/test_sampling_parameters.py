@@ -134,7 +134,7 @@ def test_a_cut_keeps_tokens_that_belong(text_engine: Engine, options: dict[str, 
             probability = torch.tensor(found[token].logprob).exp()
             before = torch.tensor([value for value in ranked if value > found[token].logprob]).exp().sum()
             if "top_k" in options:
-                assert found[token].rank <= 3
+                assert found[token].rank in (1, 2, 3)
             elif "top_p" in options:
                 assert before < 0.4 + 1e-5
             else:
@@ -191,7 +191,7 @@ def test_structured_outputs_of_every_kind_beside_free_requests(text_engine: Engi
 @pytest.mark.parametrize("name", ["prompt_logprob_token_ids", "thinking_token_budget"])
 def test_a_refused_parameter_stops_only_its_request(text_engine: Engine, name: str) -> None:
     """covers: A18"""
-    value = np.zeros((6, 1), np.int64) if name == "prompt_logprob_token_ids" else 5
+    value: Any = np.zeros((6, 1), np.int64) if name == "prompt_logprob_token_ids" else 5
     engine = text_engine.llm.llm_engine
     running = text_engine.new_id()
     text_engine.add(running, [5, 6, 7, 8, 9, 10, 11], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
