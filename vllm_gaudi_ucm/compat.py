@@ -1,6 +1,5 @@
 """Everything that depends on the version of vLLM or torch: each entry names its reason and when to remove it."""
 
-import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,10 +9,12 @@ from typing import TYPE_CHECKING
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from vllm_gaudi_ucm.logger import plugin_logger
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = logging.getLogger(__name__)
+logger = plugin_logger(__name__)
 
 
 class UnsupportedVersionError(RuntimeError):
@@ -138,6 +139,33 @@ def tolerate_missing_accelerator() -> None:
 
 def _nothing_to_do(*args: object, **kwargs: object) -> None:
     """There is no accelerator."""
+
+
+class ShutdownGrace(int):
+    """A number of seconds that we chose, and not the user; an attribute would not survive the way to the engine."""
+
+
+def give_engine_time_to_stop(vllm_config: "VllmConfig") -> None:
+    """Lets the engine process end by itself when the server is stopped, where the user asked for no time-out.
+
+    Reason: with `--shutdown-timeout 0`, the default, the server kills the engine process right after it has asked it to
+    stop: open streams are never ended, so the server waits for them for ever, and the worker cannot write its summary.
+    vLLM's XPU platform raises the same number. The engine itself must still abort its requests at once instead of
+    finishing them: `abort_at_shutdown` gives it its 0 back.
+    Remove when: the server waits for the engine to abort its requests.
+    """
+    chosen = vllm_config.shutdown_timeout
+    if chosen == 0 and not isinstance(chosen, ShutdownGrace):
+        vllm_config.shutdown_timeout = ShutdownGrace(5)
+
+
+def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
+    """The engine process's half of `give_engine_time_to_stop`; same reason, removed with it.
+
+    The 0 is marked as ours too: the engine checks its configuration once more after its worker has started.
+    """
+    if isinstance(vllm_config.shutdown_timeout, ShutdownGrace):
+        vllm_config.shutdown_timeout = ShutdownGrace(0)
 
 
 def raise_if_nan_logits(counts: Mapping[str, int]) -> None:

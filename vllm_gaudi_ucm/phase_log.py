@@ -6,13 +6,13 @@ The line format is described in docs/phase-log.md; `read_phase_log` is its only 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket, phase_string
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.phase_summary import PhaseSummary
 
 SCHEMA = "gaudi-ucm.phase-log/1"
@@ -20,8 +20,7 @@ COUNTS = ("requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "uniq
 PHASES = {phase_string(c, s, u) for c in (False, True) for s in (False, True) for u in (False, True)}
 TIMES = ("plan_ms", "forward_ms", "sample_ms")
 
-# A child of vLLM's own logger, so that its handlers and VLLM_LOGGING_LEVEL apply without importing vLLM here.
-logger = logging.getLogger("vllm.gaudi_ucm.phase_log")
+logger = plugin_logger(__name__)
 
 
 class PhaseLogError(ValueError):

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_gaudi_ucm.compat import check_versions
+from vllm_gaudi_ucm.compat import check_versions, give_engine_time_to_stop
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.envs import merge_into_vllm
-from vllm_gaudi_ucm.features import UnsupportedFeatureError, refuse_unsupported
+from vllm_gaudi_ucm.features import UnsupportedFeatureError, UnsupportedRequestError, refuse_unsupported
+from vllm_gaudi_ucm.logger import plugin_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-logger = init_logger(__name__)
+logger = plugin_logger(__name__)
 
 _DEVICE = get_device(detect_device() or "cpu")
 # vLLM compiles a few standalone functions (ranks of logprobs) with this: compiling them on a request's path would make
@@ -56,6 +56,7 @@ class UcmPlatform(Platform):
         check_versions()
         resolve_config(vllm_config.additional_config)
         refuse_unsupported(vllm_config)
+        give_engine_time_to_stop(vllm_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.worker.UcmWorker"
         if vllm_config.scheduler_config.async_scheduling:
@@ -97,7 +98,9 @@ class UcmPlatform(Platform):
         """Refuses sampling parameters that would be ignored; the client gets the message, other requests go on."""
         for name in ("prompt_logprob_token_ids", "thinking_token_budget"):
             if getattr(params, name, None) is not None:
-                raise UnsupportedFeatureError(f"the sampling parameter {name}", "this request")
+                raise UnsupportedRequestError(name)
+        if getattr(params, "watermarking", None):
+            raise UnsupportedRequestError("watermarking")
 
     @classmethod
     def import_kernels(cls) -> None:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_gaudi_ucm.compat import model_loading, tolerate_missing_accelerator
+from vllm_gaudi_ucm.compat import abort_at_shutdown, model_loading, tolerate_missing_accelerator
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.features import UnsupportedFeatureError
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import ModelRunnerOutput
 
-logger = init_logger(__name__)
-
 
 class UcmWorker(WorkerBase):
     """One device, one model. See WorkerBase for the contract of each method."""
@@ -35,6 +32,7 @@ class UcmWorker(WorkerBase):
 
     def init_device(self) -> None:
         tolerate_missing_accelerator()
+        abort_at_shutdown(self.vllm_config)
         self._ucm = resolve_config(self.vllm_config.additional_config)
         self._device = get_device(self.current_platform.device_type)
         self.device = self._device.torch_device()

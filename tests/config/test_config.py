@@ -24,6 +24,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.attention.contiguous_pa": (["auto", True, False], ["yes", 1, 0, None], '"auto" or true or false'),
     "ucm.attention.causal_slice": ([16, 512, 8192], [15, 8193, "512", 512.0, True, None], "integer, 16 to 8192"),
     "ucm.cpu.threads": ([None, 1, 64], [0, -1, "2", 1.5, True], "integer, at least 1 or null"),
+    "ucm.cpu.packed_weights": ([True, False], [0, "true", None], "true or false"),
 }
 
 
@@ -82,7 +83,7 @@ def test_all_problems_at_once() -> None:
         ({"ucn": {}}, "ucn", "ucm (the nearest valid key)"),
         ({"ucm": {"atention": {}}}, "ucm.atention", "ucm.attention (the nearest valid key)"),
         ({"ucm": {"cpu": {"thread": 2}}}, "ucm.cpu.thread", "ucm.cpu.threads (the nearest valid key)"),
-        ({"ucm": {"cpu": {"cpu": 2}}}, "ucm.cpu.cpu", "ucm.cpu.threads"),
+        ({"ucm": {"cpu": {"cpu": 2}}}, "ucm.cpu.cpu", "ucm.cpu.packed_weights or ucm.cpu.threads"),
         ({"ucm": {1: 2}}, "ucm.1", "ucm.attention or ucm.cpu or ucm.phase_log"),
     ],
 )
@@ -96,7 +97,10 @@ def test_unknown_key(config: dict[str, Any], key: str, expected: str) -> None:
 def test_section_that_is_no_mapping(value: Any) -> None:
     with pytest.raises(UcmConfigError) as caught:
         resolve_config({"ucm": {"cpu": value}})
-    assert str(caught.value.problems[0]) == f"ucm.cpu: found {value!r}, expected mapping with the keys threads"
+    assert (
+        str(caught.value.problems[0])
+        == f"ucm.cpu: found {value!r}, expected mapping with the keys threads, packed_weights"
+    )
 
 
 @pytest.mark.parametrize("value", [None, 3, True, ["a.yaml"]])

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import openai
-import pytest
 from openai import OpenAI
 
 from tests.server.conftest import CLIENT_OPTIONS
@@ -16,11 +15,6 @@ from tests.server.server import MODEL_NAME, STOP_SECONDS, start_server
 from vllm_gaudi_ucm.phase_log import read_phase_log
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="vLLM 0.32 kills the engine before it has aborted its requests: the API server then waits for the open "
-    "stream until its client leaves, and the worker never prints its summary",
-)
 def test_sigterm_in_the_middle_of_a_stream(smollm2: Path, tmp_path: Path) -> None:
     server = start_server(smollm2, tmp_path)
     started = threading.Event()

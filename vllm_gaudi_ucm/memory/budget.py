@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
+from vllm_gaudi_ucm.logger import plugin_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.device.base import Device
 
-logger = init_logger(__name__)
+logger = plugin_logger(__name__)
 
 GIB = 1 << 30
 # A CPU's memory belongs to everybody on the machine: take what a demo or a test needs, and more only when asked.

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from vllm import envs
 from vllm.forward_context import set_forward_context
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
@@ -19,6 +18,7 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.compat import raise_if_nan_logits
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 from vllm_gaudi_ucm.phase_log import PhaseLog
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.config import UcmConfig
 
-logger = init_logger(__name__)
+logger = plugin_logger(__name__)
 
 
 class DecoderModel(Protocol):

@@ -38,13 +38,15 @@ def pack_linear_layers(model: nn.Module) -> int:
     """
     count = 0
     for layer in model.modules():
-        is_linear = isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod
-        is_head = isinstance(layer, ParallelLMHead) and type(layer.quant_method) is UnquantizedEmbeddingMethod
-        if not (is_linear or is_head) or not can_pack(layer.weight):
+        plain = getattr(layer, "weight", None)
+        if not isinstance(plain, torch.Tensor) or not can_pack(plain):
             continue
-        weight = pack(layer.weight)
-        layer.quant_method = PackedLinearMethod(weight) if is_linear else PackedHeadMethod(weight)
-        if is_linear:
-            layer.weight.data = layer.weight.new_empty(0)
+        if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod:
+            layer.quant_method = PackedLinearMethod(pack(plain))
+            plain.data = plain.new_empty(0)
+        elif isinstance(layer, ParallelLMHead) and type(layer.quant_method) is UnquantizedEmbeddingMethod:
+            layer.quant_method = PackedHeadMethod(pack(plain))
+        else:
+            continue
         count += 1
     return count

@@ -93,12 +93,14 @@ class Staging:
     def _unique(self, plan: UniquePlan, num_single: int) -> UniquePart:
         slice_len = int(plan.blocks.max()) + 1
         if not self._reads_slice(slice_len, len(plan.blocks)):
-            arrays = (plan.rows, plan.lo, plan.hi)
-            return UniquePart(self._tensor(plan.blocks), *(self._tensor(array) for array in arrays), num_single)
+            blocks, rows, lo, hi = (self._tensor(array) for array in plan)
+            return UniquePart(blocks, rows, lo, hi, num_single)
         # a block of the slice that nobody uses keeps an empty range
-        rows, lo, hi = np.zeros(slice_len, np.int64), np.zeros(slice_len, np.int32), np.zeros(slice_len, np.int32)
-        rows[plan.blocks], lo[plan.blocks], hi[plan.blocks] = plan.rows, plan.lo, plan.hi
-        return UniquePart(None, self._tensor(rows), self._tensor(lo), self._tensor(hi), num_single)
+        by_block = [np.zeros(slice_len, array.dtype) for array in (plan.rows, plan.lo, plan.hi)]
+        for whole, used in zip(by_block, (plan.rows, plan.lo, plan.hi), strict=True):
+            whole[plan.blocks] = used
+        rows, lo, hi = (self._tensor(array) for array in by_block)
+        return UniquePart(None, rows, lo, hi, num_single)
 
     def _reads_slice(self, slice_len: int, in_use: int) -> bool:
         if self._contiguous_pa == "auto":

@@ -99,8 +99,10 @@ def plan(parts: AttentionParts, block_size: int) -> Plan:
     masked: list[BlockCall] = []
     if parts.unique is not None:
         _unique_items(parts.unique, block_size, items, pieces)
-    for group in parts.shared.groups if parts.shared is not None else ():
-        _shared_items(parts.shared, group, block_size, items, pieces, masked)
+    shared = parts.shared
+    for group in shared.groups if shared is not None else ():
+        assert shared is not None
+        _shared_items(shared, group, block_size, items, pieces, masked)
     calls = masked
     if items:
         entries = Entries(*(torch.cat(column) for column in zip(*pieces, strict=True)))
