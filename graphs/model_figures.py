@@ -1,0 +1,103 @@
+"""Sizes of a decoder model that decide what its steps cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Families whose MLP is two matrices; the others have a gate and need three.
+UNGATED = {"opt", "gpt2", "gpt_neox", "gptj", "gpt_bigcode", "starcoder2", "phi", "falcon", "bloom", "mpt"}
+# The same size goes by other names in older families.
+ALIASES = {
+    "num_hidden_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "vocab_size": ("vocab_size",),
+}
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """Sizes of a dense decoder; `mlp_matrices` is 3 with a gate, 2 without."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    dtype_bytes: int = 2
+    mlp_matrices: int = 3
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelFigures:
+        """The sizes in a `config.json`; a missing or impossible one raises a ValueError that names the key."""
+        for key in EXPERT_KEYS:
+            if config.get(key):
+                raise ValueError(f"model config: {key} is {config[key]!r}; only dense models have a cost model")
+        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        family = str(config.get("model_type", ""))
+        default_inner = 4 * hidden if family == "gpt2" else None
+        return cls(
+            layers=_size(config, "num_hidden_layers"),
+            hidden=hidden,
+            intermediate=_size(config, "intermediate_size", default_inner),
+            heads=heads,
+            kv_heads=_optional(config, "num_key_value_heads", heads),
+            head_dim=_optional(config, "head_dim", hidden // heads),
+            vocab=_size(config, "vocab_size"),
+            dtype_bytes=_dtype_bytes(config),
+            mlp_matrices=2 if family in UNGATED else 3,
+        )
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of the linear layers of one decoder layer."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + self.mlp_matrices * self.hidden * self.intermediate
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all linear layers and of the output head."""
+        return (self.layers * self.layer_weights + self.hidden * self.vocab) * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+
+# Sizes of Meta's Llama 3.1 8B, the model that plans are made for when none is named.
+LLAMA_8B = ModelFigures(32, 4096, 14336, 32, 8, 128, 128256)
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    for alias in ALIASES[name]:
+        if config.get(alias) is not None:
+            return _positive(alias, config[alias])
+    if default is None:
+        raise ValueError(f"model config: no {name}; expected the config.json of a decoder model")
+    return default
+
+
+def _optional(config: Mapping[str, Any], name: str, default: int) -> int:
+    value = config.get(name)
+    return default if value is None else _positive(name, value)
+
+
+def _positive(name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"model config: {name} is {value!r}, expected an integer of at least 1")
+    return value
+
+
+def _dtype_bytes(config: Mapping[str, Any]) -> int:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ValueError(f"model config: dtype is {name!r}, expected one of {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[name]

@@ -1,0 +1,140 @@
+"""Buckets from a YAML file, and the writing of such files. The schema is described in docs/buckets.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.reach import without_unreachable
+from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+
+SCHEMA = "gaudi-ucm.buckets/1"
+KEYS = ("schema", "made_for", "limits", "logits", "forward")
+# Measured when a server starts, so they differ between starts; shapes are cut to what there is.
+MEASURED = ("num_blocks", "contiguous")
+
+
+class BucketFileError(ValueError):
+    """A bucket file that cannot be used; the message names the file, the entry, and what was expected."""
+
+
+def from_file(request: BucketRequest) -> BucketSet:
+    """The buckets of the file `request.path`, which must have been made for the same limits.
+
+    Raises:
+        BucketFileError: the file is malformed, made for other limits, or has more buckets than `max_graphs`.
+    """
+    if request.path is None:
+        raise BucketFileError("bucket strategy file needs the path of a bucket file")
+    path, limits = request.path, request.limits
+    limits_there, forward, logits = read_bucket_file(path)
+    _check_limits(path, limits_there, limits)
+    cut = {ForwardShape.of("c" in s.phase, *_cut(s, limits)) for s in forward}
+    rows = {min(row, limits.max_num_seqs) for row in logits}
+    buckets = BucketSet(without_unreachable(cut, limits, request.cost), rows, limits, request.cost)
+    if request.max_graphs is not None and buckets.num_graphs > request.max_graphs:
+        raise BucketFileError(
+            f"{path}: has {buckets.num_graphs} graphs, at most {request.max_graphs} are allowed; "
+            "raise the limit or tune again with fewer"
+        )
+    return buckets
+
+
+def read_bucket_file(path: Path) -> tuple[Limits, list[ForwardShape], list[int]]:
+    """(limits, forward shapes, logits rows) of a file."""
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BucketFileError(f"{path}: cannot be read as a bucket file: {error}") from error
+    except yaml.YAMLError as error:
+        raise BucketFileError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        found = value.get("schema", "no schema") if isinstance(value, dict) else type(value).__name__
+        raise BucketFileError(f"{path}: found {found!r} where a bucket file says {SCHEMA!r}; is this another file?")
+    for key in value:
+        if key not in KEYS:
+            raise BucketFileError(f"{path}: unknown key {key!r}, expected {', '.join(KEYS)}")
+    limits = _limits(path, value.get("limits"))
+    forward = [_shape(path, entry, limits) for entry in _list(path, value, "forward")]
+    rows = [_row(path, entry) for entry in _list(path, value, "logits")]
+    return limits, forward, rows
+
+
+def write_bucket_file(path: Path, buckets: BucketSet, made_for: Mapping[str, Any]) -> None:
+    """Write the buckets; `made_for` says for people what they were made from."""
+    forward = [list(shape) for shape in buckets.forward]
+    head = {"schema": SCHEMA, "made_for": dict(made_for), "limits": asdict(buckets.limits)}
+    text = yaml.safe_dump(head, sort_keys=False)
+    text += (
+        f"logits: {list(buckets.logits)}\nforward:  # phase, query_len, shared_blocks, unique_blocks; cheapest first\n"
+    )
+    text += "".join(f'- ["{phase}", {q}, {s}, {u}]\n' for phase, q, s, u in forward)
+    path.write_text(text, encoding="utf-8")
+
+
+def _check_limits(path: Path, there: Limits, here: Limits) -> None:
+    for field in fields(Limits):
+        found, expected = getattr(there, field.name), getattr(here, field.name)
+        if field.name not in MEASURED and found != expected:
+            raise BucketFileError(
+                f"{path}: made for {field.name} {found}, the server has {expected}; "
+                f"start the server with {found}, or tune again for {expected}"
+            )
+
+
+def _cut(shape: ForwardShape, limits: Limits) -> tuple[int, int, int]:
+    maximum = limits.maximum
+    return (
+        min(shape.query_len, maximum.query_len),
+        min(shape.shared_blocks, maximum.shared_blocks),
+        min(shape.unique_blocks, maximum.unique_blocks),
+    )
+
+
+def _limits(path: Path, value: Any) -> Limits:
+    names = [field.name for field in fields(Limits)]
+    if not isinstance(value, dict) or set(value) != set(names):
+        raise BucketFileError(f"{path}: limits: found {value!r}, expected a mapping with {', '.join(names)}")
+    for name, found in value.items():
+        expected = bool if name == "contiguous" else int
+        if type(found) is not expected:
+            raise BucketFileError(f"{path}: limits.{name}: found {found!r}, expected {expected.__name__}")
+    try:
+        return Limits(**value)
+    except ValueError as error:
+        raise BucketFileError(f"{path}: {error}") from error
+
+
+def _list(path: Path, value: dict[str, Any], key: str) -> list[Any]:
+    entries = value.get(key)
+    if not isinstance(entries, list) or not entries:
+        raise BucketFileError(f"{path}: {key}: found {entries!r}, expected a list with at least one entry")
+    return entries
+
+
+def _row(path: Path, entry: Any) -> int:
+    if type(entry) is not int or entry < 1:
+        raise BucketFileError(f"{path}: logits: found {entry!r}, expected a number of rows")
+    return entry
+
+
+def _shape(path: Path, entry: Any, limits: Limits) -> ForwardShape:
+    expected = "[phase, query_len, shared_blocks, unique_blocks]"
+    if not isinstance(entry, list) or len(entry) != 4 or any(type(size) is not int or size < 0 for size in entry[1:]):
+        raise BucketFileError(f"{path}: forward: found {entry!r}, expected {expected}")
+    shape = ForwardShape(*entry)
+    consistent = ForwardShape.of(str(shape.phase)[:1] == "c", *shape[1:])
+    if shape != consistent or shape.query_len < 1:
+        raise BucketFileError(
+            f"{path}: forward: found {entry!r}, expected at least one row and the phase {consistent.phase!r}"
+        )
+    if any(size > most for size, most in zip(shape[1:], limits.maximum[1:], strict=False)):
+        raise BucketFileError(f"{path}: forward: {entry!r} exceeds the file's own limits {list(limits.maximum[1:4])}")
+    return shape

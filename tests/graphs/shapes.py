@@ -1,0 +1,50 @@
+"""Limits, costs and steps for the tests of buckets."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.cost import CostModel
+from vllm_gaudi_ucm.graphs.device_figures import DEVICES
+from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
+
+COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
+LIMITS = Limits(256, 16, 2048, 128, 120)
+ODD_LIMITS = {
+    "one request": Limits(512, 1, 4096, 128, 100),
+    "one token": Limits(1, 1, 1, 1, 2),
+    "one row per step": Limits(1, 8, 1024, 128, 50),
+    "tiny cache": Limits(2048, 64, 8192, 128, 2),
+    "tiny cache, gathered": Limits(2048, 64, 8192, 128, 3, contiguous=False),
+    "huge cache": Limits(8192, 1024, 131072, 128, 2_000_000),
+    "huge cache, gathered": Limits(8192, 256, 131072, 16, 2_000_000, contiguous=False),
+    "fewer tokens than requests": Limits(16, 64, 512, 128, 300),
+}
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    return Limits(
+        draw(st.integers(1, 300)),
+        draw(st.integers(1, 40)),
+        draw(st.integers(1, 3000)),
+        draw(st.sampled_from([1, 16, 128])),
+        draw(st.integers(2, 200)),
+        draw(st.booleans()),
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn, within: Limits) -> Bucket:
+    """A shape no larger than the maximum, whether or not such a step could occur."""
+    most = within.maximum
+    shared, unique = (draw(st.sampled_from([0, 1])) * draw(st.integers(0, most[axis])) for axis in (2, 3))
+    shape = ForwardShape.of(draw(st.booleans()), draw(st.integers(1, most.query_len)), shared, unique)
+    return Bucket(*shape, draw(st.integers(0, most.logits)))
+
+
+@st.composite
+def forward_shapes(draw: st.DrawFn, within: Limits, largest: int = 12) -> list[ForwardShape]:
+    return [step.forward for step in draw(st.lists(steps(within), max_size=largest))]

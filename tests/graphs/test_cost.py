@@ -1,0 +1,84 @@
+"""The cost model: monotone, vectorised, and the roofline of known sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_gaudi_ucm.graphs.bucket import Bucket
+from vllm_gaudi_ucm.graphs.cost import CostModel
+from vllm_gaudi_ucm.graphs.device_figures import DEVICES, device_figures
+from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B, ModelFigures
+
+SIZES = st.tuples(st.booleans(), st.integers(1, 9000), st.integers(0, 9000), st.integers(0, 9000))
+LLAMA_CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+
+
+@given(SIZES, SIZES, st.sampled_from(sorted(DEVICES)))
+def test_more_never_costs_less(a: tuple[int, ...], b: tuple[int, ...], device: str) -> None:
+    cost = CostModel(DEVICES[device], LLAMA_8B, 128)
+    join = [max(x, y) for x, y in zip(a, b, strict=True)]
+    assert cost.forward_seconds(*join) >= cost.forward_seconds(*a)
+    assert cost.logits_seconds(join[1]) >= cost.logits_seconds(a[1]) > 0
+
+
+def test_a_decode_of_one_request_reads_the_weights_once() -> None:
+    cost = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
+    weights = LLAMA_8B.layers * LLAMA_8B.layer_weights * 2 / 2.45e12
+    assert cost.forward(Bucket("--u", 1, 0, 1, 1)) == pytest.approx(weights, rel=0.02)
+
+
+def test_a_long_prompt_is_bound_by_flops() -> None:
+    cost = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
+    flops = 2 * 8192 * LLAMA_8B.layers * LLAMA_8B.layer_weights
+    attention = LLAMA_8B.layers * 4 * 4096 * 8192 * (8192 + 512) / 2
+    assert cost.forward(Bucket("c--", 8192, 0, 0, 0)) == pytest.approx((flops + attention) / 432e12, rel=0.01)
+
+
+def test_arrays_and_single_steps_agree_and_no_logits_cost_nothing() -> None:
+    cost = CostModel(DEVICES["h200"], LLAMA_8B, 128)
+    buckets = [Bucket("csu", 70, 9, 400, 20), Bucket("--u", 1, 0, 8, 1), Bucket("c--", 2000, 0, 0, 0)]
+    columns = np.array([("c" in b.phase, *b[1:4]) for b in buckets]).T
+    assert cost.forward_seconds(*columns).tolist() == [cost.forward(bucket) for bucket in buckets]
+    assert cost.step(buckets[2]) == cost.forward(buckets[2])
+
+
+def test_figures_of_a_model_come_from_its_config() -> None:
+    assert ModelFigures.from_hf_config(LLAMA_CONFIG) == LLAMA_8B
+    assert LLAMA_8B.kv_bytes_per_token == 131072
+    assert LLAMA_8B.weight_bytes / 2 == pytest.approx(7.5e9, rel=0.01)
+    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
+    assert ModelFigures.from_hf_config(gpt2) == ModelFigures(12, 768, 3072, 12, 12, 64, 50257, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"torch_dtype": "int4"}, "dtype"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+    ],
+)
+def test_a_config_without_cost_model_names_the_key(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        ModelFigures.from_hf_config({**LLAMA_CONFIG, **change})
+
+
+def test_an_unknown_device_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="gaudi2, gaudi3, h200, cpu"):
+        device_figures("gaudi9")

@@ -1,0 +1,59 @@
+"""Limits: the maximum of each dimension."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from tests.graphs.shapes import ODD_LIMITS, limits
+from vllm_gaudi_ucm.graphs.bucket import Bucket
+from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
+
+
+def test_the_shared_axis_holds_many_cached_prompts() -> None:
+    """Eight prompts with a cached context of their own each share all of it among their rows. covers: B3."""
+    within = Limits(2048, 8, 4096, 128, 10_000)
+    assert within.max_shared_blocks == 8 * 32
+    assert Limits(2048, 8, 4096, 128, 100).max_shared_blocks == 99
+
+
+def test_the_unique_axis_follows_how_it_is_read() -> None:
+    assert Limits(64, 4, 256, 128, 1000, contiguous=True).max_unique_blocks == 1000
+    assert Limits(64, 4, 256, 128, 1000, contiguous=False).max_unique_blocks == 8
+
+
+def test_the_maximum_names_every_part() -> None:
+    assert Limits(2048, 64, 8192, 128, 3000).maximum == Bucket("csu", 2048, 2999, 3000, 64)
+
+
+@given(limits())
+def test_every_phase_is_within_the_maximum(within: Limits) -> None:
+    for parts in [(c, s, u) for c in (False, True) for s in (False, True) for u in (False, True)]:
+        top = within.phase_maximum(*parts)
+        assert all(size <= most for size, most in zip(top[1:], within.maximum[1:], strict=False))
+        assert top.query_len >= 1
+
+
+@pytest.mark.parametrize("name", ODD_LIMITS)
+def test_odd_limits_allow_a_decode_of_one_request(name: str) -> None:
+    """covers: A17, B7."""
+    assert ODD_LIMITS[name].allows(False, 1, 0, 1)
+
+
+def test_what_cannot_occur_is_not_allowed() -> None:
+    one = Limits(512, 1, 4096, 128, 100)
+    assert one.allows(True, 512, 31, 0)
+    assert not one.allows(True, 512, 0, 1)  # one request cannot be a prompt and a decode
+    assert not one.allows(False, 1, 1, 0)  # a shared block has two rows
+    gathered = Limits(512, 8, 4096, 128, 100, contiguous=False)
+    assert gathered.allows(True, 64, 50, 49)
+    assert not gathered.allows(True, 64, 50, 50)  # distinct blocks of a cache that has 99
+
+
+@pytest.mark.parametrize(
+    "name", ["max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks"]
+)
+def test_an_impossible_limit_is_named(name: str) -> None:
+    sizes = dict.fromkeys(["max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks"], 8)
+    with pytest.raises(LimitsError, match=name):
+        Limits(**{**sizes, name: 0})

@@ -1,0 +1,146 @@
+"""Strategies: reachable buckets, bounded counts, odd limits, bucket files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
+from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, dominates
+from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.reach import reaching_step, without_unreachable
+from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, STRATEGIES, build_buckets
+from vllm_gaudi_ucm.graphs.strategies.exponential import exponential_ladder
+from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, write_bucket_file
+from vllm_gaudi_ucm.graphs.strategies.linear import linear_ladder
+from vllm_gaudi_ucm.graphs.strategies.padding_aware import padding_aware_ladder
+from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+
+
+def assert_all_reachable(buckets: BucketSet) -> None:
+    for shape in buckets.forward:
+        if shape == buckets.limits.maximum.forward:
+            continue
+        step = reaching_step(buckets, shape)
+        assert step is not None, shape
+        assert buckets.limits.allows("c" in step.phase, *step[1:4])
+        assert buckets.lookup(step).forward == shape
+
+
+@pytest.mark.parametrize("max_graphs", [2, 5, 24, 64])
+@pytest.mark.parametrize("name", ODD_LIMITS)
+@pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
+def test_buckets_are_reachable_and_counted(strategy: str, name: str, max_graphs: int) -> None:
+    """covers: A17, B1, B4."""
+    within = ODD_LIMITS[name]
+    buckets = build_buckets(strategy, BucketRequest(within, COST, max_graphs))
+    assert buckets.num_graphs <= max_graphs
+    assert buckets.lookup(within.maximum) == within.maximum
+    assert_all_reachable(buckets)
+
+
+@pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
+def test_more_graphs_are_used(strategy: str) -> None:
+    counts = [build_buckets(strategy, BucketRequest(LIMITS, COST, most)).num_graphs for most in (16, 64, 128)]
+    assert 8 <= counts[0] <= 16
+    assert 48 <= counts[1] <= 64 < counts[2] <= 128
+
+
+def test_ladders_end_with_the_maximum() -> None:
+    assert exponential_ladder("decode", 64, 6) == [2, 4, 8, 16, 32, 64]
+    assert linear_ladder("decode", 64, 4) == [16, 32, 48, 64]
+    rows = padding_aware_ladder(COST, "decode", 2048, 3)
+    assert rows[-1] == 2048
+    # Rows are free until the weights are no longer what a step waits for.
+    assert rows[0] > 128
+    assert all(len(set(ladder("shared", 1, 5))) == 1 for ladder in (exponential_ladder, linear_ladder))
+
+
+def test_what_no_step_can_reach_is_left_out() -> None:
+    within = Limits(256, 8, 2048, 128, 100, contiguous=False)
+    possible, impossible = ForwardShape("-su", 8, 60, 39), ForwardShape("--u", 30, 0, 99)
+    covered = ForwardShape("--u", 8, 0, 99)
+    kept = without_unreachable([possible, impossible, covered], within, COST)
+    assert set(kept) == {possible, covered, within.maximum.forward}
+
+
+def test_strategies_that_need_more_say_so() -> None:
+    with pytest.raises(ValueError, match="needs the path"):
+        build_buckets("file", BucketRequest(LIMITS, COST))
+    with pytest.raises(ValueError, match="needs the steps"):
+        build_buckets("trace", BucketRequest(LIMITS, COST))
+    with pytest.raises(ValueError, match="exponential, linear"):
+        build_buckets("nonsense", BucketRequest(LIMITS, COST))
+    for strategy in BLIND_STRATEGIES:
+        with pytest.raises(ValueError, match="max_graphs is 1"):
+            build_buckets(strategy, BucketRequest(LIMITS, COST, 1))
+
+
+def test_trace_fits_the_steps() -> None:
+    step = Bucket("--u", 3, 0, 7, 3)
+    buckets = STRATEGIES["trace"](BucketRequest(LIMITS, COST, 8, steps=Steps.of([step] * 50)))
+    assert buckets.num_graphs <= 8
+    assert COST.step(buckets.lookup(step)) <= 1.02 * COST.step(step)
+
+
+@pytest.fixture
+def bucket_file(tmp_path: Path) -> Path:
+    path = tmp_path / "buckets.yaml"
+    write_bucket_file(path, build_buckets("linear", BucketRequest(LIMITS, COST, 40)), {"log": "phases.jsonl"})
+    return path
+
+
+def test_a_file_gives_back_what_was_written(bucket_file: Path) -> None:
+    buckets = build_buckets("file", BucketRequest(LIMITS, COST, path=bucket_file))
+    written = build_buckets("linear", BucketRequest(LIMITS, COST, 40))
+    assert (buckets.forward, buckets.logits) == (written.forward, written.logits)
+
+
+@pytest.mark.parametrize("blocks", [2, 60, 5000])
+def test_another_size_of_cache_is_no_other_server(bucket_file: Path, blocks: int) -> None:
+    """The number of blocks is measured at every start: shapes are cut to it, and the maximum is added."""
+    within = Limits(256, 16, 2048, 128, blocks)
+    buckets = build_buckets("file", BucketRequest(within, COST, path=bucket_file))
+    assert dominates(buckets.lookup(within.maximum), within.maximum)
+    assert_all_reachable(buckets)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("max_num_seqs: 16", "max_num_seqs: 8", "made for max_num_seqs 8, the server has 16"),
+        ("block_size: 128", "block_size: 16", "made for block_size 16, the server has 128"),
+        ("gaudi-ucm.buckets/1", "gaudi-ucm.buckets/9", "is this another file"),
+        ("made_for", "made_fro", "unknown key 'made_fro'"),
+        ("max_model_len: 2048", "max_model_len: long", "limits.max_model_len: found 'long'"),
+        ("max_model_len: 2048", "length: 2048", "expected a mapping with max_num_batched_tokens"),
+        ('["csu", 256,', '["csu", 257,', "exceeds the file's own limits"),
+        ('["csu", 256,', '["cs-", 256,', "the phase 'csu'"),
+        ('["csu", 256,', '["csu",', "expected [phase, query_len, shared_blocks, unique_blocks]"),
+        ("logits: [", "logits: [-4, ", "logits: found -4"),
+        ("forward:", "forward: []\nx:", "unknown key 'x'"),
+        ("schema", "{", "not YAML"),
+    ],
+)
+def test_a_bad_file_is_one_clear_error(bucket_file: Path, old: str, new: str, message: str) -> None:
+    text = bucket_file.read_text()
+    assert old in text
+    bucket_file.write_text(text.replace(old, new))
+    with pytest.raises(BucketFileError) as caught:
+        build_buckets("file", BucketRequest(LIMITS, COST, path=bucket_file))
+    assert message in str(caught.value)
+    assert str(bucket_file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_with_too_many_graphs_or_no_file(bucket_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(BucketFileError, match="at most 10 are allowed"):
+        build_buckets("file", BucketRequest(LIMITS, COST, 10, path=bucket_file))
+    with pytest.raises(BucketFileError, match="cannot be read"):
+        build_buckets("file", BucketRequest(LIMITS, COST, path=tmp_path / "none.yaml"))
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(BucketFileError, match="found 'list'"):
+        build_buckets("file", BucketRequest(LIMITS, COST, path=tmp_path / "list.yaml"))

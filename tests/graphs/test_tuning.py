@@ -1,0 +1,145 @@
+"""Tuning: against every possible choice on small cases, its bound, its margin."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
+from vllm_gaudi_ucm.graphs.bucket import Bucket
+from vllm_gaudi_ucm.graphs.limits import LimitsError
+from vllm_gaudi_ucm.graphs.lookup import cheapest_fit
+from vllm_gaudi_ucm.graphs.padding import measure_padding
+from vllm_gaudi_ucm.graphs.steps import Shapes, Steps, shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.tuning.quantise import quantise, relaxed_optimum
+from vllm_gaudi_ucm.graphs.tuning.search import Search
+from vllm_gaudi_ucm.graphs.tuning.tune import lower_bound, tune
+
+MAXIMUM = shape_array([LIMITS.maximum.forward])
+
+
+def random_steps(seed: int, count: int) -> list[Bucket]:
+    rng = np.random.default_rng(seed)
+    steps = []
+    for _ in range(count):
+        rows, shared, unique = int(rng.integers(1, 17)), int(rng.integers(0, 40)), int(rng.integers(1, 80))
+        if rng.random() < 0.4:
+            steps.append(Bucket("csu" if shared else "c-u", rows * 15, shared, unique, min(rows, 16)))
+        else:
+            steps.append(Bucket("-su" if shared else "--u", rows, shared, unique, rows))
+    return steps
+
+
+def seconds_of(shapes: Shapes, points: Shapes, counts: np.ndarray) -> float:
+    everything = np.concatenate([shapes, MAXIMUM])
+    ordered = everything[np.argsort(shape_seconds(COST, everything), kind="stable")]
+    return float(shape_seconds(COST, ordered)[cheapest_fit(ordered, points)] @ counts)
+
+
+def every_choice(points: Shapes, counts: np.ndarray, k: int) -> float:
+    """The least cost over all choices of k joins of points."""
+    joins = {
+        tuple(points[list(group)].max(axis=0))
+        for size in range(1, min(4, len(points)) + 1)
+        for group in itertools.combinations(range(len(points)), size)
+    }
+    return min(seconds_of(np.array(choice), points, counts) for choice in itertools.combinations(sorted(joins), k))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_small_cases_are_within_3_percent_of_every_choice(seed: int, k: int) -> None:
+    """A join of any points is a join of at most four, one for each dimension."""
+    steps = Steps.of(random_steps(seed, 7))
+    best = every_choice(steps.forward, steps.forward_counts, k)
+    found = Search(steps.forward, steps.forward_counts, COST, MAXIMUM).run(k)
+    assert len(found) <= k
+    reached = seconds_of(found, steps.forward, steps.forward_counts)
+    assert best * (1 - 1e-9) <= reached <= 1.03 * best
+    assert relaxed_optimum(shape_seconds(COST, steps.forward), steps.forward_counts, k + 1)[-1] <= best * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=1, max_size=8), st.integers(1, 8))
+def test_one_dimension_is_solved_exactly(values: list[tuple[int, int]], k: int) -> None:
+    sizes = np.array(sorted({value for value, _ in values}))
+    counts = np.array([dict(values)[size] for size in sizes])
+    costs = sizes.astype(np.float64) + 5
+    result = quantise(costs, counts, k)
+    best = min(
+        sum(count * min(costs[top] for top in (*tops, len(sizes) - 1) if top >= i) for i, count in enumerate(counts))
+        for tops in itertools.combinations(range(len(sizes)), min(k, len(sizes)) - 1)
+    )
+    assert result.total[min(k, len(sizes)) - 1] == pytest.approx(best)
+    tops = result.tops(min(k, len(sizes)))
+    assert tops[-1] == len(sizes) - 1
+    cost_of_tops = sum(count * min(costs[t] for t in tops if t >= i) for i, count in enumerate(counts))
+    assert cost_of_tops == pytest.approx(best)
+
+
+@pytest.mark.parametrize("max_graphs", [2, 3, 6, 20, 64])
+def test_the_count_of_graphs_and_the_bound_hold(max_graphs: int) -> None:
+    steps = Steps.of(random_steps(3, 400))
+    buckets = tune(steps, LIMITS, COST, max_graphs)
+    assert buckets.num_graphs <= max_graphs
+    padding = measure_padding(buckets, steps)
+    assert lower_bound(steps, COST, max_graphs) <= padding.seconds * (1 + 1e-9)
+    assert padding.true_seconds <= padding.seconds * (1 + 1e-9)
+
+
+def test_more_graphs_cost_less() -> None:
+    steps = Steps.of(random_steps(4, 500))
+    costs = [measure_padding(tune(steps, LIMITS, COST, k, margin=0.0), steps).seconds for k in (2, 4, 8, 16, 32, 64)]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] < 1.05 * steps.seconds(COST)
+
+
+def test_the_same_steps_give_the_same_buckets_and_the_log_is_not_all_there_is() -> None:
+    """Without a margin, steps a little larger than any before fall to the maximum."""
+    steps = Steps.of(random_steps(5, 300))
+    later = Steps.of(
+        [Bucket(b.phase, b.query_len, b.shared_blocks, b.unique_blocks + 3, b.logits) for b in random_steps(6, 300)]
+    )
+    with_margin, again, without = (tune(steps, LIMITS, COST, 32, margin=m) for m in (0.05, 0.05, 0.0))
+    assert with_margin.forward == again.forward
+    assert measure_padding(with_margin, later).seconds < measure_padding(without, later).seconds
+    assert measure_padding(without, steps).seconds <= measure_padding(with_margin, steps).seconds
+
+
+def test_every_fraction_of_the_work_is_reported_once() -> None:
+    seen: list[float] = []
+    tune(Steps.of(random_steps(1, 200)), LIMITS, COST, 16, report=seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+@pytest.mark.parametrize("name", ODD_LIMITS)
+def test_odd_limits_are_tuned(name: str) -> None:
+    """covers: A17, B7."""
+    within = ODD_LIMITS[name]
+    steps = Steps.of([Bucket("--u", 1, 0, 1, 1)] * 5)
+    buckets = tune(steps, within, COST, 8)
+    assert buckets.num_graphs <= 8
+    assert buckets.lookup(within.maximum) == within.maximum
+
+
+def test_steps_beyond_the_limits_and_no_steps_are_refused() -> None:
+    with pytest.raises(LimitsError, match="query_len 300, the limits allow 256"):
+        tune(Steps.of([Bucket("c--", 300, 0, 0, 1)]), LIMITS, COST, 8)
+    with pytest.raises(LimitsError, match="no steps"):
+        tune(Steps.of([]), LIMITS, COST, 8)
+    with pytest.raises(ValueError, match="max_graphs is 1"):
+        tune(Steps.of([Bucket("c--", 30, 0, 0, 1)]), LIMITS, COST, 1)
+
+
+def test_padding_counts_every_step_once() -> None:
+    steps = Steps.of(random_steps(9, 250))
+    padding = measure_padding(tune(steps, LIMITS, COST, 12), steps)
+    assert padding.used.sum() == 250
+    assert sum(count for _, count, _ in padding.by_bucket()) == 250
+    assert all(ratio >= 1 - 1e-9 for _, _, ratio in padding.by_bucket())
+    assert all(ratio >= 1 for ratio in padding.axes.values())
