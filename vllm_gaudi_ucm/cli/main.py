@@ -29,6 +29,10 @@ COMMANDS = {
     "demo": Command("vllm_gaudi_ucm.cli.demo", "run a mixed load through a small model and show what happened"),
     "fetch-model": Command("vllm_gaudi_ucm.cli.model", "put the demo model in place"),
     "phases": Command("vllm_gaudi_ucm.cli.phases", "summarise or draw a phase log"),
+    "trace": Command("vllm_gaudi_ucm.cli.trace", "write a phase log of synthetic traffic"),
+    "tune": Command("vllm_gaudi_ucm.cli.tune", "choose the best buckets for a phase log"),
+    "plan": Command("vllm_gaudi_ucm.cli.plan", "show buckets, padding, memory and warm-up before paying for them"),
+    "plot": Command("vllm_gaudi_ucm.cli.plot", "draw the steps of a phase log and the buckets over them"),
 }
 
 

@@ -1,0 +1,107 @@
+"""What `gaudi-ucm tune` found out: padding, the bound, and the other strategies at the same count of graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.padding import Padding, measure_padding
+from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
+from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+from vllm_gaudi_ucm.graphs.tuning.tune import check_steps, lower_bound
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """Buckets tuned to `steps`; `later` are steps of the log that were held out."""
+
+    buckets: BucketSet
+    steps: Steps
+    max_graphs: int
+    later: Steps | None
+
+    @cached_property
+    def padding(self) -> Padding:
+        return measure_padding(self.buckets, self.steps)
+
+    @cached_property
+    def later_padding(self) -> Padding | None:
+        if self.later is None:
+            return None
+        check_steps(self.later, self.buckets.limits)
+        return measure_padding(self.buckets, self.later)
+
+    @cached_property
+    def bound_ratio(self) -> float:
+        """Cost ratio that no set of as many graphs undercuts on these steps."""
+        bound = lower_bound(self.steps, self.buckets.cost, self.max_graphs)
+        return bound / self.padding.true_seconds
+
+    @property
+    def gap(self) -> float:
+        """The optimum is at most this share of itself below the tuned buckets' cost."""
+        return self.padding.ratio / self.bound_ratio - 1.0
+
+    @cached_property
+    def others(self) -> dict[str, Padding]:
+        """The other strategies, with as many graphs as the tuned buckets may have."""
+        limits, cost = self.buckets.limits, self.buckets.cost
+        request = BucketRequest(limits, cost, self.max_graphs)
+        return {name: measure_padding(build_buckets(name, request), self.steps) for name in BLIND_STRATEGIES}
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        later = self.later_padding
+        return {
+            "steps": self.steps.count,
+            "distinct_shapes": len(self.steps.forward),
+            "graphs": self.buckets.num_graphs,
+            "forward_graphs": len(self.buckets.forward),
+            "logits_graphs": len(self.buckets.logits),
+            "padding": self.padding.to_json(),
+            "bound_ratio": round(self.bound_ratio, 5),
+            "gap_at_most": round(self.gap, 5),
+            "held_out": later and {"steps": later.used.sum().item(), **later.to_json()},
+            "other_strategies": {
+                name: {"graphs": padding.buckets.num_graphs, **padding.to_json()}
+                for name, padding in self.others.items()
+            },
+            "forward": [list(shape) for shape in self.buckets.forward],
+            "logits": list(self.buckets.logits),
+        }
+
+
+def show(report: TuneReport, output: Path | None) -> None:
+    """Print the comparison, the gap, and where the buckets went."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    shapes = len(report.steps.forward)
+    console.print(f"{report.steps.count:,} steps of {shapes:,} shapes; padded over true cost (modelled) and sizes")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("strategy")
+    for heading in ("graphs", "cost", "query", "shared", "unique", "logits"):
+        table.add_column(heading, justify="right")
+    table.add_row(*_cells("tuned", report.padding), style="bold")
+    if report.later_padding is not None:
+        table.add_row(*_cells("tuned, held-out steps", report.later_padding))
+    for name, padding in report.others.items():
+        table.add_row(*_cells(name, padding))
+    console.print(table)
+    console.print(
+        f"No {report.max_graphs} graphs can cost less than {report.bound_ratio:.3f} on these steps: "
+        f"the tuned ones are at most {report.gap:.1%} above the optimum."
+    )
+    if output is not None:
+        console.print(f"buckets written to {output}", markup=False)
+
+
+def _cells(name: str, padding: Padding) -> list[str]:
+    ratios = [f"{value:.2f}x" for value in padding.axes.values()]
+    return [name, str(padding.buckets.num_graphs), f"{padding.ratio:.3f}x", *ratios]
