@@ -83,6 +83,7 @@ def test_a_model_and_a_device_for_people(tmp_path: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "2,000 blocks of 16" in out
     assert "modelled" in out
+    assert all(len(line.rstrip()) <= 80 for line in out.splitlines())
 
 
 def test_a_mix_is_asked_of_a_server_with_the_limits_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,8 +75,8 @@ def show(report: PlanReport) -> None:
     limits, buckets, memory = report.buckets.limits, report.buckets, report.memory
     console.print(f"{report.model} on {report.cost.device.name}; every figure is modelled", style="bold", markup=False)
     console.print(
-        f"limits    {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests per step, "
-        f"{limits.max_model_len} tokens per request, {limits.num_blocks:,} blocks of {limits.block_size}"
+        f"limits    {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests per step,"
+        f"\n          {limits.max_model_len} tokens per request, {limits.num_blocks:,} blocks of {limits.block_size}"
     )
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
     console.print(f"graphs    {buckets.num_graphs}: {counts} ({report.strategy})")
@@ -85,8 +85,8 @@ def show(report: PlanReport) -> None:
         f"{min(SKELETON_GRAPHS, buckets.num_graphs)} largest"
     )
     console.print(
-        f"memory    weights {_gb(memory.weights)}, KV cache {_gb(memory.kv_cache)}, graphs {_gb(memory.graphs)}, "
-        f"activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
+        f"memory    weights {_gb(memory.weights)}, KV cache {_gb(memory.kv_cache)}, graphs {_gb(memory.graphs)},\n"
+        f"          activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
     )
     if not memory.fits:
         console.print("          does not fit: fewer graphs, fewer blocks, or fewer tokens per step", style="bold red")
@@ -99,7 +99,9 @@ def _show_padding(console: Any, padding: Padding, traffic: str) -> None:
     from rich.table import Table
 
     axes = ", ".join(f"{axis} {ratio:.2f}x" for axis, ratio in padding.axes.items())
-    console.print(f"padding   {padding.ratio:.3f}x the true cost over {traffic} ({axes})", markup=False)
+    console.print(
+        f"padding   {padding.ratio:.3f}x the true cost over {traffic},\n          sizes: {axes}", markup=False
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="where the time goes", title_justify="left")
     table.add_column("phase")
     for heading in ("query", "shared", "unique", "steps", "padded / true"):
