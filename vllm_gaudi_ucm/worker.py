@@ -44,8 +44,7 @@ class UcmWorker(WorkerBase):
         )
         ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         set_random_seed(self.model_config.seed)
-        self._phase_log = PhaseLog(self._ucm.phase_log, header=self._describe())
-        self.model_runner = ModelRunner(self.vllm_config, self._ucm, self.device, self._phase_log)
+        self.model_runner = ModelRunner(self.vllm_config, self._ucm, self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
@@ -67,7 +66,9 @@ class UcmWorker(WorkerBase):
         return kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_activations)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        self.model_runner.initialize_kv_cache(kv_cache_config)
+        # the block size is final only now
+        self._phase_log = PhaseLog(self._ucm.phase_log, header=self._describe(kv_cache_config.num_blocks))
+        self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
@@ -103,12 +104,13 @@ class UcmWorker(WorkerBase):
         if phase_log is not None:
             phase_log.close()
 
-    def _describe(self) -> dict[str, Any]:
+    def _describe(self, num_blocks: int) -> dict[str, Any]:
         """The phase log's header: what a reader needs to compare or replay the log."""
         return {
             "model": self.model_config.model,
             "device": self._device.name(),
             "block_size": self.cache_config.block_size,
+            "num_blocks": num_blocks,
             "max_model_len": self.model_config.max_model_len,
             "max_num_seqs": self.scheduler_config.max_num_seqs,
             "max_num_batched_tokens": self.scheduler_config.max_num_batched_tokens,

@@ -71,14 +71,12 @@ class ModelRunner:
         vllm_config: the engine's.
         config: the plugin's own options.
         device: where model and KV cache live.
-        phase_log: takes one record per step.
     """
 
-    def __init__(self, vllm_config: VllmConfig, config: UcmConfig, device: torch.device, phase_log: PhaseLog) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: UcmConfig, device: torch.device) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._device = device
-        self._phase_log = phase_log
         self._staging = Staging(device, config.attention.contiguous_pa)
         self._sampler = Sampler(vllm_config.model_config.logprobs_mode)
         self._sampling = SamplingBatch(vllm_config, device)
@@ -99,8 +97,12 @@ class ModelRunner:
         specs = {name: layer.get_kv_cache_spec(self._vllm_config) for name, layer in self._attention_layers().items()}
         return {name: spec for name, spec in specs.items() if spec is not None}
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocates the cache, hands each layer its view, and sizes the request table by the final block size."""
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, phase_log: PhaseLog) -> None:
+        """Allocates the cache, hands each layer its view, and sizes the request table by the final block size.
+
+        phase_log takes one record per step from now on.
+        """
+        self._phase_log = phase_log
         (group,) = kv_cache_config.kv_cache_groups
         self._block_size = group.kv_cache_spec.block_size
         self.kv_caches = allocate_kv_cache(kv_cache_config, self._device)
