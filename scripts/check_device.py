@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +17,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
+
+from vllm_gaudi_ucm.phase_log import read_phase_log
 
 VOCABULARY = 1024
 NEW_TOKENS = 48
@@ -60,7 +63,7 @@ def reference_tokens(model: LlamaForCausalLM, prompts: list[list[int]], device: 
     return found
 
 
-def engine_tokens(folder: str, prompts: list[list[int]], dtype: str, log: str) -> tuple[list[list[int]], float]:
+def engine_tokens(folder: str, prompts: list[list[int]], dtype: str, log: Path) -> tuple[list[list[int]], float]:
     llm = LLM(
         folder,
         dtype=dtype,
@@ -69,7 +72,7 @@ def engine_tokens(folder: str, prompts: list[list[int]], dtype: str, log: str) -
         max_num_seqs=8,
         max_num_batched_tokens=512,
         kv_cache_memory_bytes=256 << 20,
-        additional_config={"ucm": {"phase_log": log}},
+        additional_config={"ucm": {"phase_log": str(log)}},
     )
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -85,18 +88,18 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     prompts = make_prompts()
     device = current_platform.device_type
-    print(f"platform {type(current_platform).__name__}, device {current_platform.get_device_name()}, torch {torch.__version__}")
+    print(f"{type(current_platform).__name__} on {current_platform.get_device_name()}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(folder)
         expected = reference_tokens(model, prompts, device)
         del model
-        log = os.path.join(folder, "phases.jsonl")
+        log = Path(folder) / "phases.jsonl"
         tokens, seconds = engine_tokens(folder, prompts, "float32", log)
         equal = sum(a == b for a, b in zip(tokens, expected, strict=True))
         total = sum(map(len, prompts)) + NEW_TOKENS * len(prompts)
-        print(f"float32: {equal} of {len(prompts)} prompts equal Hugging Face's greedy tokens; {total / seconds:.0f} tokens/s")
-        phases = sorted({line.split('"')[5] for line in open(log).read().splitlines()[1:]})
-        print(f"phases seen: {phases}")
+        print(f"{equal} of {len(prompts)} prompts equal Hugging Face's greedy tokens; {total / seconds:.0f} tokens/s")
+        _, steps = read_phase_log(log)
+        print(f"phases seen: {sorted({step.bucket.phase for step in steps})}")
     return 0 if equal == len(prompts) else 1
 
 
