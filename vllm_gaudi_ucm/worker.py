@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.compat import abort_at_shutdown, model_loading, tolerate_mis
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.layers import register_cpu_layers
 from vllm_gaudi_ucm.memory.budget import kv_cache_budget
 from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
@@ -44,6 +45,8 @@ class UcmWorker(WorkerBase):
         )
         ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         set_random_seed(self.model_config.seed)
+        if self._device.kind == "cpu":
+            register_cpu_layers()
         self.model_runner = ModelRunner(self.vllm_config, self._ucm, self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -19,12 +19,16 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class PreparedParts:
-    """The parts of a step and what an implementation derived from them; valid for all layers of that step."""
+    """The parts of a step and what an implementation derived from them; valid for all layers of that step.
+
+    checked: the shapes and dtypes of tensors that passed validation; a step's layers are mostly alike.
+    """
 
     parts: AttentionParts
     block_size: int
     implementation: str
     plan: Any
+    checked: set[tuple[object, ...]] = field(default_factory=set, compare=False)
 
 
 def prepare(parts: AttentionParts, block_size: int, *, implementation: str = "auto") -> PreparedParts:
@@ -65,7 +69,7 @@ def unified_attention(
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
     """
     if not torch.compiler.is_compiling():
-        _validate(query, key, value, key_cache, value_cache, out)
+        _validate_once(query, key, value, key_cache, value_cache, parts, out)
     if isinstance(parts, AttentionParts):
         implementation = _choose(implementation, query.device.type)
         if implementation != "reference":
@@ -114,6 +118,26 @@ def _device_type(parts: AttentionParts) -> str:
     if parts.shared is not None:
         return parts.shared.blocks.device.type
     return parts.unique.rows.device.type if parts.unique is not None else "cpu"
+
+
+def _validate_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    parts: AttentionParts | PreparedParts,
+    out: Tensor | None,
+) -> None:
+    """Validates, unless a layer of the same step with tensors of the same kind was."""
+    if not isinstance(parts, PreparedParts):
+        _validate(query, key, value, key_cache, value_cache, out)
+        return
+    tensors = (query, key, value, key_cache, value_cache, query if out is None else out)
+    kind = (out is None, *((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors))
+    if kind not in parts.checked:
+        _validate(query, key, value, key_cache, value_cache, out)
+        parts.checked.add(kind)
 
 
 def _validate(

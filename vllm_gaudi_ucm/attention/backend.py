@@ -113,6 +113,8 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self._kv_cache: torch.Tensor | None = None
+        self._views: tuple[torch.Tensor, torch.Tensor]
 
     def forward(
         self,
@@ -132,6 +134,9 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         """
         if attn_metadata is None:
             return output.zero_()
-        key_cache, value_cache = split_key_value(kv_cache, self.head_size)
+        if self._kv_cache is not kv_cache:
+            # the layer's cache is bound once; its views need not be made in every step
+            self._kv_cache, self._views = kv_cache, split_key_value(kv_cache, self.head_size)
+        key_cache, value_cache = self._views
         write_kv(key, value, key_cache, value_cache, attn_metadata.slots)
         return unified_attention(query, key, value, key_cache, value_cache, attn_metadata.parts, self.scale, out=output)
