@@ -93,7 +93,6 @@ def _asked_by_model(config: ModelConfig) -> Iterator[Asked]:
         "sliding-window attention": (name, _has_sliding_window(config)),
         "rotary positions with several axes (M-RoPE)": (name, config.uses_mrope),
         "prompt embeddings": ("--enable-prompt-embeds", config.enable_prompt_embeds),
-        "sleep mode": ("--enable-sleep-mode", config.enable_sleep_mode),
         f"quantised weights ({config.quantization})": (f"{name} or --quantization", config.quantization is not None),
         "sampling masks": ("--return-sampling-mask", config.return_sampling_mask),
         "trace replay": ("--enable-trace-replay", config.enable_trace_replay),

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from tests.engine.tiny_models import FAMILIES, make_config
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.config_error import UcmConfigError
-from vllm_gaudi_ucm.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.features import UnsupportedFeatureError, UnsupportedRequestError
 from vllm_gaudi_ucm.platform import UcmPlatform
 
 
@@ -64,7 +64,7 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("feature", "flag", "options"), FLAGS, ids=[flag[0] for flag in FLAGS])
 def test_flags(llama: Path, feature: str, flag: str, options: dict[str, Any]) -> None:
     """covers: A18"""
-    with pytest.raises(ValueError, match="not support") as error:
+    with pytest.raises(UnsupportedFeatureError, match="not support") as error:
         start(llama, **options)
     assert feature in str(error.value)
     assert flag in str(error.value)
@@ -87,7 +87,7 @@ def test_models(tmp_path: Path, feature: str, architecture: str, model_type: str
         save_config(tmp_path, architecture, model_type, **changes)
     else:
         save_foreign_config(tmp_path, architecture, model_type)
-    with pytest.raises(ValueError, match="not support") as error:
+    with pytest.raises(UnsupportedFeatureError, match="not support") as error:
         start(tmp_path)
     assert feature in str(error.value)
     assert str(tmp_path) in str(error.value)
@@ -109,12 +109,12 @@ def test_a_quantised_model(tmp_path: Path) -> None:
     """covers: A18"""
     quantisation = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
     model = save_config(tmp_path, "LlamaForCausalLM", "llama", quantization_config=quantisation)
-    with pytest.raises(ValueError, match=r"quantised weights \(.*awq.*\)"):
+    with pytest.raises(UnsupportedFeatureError, match=r"quantised weights \(.*awq.*\)"):
         start(model, dtype="float16")
 
 
 def test_one_error_names_everything(llama: Path) -> None:
-    with pytest.raises(ValueError, match="not support") as error:
+    with pytest.raises(UnsupportedFeatureError, match="not support") as error:
         start(llama, tensor_parallel_size=2, enable_lora=True, enable_prompt_embeds=True)
     for name in ("tensor parallelism", "LoRA", "prompt embeddings", "--tensor-parallel-size 2", "--enable-lora"):
         assert name in str(error.value)
@@ -135,7 +135,7 @@ def test_a_window_that_is_switched_on_is_refused(tmp_path: Path) -> None:
     model = save_config(
         tmp_path, "Qwen2ForCausalLM", "qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=0
     )
-    with pytest.raises(ValueError, match="sliding-window attention"):
+    with pytest.raises(UnsupportedFeatureError, match="sliding-window attention"):
         start(model)
 
 
@@ -174,13 +174,18 @@ def test_another_attention_backend_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"prompt_logprob_token_ids": [[1]], "prompt_logprobs": None}, {"thinking_token_budget": 5}]
+    "options",
+    [
+        {"prompt_logprob_token_ids": [[1]], "prompt_logprobs": None},
+        {"thinking_token_budget": 5},
+        {"watermarking": True},
+    ],
 )
 def test_request_parameters_that_would_be_ignored(options: dict[str, Any]) -> None:
     """covers: A18"""
     params = SamplingParams()
     for name, value in options.items():
         setattr(params, name, value)
-    with pytest.raises(UnsupportedFeatureError, match=next(iter(options))):
+    with pytest.raises(UnsupportedRequestError, match=next(iter(options))):
         UcmPlatform.validate_request(None, params)
     UcmPlatform.validate_request(None, SamplingParams())
