@@ -63,6 +63,8 @@ class UcmPlatform(Platform):
             logger.info("Asynchronous scheduling is off: a step's tokens are needed to plan the next one.")
             vllm_config.scheduler_config.async_scheduling = False
         compilation = vllm_config.compilation_config
+        if compilation.mode != CompilationMode.NONE:
+            logger.info("torch.compile and CUDA graphs are off, whatever --compilation-config says.")
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
