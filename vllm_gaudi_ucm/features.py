@@ -68,8 +68,8 @@ def _asked_by_engine(config: VllmConfig) -> Iterator[Asked]:
         "speculative decoding": ("--speculative-config", config.speculative_config is not None),
         "KV connectors": ("--kv-transfer-config", config.kv_transfer_config is not None),
         "encoder-cache connectors": ("--ec-transfer-config", config.ec_transfer_config is not None),
-        "watermarking": ("--watermark-config", getattr(config, "watermark_config", None) is not None),
-        "diffusion models": ("--diffusion-config", getattr(config, "diffusion_config", None) is not None),
+        "watermarking": ("--watermark-config", config.watermark_config is not None),
+        "diffusion models": ("--diffusion-config", config.diffusion_config is not None),
         "profiling": ("--profiler-config", config.profiler_config.profiler is not None),
         "weight offloading": ("--cpu-offload-gb", config.offload_config.uva.cpu_offload_gb > 0),
     }

@@ -181,12 +181,6 @@ def _number(fields: dict[str, Any], name: str, *types: type) -> Any:
 def _parse_bucket(value: Any) -> Bucket:
     if isinstance(value, list) and len(value) == len(Bucket._fields):
         phase, *sizes = value
-        if _is_phase(phase) and all(type(size) is int and size >= 0 for size in sizes):
+        if isinstance(phase, str) and phase in PHASES and all(type(size) is int and size >= 0 for size in sizes):
             return Bucket(phase, *sizes)
     raise ValueError(f"found bucket {value!r}, expected [phase, query_len, shared_blocks, unique_blocks, logits]")
-
-
-def _is_phase(text: Any) -> bool:
-    return (
-        isinstance(text, str) and len(text) == 3 and all(c in (part, "-") for c, part in zip(text, "csu", strict=True))
-    )

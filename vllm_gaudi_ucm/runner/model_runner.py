@@ -162,7 +162,7 @@ class ModelRunner:
         for request, (token,) in zip(self._sampling.slots, tokens, strict=True):
             self.requests.append_token(request, token)
         step.clock.sampled()
-        self._phase_log.append(step.clock.record(step.plan, step.staged))
+        self._phase_log.append(step.clock.record(self._phase_log.summary.steps, step.plan, step.staged))
         return self._output(step, tokens, logprobs, nans)
 
     def _output(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 import numpy as np
@@ -10,8 +9,6 @@ import numpy as np
 from vllm_gaudi_ucm.phase_log import StepRecord
 from vllm_gaudi_ucm.runner.batch_plan import CausalPlan, SharedPlan, UnifiedPlan
 from vllm_gaudi_ucm.runner.staging import StagedStep
-
-_step_numbers = itertools.count()
 
 
 class StepClock:
@@ -25,10 +22,10 @@ class StepClock:
 
     computed = sampled = planned
 
-    def record(self, plan: UnifiedPlan, staged: StagedStep) -> StepRecord:
+    def record(self, step: int, plan: UnifiedPlan, staged: StagedStep) -> StepRecord:
         plan_ms, forward_ms, sample_ms = (1e3 * np.diff(self._marks)).tolist()
         return StepRecord(
-            step=next(_step_numbers),
+            step=step,
             bucket=staged.bucket,
             padded=staged.bucket,
             requests=len(plan.requests),
