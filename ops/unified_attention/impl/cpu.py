@@ -73,6 +73,7 @@ class BlockCall(NamedTuple):
 class Plan(NamedTuple):
     """The calls of a layer; `fresh_rows` are written by a call that need not look at what is there.
 
+    merges: some row is written by more than one call, so log-sum-exps are kept.
     scratch: where keys and values are gathered, kept from layer to layer, because fresh memory costs more than the copy
         into it. So a plan serves one layer at a time.
     """
@@ -80,6 +81,7 @@ class Plan(NamedTuple):
     causal: tuple[CausalCall, ...]
     cached: tuple[BlockCall, ...]
     fresh_rows: int
+    merges: bool
     scratch: dict[str, Tensor]
 
 
@@ -127,8 +129,7 @@ def attend(
         return False  # the kernel knows one head size, and no stride inside a head
     rows, heads, _ = query.shape
     result = out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
-    merges = len(plan.causal) + len(plan.cached) > 1 and any(not call.fresh for call in plan.cached)
-    lse = query.new_full((rows, heads), -math.inf, dtype=torch.float32) if merges else None
+    lse = query.new_full((rows, heads), -math.inf, dtype=torch.float32) if plan.merges else None
     if plan.fresh_rows < rows:
         result.zero_()
     query = query.float()
@@ -408,4 +409,5 @@ def _mark_fresh(causal: tuple[CausalCall, ...], calls: list[BlockCall]) -> Plan:
         fresh += len(mine) if is_fresh else 0
         written |= mine
         marked.append(call._replace(fresh=is_fresh))
-    return Plan(causal, tuple(marked), fresh, {})
+    merges = any(not call.fresh for call in marked)
+    return Plan(causal, tuple(marked), fresh, merges, {})
