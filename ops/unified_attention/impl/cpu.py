@@ -350,8 +350,12 @@ def _bias(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
 
 
 def _batch(items: list[Item], entries: Entries, block_size: int) -> list[BlockCall]:
-    """Batches items of equal rows and similar length, the longest first."""
+    """Batches items with equally many rows and similar length, the longest first.
+
+    No row twice in a batch: a call writes each of its rows once, and what comes later is merged by a later call.
+    """
     batches: list[list[Item]] = []
+    taken: set[int] = set()
     waste = 0
     for item in sorted(items, key=lambda item: (len(item.rows), -item.tokens)):
         head = batches[-1][0] if batches else None
@@ -360,13 +364,16 @@ def _batch(items: list[Item], entries: Entries, block_size: int) -> list[BlockCa
             head is not None
             and len(head.rows) == len(item.rows)
             and waste <= WASTE_TOKENS
+            and taken.isdisjoint(item.rows)
             and (len(batches[-1]) + 1) * head.tokens <= CALL_TOKENS
         )
         if fits:
             batches[-1].append(item)
         else:
             batches.append([item])
+            taken = set()
             waste = 0
+        taken.update(item.rows)
     return [_block_call(sorted(batch), entries, block_size) for batch in batches]
 
 
