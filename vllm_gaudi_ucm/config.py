@@ -52,6 +52,56 @@ class CpuConfig(_Section):
     )
 
 
+class GraphsConfig(_Section):
+    """Static shapes: buckets, captured graphs and their warm-up."""
+
+    mode: Literal["auto", "off", "eager", "capture", "compile"] = Field(
+        default="auto",
+        description="How a step runs. `off`: at its true shape. `eager`: padded to a bucket, operator by operator. "
+        "`capture`: buckets as HPU graphs or CUDA graphs. `compile`: buckets through torch.compile. `auto`: on Gaudi "
+        "`capture`, or `compile` where `PT_HPU_LAZY_MODE=0`; `capture` on CUDA; `off` on a CPU.",
+    )
+    strategy: Literal["auto", "exponential", "linear", "padding_aware", "file", "trace"] = Field(
+        default="auto",
+        description="How buckets are chosen. `auto`: `file` where `buckets` is set, `trace` where `trace` is, else "
+        "`padding_aware`.",
+    )
+    buckets: Path | None = Field(default=None, strict=False, description="Bucket file, as `gaudi-ucm tune` writes it.")
+    trace: Path | None = Field(
+        default=None,
+        strict=False,
+        description="Phase log of earlier traffic: buckets in frequent use are warmed first, and strategy `trace` tunes "
+        "the buckets to it.",
+    )
+    max_graphs: Annotated[int, Field(ge=2, le=4096)] = Field(
+        default=64, description="Most graphs, forward and logits together."
+    )
+    warm_up: Literal["idle", "full", "skeleton"] = Field(
+        default="idle",
+        description="`idle` serves once the skeleton is warm and warms the rest while there is nothing to do; `full` "
+        "warms everything before serving; `skeleton` stops there.",
+    )
+    skeleton: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=4, description="Forward buckets that are warm before serving starts."
+    )
+    memory_budget: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="GiB that captured graphs may take; buckets that do not fit are left out, the most wasteful first. "
+        "Without it a tenth of the device's memory.",
+    )
+    recipe_check: Literal["off", "count", "fail"] = Field(
+        default="off",
+        description="Hash every operator stream as a device would compile it: `count` logs and counts those first seen "
+        "after warm-up, `fail` raises. For finding them without a Gaudi; costs time in every operator.",
+    )
+    recipe_cache: Path | None = Field(
+        default=None,
+        strict=False,
+        description="Folder where compiled recipes stay for the next start (Gaudi's recipe cache, or inductor's with "
+        "`mode: compile`).",
+    )
+
+
 class UcmConfig(_Section):
     """The whole configuration. Immutable, hashable, and equal to another exactly if every value is."""
 
@@ -61,6 +111,7 @@ class UcmConfig(_Section):
         description="JSON-lines file that gets one line for every step: its phase tuple, sizes and milliseconds.",
     )
     attention: AttentionConfig = Field(default=AttentionConfig(), description="Unified Attention.")
+    graphs: GraphsConfig = Field(default=GraphsConfig(), description="Static shapes and captured graphs.")
     cpu: CpuConfig = Field(default=CpuConfig(), description="The CPU as the reference device.")
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,6 +188,8 @@ def _alternatives(annotation: Any, metadata: list[Any]) -> Iterator[str]:
         yield "path of a file"
     elif annotation is int:
         yield "integer" + _range(metadata)
+    elif annotation is float:
+        yield "number" + _range(metadata)
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield f"mapping with the keys {', '.join(annotation.model_fields)}"
     elif hasattr(annotation, "__metadata__"):  # Annotated[T, ...]
@@ -151,13 +204,15 @@ def _alternatives(annotation: Any, metadata: list[Any]) -> Iterator[str]:
 
 
 def _range(metadata: list[Any]) -> str:
-    """`, 16 to 8192` from the bounds that pydantic keeps in `Field` or annotated-types objects."""
+    """`, 16 to 8192` or `, above 0` from the bounds that pydantic keeps in `Field` or annotated-types objects."""
     bounds: dict[str, int] = {}
     for item in metadata:
         for part in getattr(item, "metadata", [item]):
-            bounds.update({name: getattr(part, name) for name in ("ge", "le") if hasattr(part, name)})
+            bounds.update({name: getattr(part, name) for name in ("ge", "le", "gt") if hasattr(part, name)})
     if not bounds:
         return ""
+    if "gt" in bounds:
+        return f", above {bounds['gt']}"
     return f", {bounds['ge']} to {bounds['le']}" if "le" in bounds else f", at least {bounds['ge']}"
 
 

@@ -23,6 +23,24 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     ),
     "ucm.attention.contiguous_pa": (["auto", True, False], ["yes", 1, 0, None], '"auto" or true or false'),
     "ucm.attention.causal_slice": ([16, 512, 8192], [15, 8193, "512", 512.0, True, None], "integer, 16 to 8192"),
+    "ucm.graphs.mode": (
+        ["auto", "off", "eager", "capture", "compile"],
+        ["on", True, None],
+        'one of "auto", "off", "eager", "capture", "compile"',
+    ),
+    "ucm.graphs.strategy": (
+        ["auto", "exponential", "linear", "padding_aware", "file", "trace"],
+        ["best", None],
+        'one of "auto", "exponential", "linear", "padding_aware", "file", "trace"',
+    ),
+    "ucm.graphs.buckets": ([None, "buckets.yaml"], [3, True], "path of a file or null"),
+    "ucm.graphs.trace": ([None, "phases.jsonl"], [3, True], "path of a file or null"),
+    "ucm.graphs.max_graphs": ([2, 64, 4096], [1, 4097, "64", True], "integer, 2 to 4096"),
+    "ucm.graphs.warm_up": (["idle", "full", "skeleton"], ["lazy", False], 'one of "idle", "full", "skeleton"'),
+    "ucm.graphs.skeleton": ([1, 4, 64], [0, 65, 2.0], "integer, 1 to 64"),
+    "ucm.graphs.memory_budget": ([None, 0.5, 8.0], [0.0, -1.0, "8", True], "number, above 0 or null"),
+    "ucm.graphs.recipe_check": (["off", "count", "fail"], ["on", True], 'one of "off", "count", "fail"'),
+    "ucm.graphs.recipe_cache": ([None, "recipes"], [3, True], "path of a file or null"),
     "ucm.cpu.threads": ([None, 1, 64], [0, -1, "2", 1.5, True], "integer, at least 1 or null"),
     "ucm.cpu.packed_weights": ([True, False], [0, "true", None], "true or false"),
 }
@@ -50,7 +68,7 @@ def test_every_key_is_tested_here() -> None:
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key in VALUES for value in VALUES[key][0]])
 def test_valid_value(key: str, value: Any) -> None:
     config = resolve_config(nested(key, value))
-    expected = Path(value) if key == "ucm.phase_log" and value is not None else value
+    expected = Path(value) if "path of a file" in VALUES[key][2] and value is not None else value
     assert read(config, key) == expected
     assert type(read(config, key)) is type(expected) or isinstance(expected, Path)
 
@@ -74,7 +92,7 @@ def test_all_problems_at_once() -> None:
     )
     assert "ucm.attention.causal_slice: found 3, expected integer, 16 to 8192" in message
     assert "ucm.cpu.threads: found 0" in message
-    assert "ucm.zzz: found an unknown key, expected ucm.attention or ucm.cpu or ucm.phase_log" in message
+    assert "ucm.zzz: found an unknown key, expected ucm.attention or ucm.cpu or ucm.graphs or ucm.phase_log" in message
 
 
 @pytest.mark.parametrize(
@@ -84,7 +102,7 @@ def test_all_problems_at_once() -> None:
         ({"ucm": {"atention": {}}}, "ucm.atention", "ucm.attention (the nearest valid key)"),
         ({"ucm": {"cpu": {"thread": 2}}}, "ucm.cpu.thread", "ucm.cpu.threads (the nearest valid key)"),
         ({"ucm": {"cpu": {"cpu": 2}}}, "ucm.cpu.cpu", "ucm.cpu.packed_weights or ucm.cpu.threads"),
-        ({"ucm": {1: 2}}, "ucm.1", "ucm.attention or ucm.cpu or ucm.phase_log"),
+        ({"ucm": {1: 2}}, "ucm.1", "ucm.attention or ucm.cpu or ucm.graphs or ucm.phase_log"),
     ],
 )
 def test_unknown_key(config: dict[str, Any], key: str, expected: str) -> None:
