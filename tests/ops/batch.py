@@ -25,12 +25,17 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
 
 @dataclass(frozen=True)
 class Request:
-    """`cached` computed and `new` scheduled tokens; the first `prefix` blocks of its context come from a family."""
+    """`cached` computed and `new` scheduled tokens; the first `prefix` blocks of its context come from a family.
+
+    The blocks at the indices `crossed` come from the other family: prefix caching may hand a request blocks of each of
+    two equal prefixes.
+    """
 
     cached: int
     new: int
     prefix: int = 0
     family: int = 0
+    crossed: frozenset[int] = frozenset()
 
 
 # How the caches lie in memory: each dense, views with holes between blocks, or each value behind its key with tokens or
@@ -75,14 +80,15 @@ class Batch:
 
 
 def requests_strategy(block_size: int) -> st.SearchStrategy[list[Request]]:
-    """Any mix of decodes, fresh prompts, chunks and multi-row verifies, with shared prefixes of different depth."""
+    """Any mix of decodes, fresh prompts, chunks and multi-row verifies, with blocks shared by prefix and crosswise."""
 
     @st.composite
     def request(draw: st.DrawFn) -> Request:
         prefix = draw(st.integers(0, 3))
         cached = prefix * block_size + draw(st.integers(0, 3 * block_size))
         new = draw(st.one_of(st.just(1), st.integers(2, 5), st.integers(1, 4 * block_size)))
-        return Request(cached, new, prefix, draw(st.integers(0, 1)))
+        crossed = draw(st.frozensets(st.integers(0, 2)))
+        return Request(cached, new, prefix, draw(st.integers(0, 1)), crossed)
 
     return st.lists(request(), max_size=7)
 
@@ -141,7 +147,7 @@ def _block_tables(requests: list[Request], block_size: int, random: torch.Genera
     tables = []
     for request in requests:
         count = -(-(request.cached + request.new) // block_size)
-        prefix = families[request.family][: request.prefix]
+        prefix = [families[request.family ^ (index in request.crossed)][index] for index in range(request.prefix)]
         tables.append(prefix + [free.pop() for _ in range(count - len(prefix))])
     return tables, num_blocks
 

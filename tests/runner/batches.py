@@ -6,7 +6,7 @@ Nothing here knows the planner: a request is its tokens, its block table and how
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -22,8 +22,10 @@ MAX_PREFIX = 3
 class Request:
     """`computed` and `new` tokens; `behind` more are known and not scheduled; `prefix` blocks belong to a family.
 
-    Other requests of the family have the same first blocks. At most one of them may still compute some of these
-    blocks in this very step: vLLM lets a request hit blocks that another one fills in the same step.
+    Other requests of the family have the same first blocks. The two families are copies of one prefix, computed at the
+    same time, so prefix caching may hand out blocks of both: those at the indices `crossed` are the other family's.
+    At most one request may still compute some of a family's blocks in this very step: vLLM lets a request hit blocks
+    that another one fills in the same step.
     """
 
     computed: int
@@ -31,10 +33,15 @@ class Request:
     behind: int = 0
     prefix: int = 0
     family: int = 0
+    crossed: frozenset[int] = frozenset()
 
     @property
     def num_tokens(self) -> int:
         return self.computed + self.new + self.behind
+
+    def prefix_blocks(self) -> list[tuple[int, int]]:
+        """(family, index) of its first blocks."""
+        return [(self.family ^ (index in self.crossed), index) for index in range(self.prefix)]
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,8 @@ class Step:
 
 
 def steps(block_sizes: tuple[int, ...] = (1, 2, 4, 16), max_requests: int = 12) -> st.SearchStrategy[Step]:
-    """Any mix of decodes, fresh prompts, partial chunks and multi-row verifies, in any order, with shared prefixes."""
+    """Any mix of decodes, fresh prompts, partial chunks and multi-row verifies, in any order, with blocks shared by
+    prefix and crosswise."""
 
     @st.composite
     def build(draw: st.DrawFn) -> Step:
@@ -80,20 +88,20 @@ def _requests(draw: st.DrawFn, block_size: int) -> Request:
     fills = draw(st.integers(0, min(new, prefix * block_size)))
     own = 0 if fills else draw(st.integers(0, 3 * block_size))
     behind = draw(st.one_of(st.just(0), st.integers(0, 2 * block_size)))
-    return Request(prefix * block_size - fills + own, new, behind, prefix, draw(st.integers(0, 1)))
+    crossed = draw(st.frozensets(st.integers(0, MAX_PREFIX - 1)))
+    return Request(prefix * block_size - fills + own, new, behind, prefix, draw(st.integers(0, 1)), crossed)
 
 
 def _one_writer(requests: list[Request], block_size: int) -> list[Request]:
-    """Lets only the first request of a family that computes prefix blocks do so; the others have them computed."""
-    writers: set[int] = set()
+    """Lets only the first request that computes a family's block do so; the others have it computed."""
+    written: set[tuple[int, int]] = set()
     result = []
     for request in requests:
-        if request.computed < request.prefix * block_size:
-            if request.family in writers:
-                request = Request(
-                    request.prefix * block_size, request.new, request.behind, request.prefix, request.family
-                )
-            writers.add(request.family)
+        fills = set(request.prefix_blocks()[request.computed // block_size :])
+        if fills & written:
+            request = replace(request, computed=request.prefix * block_size)
+        else:
+            written |= fills
         result.append(request)
     return result
 
@@ -108,6 +116,6 @@ def lay_out(requests: list[Request], block_size: int, seed: int) -> Step:
     families = [[free.pop() for _ in range(MAX_PREFIX)] for _ in range(2)]
     tables = []
     for request, count in zip(requests, counts, strict=True):
-        prefix = families[request.family][: min(request.prefix, count)]
+        prefix = [families[family][index] for family, index in request.prefix_blocks()[:count]]
         tables.append(prefix + [free.pop() for _ in range(count - len(prefix))])
     return Step(requests, tables, block_size, num_blocks)
