@@ -84,10 +84,10 @@ def requests_strategy(block_size: int) -> st.SearchStrategy[list[Request]]:
 
     @st.composite
     def request(draw: st.DrawFn) -> Request:
-        prefix = draw(st.integers(0, 3))
+        prefix = draw(st.sampled_from([0, 1, 2, 3, 3]))
         cached = prefix * block_size + draw(st.integers(0, 3 * block_size))
         new = draw(st.one_of(st.just(1), st.integers(2, 5), st.integers(1, 4 * block_size)))
-        crossed = draw(st.frozensets(st.integers(0, 2)))
+        crossed = draw(st.frozensets(st.integers(0, 2), max_size=prefix))
         return Request(cached, new, prefix, draw(st.integers(0, 1)), crossed)
 
     return st.lists(request(), max_size=7)
