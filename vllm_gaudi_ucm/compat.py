@@ -12,7 +12,10 @@ from packaging.version import Version
 from vllm_gaudi_ucm.logger import plugin_logger
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
+    from vllm.config.model import LogprobsMode
+    from vllm.v1.sample.sampler import Sampler
 
 logger = plugin_logger(__name__)
 
@@ -177,3 +180,72 @@ def raise_if_nan_logits(counts: Mapping[str, int]) -> None:
     from vllm.v1.worker.utils import raise_if_nan_logits as vllm_raise
 
     vllm_raise(counts)
+
+
+def top_k_top_p(logits: "torch.Tensor", top_k: "torch.Tensor", top_p: "torch.Tensor") -> "torch.Tensor":
+    """vLLM's top-k and top-p masks as plain torch, in place, at shapes that depend on the logits' alone.
+
+    Reason: vLLM's own choice (`apply_top_k_top_p`) takes Triton wherever that is installed, whatever the device.
+    Remove when: vLLM chooses by the device of the logits.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    return apply_top_k_top_p_pytorch(logits, top_k, top_p)
+
+
+def host_sampler(logprobs_mode: "LogprobsMode", use_fp64_gumbel: bool) -> "Sampler":
+    """vLLM's sampler for logits on the CPU of a machine whose device is another.
+
+    Reason: as for `top_k_top_p`; Triton cannot read the CPU's memory.
+    Remove when: as for `top_k_top_p`.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+    from vllm.v1.sample.sampler import Sampler
+
+    sampler = Sampler(logprobs_mode, use_fp64_gumbel)
+    choose = sampler.topk_topp_sampler
+
+    def masked(
+        logits: "torch.Tensor",
+        generators: "dict[int, torch.Generator]",
+        k: "torch.Tensor | None",
+        p: "torch.Tensor | None",
+    ) -> "tuple[torch.Tensor, torch.Tensor | None]":
+        logits = apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
+        return choose.forward_native(logits, generators, None, None)
+
+    # the instance's attribute is where vLLM itself puts its choice
+    choose.forward = masked  # type: ignore[method-assign]
+    return sampler
+
+
+def apply_penalties(
+    logits: "torch.Tensor",
+    prompt_token_ids: "torch.Tensor",
+    output_token_ids: "torch.Tensor",
+    presence: "torch.Tensor",
+    frequency: "torch.Tensor",
+    repetition: "torch.Tensor",
+) -> "torch.Tensor":
+    """vLLM's penalties as plain torch, out of place.
+
+    Args:
+        logits: float32 [rows, vocabulary].
+        prompt_token_ids, output_token_ids: int64 [rows, width], padded with the vocabulary's size.
+        presence, frequency, repetition: float32 [rows].
+
+    Reason: `vllm.model_executor.layers.utils.apply_penalties` calls an operator of vLLM's CUDA library for logits on
+    CUDA, which the build without a device does not have.
+    Remove when: it asks whether that library is there.
+    """
+    from vllm._custom_ops import apply_repetition_penalties_torch
+    from vllm.model_executor.layers.utils import get_token_bin_counts_and_mask
+
+    rows, vocab_size = logits.shape
+    _, in_prompt = get_token_bin_counts_and_mask(prompt_token_ids, vocab_size, rows)
+    counts, in_output = get_token_bin_counts_and_mask(output_token_ids, vocab_size, rows)
+    logits = logits.clone()
+    apply_repetition_penalties_torch(logits, in_prompt, in_output, repetition)
+    logits -= frequency.unsqueeze(1) * counts
+    logits -= presence.unsqueeze(1) * in_output
+    return logits

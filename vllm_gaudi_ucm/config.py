@@ -70,8 +70,8 @@ class GraphsConfig(_Section):
     trace: Path | None = Field(
         default=None,
         strict=False,
-        description="Phase log of earlier traffic: buckets in frequent use are warmed first, and strategy `trace` tunes "
-        "the buckets to it.",
+        description="Phase log of earlier traffic: buckets in frequent use are warmed first, and strategy `trace` "
+        "tunes the buckets to it.",
     )
     max_graphs: Annotated[int, Field(ge=2, le=4096)] = Field(
         default=64, description="Most graphs, forward and logits together."

@@ -56,7 +56,7 @@ class UcmWorker(WorkerBase):
             self.model_runner.load_model()
 
     def get_model(self) -> nn.Module:
-        return cast(nn.Module, self.model_runner.model)
+        return cast(nn.Module, self.model_runner.decoder.model)
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)

@@ -34,7 +34,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) ->
     """Several chunks per prompt, prompts and decodes mixed. covers: A12"""
     model = make_model(tmp_path, make_config(family))
     with Engine(model, max_num_batched_tokens=64, max_num_seqs=4) as engine:
-        kind = type(engine.runner.model)
+        kind = type(engine.runner.decoder.model)
         answers = engine.greedy(prompts(), 32)
         engine.check_idle()
     # vLLM's own class, not its fallback to the code of Transformers
@@ -48,7 +48,7 @@ def test_half_precision_stays_close_to_float32(dtype: torch.dtype, tmp_path: Pat
     model = make_model(tmp_path, make_config("llama"), dtype)
     name = str(dtype).removeprefix("torch.")
     with Engine(model, dtype=name, max_num_batched_tokens=64) as engine:
-        assert next(engine.runner.model.parameters()).dtype == dtype
+        assert next(engine.runner.decoder.model.parameters()).dtype == dtype
         assert all(cache.dtype == dtype for cache in engine.runner.kv_caches.values())
         answers = engine.greedy(prompts(), 16)
     exact, low = ReferenceModel(model), ReferenceModel(model)

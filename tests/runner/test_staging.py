@@ -92,7 +92,7 @@ def test_indices_are_never_negative_and_have_the_declared_types(step: Step, cont
 
 
 def _indices(staged: StagedStep) -> list[torch.Tensor]:
-    found = [staged.token_ids, staged.positions, staged.slots, staged.logits_rows]
+    found = [staged.token_ids, staged.positions, staged.slots]
     if staged.parts.shared is not None:
         found += [staged.parts.shared.blocks, staged.parts.shared.row_spans]
         found += [group.rows for group in staged.parts.shared.groups]

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from torch import nn
 from vllm import envs
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.compat import raise_if_nan_logits
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
-from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.runner.decoder import Decoder, DecoderModel
+from vllm_gaudi_ucm.runner.execution import Execution, StepShape
 from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.runner.sampling import SamplingBatch
-from vllm_gaudi_ucm.runner.staging import StagedStep, Staging
 from vllm_gaudi_ucm.runner.step_record import StepClock
+from vllm_gaudi_ucm.runner.true_shape_execution import TrueShapeExecution
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,16 +39,6 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 
-class DecoderModel(Protocol):
-    """What a step needs of a vLLM model: token ids to hidden states [rows, hidden size], and these to logits."""
-
-    def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: None, inputs_embeds: None
-    ) -> torch.Tensor: ...
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None: ...
-
-
 @dataclass
 class _ComputedStep:
     """Between forward and sampling: vLLM computes the grammar's bitmask in between."""
@@ -58,7 +46,7 @@ class _ComputedStep:
     scheduler_output: SchedulerOutput
     requests: list[LiveRequest]
     plan: UnifiedPlan
-    staged: StagedStep
+    shape: StepShape
     logits: torch.Tensor
     prompt_logprobs: dict[str, LogprobsTensors | None]
     clock: StepClock
@@ -77,21 +65,18 @@ class ModelRunner:
         self._vllm_config = vllm_config
         self._config = config
         self._device = device
-        self._staging = Staging(device, config.attention.contiguous_pa)
         self._sampler = Sampler(vllm_config.model_config.logprobs_mode)
         self._sampling = SamplingBatch(vllm_config, device)
         self._computed: _ComputedStep | None = None
-        self.model: DecoderModel
+        self.decoder: Decoder
         self.requests: RequestTable
         self.kv_caches: dict[str, torch.Tensor] = {}
 
     def load_model(self) -> None:
-        self.model = cast(DecoderModel, get_model(vllm_config=self._vllm_config))
+        model = get_model(vllm_config=self._vllm_config)
         if self._device.type == "cpu" and self._config.cpu.packed_weights:
-            logger.info("Packed %d linear layers", pack_linear_layers(cast(nn.Module, self.model)))
-        model_config = self._vllm_config.model_config
-        as_logits = model_config.logprobs_mode.endswith("logits")
-        self._prompt_logprobs = PromptLogprobs(self._logits, self._sampler, model_config.get_vocab_size(), as_logits)
+            logger.info("Packed %d linear layers", pack_linear_layers(model))
+        self.decoder = Decoder(cast(DecoderModel, model), self._vllm_config)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = {name: layer.get_kv_cache_spec(self._vllm_config) for name, layer in self._attention_layers().items()}
@@ -111,15 +96,21 @@ class ModelRunner:
             layers[name].bind_kv_cache(cache)
         max_num_seqs = self._vllm_config.scheduler_config.max_num_seqs
         self.requests = RequestTable(max_num_seqs, self._vllm_config.model_config.max_model_len, self._block_size)
+        self._execution: Execution = TrueShapeExecution(
+            self.decoder, self._config.attention, self._block_size, self._device
+        )
+        model_config = self._vllm_config.model_config
+        as_logits = model_config.logprobs_mode.endswith("logits")
+        self._prompt_logprobs = PromptLogprobs(self._execution, self._sampler, model_config.get_vocab_size(), as_logits)
 
     @torch.inference_mode()
     def measure_activations(self, num_tokens: int) -> None:
         """Runs the largest step without attention, so that the device's peak memory can be read afterwards."""
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         positions = torch.arange(num_tokens, device=self._device) % self._vllm_config.model_config.max_model_len
-        hidden = self._forward(token_ids, positions, None)
+        hidden = self.decoder.hidden(token_ids, positions, None)
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
-        self._logits(hidden[:rows])
+        self.decoder.logits(hidden[:rows])
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -132,15 +123,13 @@ class ModelRunner:
         plan = plan_batch(batch, self._block_size, self._config.attention.causal_slice)
         plan = self._order_logits(plan, requests)
         token_ids = self.requests.tokens_at(requests, plan.requests[plan.row_requests], plan.positions)
-        staged = self._staging.stage(plan, token_ids)
-        parts = prepare(staged.parts, self._block_size, implementation=self._config.attention.implementation)
+        shape = self._execution.stage(plan, token_ids)
         clock.planned()
-        metadata = UnifiedAttentionMetadata(staged.slots, parts)
-        hidden = self._forward(staged.token_ids, staged.positions, metadata)
-        logits = self._logits(hidden[staged.logits_rows])
-        prompt_logprobs = self._score_prompts(requests, plan, hidden)
+        self._execution.forward()
+        prompt_logprobs = self._score_prompts(requests, plan)
+        logits = self._execution.logits(plan.logits_rows)
         clock.computed()
-        self._computed = _ComputedStep(scheduler_output, requests, plan, staged, logits, prompt_logprobs, clock)
+        self._computed = _ComputedStep(scheduler_output, requests, plan, shape, logits, prompt_logprobs, clock)
         return None
 
     @torch.inference_mode()
@@ -162,7 +151,7 @@ class ModelRunner:
         for request, (token,) in zip(self._sampling.slots, tokens, strict=True):
             self.requests.append_token(request, token)
         step.clock.sampled()
-        self._phase_log.append(step.clock.record(self._phase_log.summary.steps, step.plan, step.staged))
+        self._phase_log.append(step.clock.record(self._phase_log.summary.steps, step.plan, step.shape))
         return self._output(step, tokens, logprobs, nans)
 
     def _output(
@@ -193,27 +182,13 @@ class ModelRunner:
         order = np.fromiter((place[request] for request in self._sampling.slots), np.int64, len(wanted))
         return plan._replace(logits_requests=plan.logits_requests[order], logits_rows=plan.logits_rows[order])
 
-    def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: UnifiedAttentionMetadata | None
-    ) -> torch.Tensor:
-        with set_forward_context(metadata, self._vllm_config, num_tokens=len(token_ids), slot_mapping={}):
-            return self.model(input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, vocabulary]: what vLLM's sampler and grammar masks compute in."""
-        logits = self.model.compute_logits(hidden)
-        assert logits is not None, "a model on one device has all its logits"
-        return logits.float()
-
-    def _score_prompts(
-        self, requests: list[LiveRequest], plan: UnifiedPlan, hidden: torch.Tensor
-    ) -> dict[str, LogprobsTensors | None]:
+    def _score_prompts(self, requests: list[LiveRequest], plan: UnifiedPlan) -> dict[str, LogprobsTensors | None]:
         scores: dict[str, LogprobsTensors | None] = {}
         for flat, index in enumerate(plan.requests.tolist()):
             request = requests[index]
             if self._prompt_logprobs.wanted(request):
                 start, stop = plan.query_start[flat : flat + 2].tolist()
-                found = self._prompt_logprobs.score(request, hidden[start:stop], int(plan.positions[start]))
+                found = self._prompt_logprobs.score(request, range(start, stop), int(plan.positions[start]))
                 if found is not None:
                     scores[request.request_id] = found
         return scores

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
+from vllm_gaudi_ucm.runner.execution import Execution
 from vllm_gaudi_ucm.runner.request_table import LiveRequest
 
 
@@ -15,31 +15,33 @@ class PromptLogprobs:
     """Scores the prompt rows of requests that ask for it.
 
     Args:
-        compute_logits: float32 [rows, vocabulary] of hidden states [rows, hidden size].
+        execution: gives the logits of any rows of the step that ran last.
         sampler: vLLM's; its gather is what sampled tokens use too.
         vocab_size: scores per row where a request asks for all (-1).
         as_logits: return logits instead of logprobs (`--logprobs-mode` raw_logits or processed_logits; prompt tokens
             pass no processor, so raw and processed are one).
+        on_host: score on the host: what depends on a request's number of logprobs would be a new shape on the device.
     """
 
     def __init__(
-        self, compute_logits: Callable[[torch.Tensor], torch.Tensor], sampler: Sampler, vocab_size: int, as_logits: bool
+        self, execution: Execution, sampler: Sampler, vocab_size: int, as_logits: bool, on_host: bool = False
     ) -> None:
-        self._compute_logits = compute_logits
+        self._execution = execution
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._as_logits = as_logits
+        self._on_host = on_host
 
     @staticmethod
     def wanted(request: LiveRequest) -> bool:
         return request.sampling_params.prompt_logprobs is not None and not request.prompt_scored
 
-    def score(self, request: LiveRequest, hidden: torch.Tensor, first: int) -> LogprobsTensors | None:
+    def score(self, request: LiveRequest, rows: range, first: int) -> LogprobsTensors | None:
         """Scores one chunk.
 
         Args:
             request: whose prompt it is.
-            hidden: [rows, hidden size], the request's rows of this step.
+            rows: the request's rows of this step.
             first: position of the first of these rows.
 
         Returns:
@@ -53,23 +55,26 @@ class PromptLogprobs:
             width = self._vocab_size if wanted == -1 else wanted
             request.prompt_logprobs = LogprobsTensors.empty_cpu(len(prompt) - 1, width + 1)
         # row at position p scores the prompt token at p + 1
-        count = min(hidden.shape[0], len(prompt) - 1 - first)
-        if count > 0:
-            self._score_rows(request.prompt_logprobs, hidden[:count], prompt[first + 1 : first + 1 + count], first)
-        if first + hidden.shape[0] < len(prompt):
+        count = min(len(rows), len(prompt) - 1 - first)
+        for lo in range(0, count, self._execution.max_logits):
+            piece = rows[lo : min(lo + self._execution.max_logits, count)]
+            position = first + lo
+            self._score_rows(request.prompt_logprobs, piece, prompt[position + 1 : position + 1 + len(piece)], position)
+        if first + len(rows) < len(prompt):
             return None
         scores, request.prompt_logprobs = request.prompt_logprobs, None
         # a preempted request computes its prompt again; its scores are delivered once
         request.prompt_scored = True
         return scores
 
-    def _score_rows(self, into: LogprobsTensors, hidden: torch.Tensor, targets: list[int], first: int) -> None:
-        logits = self._compute_logits(hidden)
+    def _score_rows(self, into: LogprobsTensors, rows: range, targets: list[int], first: int) -> None:
+        logits = self._execution.logits(np.array(rows, np.int64))
+        logits = (logits.cpu() if self._on_host else logits)[: len(rows)]
         scores = logits if self._as_logits else self._sampler.compute_logprobs(logits)
         width = into.logprobs.shape[1] - 1
-        token_ids = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
+        token_ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
         found = self._sampler.gather_logprobs(scores, width, token_ids)
-        rows = slice(first, first + len(targets))
-        into.logprob_token_ids[rows].copy_(found.logprob_token_ids)
-        into.logprobs[rows].copy_(found.logprobs)
-        into.selected_token_ranks[rows].copy_(found.selected_token_ranks)
+        place = slice(first, first + len(targets))
+        into.logprob_token_ids[place].copy_(found.logprob_token_ids)
+        into.logprobs[place].copy_(found.logprobs)
+        into.selected_token_ranks[place].copy_(found.selected_token_ranks)

@@ -31,7 +31,7 @@ SLICE_READ_LIMIT = 3.0
 class StagedStep:
     """Tensors of one step. Rows are query tokens in flat order.
 
-    token_ids, positions, slots: int64 [rows]. logits_rows: int64 [logits].
+    token_ids, positions, slots: int64 [rows].
     bucket: the step's true shape.
     """
 
@@ -39,8 +39,18 @@ class StagedStep:
     positions: torch.Tensor
     slots: torch.Tensor
     parts: AttentionParts
-    logits_rows: torch.Tensor
     bucket: Bucket
+
+
+def true_shape(plan: UnifiedPlan, unique_blocks: int) -> Bucket:
+    """The bucket of a step before any padding; `unique_blocks` counts those that are read, in use or not."""
+    return Bucket(
+        phase=phase_string(plan.causal is not None, plan.shared is not None, plan.unique is not None),
+        query_len=plan.num_rows,
+        shared_blocks=0 if plan.shared is None else len(plan.shared.blocks),
+        unique_blocks=unique_blocks,
+        logits=len(plan.logits_rows),
+    )
 
 
 class Staging:
@@ -68,14 +78,7 @@ class Staging:
             positions=self._tensor(plan.positions),
             slots=self._tensor(plan.slots),
             parts=parts,
-            logits_rows=self._tensor(plan.logits_rows),
-            bucket=Bucket(
-                phase=phase_string(parts.causal is not None, parts.shared is not None, unique is not None),
-                query_len=plan.num_rows,
-                shared_blocks=0 if plan.shared is None else len(plan.shared.blocks),
-                unique_blocks=0 if unique is None else len(unique.rows),
-                logits=len(plan.logits_rows),
-            ),
+            bucket=true_shape(plan, 0 if unique is None else len(unique.rows)),
         )
 
     def _causal(self, plan: CausalPlan) -> CausalPart:

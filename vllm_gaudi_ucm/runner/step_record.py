@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_gaudi_ucm.phase_log import StepRecord
 from vllm_gaudi_ucm.runner.batch_plan import CausalPlan, SharedPlan, UnifiedPlan
-from vllm_gaudi_ucm.runner.staging import StagedStep
+from vllm_gaudi_ucm.runner.execution import StepShape
 
 
 class StepClock:
@@ -22,12 +22,12 @@ class StepClock:
 
     computed = sampled = planned
 
-    def record(self, step: int, plan: UnifiedPlan, staged: StagedStep) -> StepRecord:
+    def record(self, step: int, plan: UnifiedPlan, shape: StepShape) -> StepRecord:
         plan_ms, forward_ms, sample_ms = (1e3 * np.diff(self._marks)).tolist()
         return StepRecord(
             step=step,
-            bucket=staged.bucket,
-            padded=staged.bucket,
+            bucket=shape.true,
+            padded=shape.padded,
             requests=len(plan.requests),
             prompts=len(plan.requests) - plan.num_single,
             tokens=plan.num_rows,

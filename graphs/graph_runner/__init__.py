@@ -1,0 +1,1 @@
+"""Captures a function once per static shape and replays it: one protocol, one implementation per kind of graph."""

@@ -1,0 +1,30 @@
+"""The protocol of graph runners: what the runner of steps asks of captured graphs, whatever the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+StaticFunction = Callable[..., None]
+"""A function of static tensors that leaves its results in tensors which outlive it: a graph returns nothing."""
+
+
+class GraphRunner(Protocol):
+    """Runs one function at static shapes. A key stands for one set of shapes.
+
+    The inputs of a key are the same tensors in every call (their contents change): a graph reads fixed memory.
+    Inputs may be nested in tuples; what is not a tensor is a part of the graph.
+    """
+
+    def capture(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
+        """Executes the function for a key that is new, and keeps the graph of it."""
+
+    def replay(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
+        """Executes the graph of a key.
+
+        Raises:
+            KeyError: the key was not captured.
+        """
+
+    def captured(self) -> int:
+        """Graphs that are kept."""

@@ -1,0 +1,38 @@
+"""How a planned step is computed: at its true shape, or padded to a bucket and replayed as a graph."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.graphs.bucket import Bucket
+from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan
+
+
+class StepShape(NamedTuple):
+    """The shape that a step has, and the one that it runs in."""
+
+    true: Bucket
+    padded: Bucket
+
+
+class Execution(Protocol):
+    """Computes one step at a time: stage, forward, then logits of it as often as wanted."""
+
+    def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> StepShape:
+        """Copies a plan to the device."""
+
+    def forward(self) -> None:
+        """Computes the hidden states of all rows of the staged step, and writes their K/V."""
+
+    def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """float32 [at least len(rows), vocabulary]: logits of these rows of the step; what follows them is garbage.
+
+        Valid until the next call. Takes at most `max_logits` rows.
+        """
+
+    @property
+    def max_logits(self) -> int: ...

@@ -1,0 +1,201 @@
+"""The tensors of a bucket: preallocated, their shapes a function of the bucket alone, filled by one copy per step."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, phase_string
+from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.memory.kv_cache import DUMMY_BLOCK
+from vllm_gaudi_ucm.ops.unified_attention.parts import (
+    AttentionParts,
+    CausalPart,
+    CausalSlice,
+    SharedGroup,
+    SharedPart,
+    UniquePart,
+)
+from vllm_gaudi_ucm.runner.batch_plan import SharedPlan, UnifiedPlan, UniquePlan
+
+NO_GROUP = -1
+
+
+class ForwardInputs(NamedTuple):
+    """What the forward of a bucket reads.
+
+    token_ids, positions, slots: int64 [query_len].
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    parts: AttentionParts
+
+
+class _Layout:
+    """Where each array of a forward shape lies in its flat tensor: name -> (first, shape)."""
+
+    def __init__(self, shape: ForwardShape, limits: Limits) -> None:
+        q, s, u = shape[1:]
+        self.places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        self.size = 0
+        self._add((q,), "token_ids", "positions", "slots")
+        if "c" in shape.phase:
+            self._add((q,), "groups")
+        if s:
+            self._add((s,), "shared_blocks")
+            self._add((q,), "row_spans")
+            # rows that are no request's use the last span, which sees nothing
+            self._add((min(q, limits.max_num_seqs) + 1, s), "shared_hi")
+        if u:
+            self._add((u,), "unique_blocks", "unique_rows", "unique_hi")
+
+    def _add(self, shape: tuple[int, ...], *names: str) -> None:
+        for name in names:
+            first, self.size = self.size, self.size + math.prod(shape)
+            self.places[name] = (slice(first, self.size), shape)
+
+
+class StaticInputs:
+    """One host buffer for all, one flat device tensor per forward shape and one per number of logits rows.
+
+    A step fills the whole tensor of its bucket: real values first, then pads, which point at the dummy block, at no
+    group and at a span that sees nothing. So nothing of an earlier step is ever read. A graph gets the flat tensor and
+    cuts it itself (`split`): copying into a part of a larger tensor would be a recipe of its own on Gaudi.
+
+    Args:
+        limits: of the steps; `contiguous` decides whether the unique part reads a slice of the cache or gathers.
+        causal_slice: rows per slice of the causal part.
+        device: where the model runs.
+    """
+
+    def __init__(self, limits: Limits, causal_slice: int, device: torch.device) -> None:
+        self._limits = limits
+        self._causal_slice = causal_slice
+        self._device = device
+        size = max(_Layout(limits.maximum.forward, limits).size, limits.max_num_seqs)
+        # pinned where the device can copy from the host while the host goes on
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._array: NDArray[np.int64] = self._host.numpy()
+        self._zero = torch.zeros(1, dtype=torch.int64, device=device)
+        self._row_numbers = torch.arange(limits.max_num_batched_tokens, device=device)
+        self._layouts: dict[ForwardShape, _Layout] = {}
+        self._flat: dict[ForwardShape | int, torch.Tensor] = {}
+
+    def fill(self, bucket: Bucket, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> torch.Tensor:
+        """Copies a step into the flat tensor of its bucket, which must dominate it, and returns that."""
+        arrays = self._arrays(bucket.forward)
+        _pad(arrays["token_ids"], token_ids, 0)
+        _pad(arrays["positions"], plan.positions, 0)
+        _pad(arrays["slots"], plan.slots, DUMMY_BLOCK)
+        if "groups" in arrays:
+            _pad(arrays["groups"], () if plan.causal is None else plan.causal.groups, NO_GROUP)
+        if "shared_hi" in arrays:
+            _fill_shared(arrays, plan.shared, plan.row_requests)
+        if "unique_hi" in arrays:
+            self._fill_unique(arrays, plan.unique)
+        return self._copy(bucket.forward, self._layout(bucket.forward).size)
+
+    def fill_pads(self, shape: ForwardShape) -> torch.Tensor:
+        """The flat tensor of a shape with pads only: warm-up executes the graph and touches no request's cache."""
+        for name, array in self._arrays(shape).items():
+            array.fill(NO_GROUP if name == "groups" else 0)
+            if name == "shared_hi":
+                self._arrays(shape)["row_spans"].fill(len(array) - 1)
+        return self._copy(shape, self._layout(shape).size)
+
+    def fill_logits_rows(self, logits: int, rows: NDArray[np.int64]) -> torch.Tensor:
+        """int64 [logits]: rows of the step that ran last, at most `logits`; pads repeat row 0."""
+        _pad(self._array[:logits], rows, 0)
+        return self._copy(logits, logits)
+
+    def split(self, flat: torch.Tensor, shape: ForwardShape) -> ForwardInputs:
+        """The arrays in a flat tensor, as views; their phase is the shape's, or it is an error."""
+        tensors = {name: flat[place].view(size) for name, (place, size) in self._layout(shape).places.items()}
+        parts = AttentionParts(
+            causal=self._causal(shape, tensors) if "groups" in tensors else None,
+            shared=self._shared(shape, tensors) if "shared_hi" in tensors else None,
+            unique=self._unique(shape, tensors) if "unique_hi" in tensors else None,
+        )
+        phase = phase_string(*(part is not None for part in parts))
+        if phase != shape.phase:
+            raise ValueError(f"bucket {list(shape)}: its tensors make the phase {phase!r}")
+        return ForwardInputs(tensors["token_ids"], tensors["positions"], tensors["slots"], parts)
+
+    def _fill_unique(self, arrays: dict[str, NDArray[np.int64]], plan: UniquePlan | None) -> None:
+        if plan is None:
+            for name in ("unique_blocks", "unique_rows", "unique_hi"):
+                arrays[name].fill(0)
+            return
+        if not self._limits.contiguous:
+            _pad(arrays["unique_blocks"], plan.blocks, DUMMY_BLOCK)
+            _pad(arrays["unique_rows"], plan.rows, 0)
+            _pad(arrays["unique_hi"], plan.hi, 0)
+            return
+        # entry b speaks of physical block b: blocks that no single row uses keep an empty range
+        for name, used in (("unique_rows", plan.rows), ("unique_hi", plan.hi)):
+            arrays[name].fill(0)
+            arrays[name][plan.blocks] = used
+
+    def _copy(self, key: ForwardShape | int, size: int) -> torch.Tensor:
+        flat = self._flat.get(key)
+        if flat is None:
+            flat = self._flat[key] = torch.zeros(size, dtype=torch.int64, device=self._device)
+        return flat.copy_(self._host[:size], non_blocking=True)
+
+    def _arrays(self, shape: ForwardShape) -> dict[str, NDArray[np.int64]]:
+        return {name: self._array[place].reshape(size) for name, (place, size) in self._layout(shape).places.items()}
+
+    def _layout(self, shape: ForwardShape) -> _Layout:
+        found = self._layouts.get(shape)
+        if found is None:
+            found = self._layouts[shape] = _Layout(shape, self._limits)
+        return found
+
+    def _causal(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> CausalPart:
+        """Which rows are one request's is data, so a slice sees all rows before its end."""
+        q, step = shape.query_len, self._causal_slice
+        slices = (CausalSlice(lo, min(lo + step, q), 0, min(lo + step, q)) for lo in range(0, q, step))
+        return CausalPart(tensors["groups"], tuple(slices))
+
+    def _shared(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> SharedPart:
+        hi = tensors["shared_hi"]
+        everything = SharedGroup(self._row_numbers[: shape.query_len], 0, shape.shared_blocks)
+        return SharedPart(
+            tensors["shared_blocks"], tensors["row_spans"], self._zero.expand(hi.shape), hi, (everything,)
+        )
+
+    def _unique(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> UniquePart:
+        hi = tensors["unique_hi"]
+        return UniquePart(
+            blocks=None if self._limits.contiguous else tensors["unique_blocks"],
+            rows=tensors["unique_rows"],
+            lo=self._zero.expand(hi.shape),
+            hi=hi,
+            num_rows=min(shape.query_len, self._limits.max_decode_rows),
+        )
+
+
+def _fill_shared(arrays: dict[str, NDArray[np.int64]], plan: SharedPlan | None, spans: NDArray[np.int64]) -> None:
+    hi = arrays["shared_hi"]
+    hi.fill(0)
+    dummy_span = len(hi) - 1
+    if plan is None:
+        arrays["shared_blocks"].fill(DUMMY_BLOCK)
+        arrays["row_spans"].fill(dummy_span)
+        return
+    _pad(arrays["shared_blocks"], plan.blocks, DUMMY_BLOCK)
+    _pad(arrays["row_spans"], spans, dummy_span)
+    requests, blocks = plan.hi.shape
+    hi[:requests, :blocks] = plan.hi
+
+
+def _pad(whole: NDArray[np.int64], real: NDArray[np.integer] | tuple[()], pad: int) -> None:
+    count = len(real)
+    whole[:count] = real
+    whole[count:] = pad

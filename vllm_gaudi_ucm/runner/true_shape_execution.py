@@ -1,0 +1,55 @@
+"""Steps at their true shapes: no padding and no graphs, which is the fastest way on a CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare
+from vllm_gaudi_ucm.runner.execution import StepShape
+from vllm_gaudi_ucm.runner.staging import StagedStep, Staging
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.config import AttentionConfig
+    from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan
+    from vllm_gaudi_ucm.runner.decoder import Decoder
+
+
+class TrueShapeExecution:
+    """See Execution.
+
+    Args:
+        decoder: the model.
+        config: kernels of attention, and how the unique part reads the cache.
+        block_size: tokens per cache block.
+        device: where the model runs.
+    """
+
+    # rows whose logits are computed in one call: all logits of a long prompt at once would be gigabytes
+    max_logits = 1024
+
+    def __init__(self, decoder: Decoder, config: AttentionConfig, block_size: int, device: torch.device) -> None:
+        self._decoder = decoder
+        self._implementation = config.implementation
+        self._block_size = block_size
+        self._device = device
+        self._staging = Staging(device, config.contiguous_pa)
+        self._staged: StagedStep
+        self._metadata: UnifiedAttentionMetadata
+        self._hidden: torch.Tensor
+
+    def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> StepShape:
+        self._staged = self._staging.stage(plan, token_ids)
+        parts = prepare(self._staged.parts, self._block_size, implementation=self._implementation)
+        self._metadata = UnifiedAttentionMetadata(self._staged.slots, parts)
+        return StepShape(self._staged.bucket, self._staged.bucket)
+
+    def forward(self) -> None:
+        self._hidden = self._decoder.hidden(self._staged.token_ids, self._staged.positions, self._metadata)
+
+    def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        return self._decoder.logits(self._hidden[torch.from_numpy(rows).to(self._device)])
