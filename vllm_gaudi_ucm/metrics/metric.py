@@ -1,0 +1,46 @@
+"""Every metric that the plugin exports: name, kind, labels and help text."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Metric(NamedTuple):
+    """One metric. A counter's samples are named `name + "_total"`; `engine` comes before `labels`."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    labels: tuple[str, ...]
+    help: str
+
+    @property
+    def sample_name(self) -> str:
+        """The name that a query uses."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+
+STEPS = Metric("gaudi_ucm_steps", "counter", ("phase",), "Steps, by the parts of attention that they had.")
+TRUE_SIZE = Metric("gaudi_ucm_true_size", "counter", ("dimension",), "Sizes of steps before padding, summed.")
+PADDED_SIZE = Metric("gaudi_ucm_padded_size", "counter", ("dimension",), "Sizes that steps ran at, summed.")
+BUCKET_STEPS = Metric("gaudi_ucm_bucket_steps", "counter", ("bucket",), "Steps that ran in a bucket.")
+STEP_SECONDS = Metric("gaudi_ucm_step_seconds", "counter", ("stage",), "Host seconds of the stages of steps.")
+RECIPES = Metric("gaudi_ucm_recipes_after_warm_up", "counter", (), "Recipes compiled after warm-up.")
+BYPASSES = Metric("gaudi_ucm_bypasses", "counter", ("reason",), "Executions that no captured graph served.")
+WARM_UP_BUCKETS = Metric("gaudi_ucm_warm_up_buckets", "gauge", ("state",), "Buckets of the warm-up: warm, and all.")
+WARM_UP_SECONDS = Metric("gaudi_ucm_warm_up_seconds", "gauge", (), "Seconds that the warm-up has taken.")
+SKELETON_SECONDS = Metric(
+    "gaudi_ucm_warm_up_skeleton_seconds", "gauge", (), "Seconds until the skeleton was warm and serving could start."
+)
+
+METRICS = (
+    STEPS,
+    TRUE_SIZE,
+    PADDED_SIZE,
+    BUCKET_STEPS,
+    STEP_SECONDS,
+    RECIPES,
+    BYPASSES,
+    WARM_UP_BUCKETS,
+    WARM_UP_SECONDS,
+    SKELETON_SECONDS,
+)

@@ -1,0 +1,110 @@
+"""What the worker counts while it serves, for /metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_gaudi_ucm.graphs.bucket import Bucket, phase_string
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.metrics import metric
+from vllm_gaudi_ucm.metrics.folder import make_private, metrics_folder, remove_files
+from vllm_gaudi_ucm.metrics.metrics_file import MetricsFile, Series
+
+DIMENSIONS = ("query", "shared", "unique", "logits")
+STAGES = ("plan", "forward", "sample")
+PARTS = (False, True)
+
+logger = plugin_logger(__name__)
+
+
+class StepMetrics:
+    """Counts steps, padding, bucket hits, recipes, bypasses and warm-up of one engine.
+
+    A step costs some ten stores to mapped memory (2 us). Not thread-safe: the worker's thread calls it.
+
+    Args:
+        folder: where the API server looks for the figures; None: they are counted and go nowhere.
+        engine: the data-parallel rank, the value of the label `engine`.
+    """
+
+    def __init__(self, folder: Path | None, engine: int = 0) -> None:
+        self._folder = folder
+        self._engine = engine
+        self._file = file = MetricsFile(folder, engine)
+        # Series start at 0 where their labels are known: a rate needs the value before the first event.
+        phases = [phase_string(c, s, u) for c in PARTS for s in PARTS for u in PARTS]
+        self._steps = {phase: file.series(metric.STEPS, phase) for phase in phases}
+        self._sizes = [
+            file.series(size, name) for size in (metric.TRUE_SIZE, metric.PADDED_SIZE) for name in DIMENSIONS
+        ]
+        self._seconds = [file.series(metric.STEP_SECONDS, stage) for stage in STAGES]
+        self._recipes = file.series(metric.RECIPES)
+        self._buckets: dict[Bucket, Series] = {}
+        self._bypasses: dict[str, Series] = {}
+        self._gauges: dict[tuple[str, ...], Series] = {}
+
+    @classmethod
+    def of_engine(cls, instance_id: str, engine: int) -> StepMetrics:
+        """Metrics that reach the stat logger of the engine's API server; an engine serves without them if it must."""
+        folder = metrics_folder(instance_id)
+        try:
+            make_private(folder)
+            return cls(folder, engine)
+        except OSError as error:
+            logger.warning("No gaudi_ucm metrics on /metrics: %s", error)
+            return cls(None, engine)
+
+    def step(self, true: Bucket, padded: Bucket) -> None:
+        """One step of shape `true` that ran at `padded`: a bucket, or `true` itself (the same object) without one."""
+        self._steps[true.phase].add(1)
+        for series, size in zip(self._sizes, true[1:] + padded[1:], strict=True):
+            series.add(size)
+        # Identity, not equality: a step may fill its bucket exactly, and true shapes have no bound on their number.
+        if padded is not true:
+            hits = self._buckets.get(padded)
+            if hits is None:
+                hits = self._buckets[padded] = self._file.series(metric.BUCKET_STEPS, bucket_label(padded))
+            hits.add(1)
+
+    def times(self, plan_ms: float, forward_ms: float, sample_ms: float) -> None:
+        """Host milliseconds of a step's stages."""
+        plan, forward, sample = self._seconds
+        plan.add(plan_ms * 1e-3)
+        forward.add(forward_ms * 1e-3)
+        sample.add(sample_ms * 1e-3)
+
+    def bypass(self, reason: str) -> None:
+        """One execution outside the captured graphs; `reason` is a label, so it names no request."""
+        if reason not in self._bypasses:
+            self._bypasses[reason] = self._file.series(metric.BYPASSES, reason)
+        self._bypasses[reason].add(1)
+
+    def recipe(self) -> None:
+        """One recipe compiled after warm-up."""
+        self._recipes.add(1)
+
+    def warm_up(self, done: int, total: int, seconds: float, skeleton_seconds: float | None) -> None:
+        """Progress: buckets warm of all, seconds so far, and those until the skeleton was warm (None: not yet)."""
+        self._gauge(metric.WARM_UP_BUCKETS, "done").set(done)
+        self._gauge(metric.WARM_UP_BUCKETS, "total").set(total)
+        self._gauge(metric.WARM_UP_SECONDS).set(seconds)
+        if skeleton_seconds is not None:
+            self._gauge(metric.SKELETON_SECONDS).set(skeleton_seconds)
+
+    def close(self) -> None:
+        """Remove the files, so that the metrics leave /metrics; later counts go nowhere. Safe to call twice."""
+        if self._folder is not None:
+            remove_files(self._folder, str(self._engine))
+
+    def _gauge(self, gauge: metric.Metric, *labels: str) -> Series:
+        """Gauges exist from their first value on: an engine without warm-up shows none."""
+        key = (gauge.name, *labels)
+        if key not in self._gauges:
+            self._gauges[key] = self._file.series(gauge, *labels)
+        return self._gauges[key]
+
+
+def bucket_label(bucket: Bucket) -> str:
+    """`csu q512 s8 u64 l16`: phase, rows, shared blocks, unique blocks, logits rows."""
+    phase, query_len, shared_blocks, unique_blocks, logits = bucket
+    return f"{phase} q{query_len} s{shared_blocks} u{unique_blocks} l{logits}"
