@@ -16,6 +16,7 @@ from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.features import UnsupportedFeatureError
 from vllm_gaudi_ucm.layers import register_cpu_layers
 from vllm_gaudi_ucm.memory.budget import kv_cache_budget
+from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 
@@ -71,7 +72,8 @@ class UcmWorker(WorkerBase):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         # the block size is final only now
         self._phase_log = PhaseLog(self._ucm.phase_log, header=self._describe(kv_cache_config.num_blocks))
-        self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log)
+        self._metrics = StepMetrics.of_engine(self.vllm_config.instance_id, self.parallel_config.data_parallel_index)
+        self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
@@ -103,9 +105,10 @@ class UcmWorker(WorkerBase):
         raise UnsupportedFeatureError("profiling", "the profile endpoint")
 
     def shutdown(self) -> None:
-        phase_log = getattr(self, "_phase_log", None)
-        if phase_log is not None:
-            phase_log.close()
+        for name in ("_phase_log", "_metrics"):
+            record = getattr(self, name, None)
+            if record is not None:
+                record.close()
 
     def _describe(self, num_blocks: int) -> dict[str, Any]:
         """The phase log's header: what a reader needs to compare or replay the log."""

@@ -17,6 +17,7 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm_gaudi_ucm.compat import raise_if_nan_logits
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
+from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.runner.decoder import Decoder, DecoderModel
@@ -82,12 +83,13 @@ class ModelRunner:
         specs = {name: layer.get_kv_cache_spec(self._vllm_config) for name, layer in self._attention_layers().items()}
         return {name: spec for name, spec in specs.items() if spec is not None}
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, phase_log: PhaseLog) -> None:
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, phase_log: PhaseLog, metrics: StepMetrics) -> None:
         """Allocates the cache, hands each layer its view, and sizes the request table by the final block size.
 
-        phase_log takes one record per step from now on.
+        phase_log and metrics take every step from now on.
         """
         self._phase_log = phase_log
+        self._metrics = metrics
         (group,) = kv_cache_config.kv_cache_groups
         self._block_size = group.kv_cache_spec.block_size
         self.kv_caches = allocate_kv_cache(kv_cache_config, self._device)
@@ -151,7 +153,10 @@ class ModelRunner:
         for request, (token,) in zip(self._sampling.slots, tokens, strict=True):
             self.requests.append_token(request, token)
         step.clock.sampled()
-        self._phase_log.append(step.clock.record(self._phase_log.summary.steps, step.plan, step.shape))
+        record = step.clock.record(self._phase_log.summary.steps, step.plan, step.shape)
+        self._phase_log.append(record)
+        self._metrics.step(record.bucket, record.padded)
+        self._metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
         return self._output(step, tokens, logprobs, nans)
 
     def _output(
