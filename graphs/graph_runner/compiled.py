@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
-from vllm_gaudi_ucm.graphs.graph_runner.base import StaticFunction
+F = TypeVar("F", bound=Callable[..., Any])
 
 # One entry per bucket is what static shapes mean; dynamo's default of 8 would send the ninth bucket to eager mode.
 MOST_SHAPES = 4096
+HPU_OPTIONS = {"force_static_compile": True}
 
 
-class CompiledRunner:
-    """Compiles the function for each key; dynamo finds the graph of a key by its shapes.
+def compile_static(function: F, backend: str) -> F:
+    """The function, compiled once for each set of input shapes; the first call with a set compiles.
 
-    Args:
-        function: what is compiled.
-        backend: dynamo's name of it, `hpu_backend` or `inductor`.
-        options: of the backend.
+    backend: dynamo's name of it, `hpu_backend` or `inductor`.
     """
-
-    def __init__(self, function: StaticFunction, backend: str, options: dict[str, Any] | None = None) -> None:
-        torch._dynamo.config.recompile_limit = MOST_SHAPES
-        torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
-        self._compiled = torch.compile(function, backend=backend, dynamic=False, options=options)
-        self._keys: set[Hashable] = set()
-
-    def capture(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
-        # twice: a first call may still trace differently than the second (lazily made buffers)
-        self._compiled(*inputs)
-        self._compiled(*inputs)
-        self._keys.add(key)
-
-    def replay(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
-        if key not in self._keys:
-            raise KeyError(key)
-        self._compiled(*inputs)
-
-    def captured(self) -> int:
-        return len(self._keys)
+    torch._dynamo.config.recompile_limit = MOST_SHAPES
+    torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
+    options = HPU_OPTIONS if backend == "hpu_backend" else None
+    compiled: F = torch.compile(function, backend=backend, dynamic=False, options=options)
+    return compiled

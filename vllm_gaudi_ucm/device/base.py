@@ -41,3 +41,13 @@ class Device(Protocol):
 
     def seed_all(self, seed: int) -> None:
         """Seeds torch's generators of the host and of every such device."""
+
+    def enter_thread(self) -> None:
+        """Makes the device of the process current in the calling thread."""
+
+    def end_recipe(self) -> None:
+        """Launches what has accumulated as one recipe, on a device that accumulates; elsewhere nothing does."""
+
+    @property
+    def pins_host_memory(self) -> bool:
+        """Whether copies from pinned host memory run beside the host's own work."""

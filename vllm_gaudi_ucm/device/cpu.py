@@ -16,6 +16,7 @@ class CpuDevice:
 
     kind = "cpu"
     dist_backend = "gloo"
+    pins_host_memory = False
 
     def torch_device(self, index: int = 0) -> torch.device:
         """There is one CPU device: the index is not part of it."""
@@ -39,6 +40,12 @@ class CpuDevice:
     def seed_all(self, seed: int) -> None:
         """Seeds torch's default generator."""
         torch.manual_seed(seed)
+
+    def enter_thread(self) -> None:
+        """Every thread has the CPU."""
+
+    def end_recipe(self) -> None:
+        """A CPU computes at once."""
 
 
 def host_memory(cgroup: Cgroup) -> Memory:

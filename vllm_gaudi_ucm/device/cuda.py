@@ -10,6 +10,7 @@ class CudaDevice:
 
     kind = "cuda"
     dist_backend = "nccl"
+    pins_host_memory = True
 
     def torch_device(self, index: int = 0) -> torch.device:
         """The GPU with that index among the visible ones."""
@@ -34,3 +35,10 @@ class CudaDevice:
     def seed_all(self, seed: int) -> None:
         """`torch.manual_seed` seeds the host and every CUDA device."""
         torch.manual_seed(seed)
+
+    def enter_thread(self) -> None:
+        """A new thread begins with GPU 0, which is the one GPU that a worker sees."""
+        torch.cuda.set_device(0)
+
+    def end_recipe(self) -> None:
+        """CUDA launches every kernel by itself."""

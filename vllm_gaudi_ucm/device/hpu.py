@@ -15,6 +15,7 @@ class HpuDevice:
 
     kind = "hpu"
     dist_backend = "hccl"
+    pins_host_memory = False
 
     def torch_device(self, index: int = 0) -> torch.device:
         """One process drives one card, chosen by HABANA_VISIBLE_MODULES: the index is not part of it."""
@@ -45,6 +46,16 @@ class HpuDevice:
         """Seeds the host and every card."""
         torch.manual_seed(seed)
         bridge().random.manual_seed_all(seed)
+
+    def enter_thread(self) -> None:
+        """The card belongs to the process: asking for the thread's stream is all that a thread needs."""
+        bridge().current_stream()
+
+    def end_recipe(self) -> None:
+        """Lazy mode accumulates operators until here; in compile mode there is nothing to cut."""
+        bridge()
+        if importlib.import_module("habana_frameworks.torch.utils.internal").is_lazy():
+            importlib.import_module("habana_frameworks.torch.core").mark_step()
 
 
 def bridge() -> Any:

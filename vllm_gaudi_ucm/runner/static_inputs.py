@@ -72,15 +72,15 @@ class StaticInputs:
         limits: of the steps; `contiguous` decides whether the unique part reads a slice of the cache or gathers.
         causal_slice: rows per slice of the causal part.
         device: where the model runs.
+        pin_memory: whether the host buffer is pinned, so that the host goes on while it is copied.
     """
 
-    def __init__(self, limits: Limits, causal_slice: int, device: torch.device) -> None:
+    def __init__(self, limits: Limits, causal_slice: int, device: torch.device, pin_memory: bool = False) -> None:
         self._limits = limits
         self._causal_slice = causal_slice
         self._device = device
         size = max(_Layout(limits.maximum.forward, limits).size, limits.max_num_seqs)
-        # pinned where the device can copy from the host while the host goes on
-        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pin_memory)
         self._array: NDArray[np.int64] = self._host.numpy()
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(limits.max_num_batched_tokens, device=device)

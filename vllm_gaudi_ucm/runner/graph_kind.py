@@ -1,0 +1,57 @@
+"""Which kind of graphs a server uses: what `ucm.graphs.mode` asks for and what the device has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.config import UcmConfig
+
+GraphKind = Literal["off", "eager", "cuda_graph", "hpu_graph", "compile"]
+
+
+def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) -> GraphKind:
+    """The kind of graphs.
+
+    Args:
+        config: the plugin's options.
+        device: `cpu`, `cuda` or `hpu`.
+        lazy: Gaudi's lazy mode (PT_HPU_LAZY_MODE); of no matter elsewhere.
+        enforce_eager: `--enforce-eager`, which decides where the mode is `auto`. Gaudi still needs static shapes then:
+            every new one is compiled.
+
+    Raises:
+        ValueError: the device has no such graphs, or an option contradicts static shapes.
+    """
+    mode = config.graphs.mode
+    if mode == "auto":
+        kind = _automatic(device, lazy, enforce_eager)
+    elif mode == "capture":
+        kind = _captured(device, lazy)
+    else:
+        kind = mode
+    if kind != "off" and config.attention.implementation not in ("auto", "reference"):
+        raise ValueError(
+            f"ucm.attention.implementation: {config.attention.implementation!r} reads a step's shape on the host, "
+            f"which ucm.graphs.mode {mode!r} excludes; set the implementation to 'auto', or the mode to 'off'"
+        )
+    return kind
+
+
+def _automatic(device: str, lazy: bool, enforce_eager: bool) -> GraphKind:
+    if device == "cpu":
+        return "off"
+    if enforce_eager:
+        return "eager" if device == "hpu" else "off"
+    return "cuda_graph" if device == "cuda" else "hpu_graph" if lazy else "compile"
+
+
+def _captured(device: str, lazy: bool) -> GraphKind:
+    if device == "cuda":
+        return "cuda_graph"
+    if device == "hpu" and lazy:
+        return "hpu_graph"
+    where = "on hpu with PT_HPU_LAZY_MODE=0" if device == "hpu" else f"on {device}"
+    raise ValueError(
+        f"ucm.graphs.mode: 'capture' has no graphs to capture {where}; expected 'compile', 'eager' or 'off'"
+    )

@@ -1,0 +1,137 @@
+"""Steps in static shapes: each is padded to the cheapest warm bucket that dominates it, and replayed as a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.graph_runner.base import GraphRunner, StaticFunction
+from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare
+from vllm_gaudi_ucm.runner.execution import StepShape
+from vllm_gaudi_ucm.runner.staging import true_shape
+from vllm_gaudi_ucm.runner.static_inputs import StaticInputs
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.graphs.limits import Limits
+    from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan
+    from vllm_gaudi_ucm.runner.decoder import Decoder
+
+Stage = Callable[[str], AbstractContextManager[None]]
+"""A region of device work that becomes one recipe; the label names it in reports."""
+
+
+class StaticExecution:
+    """See Execution. Forward graphs are found by (phase, q, s, u), logits graphs by their rows alone.
+
+    The forward graph leaves its hidden states in a buffer for the largest step and the logits graph reads rows of
+    that, so neither depends on the other's bucket.
+
+    Args:
+        decoder: the model.
+        ready: the buckets, and which of them are warm.
+        causal_slice: rows per slice of the causal part.
+        device: where the model runs.
+        make_runner: the kind of graphs.
+        stage: entered around everything that runs on the device.
+        pin_memory: see StaticInputs.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ready: ReadyBuckets,
+        causal_slice: int,
+        device: torch.device,
+        make_runner: Callable[[StaticFunction], GraphRunner],
+        stage: Stage,
+        pin_memory: bool = False,
+    ) -> None:
+        self.ready = ready
+        self._decoder = decoder
+        self._stage = stage
+        limits: Limits = ready.buckets.limits
+        self._block_size, self._contiguous = limits.block_size, limits.contiguous
+        self._inputs = StaticInputs(limits, causal_slice, device, pin_memory)
+        self._hidden, self._logits = _outputs(decoder, limits, device)
+        self._forward_graphs = make_runner(self._run_forward)
+        self._logits_graphs = make_runner(self._run_logits)
+        self._flat: torch.Tensor
+        self._shape: StepShape
+
+    @property
+    def max_logits(self) -> int:
+        return self._logits.shape[0]
+
+    @property
+    def logits_width(self) -> int:
+        """Columns of the logits."""
+        return self._logits.shape[1]
+
+    def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> StepShape:
+        true = true_shape(plan, self._unique_blocks(plan))
+        self._shape = StepShape(true, self.ready.lookup(true))
+        self._flat = self._inputs.fill(self._shape.padded, plan, token_ids)
+        return self._shape
+
+    def forward(self) -> None:
+        shape = self._shape.padded.forward
+        with self._stage("forward"):
+            self._forward_graphs.replay(shape, (self._flat, shape))
+
+    def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        if not len(rows):
+            return self._logits[:0]
+        bucket = self.ready.lookup(self._shape.true._replace(logits=len(rows))).logits
+        chosen = self._inputs.fill_logits_rows(bucket, rows)
+        with self._stage("logits"):
+            self._logits_graphs.replay(bucket, (chosen,))
+        return self._logits[:bucket]
+
+    def warm_forward(self, shape: ForwardShape) -> None:
+        """Captures and executes the graph of a shape over pads, which read and write the dummy block only."""
+        flat = self._inputs.fill_pads(shape)
+        with self._stage("forward"):
+            self._forward_graphs.capture(shape, (flat, shape))
+        self._shape = StepShape(Bucket(*shape, 0), Bucket(*shape, 0))
+
+    def warm_logits(self, rows: int) -> torch.Tensor:
+        """Captures and executes the graph of so many logits rows; returns the logits, float32 [rows, vocabulary]."""
+        chosen = self._inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
+        with self._stage("logits"):
+            self._logits_graphs.capture(rows, (chosen,))
+        return self._logits[:rows]
+
+    def _run_forward(self, flat: torch.Tensor, shape: ForwardShape) -> None:
+        token_ids, positions, slots, parts = self._inputs.split(flat, shape)
+        metadata = UnifiedAttentionMetadata(slots, prepare(parts, self._block_size, implementation="reference"))
+        self._hidden[: shape.query_len].copy_(self._decoder.hidden(token_ids, positions, metadata))
+
+    def _run_logits(self, rows: torch.Tensor) -> None:
+        self._logits[: len(rows)].copy_(self._decoder.logits(self._hidden.index_select(0, rows)))
+
+    def _unique_blocks(self, plan: UnifiedPlan) -> int:
+        if plan.unique is None:
+            return 0
+        return int(plan.unique.blocks.max()) + 1 if self._contiguous else len(plan.unique.blocks)
+
+
+def _outputs(decoder: Decoder, limits: Limits, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Buffers of the largest step: hidden states [rows, hidden size] and logits float32 [requests, vocabulary].
+
+    One row through the model tells the sizes; some models have other ones than their configuration says.
+    """
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    hidden = decoder.hidden(one, one, None)
+    logits = decoder.logits(hidden)
+    return (
+        hidden.new_zeros((limits.max_num_batched_tokens, hidden.shape[1])),
+        logits.new_zeros((limits.max_num_seqs, logits.shape[1])),
+    )
