@@ -6,12 +6,14 @@ Intel's description of Unified Attention for vLLM on Gaudi; which of them sees w
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int32] | NDArray[np.int64]
+from vllm_gaudi_ucm.runner.context_pairs import ContextPairs, context_pairs, shared_pairs
+from vllm_gaudi_ucm.runner.shared_plan import SharedPlan, plan_shared
 
 
 class BatchInput(NamedTuple):
@@ -33,18 +35,6 @@ class CausalPlan(NamedTuple):
 
     groups: NDArray[np.int32]
     slices: list[tuple[int, int, int, int]]
-
-
-class SharedPlan(NamedTuple):
-    """Cached blocks that more than one row uses: token ranges by (request, block), and sets of rows with equal blocks.
-
-    groups: `(rows, block_lo, block_hi)`: exactly the rows that use `blocks[block_lo:block_hi]`.
-    """
-
-    blocks: NDArray[np.int64]
-    lo: NDArray[np.int32]
-    hi: NDArray[np.int32]
-    groups: list[tuple[NDArray[np.int64], int, int]]
 
 
 class UniquePlan(NamedTuple):
@@ -84,18 +74,6 @@ class UnifiedPlan(NamedTuple):
         return len(self.positions)
 
 
-class _Pairs(NamedTuple):
-    """Every (request in flat order, logical block) of the cached contexts, row-major."""
-
-    request: NDArray[np.int64]
-    logical: NDArray[np.int64]
-    block: NDArray[np.int64]
-    hi: NDArray[np.int32]
-
-    def where(self, mask: NDArray[np.bool_]) -> _Pairs:
-        return _Pairs(self.request[mask], self.logical[mask], self.block[mask], self.hi[mask])
-
-
 def plan_batch(batch: BatchInput, block_size: int, causal_slice: int = 512) -> UnifiedPlan:
     """Classifies a step's rows and cached blocks.
 
@@ -109,23 +87,23 @@ def plan_batch(batch: BatchInput, block_size: int, causal_slice: int = 512) -> U
         block_size: tokens per cache block.
         causal_slice: query rows per causal slice.
     """
+    many = batch.num_scheduled > 1
+    num_single = len(many) - int(np.count_nonzero(many))
     # single rows first, otherwise the order given: a steady decode batch keeps its layout from step to step
-    requests = np.argsort(batch.num_scheduled > 1, kind="stable")
+    requests = many.argsort(kind="stable")
     new = batch.num_scheduled[requests].astype(np.int64)
     computed = batch.num_computed[requests].astype(np.int64)
-    tables = batch.block_tables[requests]
-
     query_start = np.zeros(len(requests) + 1, np.int64)
-    np.cumsum(new, out=query_start[1:])
-    row_requests = np.repeat(np.arange(len(requests)), new)
-    positions = np.arange(query_start[-1]) - query_start[row_requests] + computed[row_requests]
-    slots = tables[row_requests, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    new.cumsum(out=query_start[1:])
+    row_requests = np.arange(len(requests)).repeat(new)
+    positions = np.arange(len(row_requests)) + (computed - query_start[:-1]).repeat(new)
+    logical = positions // block_size
+    slots = batch.block_tables[requests[row_requests], logical] * np.int64(block_size) + positions % block_size
 
-    single = new == 1
-    pairs = _context_pairs(np.where(single, computed + 1, computed), tables, block_size)
-    multi_user = ~single[pairs.request]
-    if pairs.block.size:
-        multi_user |= np.bincount(pairs.block)[pairs.block] > 1
+    context = computed.copy()
+    context[:num_single] += 1
+    pairs = context_pairs(context, requests, batch.block_tables, block_size)
+    shared = shared_pairs(pairs, num_single)
     yields = computed + new >= batch.num_tokens[requests]
     return UnifiedPlan(
         requests=requests,
@@ -133,76 +111,38 @@ def plan_batch(batch: BatchInput, block_size: int, causal_slice: int = 512) -> U
         row_requests=row_requests,
         positions=positions,
         slots=slots,
-        num_single=int(single.sum()),
-        causal=_plan_causal(new, query_start, causal_slice),
-        shared=_plan_shared(pairs.where(multi_user), query_start),
-        unique=_plan_unique(pairs.where(~multi_user)),
+        num_single=num_single,
+        causal=_plan_causal(num_single, row_requests, query_start, causal_slice),
+        shared=plan_shared(pairs, shared, query_start),
+        unique=_plan_unique(pairs, shared),
         logits_requests=requests[yields],
         logits_rows=query_start[1:][yields] - 1,
     )
 
 
-def _context_pairs(context: NDArray[np.int64], tables: NDArray[np.int32], block_size: int) -> _Pairs:
-    """Expands each request's cached context of `context` tokens into its blocks with token ranges [0, hi)."""
-    num_blocks = -(-context // block_size)
-    request = np.repeat(np.arange(len(context)), num_blocks)
-    first = np.cumsum(num_blocks) - num_blocks
-    logical = np.arange(len(request)) - first[request]
-    hi = np.minimum(context[request] - logical * block_size, block_size).astype(np.int32)
-    return _Pairs(request, logical, tables[request, logical].astype(np.int64), hi)
-
-
-def _plan_causal(new: NDArray[np.int64], query_start: NDArray[np.int64], causal_slice: int) -> CausalPlan | None:
-    multi = np.flatnonzero(new > 1)
-    if not multi.size:
+def _plan_causal(
+    num_single: int, row_requests: NDArray[np.int64], query_start: NDArray[np.int64], causal_slice: int
+) -> CausalPlan | None:
+    bounds = query_start[num_single:].tolist()
+    if len(bounds) == 1:
         return None
-    groups = np.repeat(np.where(new > 1, np.arange(len(new)), -1), new).astype(np.int32)
+    groups = row_requests.astype(np.int32)
+    groups[:num_single] = -1
     slices = []
-    for start, stop in zip(query_start[multi].tolist(), query_start[multi + 1].tolist(), strict=True):
+    for start, stop in pairwise(bounds):
         for lo in range(start, stop, causal_slice):
             hi = min(lo + causal_slice, stop)
             slices.append((lo, hi, start, hi))
     return CausalPlan(groups, slices)
 
 
-def _plan_shared(pairs: _Pairs, query_start: NDArray[np.int64]) -> SharedPlan | None:
-    if not pairs.block.size:
+def _plan_unique(pairs: ContextPairs, shared: NDArray[np.int64]) -> UniquePlan | None:
+    """What is not shared, in the order of the pairs."""
+    if len(shared) == len(pairs.block):
         return None
-    ids, column = np.unique(pairs.block, return_inverse=True)
-    hi = np.zeros((len(query_start) - 1, len(ids)), np.int32)
-    hi[pairs.request, column] = pairs.hi
-    order, first = _group_by_users(hi > 0)
-    hi = hi[:, order]
-    groups = []
-    for lo_block, hi_block in zip(first, [*first[1:], len(ids)], strict=True):
-        users = np.flatnonzero(hi[:, lo_block])
-        rows = np.concatenate([np.arange(query_start[user], query_start[user + 1]) for user in users])
-        groups.append((rows, lo_block, hi_block))
-    return SharedPlan(ids[order].astype(np.int64), np.zeros_like(hi), hi, groups)
-
-
-def _group_by_users(uses: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[int]]:
-    """Orders blocks so that those with the same set of users stand together.
-
-    Multiplying every row with every shared block would cost rows x blocks where the batch is block-sparse (several
-    prompts with a context of their own each); with groups the cost follows the pairs in use.
-
-    Args:
-        uses: [requests, blocks].
-
-    Returns:
-        The order of the blocks, and the first block of each group in that order.
-    """
-    bits = np.ascontiguousarray(np.packbits(uses, axis=0).T)
-    users = bits.view(np.dtype((np.void, bits.shape[1]))).ravel()
-    _, group = np.unique(users, return_inverse=True)
-    order = np.argsort(group, kind="stable")
-    first = np.flatnonzero(np.diff(group[order], prepend=-1))
-    return order, first.tolist()
-
-
-def _plan_unique(pairs: _Pairs) -> UniquePlan | None:
-    if not pairs.block.size:
-        return None
+    if len(shared):
+        unique = np.ones(len(pairs.block), np.bool_)
+        unique[shared] = False
+        pairs = pairs.take(unique.nonzero()[0])
     # a single row is the only row of its request and single rows come first: its row is its request's flat position
-    return UniquePlan(pairs.block, pairs.request, np.zeros_like(pairs.hi), pairs.hi)
+    return UniquePlan(pairs.block.astype(np.int64), pairs.request, np.zeros_like(pairs.hi), pairs.hi)
