@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.metrics.exposition import scrape
 from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.metrics.step_metrics import DIMENSIONS, StepMetrics, bucket_label
+from vllm_gaudi_ucm.metrics.step_metrics import DIMENSIONS, StepMetrics, forward_label
 
 SIZES = st.integers(0, 10_000)
 SHAPES = st.builds(Bucket, st.sampled_from(["c--", "--u", "-su", "csu"]), SIZES, SIZES, SIZES, SIZES)
@@ -36,10 +36,10 @@ def test_every_step_is_counted_once(steps: list[tuple[Bucket, Bucket]]) -> None:
     for place, dimension in enumerate(DIMENSIONS, start=1):
         assert seen[total("true_size_total", dimension=dimension)] == sum(true[place] for true, _ in steps)
         assert seen[total("padded_size_total", dimension=dimension)] == sum(padded[place] for _, padded in steps)
-    hits = Counter(bucket_label(padded) for _, padded in steps)
-    assert {key for key in seen if "bucket_steps" in key} == {total("bucket_steps_total", bucket=key) for key in hits}
-    for bucket, count in hits.items():
-        assert seen[total("bucket_steps_total", bucket=bucket)] == count
+    hits = Counter(("forward", forward_label(padded.forward)) for _, padded in steps)
+    hits += Counter(("logits", f"l{padded.logits}") for _, padded in steps)
+    found = {key: count for key, count in seen.items() if "bucket_steps" in key}
+    assert found == {total("bucket_steps_total", graph=g, bucket=b): count for (g, b), count in hits.items()}
 
 
 def test_a_step_at_its_true_shape_hits_no_bucket(folder: Path) -> None:
@@ -49,7 +49,8 @@ def test_a_step_at_its_true_shape_hits_no_bucket(folder: Path) -> None:
     metrics.step(true, true)
     assert not [key for key in scrape(folder) if "bucket" in key]
     metrics.step(true, Bucket("--u", 4, 0, 9, 4))
-    assert scrape(folder)[total("bucket_steps_total", bucket="--u q4 s0 u9 l4")] == 1
+    assert scrape(folder)[total("bucket_steps_total", graph="forward", bucket="--u q4 s0 u9")] == 1
+    assert scrape(folder)[total("bucket_steps_total", graph="logits", bucket="l4")] == 1
     assert scrape(folder)[total("steps_total", phase="--u")] == 2
 
 
@@ -132,7 +133,7 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
 
 
 def test_more_series_than_a_file_holds(folder: Path) -> None:
-    """4096 buckets have room; what comes after is dropped, the rest stays readable."""
+    """The 4096 graphs that a configuration can ask for have room; what comes after is dropped, the rest stays."""
     metrics = StepMetrics(folder)
     true = Bucket("csu", 8192, 4096, 131072, 1024)
     for extra in range(6000):

@@ -22,7 +22,7 @@ class Metric(NamedTuple):
 STEPS = Metric("gaudi_ucm_steps", "counter", ("phase",), "Steps, by the parts of attention that they had.")
 TRUE_SIZE = Metric("gaudi_ucm_true_size", "counter", ("dimension",), "Sizes of steps before padding, summed.")
 PADDED_SIZE = Metric("gaudi_ucm_padded_size", "counter", ("dimension",), "Sizes that steps ran at, summed.")
-BUCKET_STEPS = Metric("gaudi_ucm_bucket_steps", "counter", ("bucket",), "Steps that ran in a bucket.")
+BUCKET_STEPS = Metric("gaudi_ucm_bucket_steps", "counter", ("graph", "bucket"), "Steps by the graphs of their bucket.")
 STEP_SECONDS = Metric("gaudi_ucm_step_seconds", "counter", ("stage",), "Host seconds of the stages of steps.")
 RECIPES = Metric("gaudi_ucm_recipes_after_warm_up", "counter", (), "Recipes compiled after warm-up.")
 BYPASSES = Metric("gaudi_ucm_bypasses", "counter", ("reason",), "Executions that no captured graph served.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_gaudi_ucm.graphs.bucket import Bucket, phase_string
+from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, phase_string
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.metrics import metric
 from vllm_gaudi_ucm.metrics.folder import make_private, metrics_folder, remove_files
@@ -39,7 +39,7 @@ class StepMetrics:
         ]
         self._seconds = [file.series(metric.STEP_SECONDS, stage) for stage in STAGES]
         self._recipes = file.series(metric.RECIPES)
-        self._buckets: dict[Bucket, Series] = {}
+        self._graphs: dict[ForwardShape | int, Series] = {}
         self._bypasses: dict[str, Series] = {}
         self._gauges: dict[tuple[str, ...], Series] = {}
 
@@ -61,10 +61,8 @@ class StepMetrics:
             series.add(size)
         # Identity, not equality: a step may fill its bucket exactly, and true shapes have no bound on their number.
         if padded is not true:
-            hits = self._buckets.get(padded)
-            if hits is None:
-                hits = self._buckets[padded] = self._file.series(metric.BUCKET_STEPS, bucket_label(padded))
-            hits.add(1)
+            self._graph(padded.forward).add(1)
+            self._graph(padded.logits).add(1)
 
     def times(self, plan_ms: float, forward_ms: float, sample_ms: float) -> None:
         """Host milliseconds of a step's stages."""
@@ -96,6 +94,14 @@ class StepMetrics:
         if self._folder is not None:
             remove_files(self._folder, str(self._engine))
 
+    def _graph(self, graph: ForwardShape | int) -> Series:
+        """By graph, not by bucket: forward and logits graphs combine freely, so there are fewer of them."""
+        series = self._graphs.get(graph)
+        if series is None:
+            labels = ("logits", f"l{graph}") if isinstance(graph, int) else ("forward", forward_label(graph))
+            series = self._graphs[graph] = self._file.series(metric.BUCKET_STEPS, *labels)
+        return series
+
     def _gauge(self, gauge: metric.Metric, *labels: str) -> Series:
         """Gauges exist from their first value on: an engine without warm-up shows none."""
         key = (gauge.name, *labels)
@@ -104,7 +110,7 @@ class StepMetrics:
         return self._gauges[key]
 
 
-def bucket_label(bucket: Bucket) -> str:
-    """`csu q512 s8 u64 l16`: phase, rows, shared blocks, unique blocks, logits rows."""
-    phase, query_len, shared_blocks, unique_blocks, logits = bucket
-    return f"{phase} q{query_len} s{shared_blocks} u{unique_blocks} l{logits}"
+def forward_label(shape: ForwardShape) -> str:
+    """`csu q512 s8 u64`: phase, rows, shared blocks, unique blocks."""
+    phase, query_len, shared_blocks, unique_blocks = shape
+    return f"{phase} q{query_len} s{shared_blocks} u{unique_blocks}"
