@@ -1,0 +1,133 @@
+"""Leaves buckets out until the graphs of the others fit a budget of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.graphs.cost import Floats
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.steps import shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey, graph_name
+from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory
+
+GIB = 2**30
+TINY = float(np.finfo(np.float64).tiny)
+
+
+class MemoryBudgetError(ValueError):
+    """A budget that cannot hold the buckets with which serving starts."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """Which buckets fit.
+
+    kept: bytes by graph, measured or predicted. dropped: reasons by graph, in the order in which they were dropped.
+    """
+
+    kept: dict[GraphKey, int]
+    dropped: dict[GraphKey, str]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(self.kept.values())
+
+
+def fit_to_memory(buckets: BucketSet, measured: Mapping[GraphKey, int], budget_bytes: int) -> FitResult:
+    """Drops the most wasteful buckets until the others fit.
+
+    A bucket's waste is its memory times its cost over that of the next bucket that could take its steps: memory that
+    saves nothing is all waste, memory that saves nine tenths of the time is waste by a tenth.
+
+    Args:
+        buckets: all that are wanted.
+        measured: bytes of the graphs that are warm, among them both maxima. They stay.
+        budget_bytes: what all graphs together may take.
+
+    Raises:
+        MemoryBudgetError: the measured graphs alone exceed the budget.
+    """
+    _check_budget(measured, budget_bytes, buckets.limits.max_num_batched_tokens)
+    memory = GraphMemory(measured)
+    keys: tuple[GraphKey, ...] = (*buckets.forward, *buckets.logits)
+    kept = {key: measured.get(key, memory.bytes_of(key)) for key in keys}
+    shapes, rows = shape_array(buckets.forward), np.array(buckets.logits, np.int64)
+    kinds = [
+        _Waste(buckets.forward, shapes, shape_seconds(buckets.cost, shapes), kept, measured),
+        _Waste(buckets.logits, rows[:, None], np.asarray(buckets.cost.logits_seconds(rows)), kept, measured),
+    ]
+    dropped: dict[GraphKey, str] = {}
+    total = sum(kept.values())
+    while total > budget_bytes:
+        worst = max(kinds, key=lambda kind: kind.most)
+        key, rival = worst.drop()
+        size = kept.pop(key)
+        total -= size
+        dropped[key] = (
+            f"about {size / GIB:.3f} GiB do not fit ucm.graphs.memory_budget ({budget_bytes / GIB:.2f} GiB); "
+            f"its steps run in {graph_name(rival)}"
+        )
+    return FitResult(kept, dropped)
+
+
+def _check_budget(measured: Mapping[GraphKey, int], budget_bytes: int, max_num_batched_tokens: int) -> None:
+    """Raises a MemoryBudgetError if the graphs with which serving starts take more than the budget."""
+    needed = sum(measured.values())
+    if needed > budget_bytes:
+        raise MemoryBudgetError(
+            f"ucm.graphs.memory_budget is {budget_bytes / GIB:.3f} GiB, but the {len(measured)} graphs with which "
+            f"serving starts take {needed / GIB:.3f} GiB; raise it, lower --max-num-batched-tokens (now "
+            f"{max_num_batched_tokens}), or start with fewer buckets (ucm.graphs.skeleton)"
+        )
+
+
+class _Waste:
+    """Waste of the buckets of one kind, kept up to date while buckets are dropped.
+
+    Args:
+        keys: [n] in ascending order of cost, so that whatever dominates a bucket comes after it.
+        shapes: [n, d]. seconds: [n]. sizes: bytes by graph. stays: graphs that are never dropped.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[GraphKey],
+        shapes: NDArray[np.int64],
+        seconds: Floats,
+        sizes: Mapping[GraphKey, int],
+        stays: Container[GraphKey],
+    ) -> None:
+        self._keys, self._shapes, self._seconds = keys, shapes, seconds
+        self._sizes = np.array([sizes[key] for key in keys], np.float64)
+        self._kept = np.ones(len(keys), bool)
+        self._rival = np.full(len(keys), -1)
+        self._waste = np.full(len(keys), -1.0)
+        for index, key in enumerate(keys[:-1]):
+            if key not in stays:
+                self._weigh(index)
+
+    @property
+    def most(self) -> float:
+        """The largest waste; less than 0 where nothing can be dropped."""
+        return float(self._waste.max())
+
+    def drop(self) -> tuple[GraphKey, GraphKey]:
+        """Drops the most wasteful bucket; it, and the one that takes its steps. Of equals the cheapest goes."""
+        index = int(np.argmax(self._waste))
+        self._kept[index] = False
+        self._waste[index] = -1.0
+        for other in np.flatnonzero((self._rival == index) & (self._waste >= 0)):
+            self._weigh(int(other))
+        return self._keys[index], self._keys[self._rival[index]]
+
+    def _weigh(self, index: int) -> None:
+        fits = self._kept & (self._shapes >= self._shapes[index]).all(axis=1)
+        fits[: index + 1] = False
+        rival = int(np.argmax(fits))
+        self._rival[index] = rival
+        self._waste[index] = self._sizes[index] * self._seconds[index] / max(self._seconds[rival], TINY)

@@ -1,0 +1,134 @@
+"""The buckets that are warm, those that are still cold, and the lookup that never returns a cold one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from typing import NamedTuple
+
+from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey, graph_name
+from vllm_gaudi_ucm.graphs.warm_up.order import WarmUpOrder
+
+
+class NotWarmError(RuntimeError):
+    """A step was looked up before the configured maximum was warm."""
+
+
+class _View(NamedTuple):
+    """One consistent state; a lookup reads it once, so that a change in another thread never shows halfway."""
+
+    wanted: BucketSet
+    """Every bucket that is or will be warm."""
+    warm: BucketSet | None
+    """None until the configured maximum is warm, forward shape and logits rows: only then every step has a bucket."""
+    warm_keys: frozenset[GraphKey]
+    cold_keys: frozenset[GraphKey]
+
+
+class ReadyBuckets:
+    """Finds the cheapest warm bucket of a step while others are still being warmed.
+
+    One thread may look up while another one marks and drops. A lookup takes no lock; as long as buckets are cold it
+    costs two lookups in a `BucketSet`, afterwards one.
+
+    Args:
+        buckets: all of them. Their maximum can not be dropped.
+        usage: steps that are expected, for the order in which buckets are warmed.
+    """
+
+    def __init__(self, buckets: BucketSet, usage: Steps | None = None) -> None:
+        self.buckets = buckets
+        self.maximum: tuple[ForwardShape, int] = (buckets.limits.maximum.forward, buckets.limits.maximum.logits)
+        self._order = WarmUpOrder(buckets, usage)
+        self._keys: frozenset[GraphKey] = frozenset((*buckets.forward, *buckets.logits))
+        self._dropped: dict[GraphKey, str] = {}
+        self._changes = threading.Lock()
+        self._view = self._viewed(frozenset())
+
+    def lookup(self, step: Bucket) -> Bucket:
+        """The cheapest warm bucket that dominates `step`; counts the step for the cold ones that it asked for.
+
+        Raises:
+            LimitsError: the step exceeds the limits that the buckets were made for.
+            NotWarmError: not even the configured maximum is warm.
+        """
+        wanted, warm, _, cold_keys = self._view
+        if warm is None:
+            raise NotWarmError(f"step {list(step)} before the configured maximum is warm; run the skeleton first")
+        best = wanted.lookup(step)
+        if not cold_keys:
+            return best
+        ready = warm.lookup(step)
+        if ready != best:
+            self._count(best, ready)
+        return ready
+
+    def mark_warm(self, key: GraphKey) -> None:
+        """From now on lookups may return `key`, whose graph is there. Marking twice changes nothing."""
+        with self._changes:
+            self._check_known(key)
+            if key in self._dropped:
+                raise ValueError(f"{graph_name(key)} was dropped ({self._dropped[key]}) and can not become warm")
+            self._view = self._viewed(self._view.warm_keys | {key})
+
+    def drop(self, key: GraphKey, reason: str) -> None:
+        """`key` will never be warm; its steps run in the next larger bucket."""
+        with self._changes:
+            self._check_known(key)
+            if key in self.maximum or key in self._view.warm_keys:
+                which = "the configured maximum" if key in self.maximum else "warm"
+                raise ValueError(f"{graph_name(key)} is {which} and can not be dropped: steps run in it")
+            self._dropped.setdefault(key, reason)
+            self._view = self._viewed(self._view.warm_keys)
+
+    def next_cold(self) -> GraphKey | None:
+        """The cold bucket that saves the most seconds against what is warm, by expected and by seen steps.
+
+        The configured maximum comes before everything else. None: nothing is cold.
+        """
+        view = self._view
+        return self._order.first(view.cold_keys, view.warm_keys)
+
+    def is_warm(self, key: GraphKey) -> bool:
+        return key in self._view.warm_keys
+
+    @property
+    def cold(self) -> frozenset[GraphKey]:
+        """What is neither warm nor dropped."""
+        return self._view.cold_keys
+
+    @property
+    def dropped(self) -> dict[GraphKey, str]:
+        """What was dropped, and why."""
+        with self._changes:
+            return dict(self._dropped)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(warm, warm and cold) graphs; dropped ones do not count."""
+        view = self._view
+        return len(view.warm_keys), len(view.warm_keys) + len(view.cold_keys)
+
+    def _count(self, best: Bucket, ready: Bucket) -> None:
+        """What differs is what was cold: had it been warm, it would have been found."""
+        if best[:4] != ready[:4]:
+            self._order.count(best.forward)
+        if best.logits != ready.logits:
+            self._order.count(best.logits)
+
+    def _check_known(self, key: GraphKey) -> None:
+        if key not in self._keys:
+            raise KeyError(f"{graph_name(key)} is none of the {len(self._keys)} buckets")
+
+    def _viewed(self, warm: frozenset[GraphKey]) -> _View:
+        wanted = self._keys - self._dropped.keys()
+        ready = self._subset(warm) if warm.issuperset(self.maximum) else None
+        return _View(self._subset(wanted), ready, warm, wanted - warm)
+
+    def _subset(self, keys: Collection[GraphKey]) -> BucketSet:
+        forward = [key for key in keys if isinstance(key, ForwardShape)]
+        logits = [key for key in keys if isinstance(key, int)]
+        return BucketSet(forward, logits, self.buckets.limits, self.buckets.cost)

@@ -1,0 +1,140 @@
+"""Warms buckets by running them: the skeleton before serving, the rest before or beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory
+from vllm_gaudi_ucm.graphs.warm_up.memory_fit import GIB, fit_to_memory
+from vllm_gaudi_ucm.graphs.warm_up.progress import Stage, WarmUpProgress
+from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
+from vllm_gaudi_ucm.graphs.warm_up.records import WarmUpRecords
+from vllm_gaudi_ucm.graphs.warm_up.skeleton import Skeleton
+from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
+
+
+class WarmUp:
+    """Runs graphs one after the other, measures what each takes, and says which are ready.
+
+    For one thread at a time: `run_skeleton` first, then `run_all` or an `IdleWarmUp`.
+
+    Args:
+        ready: the buckets; their state changes as graphs become warm.
+        run_forward: captures the graph of a shape and really runs it, waits for it, and raises if what ran was another
+            phase.
+        run_logits: the same for the logits graph of so many rows and for sampling.
+        free_memory: bytes that are free on the device; the difference over a run is what its graph takes.
+        report: called as graphs start and end.
+        memory_budget: bytes that all graphs together may take; None: whatever the device has.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        ready: ReadyBuckets,
+        run_forward: Callable[[ForwardShape], None],
+        run_logits: Callable[[int], None],
+        free_memory: Callable[[], int],
+        report: Callable[[WarmUpProgress], None],
+        memory_budget: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.ready = ready
+        self._run_forward = run_forward
+        self._run_logits = run_logits
+        self._free_memory = free_memory
+        self._report_to = report
+        self._memory_budget = memory_budget
+        self._clock = clock
+        self._records = WarmUpRecords((*ready.buckets.forward, *ready.buckets.logits))
+
+    def run_skeleton(self, skeleton: Skeleton) -> None:
+        """Warms what serving starts with, then drops what will not fit the memory beside it.
+
+        An error of a graph is not caught: a server whose first graphs do not run must not start.
+
+        Raises:
+            MemoryBudgetError: these graphs take more than `memory_budget`.
+        """
+        start = self._clock()
+        self._records.begin_skeleton(skeleton.keys)
+        for key in skeleton.keys:
+            self._report("skeleton", current=key)
+            self._settle("skeleton", self._run(key))
+        self._records.skeleton_seconds = self._clock() - start
+        self._drop_what_does_not_fit()
+
+    def run_all(self) -> None:
+        """Warms everything that is still cold."""
+        while (key := self.ready.next_cold()) is not None:
+            self.warm(key)
+
+    def warm(self, key: GraphKey) -> None:
+        """Warms one graph beyond the skeleton, or drops it: it does not fit the memory, or it raised an error.
+
+        An error is reported and costs this bucket alone: its steps keep running in the larger one they run in now.
+        """
+        self._report("rest", current=key)
+        self._settle("rest", self._refused(key) or self._tried(key))
+
+    def last_seconds(self, like: GraphKey) -> float:
+        """What the last warm graph of the same kind took (forward or logits); 0 without any."""
+        return self._records.last_seconds(like)
+
+    def summary(self) -> WarmUpSummary:
+        """What has become of every graph so far."""
+        return self._records.summary()
+
+    def _run(self, key: GraphKey) -> GraphRecord:
+        free, start = self._free_memory(), self._clock()
+        if isinstance(key, ForwardShape):
+            self._run_forward(key)
+        else:
+            self._run_logits(key)
+        seconds = self._clock() - start
+        return GraphRecord(key, GraphState.WARM, seconds, max(0, free - self._free_memory()))
+
+    def _tried(self, key: GraphKey) -> GraphRecord:
+        start = self._clock()
+        try:
+            return self._run(key)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            return GraphRecord(key, GraphState.FAILED, self._clock() - start, reason=reason)
+
+    def _refused(self, key: GraphKey) -> GraphRecord | None:
+        """A record that says why there is no memory for `key`, if there is none.
+
+        Looked at again before each graph: `fit_to_memory` knew the skeleton only, and the device has other users.
+        """
+        measured = self._records.measured()
+        expected, used, free = GraphMemory(measured).bytes_of(key), sum(measured.values()), self._free_memory()
+        budget = self._memory_budget
+        if budget is not None and used + expected > budget:
+            why = f"ucm.graphs.memory_budget is {budget / GIB:.2f} GiB, {used / GIB:.2f} GiB of it are in use"
+        elif expected > free:
+            why = f"{free / GIB:.2f} GiB are free on the device"
+        else:
+            return None
+        return GraphRecord(key, GraphState.DROPPED, reason=f"about {expected / GIB:.3f} GiB do not fit: {why}")
+
+    def _drop_what_does_not_fit(self) -> None:
+        if self._memory_budget is None:
+            return
+        fit = fit_to_memory(self.ready.buckets, self._records.measured(), self._memory_budget)
+        for key, reason in fit.dropped.items():
+            self._settle("rest", GraphRecord(key, GraphState.DROPPED, reason=reason))
+
+    def _settle(self, stage: Stage, record: GraphRecord) -> None:
+        if record.state is GraphState.WARM:
+            self.ready.mark_warm(record.key)
+        else:
+            self.ready.drop(record.key, record.reason)
+        self._records.add(record)
+        self._report(stage, ended=record)
+
+    def _report(self, stage: Stage, current: GraphKey | None = None, ended: GraphRecord | None = None) -> None:
+        self._report_to(self._records.progress(stage, self._free_memory(), current, ended))
