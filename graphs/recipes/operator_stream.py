@@ -34,7 +34,7 @@ class OperatorStream(TorchDispatchMode):
     Not seen: what runs inside of compiled code or a replayed graph, and kernels launched past torch's dispatcher. Under
     inference mode torch shows composite operators whole (`linear`), otherwise in pieces: warm as you serve.
 
-    Costs 15 us per operator on one core of a shared x86 server with torch 2.13, of which 4.5 us are torch's for any mode.
+    Costs 15 us per operator (one core of a shared x86 server, torch 2.13), of which 4.5 us are torch's for any mode.
     """
 
     def __init__(self, label: str, device_type: str) -> None:
