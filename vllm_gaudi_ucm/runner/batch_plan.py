@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.runner.context_pairs import ContextPairs, context_pairs, shared_pairs
+from vllm_gaudi_ucm.runner.context_pairs import ContextPairs, SharedPairs, context_pairs, shared_pairs
 from vllm_gaudi_ucm.runner.shared_plan import SharedPlan, plan_shared
 
 
@@ -136,13 +136,13 @@ def _plan_causal(
     return CausalPlan(groups, slices)
 
 
-def _plan_unique(pairs: ContextPairs, shared: NDArray[np.int64]) -> UniquePlan | None:
+def _plan_unique(pairs: ContextPairs, shared: SharedPairs) -> UniquePlan | None:
     """What is not shared, in the order of the pairs."""
-    if len(shared) == len(pairs.block):
+    if len(shared.index) == len(pairs.block):
         return None
-    if len(shared):
+    if len(shared.index):
         unique = np.ones(len(pairs.block), np.bool_)
-        unique[shared] = False
+        unique[shared.index] = False
         pairs = pairs.take(unique.nonzero()[0])
     # a single row is the only row of its request and single rows come first: its row is its request's flat position
     return UniquePlan(pairs.block.astype(np.int64), pairs.request, np.zeros_like(pairs.hi), pairs.hi)

@@ -28,6 +28,16 @@ class ContextPairs(NamedTuple):
         return ContextPairs(self.request.take(index), self.block.take(index), self.hi.take(index))
 
 
+class SharedPairs(NamedTuple):
+    """Pairs whose block more than one row uses, ordered by block id, the pairs of a block in flat order.
+
+    index: int64 [shared] into the pairs of the step. block: int64 [shared] physical block id.
+    """
+
+    index: NDArray[np.int64]
+    block: NDArray[np.int64]
+
+
 def context_pairs(
     context: NDArray[np.int64], requests: NDArray[np.int64], block_tables: NDArray[np.int32], block_size: int
 ) -> ContextPairs:
@@ -51,8 +61,8 @@ def context_pairs(
     return ContextPairs(request, block, hi)
 
 
-def shared_pairs(pairs: ContextPairs, num_single: int) -> NDArray[np.int64]:
-    """Pairs whose block more than one row uses, ordered by block id, the pairs of a block in flat order.
+def shared_pairs(pairs: ContextPairs, num_single: int) -> SharedPairs:
+    """Pairs whose block more than one row uses.
 
     One sort of 64-bit keys finds equal blocks and the order of their users at once. Its cost does not depend on how
     large block ids are, and a batch that shares nothing pays for nothing else.
@@ -65,15 +75,14 @@ def shared_pairs(pairs: ContextPairs, num_single: int) -> NDArray[np.int64]:
     key <<= PAIR_BITS
     key |= np.arange(len(key))
     key.sort()
-    block = key >> PAIR_BITS
-    again = block[1:] == block[:-1]
-    any_multi = len(pairs.request) > 0 and bool(pairs.request[-1] >= num_single)
+    again = (key[1:] ^ key[:-1]) <= PAIR_MASK
+    any_multi = len(key) > 0 and bool(pairs.request[-1] >= num_single)
     if not (any_multi or np.count_nonzero(again)):
-        return np.empty(0, np.int64)
-    key &= PAIR_MASK
+        return SharedPairs(key[:0], key[:0])
     shared = np.zeros(len(key), np.bool_)
     shared[1:] = again
     shared[:-1] |= again
     if any_multi:
-        shared |= pairs.request.take(key) >= num_single
-    return key[shared]
+        shared |= pairs.request.take(key & PAIR_MASK) >= num_single
+    key = key[shared]
+    return SharedPairs(key & PAIR_MASK, key >> PAIR_BITS)

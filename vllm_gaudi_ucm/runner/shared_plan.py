@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.runner.context_pairs import ContextPairs
+from vllm_gaudi_ucm.runner.context_pairs import ContextPairs, SharedPairs
 
 Group = tuple[NDArray[np.int64], int, int]
 
@@ -39,7 +39,7 @@ class _Blocks(NamedTuple):
         return self.users[self.first[index] : self.first[index] + self.count[index]]
 
 
-def plan_shared(pairs: ContextPairs, order: NDArray[np.int64], query_start: NDArray[np.int64]) -> SharedPlan | None:
+def plan_shared(pairs: ContextPairs, shared: SharedPairs, query_start: NDArray[np.int64]) -> SharedPlan | None:
     """Groups the shared pairs.
 
     Multiplying every row with every shared block would cost rows x blocks where the batch is block-sparse (several
@@ -47,22 +47,24 @@ def plan_shared(pairs: ContextPairs, order: NDArray[np.int64], query_start: NDAr
 
     Args:
         pairs: all pairs of the step.
-        order: the shared ones among them, as `shared_pairs` orders them: by block id, then by request.
+        shared: the shared ones among them.
         query_start: [requests + 1] first row of each request in flat order.
     """
-    if not order.size:
+    index, block = shared
+    if not index.size:
         return None
-    request, block, tokens = pairs.take(order)
+    request = pairs.request.take(index)
     first, count = _runs(block[1:] != block[:-1])
-    by_use = order[first].argsort()
+    by_use = index[first].argsort()
     place, groups = _group(_Blocks(first[by_use], count[by_use], request), query_start)
     column = np.empty_like(first)
     column[by_use] = place
     hi = np.zeros((len(query_start) - 1, len(first)), np.int32)
-    hi.reshape(-1)[request * len(first) + column.repeat(count)] = tokens
+    hi.reshape(-1)[request * len(first) + column.repeat(count)] = pairs.hi.take(index)
     blocks = np.empty_like(first)
     blocks[column] = block[first]
-    return SharedPlan(blocks, np.zeros_like(hi), hi, groups)
+    # zeros, not zeros_like: a large one comes from the system as zeros, untouched
+    return SharedPlan(blocks, np.zeros(hi.shape, np.int32), hi, groups)
 
 
 def _group(blocks: _Blocks, query_start: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[Group]]:
@@ -94,12 +96,16 @@ def _group(blocks: _Blocks, query_start: NDArray[np.int64]) -> tuple[NDArray[np.
 def _new_users(blocks: _Blocks) -> NDArray[np.bool_]:
     """[blocks - 1] whether the users of block i + 1 are others than those of block i."""
     count = blocks.count
+    lowest, highest = blocks.users[blocks.first], blocks.users[blocks.first + count - 1]
+    differs = (count[1:] != count[:-1]) | (lowest[1:] != lowest[:-1])
+    if np.array_equal(highest - lowest, count - 1):  # users without gaps: lowest and number say it all
+        return differs
     begin = count.cumsum() - count
     index = np.arange(len(blocks.users))
     users = blocks.users.take(index + (blocks.first - begin).repeat(count))
     # where the block before has another number of users this compares anything, but then it does not matter
     before = users.take(index - count.repeat(count))
-    return np.logical_or.reduceat(users != before, begin)[1:] | (count[1:] != count[:-1])
+    return differs | np.logical_or.reduceat(users != before, begin)[1:]
 
 
 def _runs(changes: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -116,6 +122,8 @@ def _rows(users: NDArray[np.int64], query_start: NDArray[np.int64]) -> NDArray[n
     last = users[-1]
     if query_start[last + 1] == last + 1:  # as many rows as requests up to here, so each has one
         return users
+    if len(users) == 1:
+        return np.arange(query_start[last], query_start[last + 1])
     start = query_start[users]
     count = query_start[users + 1] - start
     end = count.cumsum()
