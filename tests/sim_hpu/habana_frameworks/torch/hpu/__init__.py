@@ -1,18 +1,28 @@
 """The module `torch.hpu` of the simulated card."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from habana_frameworks.torch.hpu import random
-from habana_frameworks.torch.simulator import card
+from habana_frameworks.torch.hpu.graphs import wrap_in_hpu_graph
+from habana_frameworks.torch.hpu.streams import Event, Stream, current_stream, default_stream, stream
+from habana_frameworks.torch.simulator.card import card
+from habana_frameworks.torch.simulator.state import state
 
 __all__ = [
+    "Event",
+    "Stream",
     "current_device",
+    "current_stream",
+    "default_stream",
     "device_count",
     "get_device_properties",
     "is_available",
+    "is_initialized",
     "mem_get_info",
     "random",
+    "stream",
     "synchronize",
+    "wrap_in_hpu_graph",
 ]
 
 
@@ -28,6 +38,11 @@ def is_available() -> bool:
     return card.device_count > 0
 
 
+def is_initialized() -> bool:
+    """Importing the bridge starts the card."""
+    return True
+
+
 def device_count() -> int:
     """Number of cards."""
     return card.device_count
@@ -38,14 +53,15 @@ def current_device() -> int:
     return 0
 
 
-def synchronize() -> None:
-    """Counts: everything has finished already, because it ran on the CPU."""
+def synchronize(device: Any = None) -> None:
+    """Launches what waits and counts: everything else has finished already, because it ran on the CPU."""
+    state.cut()
     card.synchronizations += 1
 
 
-def mem_get_info() -> tuple[int, int]:
-    """(free, total) in bytes, as set."""
-    return card.free_bytes, card.total_bytes
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """(free, total) in bytes, as set, less what captured graphs hold."""
+    return card.free(), card.total_bytes
 
 
 def get_device_properties(device: int = 0) -> DeviceProperties:

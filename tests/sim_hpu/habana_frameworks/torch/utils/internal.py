@@ -1,8 +1,5 @@
-"""`is_lazy`: the execution mode, lazy unless the environment says otherwise."""
+"""`is_lazy`: the execution mode."""
 
-import os
+from habana_frameworks.torch.simulator.state import is_lazy
 
-
-def is_lazy() -> bool:
-    """Whether operations accumulate into a graph (PT_HPU_LAZY_MODE other than "0") instead of running eagerly."""
-    return os.environ.get("PT_HPU_LAZY_MODE", "1") != "0"
+__all__ = ["is_lazy"]

@@ -1,0 +1,153 @@
+"""Sees every operator of a thread: those on the card are checked, counted into the stream, and recorded if captured."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from habana_frameworks.torch.internal.bridge_config import compile_only
+from habana_frameworks.torch.simulator.card import card
+from habana_frameworks.torch.simulator.constraint import HpuConstraintError
+from habana_frameworks.torch.simulator.memory import memory
+from habana_frameworks.torch.simulator.rules import check_operator, has_dynamic_shape, named_arguments, reads_host
+from habana_frameworks.torch.simulator.state import state
+from habana_frameworks.torch.simulator.tape import tensors_in
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operators whose kernels run as they are; kernels of other libraries (vLLM's) are Python, whose operators count.
+_CLOSED = frozenset({"aten", "prims", "hpu", "c10d", "_c10d_functional", "symm_mem"})
+_COPIES = frozenset({"aten::copy_", "aten::_to_copy"})
+# Where an index lives on the host, torch copies it first, on every accelerator.
+_MOVES_INDICES = frozenset({"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"})
+# Of their host inputs these read the shape alone.
+_SHAPED_LIKE = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+_ALLOCATIONS = frozenset(f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty"))
+
+
+class OperatorMode(TorchDispatchMode):
+    """One per thread, always entered."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile may trace under this mode; what it compiled is seen again when it runs."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, dict(kwargs or {}))
+
+    def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        inputs = tensors_in(args) + tensors_in(kwargs)
+        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in inputs) or not _is_on_card(inputs):
+            return func(*args, **kwargs)
+        opened = self._open(func, args, kwargs)
+        if opened is not NotImplemented:
+            return opened
+        name = func._schema.name
+        if reads_host(func):
+            state.read_on_host(func)
+            return func(*args, **kwargs)
+        if name in _COPIES and not _stays_on_card(inputs):
+            return _copy(func, args, kwargs)
+        if state.region != "hpu_backend":
+            _check_devices(func, name, inputs)
+        return _on_card(func, args, kwargs)
+
+    def _open(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the operators that an operator is made of, seen by this mode; NotImplemented if it is one itself."""
+        if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func.namespace in _CLOSED:
+            return NotImplemented
+        for key in (DispatchKey.HPU, DispatchKey.CompositeExplicitAutograd, DispatchKey.CPU):
+            if func.has_kernel_for_dispatch_key(key):
+                with self:
+                    return func._op_dk(key, *args, **kwargs)
+        return NotImplemented
+
+
+def _is_on_card(inputs: Sequence[torch.Tensor]) -> bool:
+    """Where an operator runs: what is being made, its inputs, and the compiled region it is in decide."""
+    if state.making is not None:
+        return state.making == "card"
+    return state.region == "hpu_backend" or any(memory.serial(tensor) is not None for tensor in inputs)
+
+
+def _stays_on_card(inputs: Sequence[torch.Tensor]) -> bool:
+    """A number of the host is part of the captured graph, as in every other operator."""
+    if state.region == "hpu_backend":
+        return True
+    target, *sources = (memory.serial(tensor) is not None for tensor in inputs)
+    is_number = state.region is not None and inputs[-1].dim() == 0
+    return target and (is_number or all(sources))
+
+
+def _copy(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Between host and card, which is no recipe. `_to_copy` of the card's own tensors never comes here."""
+    target = args[0]
+    if memory.serial(target) is None:
+        state.read_on_host(func)
+    elif state.region is not None:
+        raise HpuConstraintError(func, f"a copy from the host inside a region captured by {state.region}")
+    return func(*args, **kwargs)
+
+
+def _check_devices(func: OpOverload, name: str, inputs: Sequence[torch.Tensor]) -> None:
+    if name.endswith(_SHAPED_LIKE):
+        return
+    for tensor in inputs:
+        if memory.serial(tensor) is None and tensor.dim() > 0:
+            if name in _MOVES_INDICES and state.region is None:
+                continue
+            raise HpuConstraintError(
+                func, f"a tensor of shape {tuple(tensor.shape)} is on the host, expected all tensors on the card"
+            )
+
+
+def _on_card(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Checks the operator, counts it, and runs it."""
+    named = named_arguments(func, args, kwargs)
+    dynamic = has_dynamic_shape(func, named)
+    if dynamic is not None:
+        if state.region is not None:
+            raise HpuConstraintError(func, f"{dynamic}, inside a region captured by {state.region}")
+        state.read_on_host(func)
+    if not compile_only():
+        check_operator(func, named)
+    if func.is_view:
+        return _mark(func(*args, **kwargs))
+    if func._schema.name not in _ALLOCATIONS:
+        state.stream.add(func, args, kwargs)
+    encoded = state.tape.encode(args, kwargs) if state.tape is not None else None
+    run = _without_writing if compile_only() else func
+    result = _mark(run(*args, **kwargs) if run is func else run(func, args, kwargs))
+    outputs = tensors_in(result)
+    state.stream.results(outputs)
+    if encoded is not None and state.tape is not None:
+        state.tape.add(func, encoded, outputs)
+    card.executed += 1
+    state.operator_ran()
+    return result
+
+
+def _mark(result: Any) -> Any:
+    for tensor in tensors_in(result):
+        memory.put(tensor)
+    return result
+
+
+def _without_writing(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """PT_COMPILE_ONLY_MODE: shapes as they would be, but nothing is written and floats are NaN."""
+    if func._schema.is_mutable:
+        return args[0]
+    result = func(*args, **kwargs)
+    for tensor in tensors_in(result):
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+    return result

@@ -1,0 +1,36 @@
+"""What importing the bridge does to a process: its threads see the card, and it must not be forked any more."""
+
+import os
+import threading
+from typing import Any, NoReturn
+
+from habana_frameworks.torch.simulator.constraint import HpuConstraintError
+from habana_frameworks.torch.simulator.device_mode import DeviceMode
+from habana_frameworks.torch.simulator.operator_mode import OperatorMode
+
+
+def enter_modes() -> None:
+    """From now on this thread's tensors and operators are seen. There is no way back, as with the bridge."""
+    OperatorMode().__enter__()
+    DeviceMode().__enter__()
+
+
+def enter_modes_in_threads() -> None:
+    """Modes belong to a thread: every thread started from now on enters its own."""
+    bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def entered(self: threading.Thread) -> Any:
+        enter_modes()
+        return bootstrap(self)
+
+    threading.Thread._bootstrap_inner = entered  # type: ignore[attr-defined]
+
+
+def forbid_fork() -> None:
+    """With the card a forked process hangs at its first operator; here fork raises. Spawning is what works."""
+    for name in ("fork", "forkpty"):
+        setattr(os, name, _refuse_fork)
+
+
+def _refuse_fork() -> NoReturn:
+    raise HpuConstraintError("fork", "the device is started in this process, a forked one would hang; spawn it")

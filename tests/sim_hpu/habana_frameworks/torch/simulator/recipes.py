@@ -1,0 +1,66 @@
+"""Recipes that the card has compiled, and the folder that keeps them between processes."""
+
+import atexit
+import os
+import shutil
+import threading
+from pathlib import Path
+
+from habana_frameworks.torch.simulator.card import card
+
+CACHE_CONFIG = "PT_HPU_RECIPE_CACHE_CONFIG"
+MIB = 1 << 20
+
+
+class RecipeFolder:
+    """Recipes on disk, as `PT_HPU_RECIPE_CACHE_CONFIG="path,delete_on_exit,size_mb"` asks for; one file per recipe.
+
+    Raises ValueError for a configuration of another form.
+    """
+
+    def __init__(self, config: str) -> None:
+        fields = config.split(",")
+        if len(fields) != 3 or not fields[0] or fields[1].lower() not in ("true", "false") or not fields[2].isdigit():
+            raise ValueError(f"{CACHE_CONFIG}: found {config!r}, expected 'path,delete_on_exit,size_mb' (a,false,1024)")
+        self._folder = Path(fields[0])
+        self._limit = int(fields[2]) * MIB
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if fields[1].lower() == "true":
+            atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def holds(self, key: str) -> bool:
+        return (self._folder / key).exists()
+
+    def add(self, key: str) -> None:
+        """Keeps a recipe, and drops the oldest ones beyond the size limit."""
+        (self._folder / key).touch()
+        files = sorted(self._folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        excess = len(files) - max(1, self._limit // card.recipe_bytes)
+        for file in files[: max(0, excess)]:
+            file.unlink(missing_ok=True)
+
+
+class RecipeBook:
+    """All recipes of this process."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._lock = threading.Lock()
+        config = os.environ.get(CACHE_CONFIG, "")
+        self._folder = RecipeFolder(config) if config else None
+
+    def need(self, key: str) -> None:
+        """A recipe is about to run: it is compiled unless this process has it or the folder keeps it."""
+        with self._lock:
+            if key in self._seen:
+                return
+            self._seen.add(key)
+            if self._folder is not None and self._folder.holds(key):
+                card.cache_hits += 1
+                return
+            card.compilations += 1
+            if self._folder is not None:
+                self._folder.add(key)
+
+
+recipes = RecipeBook()
