@@ -1,0 +1,67 @@
+"""/metrics of a real server: the plugin's figures stand beside vLLM's, agree with the phase log, and leave no file."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.server import MODEL_NAME, Server, start_server
+from vllm_gaudi_ucm.phase_log import StepRecord, read_phase_log
+
+pytestmark = pytest.mark.skipif(
+    not entry_points(group="vllm.stat_logger_plugins", name="gaudi_ucm"),
+    reason="installed before the entry point was declared: `make setup` installs again",
+)
+
+
+def read_metrics(server: Server) -> dict[tuple[str, str], float]:
+    """The plugin's samples by name and value of the last label (none: empty)."""
+    text = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert any(sample.name.startswith("vllm:") for sample in samples), "vLLM's own metrics are gone"
+    ours = [sample for sample in samples if sample.name.startswith("gaudi_ucm_")]
+    assert {sample.labels["engine"] for sample in ours} == {"0"}
+    return {(s.name, "".join(v for k, v in s.labels.items() if k != "engine")): s.value for s in ours}
+
+
+def test_metrics_agree_with_the_phase_log(server: Server, client: OpenAI) -> None:
+    before = read_metrics(server)
+    client.completions.create(model=MODEL_NAME, prompt="Metrics count", max_tokens=12, extra_body={"ignore_eos": True})
+    server.wait_idle()
+    after = read_metrics(server)
+    steps = read_phase_log(server.phase_log)[1]
+    for phase in ("c--", "--u", "csu"):
+        assert after["gaudi_ucm_steps_total", phase] == sum(step.bucket.phase == phase for step in steps)
+    for dimension, size in _sizes(steps).items():
+        assert after["gaudi_ucm_true_size_total", dimension] == size
+        assert after["gaudi_ucm_padded_size_total", dimension] >= size
+    assert after["gaudi_ucm_steps_total", "--u"] >= before["gaudi_ucm_steps_total", "--u"] + 11
+    forward = sum(step.forward_ms for step in steps) / 1e3
+    assert after["gaudi_ucm_step_seconds_total", "forward"] == pytest.approx(forward, rel=1e-3)
+    assert ("gaudi_ucm_recipes_after_warm_up_total", "") in after
+
+
+def test_a_server_removes_its_files(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there, for this user alone, while it serves (also with --disable-log-stats), and gone afterwards."""
+    temp = tmp_path / "tmp"
+    temp.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temp))
+    server = start_server(smollm2, tmp_path, "--disable-log-stats")
+    try:
+        (folder,) = temp.glob("gaudi-ucm-metrics-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert read_metrics(server)["gaudi_ucm_steps_total", "--u"] == 0
+        server.terminate()
+        assert not folder.exists(), server.log_tail()
+    finally:
+        server.kill()
+
+
+def _sizes(steps: list[StepRecord]) -> dict[str, int]:
+    names = ("query", "shared", "unique", "logits")
+    return {name: sum(step.bucket[place] for step in steps) for place, name in enumerate(names, start=1)}
