@@ -22,6 +22,9 @@ class Limits:
     num_blocks: blocks of the KV cache; block 0 is the dummy block and never a request's.
     contiguous: the unique part may read the slice `cache[:k]`, so that it spans as many blocks as the largest id says,
         not as many as are used.
+    max_shared_blocks: distinct shared blocks of a step. None: as many as the requests can use, each of several prompts
+        with a context of its own. Fewer keep the largest graph small, whose shared part is rows x blocks; whoever runs
+        steps then divides those that have more.
     """
 
     max_num_batched_tokens: int
@@ -30,6 +33,7 @@ class Limits:
     block_size: int
     num_blocks: int
     contiguous: bool = True
+    max_shared_blocks: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size"):
@@ -38,6 +42,13 @@ class Limits:
         if self.num_blocks < 2:
             raise LimitsError(
                 f"limit num_blocks is {self.num_blocks}, expected at least 2: the dummy block and one for a request"
+            )
+        # a request's own context must fit, or not even a step with nothing else could run
+        least = min(self.blocks_per_request, self.max_context_blocks)
+        if self.max_shared_blocks is not None and self.max_shared_blocks < least:
+            raise LimitsError(
+                f"limit max_shared_blocks is {self.max_shared_blocks}, expected at least {least}: "
+                f"the blocks of one request of {self.max_model_len} tokens"
             )
 
     @property
@@ -50,9 +61,10 @@ class Limits:
         return min(self.num_blocks - 1, self.max_num_seqs * self.blocks_per_request)
 
     @property
-    def max_shared_blocks(self) -> int:
-        """Sized for contexts of many prompts at once: each may have its own cached blocks, used by all its rows."""
-        return self.max_context_blocks
+    def most_shared_blocks(self) -> int:
+        """`max_shared_blocks`, within what the requests of a step can use."""
+        most = self.max_context_blocks
+        return most if self.max_shared_blocks is None else min(most, self.max_shared_blocks)
 
     @property
     def max_unique_blocks(self) -> int:
@@ -67,7 +79,7 @@ class Limits:
     def maximum(self) -> Bucket:
         """The bucket that dominates every step within the limits."""
         return Bucket(
-            "csu", self.max_num_batched_tokens, self.max_shared_blocks, self.max_unique_blocks, self.max_num_seqs
+            "csu", self.max_num_batched_tokens, self.most_shared_blocks, self.max_unique_blocks, self.max_num_seqs
         )
 
     def phase_maximum(self, causal: bool, shared: bool, unique: bool) -> ForwardShape:
@@ -75,7 +87,7 @@ class Limits:
         return ForwardShape.of(
             causal,
             self.max_num_batched_tokens if causal else self.max_decode_rows,
-            self.max_shared_blocks if shared else 0,
+            self.most_shared_blocks if shared else 0,
             self.max_unique_blocks if unique else 0,
         )
 

@@ -17,8 +17,8 @@ from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 
 SCHEMA = "gaudi-ucm.buckets/1"
 KEYS = ("schema", "made_for", "limits", "logits", "forward")
-# Measured when a server starts, so they differ between starts; shapes are cut to what there is.
-MEASURED = ("num_blocks", "contiguous")
+# Measured or chosen when a server starts, so they differ between starts; shapes are cut to what there is.
+MEASURED = ("num_blocks", "contiguous", "max_shared_blocks")
 
 
 class BucketFileError(ValueError):
@@ -104,7 +104,7 @@ def _limits(path: Path, value: Any) -> Limits:
         raise BucketFileError(f"{path}: limits: found {value!r}, expected a mapping with {', '.join(names)}")
     for name, found in value.items():
         expected = bool if name == "contiguous" else int
-        if type(found) is not expected:
+        if type(found) is not expected and not (name == "max_shared_blocks" and found is None):
             raise BucketFileError(f"{path}: limits.{name}: found {found!r}, expected {expected.__name__}")
     try:
         return Limits(**value)

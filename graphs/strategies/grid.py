@@ -67,7 +67,7 @@ def _make(request: BucketRequest, grid: Grid, ladder: Ladder) -> BucketSet:
 
 
 def _shapes(limits: Limits, grid: Grid, ladder: Ladder) -> Iterator[ForwardShape]:
-    shared = [0, *ladder("shared", limits.max_shared_blocks, grid.shared)]
+    shared = [0, *ladder("shared", limits.most_shared_blocks, grid.shared)]
     unique = [0, *ladder("unique", limits.max_unique_blocks, grid.unique)]
     rows = {
         False: ladder("decode", limits.max_decode_rows, grid.decode),

@@ -13,8 +13,8 @@ from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 def test_the_shared_axis_holds_many_cached_prompts() -> None:
     """Eight prompts with a cached context of their own each share all of it among their rows. covers: B3."""
     within = Limits(2048, 8, 4096, 128, 10_000)
-    assert within.max_shared_blocks == 8 * 32
-    assert Limits(2048, 8, 4096, 128, 100).max_shared_blocks == 99
+    assert within.most_shared_blocks == 8 * 32
+    assert Limits(2048, 8, 4096, 128, 100).most_shared_blocks == 99
 
 
 def test_the_unique_axis_follows_how_it_is_read() -> None:

@@ -14,7 +14,8 @@ from vllm_gaudi_ucm.graphs.device_figures import DEVICES, device_figures
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B, ModelFigures
 
-LIMIT_NAMES = tuple(field.name for field in fields(Limits) if field.name != "contiguous")
+OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks")
+LIMIT_NAMES = tuple(field.name for field in fields(Limits) if field.name not in OPTIONAL_LIMITS)
 LLAMA_NAME = "llama-8b"
 
 
@@ -36,6 +37,12 @@ def add_limit_arguments(parser: argparse.ArgumentParser, source: str) -> None:
     group = parser.add_argument_group("limits of the server", f"without them: {source}")
     for name in LIMIT_NAMES:
         group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+    group.add_argument(
+        "--max-shared-blocks",
+        type=int,
+        metavar="N",
+        help="distinct shared blocks of a step, as ucm.graphs.max_shared_blocks (default: as many as requests can use)",
+    )
     group.add_argument(
         "--contiguous",
         action=argparse.BooleanOptionalAction,
@@ -89,4 +96,5 @@ def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) ->
         options = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ValueError(f"{where} does not say {', '.join(wrong)}; give {options}")
     contiguous = known.get("contiguous", True) if args.contiguous is None else args.contiguous
-    return Limits(**values, contiguous=bool(contiguous))
+    shared = known.get("max_shared_blocks") if args.max_shared_blocks is None else args.max_shared_blocks
+    return Limits(**values, contiguous=bool(contiguous), max_shared_blocks=shared)
