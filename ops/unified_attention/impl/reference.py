@@ -119,7 +119,8 @@ def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePa
         pieces.append(_attend_visible(rows, key_cache[ids], value_cache[ids], visible, scale))
     out, top, total = (torch.cat(tensors).squeeze(1) for tensors in zip(*pieces, strict=True))
 
-    result.max.scatter_reduce_(0, part.rows[:, None].expand_as(top), top, "amax")
+    # Of the reductions by index, this is the one that Gaudi has.
+    result.max.index_reduce_(0, part.rows, top, "amax", include_self=True)
     weight = torch.exp(top - _shift(result.max)[part.rows])
     result.sum.index_add_(0, part.rows, total * weight)
     result.out.index_add_(0, part.rows, out * weight[..., None])
