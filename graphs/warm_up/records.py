@@ -59,7 +59,8 @@ class WarmUpRecords:
     def summary(self) -> WarmUpSummary:
         """Every graph; those without a record are cold."""
         cold = (GraphRecord(key, GraphState.COLD) for key in self._keys)
-        return WarmUpSummary(tuple(self._records.get(r.key, r) for r in cold), self.skeleton_seconds)
+        records = tuple(self._records.get(record.key, record) for record in cold)
+        return WarmUpSummary(records, len(self._skeleton), self.skeleton_seconds)
 
     def _seconds_of(self, keys: Sequence[GraphKey]) -> float | None:
         """As many times the mean of their kind; what was never measured counts as the other kind. None: nothing was."""

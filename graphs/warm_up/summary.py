@@ -35,10 +35,12 @@ class GraphRecord:
 class WarmUpSummary:
     """All graphs, forward shapes and then logits rows, each in ascending order of cost.
 
-    skeleton_seconds: until serving could start. seconds: spent on all graphs, the skeleton included.
+    skeleton_graphs: those with which serving started. skeleton_seconds: what they took.
+    seconds: spent on all graphs, the skeleton included.
     """
 
     records: tuple[GraphRecord, ...]
+    skeleton_graphs: int
     skeleton_seconds: float
 
     @property

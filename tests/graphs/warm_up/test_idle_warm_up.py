@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -60,9 +61,14 @@ class Setting:
             self.gate.wait_until_entered()
         self.gate.ran.clear()
 
-    def begins_a_step(self) -> threading.Thread:
-        thread = threading.Thread(target=self.idle.begin_step)
+    def waits_in(self, call: Callable[[], None], state: str) -> threading.Thread:
+        """A thread that has called what sets `state`, and now waits there for the graph."""
+        thread = threading.Thread(target=call)
         thread.start()
+        end = time.monotonic() + TIMEOUT
+        while not getattr(self.idle, state):
+            assert time.monotonic() < end
+            time.sleep(0.001)
         return thread
 
     def open(self) -> None:
@@ -96,7 +102,7 @@ def test_warms_everything_and_ends(setting: Setting) -> None:
 def test_a_step_waits_for_the_graph_and_then_no_other_starts(setting: Setting) -> None:
     setting.idle.start()
     setting.gate.wait_until_entered()
-    step = setting.begins_a_step()
+    step = setting.waits_in(setting.idle.begin_step, "_in_step")
     setting.open()
     step.join(TIMEOUT)
     assert not step.is_alive()
@@ -125,8 +131,7 @@ def test_many_steps_never_meet_a_graph(setting: Setting) -> None:
 def test_pause_waits_for_the_graph_and_resume_goes_on(setting: Setting) -> None:
     setting.idle.start()
     setting.gate.wait_until_entered()
-    pause = threading.Thread(target=setting.idle.pause)
-    pause.start()
+    pause = setting.waits_in(setting.idle.pause, "_paused")
     setting.open()
     pause.join(TIMEOUT)
     assert not pause.is_alive()
@@ -142,8 +147,7 @@ def test_pause_waits_for_the_graph_and_resume_goes_on(setting: Setting) -> None:
 def test_stop_waits_for_the_graph_and_start_goes_on(setting: Setting) -> None:
     setting.idle.start()
     setting.gate.wait_until_entered()
-    stop = threading.Thread(target=setting.idle.stop)
-    stop.start()
+    stop = setting.waits_in(setting.idle.stop, "_stopping")
     setting.gate.passes.release()
     stop.join(TIMEOUT)
     assert not setting.idle.running

@@ -71,6 +71,7 @@ def test_everything_runs_once_and_becomes_warm(data: st.DataObject) -> None:
     summary = warm_up.summary()
     assert [record.key for record in summary.records] == keys_of(buckets)
     assert summary.count(GraphState.WARM) == len(keys_of(buckets))
+    assert summary.skeleton_graphs == len(skeleton.keys)
     assert summary.skeleton_seconds == 2.0 * len(skeleton.keys)
     assert summary.seconds == 2.0 * len(keys_of(buckets))
     assert summary.size == GIB * len(keys_of(buckets))
