@@ -81,7 +81,7 @@ def test_a_change_is_a_new_recipe(change: str) -> None:
 
 @pytest.mark.usefixtures("mode")
 def test_data_and_addresses_are_no_part_of_a_recipe() -> None:
-    def region(seed: int) -> Callable[[], None]:
+    def region(seed: int) -> Callable[[], Tensor]:
         a = torch.full((4, 6), float(seed))
         return lambda: (a * 2 + a).softmax(-1)[:2].add_(a[2:]).copy_(a[:2])
 
@@ -427,5 +427,6 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_check_is_refused() -> None:
+    check: Any = "off"
     with pytest.raises(ValueError, match="recipe_check is 'off', expected one of count, fail"):
-        RecipeRecorder("off", device_type="cpu")  # type: ignore[arg-type]
+        RecipeRecorder(check, device_type="cpu")

@@ -46,9 +46,9 @@ class Pads:
 
 @st.composite
 def pads_strategy(draw: st.DrawFn) -> Pads:
-    sizes = [draw(st.integers(0, 9)) for _ in range(5)]
+    rows, shared, unique, spans, singles = (draw(st.integers(0, 9)) for _ in range(5))
     phase = "".join(draw(st.sampled_from([part, "-"])) for part in "csu")
-    return Pads(*sizes, slice=draw(st.sampled_from([1, 3, 8, 512])), phase=phase)
+    return Pads(rows, shared, unique, spans, singles, draw(st.sampled_from([1, 3, 8, 512])), phase)
 
 
 def pad(batch: Batch, pads: Pads, content: float) -> Batch:
@@ -103,8 +103,8 @@ def _pad_unique(part: UniquePart | None, total: int, pads: Pads) -> UniquePart:
     # A contiguous slice of the whole cache has no room for more, and without rows there is none to point at.
     more = max(pads.unique, int(not len(part.rows))) if total and part.blocks is not None else 0
     blocks = None if part.blocks is None else _append(part.blocks, more, 0)
-    ends = (_append(end, more, 0) for end in (part.lo, part.hi))
-    return UniquePart(blocks, _append(part.rows, more, 0), *ends, min(max(1, part.num_rows + pads.singles), total))
+    rows, lo, hi = (_append(tensor, more, 0) for tensor in (part.rows, part.lo, part.hi))
+    return UniquePart(blocks, rows, lo, hi, min(max(1, part.num_rows + pads.singles), total))
 
 
 def _bits(tensor: Tensor) -> Tensor:
