@@ -61,18 +61,24 @@ def fit_to_memory(buckets: BucketSet, measured: Mapping[GraphKey, int], budget_b
         _Waste(buckets.forward, shapes, shape_seconds(buckets.cost, shapes), kept, measured),
         _Waste(buckets.logits, rows[:, None], np.asarray(buckets.cost.logits_seconds(rows)), kept, measured),
     ]
-    dropped: dict[GraphKey, str] = {}
+    dropped: list[tuple[_Waste, int]] = []
     total = sum(kept.values())
     while total > budget_bytes:
-        worst = max(kinds, key=lambda kind: kind.most)
-        key, rival = worst.drop()
-        size = kept.pop(key)
-        total -= size
-        dropped[key] = (
-            f"about {size / GIB:.3f} GiB do not fit ucm.graphs.memory_budget ({budget_bytes / GIB:.2f} GiB); "
-            f"its steps run in {graph_name(rival)}"
-        )
-    return FitResult(kept, dropped)
+        kind = max(kinds, key=lambda kind: kind.most)
+        dropped.append((kind, kind.drop()))
+        total -= kept[kind.keys[dropped[-1][1]]]
+    reasons: dict[GraphKey, str] = {}
+    for kind, index in dropped:
+        key = kind.keys[index]
+        reasons[key] = _reason(kept.pop(key), budget_bytes, kind.rival_of(index))
+    return FitResult(kept, reasons)
+
+
+def _reason(size: int, budget_bytes: int, rival: GraphKey) -> str:
+    return (
+        f"about {size / GIB:.3f} GiB do not fit ucm.graphs.memory_budget ({budget_bytes / GIB:.2f} GiB); "
+        f"its steps run in {graph_name(rival)}"
+    )
 
 
 def _check_budget(measured: Mapping[GraphKey, int], budget_bytes: int, max_num_batched_tokens: int) -> None:
@@ -102,7 +108,8 @@ class _Waste:
         sizes: Mapping[GraphKey, int],
         stays: Container[GraphKey],
     ) -> None:
-        self._keys, self._shapes, self._seconds = keys, shapes, seconds
+        self.keys = keys
+        self._shapes, self._seconds = shapes, seconds
         self._sizes = np.array([sizes[key] for key in keys], np.float64)
         self._kept = np.ones(len(keys), bool)
         self._rival = np.full(len(keys), -1)
@@ -116,18 +123,25 @@ class _Waste:
         """The largest waste; less than 0 where nothing can be dropped."""
         return float(self._waste.max())
 
-    def drop(self) -> tuple[GraphKey, GraphKey]:
-        """Drops the most wasteful bucket; it, and the one that takes its steps. Of equals the cheapest goes."""
+    def drop(self) -> int:
+        """Drops the most wasteful bucket and gives its index. Of equals the cheapest goes."""
         index = int(np.argmax(self._waste))
         self._kept[index] = False
         self._waste[index] = -1.0
         for other in np.flatnonzero((self._rival == index) & (self._waste >= 0)):
             self._weigh(int(other))
-        return self._keys[index], self._keys[self._rival[index]]
+        return index
+
+    def rival_of(self, index: int) -> GraphKey:
+        """The cheapest bucket that is kept and can take the steps of one that is not."""
+        return self.keys[self._rival_index(index)]
 
     def _weigh(self, index: int) -> None:
-        fits = self._kept & (self._shapes >= self._shapes[index]).all(axis=1)
-        fits[: index + 1] = False
-        rival = int(np.argmax(fits))
+        rival = self._rival_index(index)
         self._rival[index] = rival
         self._waste[index] = self._sizes[index] * self._seconds[index] / max(self._seconds[rival], TINY)
+
+    def _rival_index(self, index: int) -> int:
+        fits = self._kept & (self._shapes >= self._shapes[index]).all(axis=1)
+        fits[: index + 1] = False
+        return int(np.argmax(fits))
