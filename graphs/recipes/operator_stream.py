@@ -34,7 +34,8 @@ class OperatorStream(TorchDispatchMode):
     Not seen: what runs inside of compiled code or a replayed graph, and kernels launched past torch's dispatcher. Under
     inference mode torch shows composite operators whole (`linear`), otherwise in pieces: warm as you serve.
 
-    Costs 15 us per operator (one core of a shared x86 server, torch 2.13), of which 4.5 us are torch's for any mode.
+    Costs 15 to 18 us per operator, views included (one core of a shared x86 server, torch 2.13), 5 of which are torch's
+    for any mode: a Llama of 30 layers took 28 ms more per step.
     """
 
     def __init__(self, label: str, device_type: str) -> None:
