@@ -215,7 +215,7 @@ def host_sampler(logprobs_mode: "LogprobsMode", use_fp64_gumbel: bool) -> "Sampl
         return choose.forward_native(logits, generators, None, None)
 
     # the instance's attribute is where vLLM itself puts its choice
-    choose.forward = masked  # type: ignore[method-assign]
+    choose.forward = masked
     return sampler
 
 
