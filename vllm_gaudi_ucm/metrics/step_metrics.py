@@ -98,7 +98,7 @@ class StepMetrics:
         """By graph, not by bucket: forward and logits graphs combine freely, so there are fewer of them."""
         series = self._graphs.get(graph)
         if series is None:
-            labels = ("logits", f"l{graph}") if isinstance(graph, int) else ("forward", forward_label(graph))
+            labels = ("forward", forward_label(graph)) if isinstance(graph, ForwardShape) else ("logits", f"l{graph}")
             series = self._graphs[graph] = self._file.series(metric.BUCKET_STEPS, *labels)
         return series
 
