@@ -49,6 +49,11 @@ class RecipeBook:
         config = os.environ.get(CACHE_CONFIG, "")
         self._folder = RecipeFolder(config) if config else None
 
+    def forget(self) -> None:
+        """As in a process that has just started; what is on disk stays."""
+        with self._lock:
+            self._seen.clear()
+
     def need(self, key: str) -> None:
         """A recipe is about to run: it is compiled unless this process has it or the folder keeps it."""
         with self._lock:

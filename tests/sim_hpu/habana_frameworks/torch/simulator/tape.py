@@ -3,13 +3,15 @@
 Tensors are kept as places in storages, as on the card: a view is no operator, a write is seen through every view.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from habana_frameworks.torch.simulator.memory import memory
+from habana_frameworks.torch.simulator.rules import check_operator, named_arguments
 
 import torch
+from torch._ops import OpOverload
 
 Storages = dict[int, torch.UntypedStorage]
 
@@ -33,7 +35,7 @@ class Place:
 class Step:
     """One operator. results: numbers of the storages it makes, by the place of the tensor among its outputs."""
 
-    run: Callable[..., Any]
+    func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[tuple[int, int], ...]
@@ -55,7 +57,7 @@ class Tape:
         """The arguments as they are before the operator runs, with places for tensors."""
         return tuple(map(self._place, args)), {key: self._place(value) for key, value in kwargs.items()}
 
-    def add(self, run: Callable[..., Any], encoded: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
+    def add(self, func: OpOverload, encoded: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
         """Records an operator that ran. outputs: its tensors, in order."""
         results = []
         for index, tensor in enumerate(outputs):
@@ -63,7 +65,7 @@ class Tape:
             if serial is not None and serial not in self._made and serial not in self._outside:
                 self._made.add(serial)
                 results.append((index, serial))
-        self._steps.append(Step(run, *encoded, tuple(results)))
+        self._steps.append(Step(func, *encoded, tuple(results)))
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> list[Place]:
         """Ends the recording: places of the region's outputs. Storages are dropped after their last use in a replay."""
@@ -79,10 +81,15 @@ class Tape:
         return places
 
     def replay(self, inputs: Storages) -> Storages:
-        """Runs the operators again; `inputs` stand in for storages of the capture. Returns the storages at the end."""
+        """Runs the operators again; `inputs` stand in for storages of the capture. Returns the storages at the end.
+
+        Indices are checked again: on the card a replay with a bad one would read or write somewhere.
+        """
         storages = {**self._outside, **inputs}
         for index, step in enumerate(self._steps):
-            outputs = step.run(*_decode(step.args, storages), **_decode(step.kwargs, storages))
+            args, kwargs = _decode(step.args, storages), _decode(step.kwargs, storages)
+            check_operator(step.func, named_arguments(step.func, args, kwargs))
+            outputs = step.func(*args, **kwargs)
             tensors = tensors_in(outputs)
             for place, serial in step.results:
                 storages[serial] = tensors[place].untyped_storage()
