@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 from habana_frameworks.torch.simulator.card import card
@@ -34,6 +35,8 @@ class RecipeFolder:
     def add(self, key: str) -> None:
         """Keeps a recipe, and drops the oldest ones beyond the size limit."""
         (self._folder / key).touch()
+        now = time.time_ns()  # finer than the file system's own clock
+        os.utime(self._folder / key, ns=(now, now))
         files = sorted(self._folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)
         excess = len(files) - max(1, self._limit // card.recipe_bytes)
         for file in files[: max(0, excess)]:
