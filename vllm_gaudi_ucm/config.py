@@ -76,6 +76,11 @@ class GraphsConfig(_Section):
     max_graphs: Annotated[int, Field(ge=2, le=4096)] = Field(
         default=64, description="Most graphs, forward and logits together."
     )
+    max_shared_blocks: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Distinct shared blocks of the largest bucket; a step with more runs in several parts. Without it "
+        "twice the blocks of the longest request.",
+    )
     warm_up: Literal["idle", "full", "skeleton"] = Field(
         default="idle",
         description="`idle` serves once the skeleton is warm and warms the rest while there is nothing to do; `full` "

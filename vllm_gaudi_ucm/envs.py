@@ -36,6 +36,11 @@ def observed(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def lazy_mode() -> bool:
+    """Whether Gaudi's bridge accumulates operators (the default) instead of compiling with torch.compile."""
+    return observed("PT_HPU_LAZY_MODE") != "0"
+
+
 def allowed_plugins() -> tuple[str, ...] | None:
     """The plugin names that `VLLM_PLUGINS` lets vLLM load, None where it lets it load all."""
     found = observed("VLLM_PLUGINS")

@@ -48,7 +48,7 @@ class UcmWorker(WorkerBase):
         set_random_seed(self.model_config.seed)
         if self._device.kind == "cpu":
             register_cpu_layers()
-        self.model_runner = ModelRunner(self.vllm_config, self._ucm, self.device)
+        self.model_runner = ModelRunner(self.vllm_config, self._ucm, self._device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
@@ -79,9 +79,10 @@ class UcmWorker(WorkerBase):
         self.model_config.max_model_len = max_model_len
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Shapes are not static yet, so there is nothing to compile; the first step pays only lazy initialisation."""
+        """Warms the buckets that serving starts with; at true shapes there are none."""
+        seconds = self.model_runner.warm_up()
         set_random_seed(self.model_config.seed)
-        return CompilationTimes(language_model=0.0, encoder=0.0)
+        return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         return self.model_runner.execute_model(scheduler_output)
@@ -105,6 +106,9 @@ class UcmWorker(WorkerBase):
         raise UnsupportedFeatureError("profiling", "the profile endpoint")
 
     def shutdown(self) -> None:
+        runner = getattr(self, "model_runner", None)
+        if runner is not None:
+            runner.close()
         for name in ("_phase_log", "_metrics"):
             record = getattr(self, name, None)
             if record is not None:

@@ -134,9 +134,15 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         """
         if attn_metadata is None:
             return output.zero_()
-        if self._kv_cache is not kv_cache:
-            # the layer's cache is bound once; its views need not be made in every step
-            self._kv_cache, self._views = kv_cache, split_key_value(kv_cache, self.head_size)
-        key_cache, value_cache = self._views
+        key_cache, value_cache = self._split(kv_cache)
         write_kv(key, value, key_cache, value_cache, attn_metadata.slots)
         return unified_attention(query, key, value, key_cache, value_cache, attn_metadata.parts, self.scale, out=output)
+
+    def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the layer's keys and values. The cache is bound once, so they need not be made in every step."""
+        if torch.compiler.is_compiling():
+            # kept views would be two inputs of the graph that share memory
+            return split_key_value(kv_cache, self.head_size)
+        if self._kv_cache is not kv_cache:
+            self._kv_cache, self._views = kv_cache, split_key_value(kv_cache, self.head_size)
+        return self._views

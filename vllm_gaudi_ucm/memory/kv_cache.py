@@ -9,11 +9,26 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, KVCacheSpec
 DUMMY_BLOCK = 0
 
 
-def allocate_kv_cache(config: KVCacheConfig, device: torch.device) -> dict[str, torch.Tensor]:
+def allocate_kv_cache(
+    config: KVCacheConfig, device: torch.device, separate_layers: bool = False
+) -> dict[str, torch.Tensor]:
     """Allocates the cache and returns, per layer name, a view [blocks, kv heads, block size, k | v].
 
     The dummy block is all zeros at first, so that reading it is harmless even before anything was written.
+
+    separate_layers: an allocation per layer instead of one for all. torch.compile needs it: it takes tensors of one
+        allocation that a graph writes for one tensor, and then finds sizes that it did not compile for (torch 2.13).
     """
+    if separate_layers:
+        shapes = _views(config, torch.device("meta"))
+        return {
+            name: torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device).zero_()
+            for name, view in shapes.items()
+        }
+    return _views(config, device)
+
+
+def _views(config: KVCacheConfig, device: torch.device) -> dict[str, torch.Tensor]:
     specs = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
     (size,) = {tensor.size for tensor in config.kv_cache_tensors}
     backing = torch.zeros(size, dtype=torch.int8, device=device)

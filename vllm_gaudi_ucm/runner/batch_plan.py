@@ -29,6 +29,10 @@ class BatchInput(NamedTuple):
     num_tokens: NDArray[np.int32]
     block_tables: NDArray[np.int32]
 
+    def take(self, index: NDArray[np.int64]) -> BatchInput:
+        """The entries of these requests."""
+        return BatchInput(*(array[index] for array in self))
+
 
 class CausalPlan(NamedTuple):
     """Row ranges of the requests with more than one new token, cut in slices `(query_lo, query_hi, key_lo, key_hi)`."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from vllm.forward_context import set_forward_context
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+from vllm_gaudi_ucm.graphs.graph_runner.compiled import compile_static
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,17 +30,27 @@ class Decoder:
 
     def __init__(self, model: DecoderModel, vllm_config: VllmConfig) -> None:
         self.model = model
+        self._forward: Callable[..., torch.Tensor] = model
+        self._head = model.compute_logits
         self._vllm_config = vllm_config
+
+    def compile(self, backend: str) -> None:
+        """From now on forward and output head run compiled, once for each set of shapes."""
+        # the context that layers read is set outside: entering it is no part of a graph
+        self._forward = compile_static(self._forward, backend)
+        self._head = compile_static(self._head, backend)
 
     def hidden(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: UnifiedAttentionMetadata | None
     ) -> torch.Tensor:
         """[rows, hidden size]. Without metadata nothing is attended (a memory measurement)."""
         with set_forward_context(metadata, self._vllm_config, num_tokens=len(token_ids), slot_mapping={}):
-            return self.model(input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+            return self._forward(
+                input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
+            )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocabulary]: what vLLM's sampler and grammar masks compute in."""
-        logits = self.model.compute_logits(hidden)
+        logits = self._head(hidden)
         assert logits is not None, "a model on one device has all its logits"
         return logits.float()

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
 
 
 class StepShape(NamedTuple):
@@ -21,6 +21,9 @@ class StepShape(NamedTuple):
 
 class Execution(Protocol):
     """Computes one step at a time: stage, forward, then logits of it as often as wanted."""
+
+    def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
+        """Indices of the requests that run together: one group, or more where no shape holds the whole step."""
 
     def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> StepShape:
         """Copies a plan to the device."""

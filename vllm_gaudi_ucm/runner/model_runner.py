@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm import envs
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler
-from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 from vllm_gaudi_ucm.compat import raise_if_nan_logits
+from vllm_gaudi_ucm.envs import lazy_mode
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 from vllm_gaudi_ucm.phase_log import PhaseLog
-from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.runner.attention_layers import bind_kv_caches, kv_cache_specs
+from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.runner.bucket_choice import choose_buckets, server_limits
 from vllm_gaudi_ucm.runner.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.runner.execution import Execution, StepShape
+from vllm_gaudi_ucm.runner.graph_kind import graph_kind
 from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.runner.sampling import SamplingBatch
+from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 from vllm_gaudi_ucm.runner.step_record import StepClock
+from vllm_gaudi_ucm.runner.token_sampler import Grammar, SampledTokens, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.runner.true_shape_execution import TrueShapeExecution
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.worker.gpu_input_batch import InputBatch
 
     from vllm_gaudi_ucm.config import UcmConfig
+    from vllm_gaudi_ucm.device import Device
 
 logger = plugin_logger(__name__)
+
+
+@dataclass
+class _Computed:
+    """A step, or one division of it, that has run."""
+
+    plan: UnifiedPlan
+    shape: StepShape
+    clock: StepClock
 
 
 @dataclass
@@ -46,11 +60,9 @@ class _ComputedStep:
 
     scheduler_output: SchedulerOutput
     requests: list[LiveRequest]
-    plan: UnifiedPlan
-    shape: StepShape
-    logits: torch.Tensor
-    prompt_logprobs: dict[str, LogprobsTensors | None]
-    clock: StepClock
+    divisions: list[_Computed] = field(default_factory=list)
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -62,29 +74,36 @@ class ModelRunner:
         device: where model and KV cache live.
     """
 
-    def __init__(self, vllm_config: VllmConfig, config: UcmConfig, device: torch.device) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: UcmConfig, device: Device) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._device = device
-        self._sampler = Sampler(vllm_config.model_config.logprobs_mode)
-        self._sampling = SamplingBatch(vllm_config, device)
+        self._tensors_on = device.torch_device()
+        enforce_eager = vllm_config.model_config.enforce_eager
+        self.kind = graph_kind(config, device.kind, lazy_mode(), enforce_eager)
+        # at static shapes what a request's parameters decide is computed on the host
+        self._sampling = SamplingBatch(vllm_config, self._tensors_on if self.kind == "off" else torch.device("cpu"))
         self._computed: _ComputedStep | None = None
+        self._static: StaticShapes | None = None
+        self._memory_budget: int | None = None
         self.decoder: Decoder
         self.requests: RequestTable
         self.kv_caches: dict[str, torch.Tensor] = {}
 
     def load_model(self) -> None:
         model = get_model(vllm_config=self._vllm_config)
-        if self._device.type == "cpu" and self._config.cpu.packed_weights:
+        if self._device.kind == "cpu" and self._config.cpu.packed_weights and self.kind != "compile":
             logger.info("Packed %d linear layers", pack_linear_layers(model))
         self.decoder = Decoder(cast(DecoderModel, model), self._vllm_config)
+        if self.kind == "compile":
+            self.decoder.compile("hpu_backend" if self._device.kind == "hpu" else "inductor")
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        specs = {name: layer.get_kv_cache_spec(self._vllm_config) for name, layer in self._attention_layers().items()}
-        return {name: spec for name, spec in specs.items() if spec is not None}
+        return kv_cache_specs(self._vllm_config)
 
+    @torch.inference_mode()
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, phase_log: PhaseLog, metrics: StepMetrics) -> None:
-        """Allocates the cache, hands each layer its view, and sizes the request table by the final block size.
+        """Allocates the cache, hands each layer its view, and prepares what depends on the final number of blocks.
 
         phase_log and metrics take every step from now on.
         """
@@ -92,24 +111,43 @@ class ModelRunner:
         self._metrics = metrics
         (group,) = kv_cache_config.kv_cache_groups
         self._block_size = group.kv_cache_spec.block_size
-        self.kv_caches = allocate_kv_cache(kv_cache_config, self._device)
-        layers = self._attention_layers()
-        for name, cache in self.kv_caches.items():
-            layers[name].bind_kv_cache(cache)
+        self.kv_caches = allocate_kv_cache(kv_cache_config, self._tensors_on, self.kind == "compile")
+        bind_kv_caches(self._vllm_config, self.kv_caches)
         max_num_seqs = self._vllm_config.scheduler_config.max_num_seqs
-        self.requests = RequestTable(max_num_seqs, self._vllm_config.model_config.max_model_len, self._block_size)
-        self._execution: Execution = TrueShapeExecution(
-            self.decoder, self._config.attention, self._block_size, self._device
-        )
         model_config = self._vllm_config.model_config
-        as_logits = model_config.logprobs_mode.endswith("logits")
-        self._prompt_logprobs = PromptLogprobs(self._execution, self._sampler, model_config.get_vocab_size(), as_logits)
+        self.requests = RequestTable(max_num_seqs, model_config.max_model_len, self._block_size)
+        sampler = Sampler(model_config.logprobs_mode)
+        self._execution: Execution
+        self._sampler: TokenSampler
+        if self.kind == "off":
+            attention = self._config.attention
+            self._execution = TrueShapeExecution(self.decoder, attention, self._block_size, self._tensors_on)
+            self._sampler = VllmSampler(sampler)
+        else:
+            self._static = self._make_static(kv_cache_config.num_blocks)
+            self._execution, self._sampler = self._static.execution, self._static.sampler
+        self._prompt_logprobs = PromptLogprobs(
+            self._execution,
+            sampler,
+            model_config.get_vocab_size(),
+            as_logits=model_config.logprobs_mode.endswith("logits"),
+            on_host=self._static is not None,
+        )
+
+    def warm_up(self) -> float:
+        """Warms what must be warm before serving; returns the seconds it took."""
+        return 0.0 if self._static is None else self._static.warm_up()
+
+    def close(self) -> None:
+        """Ends a warm-up that is still going on."""
+        if self._static is not None:
+            self._static.close()
 
     @torch.inference_mode()
     def measure_activations(self, num_tokens: int) -> None:
         """Runs the largest step without attention, so that the device's peak memory can be read afterwards."""
-        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        positions = torch.arange(num_tokens, device=self._device) % self._vllm_config.model_config.max_model_len
+        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._tensors_on)
+        positions = torch.arange(num_tokens, device=self._tensors_on) % self._vllm_config.model_config.max_model_len
         hidden = self.decoder.hidden(token_ids, positions, None)
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
         self.decoder.logits(hidden[:rows])
@@ -121,18 +159,38 @@ class ModelRunner:
         self.requests.update(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
+        if self._static is not None:
+            self._static.begin_step()
         requests, batch = self.requests.scheduled(scheduler_output.num_scheduled_tokens)
+        yields = np.flatnonzero(batch.num_computed + batch.num_scheduled >= batch.num_tokens)
+        self._sampling.sync([requests[index] for index in yields.tolist()])
+        step = _ComputedStep(scheduler_output, requests)
+        divisions = self._execution.divide(batch)
+        for index in divisions:
+            members = [requests[i] for i in index.tolist()]
+            self._compute(step, members, batch.take(index), clock, len(divisions) > 1)
+            clock = StepClock()
+        self._computed = step
+        return None
+
+    def _compute(
+        self, step: _ComputedStep, members: list[LiveRequest], batch: BatchInput, clock: StepClock, divided: bool
+    ) -> None:
+        """Runs a step, or one division of it, and keeps its logits in the order of the sampler's slots."""
         plan = plan_batch(batch, self._block_size, self._config.attention.causal_slice)
-        plan = self._order_logits(plan, requests)
-        token_ids = self.requests.tokens_at(requests, plan.requests[plan.row_requests], plan.positions)
+        plan, slots = self._order_logits(plan, members)
+        token_ids = self.requests.tokens_at(members, plan.requests[plan.row_requests], plan.positions)
         shape = self._execution.stage(plan, token_ids)
         clock.planned()
         self._execution.forward()
-        prompt_logprobs = self._score_prompts(requests, plan)
+        step.prompt_logprobs.update(self._score_prompts(members, plan))
         logits = self._execution.logits(plan.logits_rows)
+        if divided:
+            assert self._static is not None, "only static shapes divide steps"
+            logits = self._static.divided_logits.put(logits, slots, len(self._sampling.slots))
+        step.logits = logits
         clock.computed()
-        self._computed = _ComputedStep(scheduler_output, requests, plan, shape, logits, prompt_logprobs, clock)
-        return None
+        step.divisions.append(_Computed(plan, shape, clock))
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -140,32 +198,25 @@ class ModelRunner:
         step, self._computed = self._computed, None
         assert step is not None, "sample_tokens without a computed step"
         nans = self._count_nans(step.logits)
-        if grammar_output is not None:
-            # all that vLLM's helper reads of its third argument is `req_ids`
-            batch = cast("InputBatch", self._sampling)
-            apply_grammar_bitmask(step.scheduler_output, grammar_output, batch, step.logits)
-        tokens: list[list[int]] = []
-        logprobs: LogprobsLists | None = None
-        if self._sampling.slots:
-            sampled = self._sampler(step.logits, self._sampling.metadata)
-            tokens = sampled.sampled_token_ids.tolist()
-            logprobs = None if sampled.logprobs_tensors is None else sampled.logprobs_tensors.tolists()
-        for request, (token,) in zip(self._sampling.slots, tokens, strict=True):
+        grammar = None if grammar_output is None else Grammar(step.scheduler_output, grammar_output)
+        sampled = self._sampler.sample(step.logits, self._sampling, grammar)
+        for request, (token,) in zip(self._sampling.slots, sampled.tokens, strict=True):
             self.requests.append_token(request, token)
-        step.clock.sampled()
-        record = step.clock.record(self._phase_log.summary.steps, step.plan, step.shape)
-        self._phase_log.append(record)
-        self._metrics.step(record.bucket, record.padded)
-        self._metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
-        return self._output(step, tokens, logprobs, nans)
+        self._record(step)
+        if self._static is not None:
+            self._static.end_step()
+        return self._output(step, sampled, nans)
 
-    def _output(
-        self,
-        step: _ComputedStep,
-        tokens: list[list[int]],
-        logprobs: LogprobsLists | None,
-        nans: dict[str, int] | None,
-    ) -> ModelRunnerOutput:
+    def _record(self, step: _ComputedStep) -> None:
+        """Every division ran in a shape of its own; sampling belongs to the last."""
+        for computed in step.divisions:
+            computed.clock.sampled(took_part=computed is step.divisions[-1])
+            record = computed.clock.record(self._phase_log.summary.steps, computed.plan, computed.shape)
+            self._phase_log.append(record)
+            self._metrics.step(record.bucket, record.padded)
+            self._metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
+
+    def _output(self, step: _ComputedStep, sampled: SampledTokens, nans: dict[str, int] | None) -> ModelRunnerOutput:
         """Requests in the sampler's order first, so that a request's index is its row of tokens and logprobs."""
         sampled_ids = self._sampling.req_ids
         without = set(step.scheduler_output.num_scheduled_tokens).difference(sampled_ids)
@@ -173,19 +224,20 @@ class ModelRunner:
         return ModelRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(req_ids)},
-            sampled_token_ids=tokens + [[] for _ in without],
-            logprobs=logprobs,
+            sampled_token_ids=sampled.tokens + [[] for _ in without],
+            logprobs=sampled.logprobs,
             prompt_logprobs_dict=step.prompt_logprobs,
             num_nans_in_logits=nans,
         )
 
-    def _order_logits(self, plan: UnifiedPlan, requests: list[LiveRequest]) -> UnifiedPlan:
-        """Brings the logits rows into the order of the sampler's slots."""
-        wanted = [requests[index] for index in plan.logits_requests.tolist()]
-        self._sampling.sync(wanted)
-        place = {request: index for index, request in enumerate(wanted)}
-        order = np.fromiter((place[request] for request in self._sampling.slots), np.int64, len(wanted))
-        return plan._replace(logits_requests=plan.logits_requests[order], logits_rows=plan.logits_rows[order])
+    def _order_logits(self, plan: UnifiedPlan, members: list[LiveRequest]) -> tuple[UnifiedPlan, NDArray[np.int64]]:
+        """Brings the logits rows into the order of the sampler's slots; returns the slots, too."""
+        slot_of = {request: slot for slot, request in enumerate(self._sampling.slots)}
+        yielding = (slot_of[members[index]] for index in plan.logits_requests.tolist())
+        slots = np.fromiter(yielding, np.int64, len(plan.logits_requests))
+        order = np.argsort(slots)
+        requests, rows = plan.logits_requests[order], plan.logits_rows[order]
+        return plan._replace(logits_requests=requests, logits_rows=rows), slots[order]
 
     def _score_prompts(self, requests: list[LiveRequest], plan: UnifiedPlan) -> dict[str, LogprobsTensors | None]:
         scores: dict[str, LogprobsTensors | None] = {}
@@ -202,11 +254,27 @@ class ModelRunner:
         """vLLM's NaN counter and its fail-fast flag (VLLM_COMPUTE_NANS_IN_LOGITS, VLLM_RAISE_ON_LOGIT_NANS)."""
         if not envs.VLLM_COMPUTE_NANS_IN_LOGITS:
             return None
-        counts = dict(zip(self._sampling.req_ids, logits.isnan().sum(dim=-1).tolist(), strict=True))
+        # rows beyond the slots are padding
+        counts = dict(zip(self._sampling.req_ids, logits.isnan().sum(dim=-1).tolist(), strict=False))
         if envs.VLLM_RAISE_ON_LOGIT_NANS:
             raise_if_nan_logits(counts)
         return counts
 
-    def _attention_layers(self) -> dict[str, AttentionLayerBase]:
-        context = self._vllm_config.compilation_config.static_forward_context
-        return {name: layer for name, layer in context.items() if isinstance(layer, AttentionLayerBase)}
+    def _make_static(self, num_blocks: int) -> StaticShapes:
+        # a graph has one form: without compaction block ids spread over the whole cache, so `auto` gathers
+        contiguous = self._config.attention.contiguous_pa is True
+        shared = self._config.graphs.max_shared_blocks
+        limits = server_limits(self._vllm_config, self._block_size, num_blocks, contiguous, shared)
+        buckets, usage = choose_buckets(self._config.graphs, self._vllm_config, limits, self._device)
+        return StaticShapes(
+            self.decoder,
+            self._vllm_config,
+            self._config,
+            self._device,
+            self._tensors_on,
+            self.kind,
+            buckets,
+            usage,
+            self._metrics,
+            self._memory_budget,
+        )

@@ -15,13 +15,14 @@ from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.graph_runner.base import GraphRunner, StaticFunction
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
+from vllm_gaudi_ucm.runner.batch_division import divide_batch
 from vllm_gaudi_ucm.runner.execution import StepShape
 from vllm_gaudi_ucm.runner.staging import true_shape
 from vllm_gaudi_ucm.runner.static_inputs import StaticInputs
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.limits import Limits
-    from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan
+    from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.runner.decoder import Decoder
 
 Stage = Callable[[str], AbstractContextManager[None]]
@@ -75,6 +76,9 @@ class StaticExecution:
         """Columns of the logits."""
         return self._logits.shape[1]
 
+    def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
+        return divide_batch(batch, self._block_size, self.ready.buckets.limits.most_shared_blocks)
+
     def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> StepShape:
         true = true_shape(plan, self._unique_blocks(plan))
         self._shape = StepShape(true, self.ready.lookup(true))
@@ -89,11 +93,15 @@ class StaticExecution:
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         if not len(rows):
             return self._logits[:0]
-        bucket = self.ready.lookup(self._shape.true._replace(logits=len(rows))).logits
+        bucket = self.logits_bucket(len(rows))
         chosen = self._inputs.fill_logits_rows(bucket, rows)
         with self._stage("logits"):
             self._logits_graphs.replay(bucket, (chosen,))
         return self._logits[:bucket]
+
+    def logits_bucket(self, count: int) -> int:
+        """Rows of the cheapest warm logits graph for so many."""
+        return self.ready.lookup(self._shape.true._replace(logits=count)).logits
 
     def warm_forward(self, shape: ForwardShape) -> None:
         """Captures and executes the graph of a shape over pads, which read and write the dummy block only."""

@@ -20,7 +20,11 @@ class StepClock:
     def planned(self) -> None:
         self._marks.append(time.perf_counter())
 
-    computed = sampled = planned
+    computed = planned
+
+    def sampled(self, took_part: bool = True) -> None:
+        """The end; a division of a step that others followed took no part in sampling."""
+        self._marks.append(time.perf_counter() if took_part else self._marks[-1])
 
     def record(self, step: int, plan: UnifiedPlan, shape: StepShape) -> StepRecord:
         plan_ms, forward_ms, sample_ms = (1e3 * np.diff(self._marks)).tolist()

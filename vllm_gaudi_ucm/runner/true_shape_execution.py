@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.runner.staging import StagedStep, Staging
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.config import AttentionConfig
-    from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan
+    from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.runner.decoder import Decoder
 
 
@@ -41,6 +41,9 @@ class TrueShapeExecution:
         self._staged: StagedStep
         self._metadata: UnifiedAttentionMetadata
         self._hidden: torch.Tensor
+
+    def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
+        return [np.arange(len(batch.num_scheduled))]
 
     def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> StepShape:
         self._staged = self._staging.stage(plan, token_ids)

@@ -1,0 +1,85 @@
+"""The buckets of a server: its limits, its cost model and the strategy that the configuration names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.graphs.cost import CostModel
+from vllm_gaudi_ucm.graphs.device_figures import DEVICES, DeviceFigures, device_figures
+from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.model_figures import ModelFigures
+from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.strategies import build_buckets
+from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
+from vllm_gaudi_ucm.phase_log import read_phase_log
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.config import GraphsConfig
+    from vllm_gaudi_ucm.device import Device
+
+# Whose peaks stand for a device that has no entry of its own.
+DEFAULT_FIGURES = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
+
+# The largest graph multiplies all rows with all shared blocks, while the contexts of several prompts have few pairs in
+# common. Two long contexts fit one step; more are rare, and such a step runs in parts.
+SHARED_CONTEXTS = 2
+
+
+def server_limits(
+    vllm_config: VllmConfig, block_size: int, num_blocks: int, contiguous: bool, max_shared_blocks: int | None
+) -> Limits:
+    """The largest step that vLLM's scheduler makes with this configuration; raises LimitsError where none fits.
+
+    max_shared_blocks: None stands for SHARED_CONTEXTS requests of the longest kind.
+    """
+    scheduler = vllm_config.scheduler_config
+    if max_shared_blocks is None:
+        max_shared_blocks = SHARED_CONTEXTS * -(-vllm_config.model_config.max_model_len // block_size)
+    return Limits(
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=vllm_config.model_config.max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        contiguous=contiguous,
+        max_shared_blocks=max_shared_blocks,
+    )
+
+
+def choose_buckets(
+    graphs: GraphsConfig, vllm_config: VllmConfig, limits: Limits, device: Device
+) -> tuple[BucketSet, Steps | None]:
+    """The buckets, and the steps of `ucm.graphs.trace` where there is one.
+
+    Raises:
+        ValueError: a file that is missing, malformed or made for other limits, or a strategy without its file.
+    """
+    model = ModelFigures.from_hf_config(vllm_config.model_config.hf_text_config.to_dict())
+    cost = CostModel(_figures(device), model, limits.block_size)
+    usage = None
+    if graphs.trace is not None:
+        usage = Steps.of(record.bucket for record in read_phase_log(graphs.trace)[1])
+        check_steps(usage, limits)
+    request = BucketRequest(limits, cost, graphs.max_graphs, graphs.buckets, usage)
+    return build_buckets(strategy_name(graphs), request), usage
+
+
+def strategy_name(graphs: GraphsConfig) -> str:
+    """The strategy, `auto` resolved; raises ValueError for one without its file."""
+    needed = {"file": ("buckets", graphs.buckets), "trace": ("trace", graphs.trace)}
+    if graphs.strategy == "auto":
+        return next((name for name, (_, path) in needed.items() if path is not None), "padding_aware")
+    if graphs.strategy in needed:
+        key, path = needed[graphs.strategy]
+        if path is None:
+            raise ValueError(f"ucm.graphs.strategy: {graphs.strategy!r} needs the file ucm.graphs.{key}, found none")
+    return graphs.strategy
+
+
+def _figures(device: Device) -> DeviceFigures:
+    name = device.name().lower() if device.kind == "hpu" else ""
+    return device_figures(name if name in DEVICES else DEFAULT_FIGURES[device.kind])

@@ -1,0 +1,149 @@
+"""What an engine with static shapes has beside its model: buckets, graphs, their warm-up, and its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.graph_runner.factory import runner_maker
+from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
+from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
+from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
+from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.runner.divided_logits import DividedLogits
+from vllm_gaudi_ucm.runner.recipe_stages import RecipeStages
+from vllm_gaudi_ucm.runner.static_execution import StaticExecution
+from vllm_gaudi_ucm.runner.static_sampling import StaticSampler
+from vllm_gaudi_ucm.warm_up_report import WarmUpReport
+from vllm_gaudi_ucm.warm_up_table import summary_line, warm_up_text
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.config import UcmConfig
+    from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.graphs.lookup import BucketSet
+    from vllm_gaudi_ucm.graphs.steps import Steps
+    from vllm_gaudi_ucm.graphs.warm_up.progress import WarmUpProgress
+    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.runner.decoder import Decoder
+    from vllm_gaudi_ucm.runner.graph_kind import GraphKind
+
+logger = plugin_logger(__name__)
+
+
+class StaticShapes:
+    """Builds the execution and the sampler of static shapes, and warms what they replay.
+
+    Args:
+        decoder: the model, its KV cache bound.
+        vllm_config, config: the engine's and the plugin's options.
+        device: where it runs; `tensors_on` is the device of its tensors.
+        kind: of the graphs, not `off`.
+        buckets, usage: from `choose_buckets`.
+        metrics: takes warm-up, bypasses and recipes.
+        memory_budget: bytes that graphs may take; None: whatever the device has.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        vllm_config: VllmConfig,
+        config: UcmConfig,
+        device: Device,
+        tensors_on: torch.device,
+        kind: GraphKind,
+        buckets: BucketSet,
+        usage: Steps | None,
+        metrics: StepMetrics,
+        memory_budget: int | None,
+    ) -> None:
+        self._config = config.graphs
+        self._device = device
+        self._metrics = metrics
+        self._usage = usage
+        self.stages = RecipeStages(device, config.graphs.recipe_check, tensors_on.type, metrics.recipe)
+        ready = ReadyBuckets(buckets, usage)
+        self.execution = StaticExecution(
+            decoder,
+            ready,
+            config.attention.causal_slice,
+            tensors_on,
+            runner_maker(kind),
+            self.stages,
+            device.pins_host_memory,
+        )
+        self.divided_logits = DividedLogits(self.execution, tensors_on, self.stages)
+        self.sampler = StaticSampler(vllm_config, tensors_on, buckets.limits.max_num_seqs, self.stages, metrics.bypass)
+        self._report = WarmUpReport(logger)
+        self._warm_up = WarmUp(
+            ready,
+            self._warm_forward,
+            self._warm_logits,
+            self._free_memory,
+            self._on_progress,
+            memory_budget,
+        )
+        self._idle = IdleWarmUp(self._warm_up, finished=self._log_summary)
+
+    def warm_up(self) -> float:
+        """Warms what must be warm before serving and starts the rest; returns the seconds it took."""
+        buckets = self.execution.ready.buckets
+        with self._report.bar():
+            self._warm_up.run_skeleton(choose_skeleton(buckets, self._usage, self._config.skeleton))
+            if self._config.warm_up == "full":
+                self._warm_up.run_all()
+        self.stages.seal()
+        if self._config.warm_up == "idle":
+            logger.info("%s; the rest is warmed while the engine is idle", summary_line(self._warm_up.summary()))
+            self._idle.start()
+        else:
+            self._log_summary()
+        return self._warm_up.summary().seconds
+
+    def begin_step(self) -> None:
+        """Before a step: nothing is warmed until `end_step`."""
+        self._idle.begin_step()
+
+    def end_step(self) -> None:
+        """After sampling."""
+        self._idle.end_step()
+
+    def close(self) -> None:
+        """Ends the warm-up."""
+        self._idle.stop()
+
+    def _warm_forward(self, shape: ForwardShape) -> None:
+        self._warm(lambda: self.execution.warm_forward(shape))
+
+    def _warm_logits(self, rows: int) -> None:
+        def run() -> None:
+            self.divided_logits.warm(self.execution.warm_logits(rows))
+            self.sampler.warm(rows)
+
+        self._warm(run)
+
+    def _warm(self, run: Callable[[], None]) -> None:
+        """In the thread that warms: inference mode, the current device and the recorder's state are a thread's own."""
+        self._device.enter_thread()
+        with torch.inference_mode(), self.stages.warming():
+            run()
+        self._device.synchronize()
+
+    def _on_progress(self, progress: WarmUpProgress) -> None:
+        self._report(progress)
+        warm, total = self.execution.ready.progress
+        summary = self._warm_up.summary()
+        self._metrics.warm_up(warm, total, progress.seconds, summary.skeleton_seconds or None)
+
+    def _free_memory(self) -> int:
+        """On a CPU graphs take no memory of a device, and what is free there changes for other reasons."""
+        memory = self._device.memory()
+        return memory.total if self._device.kind == "cpu" else memory.free
+
+    def _log_summary(self) -> None:
+        logger.info("Warm-up\n%s", warm_up_text(self._warm_up.summary()))
