@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.kv_cache.impl import reference
+from vllm_gaudi_ucm.ops.kv_cache.impl import native, reference
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -20,6 +20,9 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     if not torch.compiler.is_compiling():
         _validate("key", key, key_cache, slots)
         _validate("value", value, value_cache, slots)
+        if native.can_write(key, value, key_cache, value_cache, slots):
+            native.write(key, value, key_cache, value_cache, slots)
+            return
     reference.write(key, key_cache, slots)
     reference.write(value, value_cache, slots)
 

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 
 # Modules are imported on first use: an implementation may need packages that this machine does not have.
-IMPLEMENTATIONS = ("reference", "cpu")
+IMPLEMENTATIONS = ("reference", "cpu", "native")
+_ON_CPU_ONLY = ("cpu", "native")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -34,8 +36,8 @@ class PreparedParts:
 def prepare(parts: AttentionParts, block_size: int, *, implementation: str = "auto") -> PreparedParts:
     """Derives once per step what depends on the parts alone; pass the result to `unified_attention` of every layer.
 
-    Worth it on CPU, where `cpu` reads the parts on the host to form its calls. The parts' tensors must not change
-    while the result is in use. For `reference` nothing is derived, so it may be called while capturing.
+    Worth it on CPU, where `cpu` and `native` read the parts on the host to form their calls. The parts' tensors must
+    not change while the result is in use. For `reference` nothing is derived, so it may be called while capturing.
     """
     name = _choose(implementation, _device_type(parts))
     plan = _load(name).plan(parts, block_size) if name != "reference" else None
@@ -62,8 +64,9 @@ def unified_attention(
         strided views and of another float dtype than the query.
     parts: who sees what; `prepare(parts, block_size)` saves work when many layers use the same parts.
     out: [rows, heads, value_dim] in the query's dtype, or None to allocate; every element is written.
-    implementation: `auto` (`cpu` for CPU tensors outside of torch.compile, else `reference`), `reference` or `cpu`.
-        With prepared parts it is the one they were prepared for.
+    implementation: `reference`, `cpu`, `native`, or `auto`: for CPU tensors outside of torch.compile `native` where its
+        kernels could be built and else `cpu`; `reference` otherwise. With prepared parts it is the one they were
+        prepared for.
 
     Returns out. A row that sees nothing is zeros; one that sees a NaN key or value is NaN; nothing else reaches a row.
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
@@ -89,14 +92,22 @@ def unified_attention(
 
 def _choose(implementation: str, device_type: str) -> str:
     if implementation == "auto":
-        # `cpu` reads its result on the host, which torch.compile cannot trace.
-        return "cpu" if device_type == "cpu" and not torch.compiler.is_compiling() else "reference"
+        # The others read the parts on the host, which torch.compile cannot trace.
+        if device_type != "cpu" or torch.compiler.is_compiling():
+            return "reference"
+        return "native" if native() is not None else "cpu"
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(("auto", *IMPLEMENTATIONS))
         raise ValueError(f"unified_attention: implementation {implementation!r} is unknown, choose one of {known}")
-    if implementation == "cpu" and device_type != "cpu":
+    if implementation in _ON_CPU_ONLY and device_type != "cpu":
         raise ValueError(
-            f"unified_attention: implementation 'cpu' got tensors on {device_type}, choose 'auto' or 'reference'"
+            f"unified_attention: implementation {implementation!r} got tensors on {device_type}, "
+            "choose 'auto' or 'reference'"
+        )
+    if implementation == "native" and native() is None:
+        raise ValueError(
+            f"unified_attention: implementation 'native' cannot be used here ({why_not_native()}), "
+            "choose 'auto' or 'cpu'"
         )
     return implementation
 

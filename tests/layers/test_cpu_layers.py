@@ -8,12 +8,15 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from vllm_gaudi_ucm.layers import register_cpu_layers
 from vllm_gaudi_ucm.layers.rms_norm import FusedRMSNorm
 from vllm_gaudi_ucm.layers.rotary_embedding import StepRotaryEmbedding
+from vllm_gaudi_ucm.layers.silu_and_mul import FusedSiluAndMul
+from vllm_gaudi_ucm.ops.native import library
 
 HIDDEN, HEAD, HEADS = 96, 16, 3
 # Both compute the same few dozen roundings in another order.
@@ -26,6 +29,11 @@ def config() -> Iterator[VllmConfig]:
     found = VllmConfig()
     with set_current_vllm_config(found):
         yield found
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_outcome", library._Outcome(None, "none in this test"))
 
 
 def make_norm(dtype: torch.dtype = torch.float32, **options: object) -> RMSNorm:
@@ -67,14 +75,17 @@ def test_rotary(config: VllmConfig, neox: bool, rotary_dim: int) -> None:
     rotary = make_rotary(neox, rotary_dim)
     assert type(rotary) is StepRotaryEmbedding
     positions, query, key = torch.tensor([0, 5, 63, 5]), heads(4, HEADS), heads(4, 1)
+    expected = rotary.forward_native(positions, query.clone(), key.clone())
     with set_forward_context(None, config):
+        alone = rotary.forward_oot(positions, query.clone(), None)
         found = rotary.forward_oot(positions, query, key)
-        assert rotary.forward_oot(positions, query, None)[1] is None
-    for one, other in zip(found, rotary.forward_native(positions, query, key), strict=True):
+    assert alone[1] is None
+    torch.testing.assert_close(alone[0], expected[0], **TOLERANCE)
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, **TOLERANCE)
 
 
-def test_angles_belong_to_a_step(config: VllmConfig) -> None:
+def test_angles_belong_to_a_step(config: VllmConfig, without_kernels: None) -> None:
     """The same buffer holds other positions in the next step. covers: A9"""
     rotary = make_rotary()
     positions, query, key = torch.tensor([1, 2]), heads(2, HEADS), heads(2, 1)
@@ -86,3 +97,22 @@ def test_angles_belong_to_a_step(config: VllmConfig) -> None:
         second = rotary.forward_oot(positions, query, key)[0]
     torch.testing.assert_close(second, rotary.forward_native(positions, query, key)[0], **TOLERANCE)
     assert not torch.allclose(second, first)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_gated_activation(rows: int) -> None:
+    layer = SiluAndMul()
+    assert type(layer) is FusedSiluAndMul
+    x = 10 * torch.randn(rows, 2 * HIDDEN)
+    torch.testing.assert_close(layer.forward_oot(x), layer.forward_native(x), **TOLERANCE)
+
+
+def test_layers_compute_the_same_without_native_kernels(config: VllmConfig, without_kernels: None) -> None:
+    """A machine without a compiler gives the same model."""
+    x, residual = torch.randn(5, HIDDEN), torch.randn(5, HIDDEN)
+    norm = make_norm()
+    expected = norm.forward_native(x.clone(), residual.clone())
+    for found, wanted in zip(norm.forward_oot(x.clone(), residual.clone()), expected, strict=True):
+        torch.testing.assert_close(found, wanted, **TOLERANCE)
+    gated = torch.randn(5, 2 * HIDDEN)
+    torch.testing.assert_close(SiluAndMul().forward_oot(gated), SiluAndMul.forward_native(gated), **TOLERANCE)

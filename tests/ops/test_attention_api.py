@@ -7,6 +7,7 @@ import torch
 
 from tests.ops.batch import Request, Shape, build
 from tests.ops.oracle import attend
+from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 
 REQUESTS = [Request(5, 1), Request(4, 3, prefix=1), Request(0, 4)]
@@ -53,9 +54,9 @@ def test_parts_prepared_for_another_block_size() -> None:
         unified_attention(**arguments)  # type: ignore[arg-type]
 
 
-def test_auto_is_cpu_on_cpu_and_prepared_parts_keep_their_implementation() -> None:
+def test_auto_is_native_on_cpu_and_prepared_parts_keep_their_implementation() -> None:
     batch = build(REQUESTS, Shape(poison=0.0))
-    assert prepare(batch.parts, 4).implementation == "cpu"
+    assert prepare(batch.parts, 4).implementation == ("cpu" if native() is None else "native")
     slow = prepare(batch.parts, 4, implementation="reference")
     assert slow.plan is None
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)

@@ -1,4 +1,4 @@
-"""RMSNorm as one call of torch, in float32."""
+"""RMSNorm in one pass, together with the addition of the residual, in float32."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import torch
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.layernorm import RMSNorm
 
+from vllm_gaudi_ucm.ops.rms_norm.api import rms_norm
+
 
 class FusedRMSNorm(RMSNorm):
-    """x -> weight * x / sqrt(mean(x^2) + eps), after adding the residual if there is one.
+    """x -> weight * x / sqrt(mean(x^2) + eps), after adding the residual if there is one; then both are overwritten,
+    as by vLLM's own kernels.
 
     float32 only: in half precision vLLM keeps the sum with the residual in float32 for the norm, which takes its own
     sequence of operations.
@@ -20,13 +23,9 @@ class FusedRMSNorm(RMSNorm):
         if x.dtype != torch.float32 or self.variance_size_override is not None:
             return self.forward_native(x, residual)
         if residual is None:
-            return self._norm(x, self.pass_weight)
-        total = x + residual
-        return self._norm(total, self.pass_weight_add), total
-
-    def _norm(self, x: torch.Tensor, with_weight: bool) -> torch.Tensor:
-        weight = self.weight.data if with_weight else None
-        return torch.rms_norm(x, (x.shape[-1],), weight, self.variance_epsilon)
+            return rms_norm(x, self.weight if self.pass_weight else None, self.variance_epsilon)
+        weight = self.weight if self.pass_weight_add else None
+        return rms_norm(x, weight, self.variance_epsilon, residual), residual
 
 
 def register() -> None:

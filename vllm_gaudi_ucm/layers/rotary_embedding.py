@@ -1,4 +1,4 @@
-"""Rotary embedding whose angles are looked up once per step instead of once per layer, in float32."""
+"""Rotary embedding in place; without native kernels with angles that are looked up once per step, in float32."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from vllm_gaudi_ucm.ops.rotary.api import can_rotate, rotate
 
 
 class _Angles(NamedTuple):
@@ -30,6 +32,9 @@ class StepRotaryEmbedding(RotaryEmbedding):
     def forward_oot(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.is_neox_style and key is not None and can_rotate(query, key, positions, self.cos_sin_cache):
+            rotate(query, key, positions, self.cos_sin_cache, self.head_size)
+            return query, key
         covered = self.is_neox_style and self.rotary_dim == self.head_size and query.dtype == torch.float32
         if not covered or positions.dim() != 1 or not is_forward_context_available():
             return self.forward_native(positions, query, key)

@@ -1,0 +1,65 @@
+"""The built kernels as functions of this process: loaded once, or known to be missing and why."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import POINTER, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch  # noqa: F401  # torch's OpenMP must be in the process before the library asks for its symbols
+
+from vllm_gaudi_ucm.ops.native.build import BuildError, build
+
+_INT, _POINTER, _FLOAT = c_int64, c_void_p, c_float
+# Result and arguments of every function, as source/*.cpp declare them.
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "ucm_rms_norm": (None, (_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _FLOAT)),
+    "ucm_rotary": (
+        _INT,
+        (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
+    ),
+    "ucm_silu_and_mul": (None, (_POINTER, _INT, _POINTER, _INT, _INT)),
+    "ucm_write_kv": (_INT, (*[_POINTER] * 5, *[_INT] * 6, POINTER(_INT))),
+    "ucm_attend": (_INT, (_POINTER, _POINTER, _POINTER)),
+}
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The loaded library, or None and the reason."""
+
+    library: ctypes.CDLL | None
+    reason: str
+
+
+_lock = threading.Lock()
+_outcome: _Outcome | None = None
+
+
+def native() -> ctypes.CDLL | None:
+    """The kernels; None where they cannot be built or loaded. The first call may take the seconds of a build."""
+    global _outcome
+    if _outcome is None:
+        with _lock:
+            if _outcome is None:
+                _outcome = _load()
+    return _outcome.library
+
+
+def why_not_native() -> str:
+    """Why `native()` is None, in words for a log; empty where it is not."""
+    native()
+    assert _outcome is not None
+    return _outcome.reason
+
+
+def _load() -> _Outcome:
+    try:
+        library = ctypes.CDLL(str(build()))
+    except (BuildError, OSError) as error:
+        return _Outcome(None, str(error))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return _Outcome(library, "")

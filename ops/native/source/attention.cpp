@@ -1,0 +1,209 @@
+// Unified Attention over a paged cache: new tokens, shared and unique blocks in one online softmax, fp32 inside.
+// Tokens that a row does not see are never read for it; a score or result that is not finite is reported.
+#include "attention_tile.h"
+
+using namespace ucm;
+
+namespace {
+
+// Many query vectors: both products in register blocks over transposed keys.
+void add_tile(Unit& unit, const Tile& tile) {
+    pack_keys(unit, tile);
+    pack_values(unit, tile);
+    for (int64_t first = 0; first < unit.count; first += ROWS) {
+        const int64_t depth = tile.limit(first + ROWS - 1, unit.group);
+        if (depth == 0) continue;
+        for (int64_t t = 0; t < depth; t += WIDTH) {
+            Floats c[ROWS][VECTORS] = {};
+            multiply(unit.query + first * unit.dim, unit.dim, unit.keys + t, KEYS, unit.dim, c);
+            for (int i = 0; i < ROWS; ++i)
+                for (int j = 0; j < VECTORS; ++j) store(unit.scores + i * KEYS + t + j * LANES, c[i][j]);
+        }
+        float kept[ROWS];
+        for (int i = 0; i < ROWS; ++i)
+            kept[i] = weigh(unit, first + i, unit.scores + i * KEYS, tile.limit(first + i, unit.group), depth);
+        for (int64_t d = 0; d < unit.value_width; d += WIDTH) {
+            float* out = unit.out + first * unit.value_width + d;
+            Floats c[ROWS][VECTORS];
+            for (int i = 0; i < ROWS; ++i)
+                for (int j = 0; j < VECTORS; ++j) c[i][j] = load(out + i * unit.value_width + j * LANES) * kept[i];
+            multiply(unit.scores, KEYS, unit.values + d, unit.value_width, depth, c);
+            for (int i = 0; i < ROWS; ++i)
+                for (int j = 0; j < VECTORS; ++j) store(out + i * unit.value_width + j * LANES, c[i][j]);
+        }
+    }
+}
+
+void prefetch(const char* from, int64_t floats) {
+    for (int64_t byte = 0; byte < floats * 4; byte += 64) __builtin_prefetch(from + byte);
+}
+
+Floats dot(const float* a, const float* b, int64_t size) {
+    Floats total = {};
+    for (int64_t i = 0; i < size; i += LANES) total += load(a + i) * load(b + i);
+    return total;
+}
+
+// Few query vectors: keys and values are read where they lie, once, and the next ones fetched meanwhile.
+void add_tile_to_few(Unit& unit, const Tile& tile) {
+    for (int64_t t = 0; t < tile.count; t += LANES) {
+        const float* keys[LANES];
+        for (int lane = 0; lane < LANES; ++lane) {
+            const int64_t next = t + lane + LANES;
+            if (next < tile.count) prefetch(tile.key[next], unit.dim);
+            keys[lane] = reinterpret_cast<const float*>(tile.key[t + lane < tile.count ? t + lane : t]);
+        }
+        for (int64_t i = 0; i < unit.count; ++i) {
+            Floats parts[LANES];
+            for (int lane = 0; lane < LANES; ++lane) parts[lane] = dot(unit.query + i * unit.dim, keys[lane], unit.dim);
+            store(unit.scores + i * KEYS + t, sum_each(parts));
+        }
+    }
+    for (int64_t i = 0; i < unit.count; ++i) {
+        float* out = unit.out + i * unit.value_width;
+        const float* weights = unit.scores + i * KEYS;
+        const float kept = weigh(unit, i, unit.scores + i * KEYS, tile.count, tile.count);
+        for (int64_t d = 0; d < unit.value_dim; d += WIDTH) {
+            const int vectors = unit.value_dim - d < WIDTH ? int((unit.value_dim - d) / LANES) : VECTORS;
+            Floats c[VECTORS] = {};
+            for (int j = 0; j < vectors; ++j) c[j] = load(out + d + j * LANES) * kept;
+            for (int64_t t = 0; t < tile.count; ++t) {
+                const float* value = reinterpret_cast<const float*>(tile.value[t]) + d;
+                const Floats weight = all(weights[t]);
+                for (int j = 0; j < vectors; ++j) c[j] += weight * load(value + j * LANES);
+            }
+            for (int j = 0; j < vectors; ++j) store(out + d + j * LANES, c[j]);
+        }
+    }
+}
+
+void add_cached(Unit& unit, const Layer& layer, const Tensors& tensors, const Job& job, const Span* spans, int64_t head) {
+    const bool few = unit.count <= FEW && layer.cache_type == FP32 && unit.dim % LANES == 0 && unit.value_dim % LANES == 0;
+    const int64_t size = layer.cache_type == FP32 ? 4 : 2;
+    Tile tile;
+    tile.count = 0, tile.first_key = -1, tile.type = layer.cache_type;
+    for (int64_t s = job.span_lo; s < job.span_hi; ++s) {
+        const char* key = tensors.key_cache + (spans[s].block * layer.key_block + head * layer.key_cache_head) * size;
+        const char* value =
+            tensors.value_cache + (spans[s].block * layer.value_block + head * layer.value_cache_head) * size;
+        for (int64_t t = spans[s].lo; t < spans[s].hi; ++t) {
+            tile.key[tile.count] = key + t * layer.key_token * size;
+            tile.value[tile.count] = value + t * layer.value_token * size;
+            const bool last = s + 1 == job.span_hi && t + 1 == spans[s].hi;
+            if (++tile.count < KEYS && !last) continue;
+            few ? add_tile_to_few(unit, tile) : add_tile(unit, tile);
+            tile.count = 0;
+        }
+    }
+}
+
+void add_new(Unit& unit, const Layer& layer, const Tensors& tensors, int64_t first, int64_t first_row, int64_t last_row,
+             int64_t head) {
+    Tile tile;
+    tile.type = FP32, tile.first_row = first_row;
+    for (int64_t key = first; key <= last_row; key += KEYS) {
+        tile.first_key = key;
+        tile.count = last_row + 1 - key < KEYS ? last_row + 1 - key : KEYS;
+        for (int64_t t = 0; t < tile.count; ++t) {
+            tile.key[t] = reinterpret_cast<const char*>(
+                tensors.key + (key + t) * layer.key_row + head * layer.key_head);
+            tile.value[t] = reinterpret_cast<const char*>(
+                tensors.value + (key + t) * layer.value_row + head * layer.value_head);
+        }
+        add_tile(unit, tile);
+    }
+}
+
+// The job's result for one kv head, normalised into the output or as a partial. False: something is not finite.
+bool leave(const Unit& unit, const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
+    Floats check = unit.check;
+    float rest = 0;
+    const int64_t rows = job.row_hi - job.row_lo, size = layer.value_dim + 2;
+    for (int64_t i = 0; i < rows * unit.group; ++i) {
+        const Row row = plan.rows[job.row_lo + i / unit.group];
+        const int64_t query_head = head * unit.group + i % unit.group;
+        const float total = unit.total[i];
+        const bool whole = row.partial < 0;
+        float* to = whole ? tensors.out + (row.row * layer.heads + query_head) * layer.value_dim
+                          : plan.partials + (row.partial * layer.heads + query_head) * size;
+        const float factor = whole && total != 0.0f ? 1.0f / total : 1.0f;
+        for (int64_t d = 0; d < layer.value_dim; ++d) {
+            to[d] = unit.out[i * unit.value_width + d] * factor;
+            rest += to[d] * 0.0f;
+        }
+        rest += total * 0.0f;
+        if (!whole) to[layer.value_dim] = unit.top[i], to[layer.value_dim + 1] = total;
+    }
+    return sum(check) + rest == 0.0f;
+}
+
+bool run(const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
+    static thread_local Scratch scratch;
+    Unit unit;
+    const int64_t rows = job.row_hi - job.row_lo;
+    unit.dim = layer.dim, unit.value_dim = layer.value_dim, unit.group = layer.heads / layer.kv_heads;
+    unit.count = rows * unit.group;
+    unit.value_width = padded(unit.value_dim, WIDTH);
+    const int64_t room = padded(unit.count, ROWS), vectors = ROWS > FEW ? ROWS : FEW;
+    unit.keys = scratch.take(KEYS * (unit.dim + unit.value_width + vectors) + room * (unit.dim + unit.value_width + 2));
+    unit.values = unit.keys + KEYS * unit.dim;
+    unit.scores = unit.values + KEYS * unit.value_width;
+    unit.out = unit.scores + KEYS * vectors;
+    unit.query = unit.out + room * unit.value_width;
+    unit.top = unit.query + room * unit.dim;
+    unit.total = unit.top + room;
+    std::memset(unit.out, 0, room * (unit.value_width + unit.dim) * sizeof(float));
+    for (int64_t i = 0; i < room; ++i) unit.top[i] = NOTHING, unit.total[i] = 0.0f;
+    for (int64_t i = 0; i < unit.count; ++i) {
+        const int64_t row = plan.rows[job.row_lo + i / unit.group].row;
+        const float* from =
+            tensors.query + row * layer.query_row + (head * unit.group + i % unit.group) * layer.query_head;
+        for (int64_t d = 0; d < unit.dim; ++d) unit.query[i * unit.dim + d] = from[d] * layer.scale;
+    }
+    add_cached(unit, layer, tensors, job, plan.spans, head);
+    const int64_t first_row = plan.rows[job.row_lo].row;
+    if (job.causal_first >= 0) add_new(unit, layer, tensors, job.causal_first, first_row, first_row + rows - 1, head);
+    return leave(unit, layer, tensors, plan, job, head);
+}
+
+// Normalised softmax over the partial results of a row.
+void merge(const Layer& layer, const Tensors& tensors, const Plan& plan, const Merge& row, int64_t head) {
+    const int64_t size = layer.value_dim + 2;
+    float* out = tensors.out + (row.row * layer.heads + head) * layer.value_dim;
+    float top = NOTHING, total = 0.0f;
+    for (int64_t p = row.partial_lo; p < row.partial_hi; ++p)
+        top = std::fmax(top, plan.partials[(p * layer.heads + head) * size + layer.value_dim]);
+    std::memset(out, 0, layer.value_dim * sizeof(float));
+    if (top == NOTHING) return;
+    for (int64_t p = row.partial_lo; p < row.partial_hi; ++p) {
+        const float* partial = plan.partials + (p * layer.heads + head) * size;
+        const float weight = std::exp(partial[layer.value_dim] - top);
+        total += weight * partial[layer.value_dim + 1];
+        for (int64_t d = 0; d < layer.value_dim; ++d) out[d] += weight * partial[d];
+    }
+    for (int64_t d = 0; d < layer.value_dim; ++d) out[d] /= total;
+}
+
+}  // namespace
+
+// 0: done. 1: something was not finite, the output is not valid. 2: a block or token is outside of the cache.
+extern "C" int64_t ucm_attend(const Plan* plan, const Layer* layer, const Tensors* tensors) {
+    for (int64_t j = 0; j < plan->num_jobs; ++j)
+        for (int64_t s = plan->jobs[j].span_lo; s < plan->jobs[j].span_hi; ++s) {
+            const Span& span = plan->spans[s];
+            if (span.block < 0 || span.block >= layer->blocks || span.lo < 0 || span.hi > layer->block_size) return 2;
+        }
+    const int64_t units = plan->num_jobs * layer->kv_heads;
+    bool finite = true;
+#pragma omp parallel for schedule(dynamic, 1) reduction(&& : finite) if (units > 1)
+    for (int64_t u = 0; u < units; ++u)
+        finite = run(*layer, *tensors, *plan, plan->jobs[u / layer->kv_heads], u % layer->kv_heads) && finite;
+    if (!finite) return 1;
+#pragma omp parallel for collapse(2) if (plan->num_merges > 4)
+    for (int64_t m = 0; m < plan->num_merges; ++m)
+        for (int64_t head = 0; head < layer->heads; ++head) merge(*layer, *tensors, *plan, plan->merges[m], head);
+    for (int64_t i = 0; i < plan->num_empty; ++i)
+        std::memset(tensors->out + plan->empty[i] * layer->heads * layer->value_dim, 0,
+                    layer->heads * layer->value_dim * sizeof(float));
+    return 0;
+}

@@ -1,0 +1,58 @@
+// What one layer of Unified Attention is asked to do: tensors, and the jobs that ops/unified_attention/impl/native.py
+// plans once per step.
+#pragma once
+
+#include <cstdint>
+
+namespace ucm {
+
+enum Type : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
+
+// Rows rows[row_lo:row_hi] see the cached tokens of spans[span_lo:span_hi] and, if causal_first >= 0, the new tokens
+// causal_first..row; then the rows are consecutive.
+struct Job {
+    int64_t row_lo, row_hi, span_lo, span_hi, causal_first;
+};
+
+// Tokens [lo, hi) of a block of the cache.
+struct Span {
+    int64_t block, lo, hi;
+};
+
+// Row `row` is the merge of the partial results partial_lo..partial_hi.
+struct Merge {
+    int64_t row, partial_lo, partial_hi;
+};
+
+// Where a job leaves a row: at its place in the output (partial < 0), or as a partial result to be merged.
+struct Row {
+    int64_t row, partial;
+};
+
+struct Plan {
+    const Job* jobs;
+    int64_t num_jobs;
+    const Row* rows;
+    const Span* spans;
+    const Merge* merges;
+    int64_t num_merges;
+    const int64_t* empty;  // rows that see nothing
+    int64_t num_empty;
+    float* partials;  // [partials, heads, value_dim + 2]: un-normalised out, max, sum
+};
+
+// Sizes are in elements, strides in elements of the tensor.
+struct Layer {
+    int64_t heads, kv_heads, dim, value_dim, blocks, block_size, cache_type;
+    int64_t query_row, query_head, key_row, key_head, value_row, value_head;
+    int64_t key_block, key_token, key_cache_head, value_block, value_token, value_cache_head;
+    float scale;
+};
+
+struct Tensors {
+    const float *query, *key, *value;
+    const char *key_cache, *value_cache;
+    float* out;  // [rows, heads, value_dim], dense
+};
+
+}  // namespace ucm

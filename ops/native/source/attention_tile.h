@@ -1,0 +1,177 @@
+// One tile of the online softmax: KEYS tokens against all query vectors of a unit (rows of a job x heads of a kv head).
+#pragma once
+
+#include <cmath>
+#include <cstdlib>
+
+#include "attention_job.h"
+#include "vector.h"
+
+namespace ucm {
+
+constexpr int KEYS = 64;                         // tokens of a tile: transposed keys and values stay in the L1 cache
+constexpr int VECTORS = LANES == 16 ? 4 : 2;     // of a register block ROWS x VECTORS, which leaves registers for operands
+constexpr int WIDTH = VECTORS * LANES;
+constexpr int ROWS = 6;
+constexpr int FEW = 8;                           // up to so many query vectors, keys are not worth transposing
+constexpr int64_t LARGEST_HEAD = 512;            // of a cache in half precision
+constexpr float NOTHING = -INFINITY;
+
+inline int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+
+// Memory of one thread, grown and kept.
+struct Scratch {
+    float* data = nullptr;
+    int64_t size = 0;
+    ~Scratch() { std::free(data); }
+    float* take(int64_t wanted) {
+        if (wanted > size) {
+            std::free(data);
+            size = padded(wanted, 1024);
+            data = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
+        }
+        return data;
+    }
+};
+
+// State of a unit: `count` query vectors, already scaled, and their un-normalised results.
+struct Unit {
+    int64_t count, dim, value_dim, value_width, group;
+    float *query, *out, *top, *total;  // [count, dim], [count, value_width], [count], [count]
+    float *keys, *values, *scores;     // [dim, KEYS], [KEYS, value_width], [max(ROWS, FEW), KEYS]
+    Floats check = {};                 // NaN once a score was not finite
+};
+
+// The tokens of a tile. For new tokens first_key is the row of the first one, and row i sees those <= i; else it is -1.
+struct Tile {
+    int64_t count, first_key, first_row;
+    int64_t type;
+    const char* key[KEYS];
+    const char* value[KEYS];
+
+    // How many tokens query vector i sees.
+    int64_t limit(int64_t i, int64_t group) const {
+        if (first_key < 0) return count;
+        const int64_t seen = first_row + i / group - first_key + 1;
+        return seen < 0 ? 0 : seen < count ? seen : count;
+    }
+};
+
+inline float widen(uint16_t half) {
+    const uint32_t magnitude = (half & 0x7fffu) << 13, sign = uint32_t(half & 0x8000u) << 16;
+    float value;
+    std::memcpy(&value, &magnitude, 4);
+    value *= 0x1p112f;
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    bits = (half & 0x7c00u) == 0x7c00u ? (magnitude | 0x7f800000u) : bits;
+    bits |= sign;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// A token's head as fp32: in place, or converted into `room`.
+inline const float* as_floats(const char* data, int64_t type, int64_t size, float* room) {
+    if (type == FP32) return reinterpret_cast<const float*>(data);
+    const uint16_t* half = reinterpret_cast<const uint16_t*>(data);
+    for (int64_t i = 0; i < size; ++i) {
+        if (type == FP16) {
+            room[i] = widen(half[i]);
+        } else {
+            const uint32_t bits = uint32_t(half[i]) << 16;
+            std::memcpy(room + i, &bits, 4);
+        }
+    }
+    return room;
+}
+
+template <int STEP>
+inline void transpose_level(Floats* v) {
+    if constexpr (STEP > 0) {
+        Ints first, second;
+        for (int lane = 0; lane < LANES; ++lane) {
+            first[lane] = (lane & STEP) ? LANES + (lane ^ STEP) : lane;
+            second[lane] = (lane & STEP) ? LANES + lane : (lane ^ STEP);
+        }
+        for (int i = 0; i < LANES; ++i) {
+            if (i & STEP) continue;
+            const Floats a = v[i], b = v[i + STEP];
+            v[i] = __builtin_shuffle(a, b, first);
+            v[i + STEP] = __builtin_shuffle(a, b, second);
+        }
+        transpose_level<STEP / 2>(v);
+    }
+}
+
+// keys[d][t], zeros beyond the tile's tokens.
+inline void pack_keys(Unit& unit, const Tile& tile) {
+    float room[LANES][LARGEST_HEAD];
+    for (int64_t t = 0; t < KEYS; t += LANES) {
+        const float* rows[LANES];
+        for (int lane = 0; lane < LANES; ++lane)
+            rows[lane] = t + lane < tile.count ? as_floats(tile.key[t + lane], tile.type, unit.dim, room[lane]) : nullptr;
+        int64_t d = 0;
+        for (; d + LANES <= unit.dim; d += LANES) {
+            Floats v[LANES];
+            for (int lane = 0; lane < LANES; ++lane) v[lane] = rows[lane] ? load(rows[lane] + d) : Floats{};
+            transpose_level<LANES / 2>(v);
+            for (int lane = 0; lane < LANES; ++lane) store(unit.keys + (d + lane) * KEYS + t, v[lane]);
+        }
+        for (; d < unit.dim; ++d)
+            for (int lane = 0; lane < LANES; ++lane) unit.keys[d * KEYS + t + lane] = rows[lane] ? rows[lane][d] : 0.0f;
+    }
+}
+
+// values[t][d], zeros beyond the tile's tokens and beyond value_dim.
+inline void pack_values(Unit& unit, const Tile& tile) {
+    float room[LARGEST_HEAD];
+    for (int64_t t = 0; t < KEYS; ++t) {
+        float* to = unit.values + t * unit.value_width;
+        const int64_t size = t < tile.count ? unit.value_dim : 0;
+        if (size) std::memcpy(to, as_floats(tile.value[t], tile.type, size, room), size * sizeof(float));
+        std::memset(to + size, 0, (unit.value_width - size) * sizeof(float));
+    }
+}
+
+// c[ROWS][VECTORS] += a[ROWS][depth] * b[depth][WIDTH]
+inline void multiply(
+    const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, Floats (&c)[ROWS][VECTORS]) {
+    for (int64_t k = 0; k < depth; ++k, b += b_stride) {
+        Floats row[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) row[j] = load(b + j * LANES);
+        for (int i = 0; i < ROWS; ++i) {
+            const Floats x = all(a[i * a_stride + k]);
+            for (int j = 0; j < VECTORS; ++j) c[i][j] += x * row[j];
+        }
+    }
+}
+
+// Scores of one query vector to weights, in place, zeros from `limit` to `depth`; returns what its earlier result must be
+// multiplied with.
+inline float weigh(Unit& unit, int64_t i, float* scores, int64_t limit, int64_t depth) {
+    Ints lane_index;
+    for (int lane = 0; lane < LANES; ++lane) lane_index[lane] = lane;
+    Floats top = all(NOTHING);
+    for (int64_t t = 0; t < depth; t += LANES) {
+        const Floats s = load(scores + t);
+        unit.check += s * 0.0f;
+        top = maximum(top, lane_index < int32_t(limit - t) ? s : all(NOTHING));
+    }
+    const float before = unit.top[i], found = largest(top), after = found > before ? found : before;
+    if (limit == 0) {
+        std::memset(scores, 0, KEYS * sizeof(float));
+        return 1.0f;
+    }
+    Floats total = {};
+    for (int64_t t = 0; t < depth; t += LANES) {
+        const Floats w = lane_index < int32_t(limit - t) ? exponential(load(scores + t) - after) : Floats{};
+        store(scores + t, w);
+        total += w;
+    }
+    const float kept = before == after ? 1.0f : std::exp(before - after);
+    unit.top[i] = after;
+    unit.total[i] = unit.total[i] * kept + sum(total);
+    return kept;
+}
+
+}  // namespace ucm

@@ -1,0 +1,95 @@
+// Vectors as wide as the CPU's registers, in GCC's vector extension: one source for AVX-512, AVX2, SSE and NEON.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define UCM_LANES 16
+#elif defined(__AVX__)
+#define UCM_LANES 8
+#else
+#define UCM_LANES 4
+#endif
+
+namespace ucm {
+
+constexpr int LANES = UCM_LANES;
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+
+inline Floats load(const float* from) {
+    Floats v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+
+inline Floats all(float x) { return x - Floats{}; }
+
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+
+// v with the lanes of every group of 2 * STEP exchanged half by half.
+template <int STEP>
+inline Floats exchanged(Floats v) {
+    Ints other;
+    for (int lane = 0; lane < LANES; ++lane) other[lane] = lane ^ STEP;
+    return __builtin_shuffle(v, other);
+}
+
+template <int STEP = LANES / 2>
+inline float sum(Floats v) {
+    if constexpr (STEP == 0) return v[0];
+    else return sum<STEP / 2>(v + exchanged<STEP>(v));
+}
+
+template <int STEP = LANES / 2>
+inline float largest(Floats v) {
+    if constexpr (STEP == 0) return v[0];
+    else return largest<STEP / 2>(maximum(v, exchanged<STEP>(v)));
+}
+
+// One lane of the result per input vector: the sum of its lanes. Halves the number of vectors at every level.
+template <int STEP>
+inline void sum_each_level(Floats* v) {
+    if constexpr (STEP > 0) {
+        Ints low, high;
+        for (int lane = 0; lane < LANES; ++lane) {
+            const int source = (lane & STEP) ? LANES : 0;
+            low[lane] = source + (lane & ~STEP);
+            high[lane] = source + (lane | STEP);
+        }
+        for (int i = 0; i < STEP; ++i)
+            v[i] = __builtin_shuffle(v[i], v[i + STEP], low) + __builtin_shuffle(v[i], v[i + STEP], high);
+        sum_each_level<STEP / 2>(v);
+    }
+}
+
+inline Floats sum_each(Floats* v) {
+    sum_each_level<LANES / 2>(v);
+    return v[0];
+}
+
+// e^x to about one unit in the last place; 0 below -87, where it would be denormal, e^88 above 88. NaN stays NaN.
+// Cody-Waite reduction to |r| <= ln(2)/2 and a polynomial of degree 6 (the coefficients of Cephes' expf).
+inline Floats exponential(Floats x) {
+    constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const Floats above = x < -87.0f ? all(-87.0f) : x, clamped = above > 88.0f ? all(88.0f) : above;
+    const Floats shifted = clamped * 1.44269504088896341f + rounder;
+    const Floats n = shifted - rounder;
+    const Floats r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+    Floats p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const Ints exponent = ((Ints)shifted - (Ints)all(rounder)) << 23;
+    const Floats scaled = (Floats)((Ints)p + exponent);
+    const Floats result = x < -87.0f ? Floats{} : scaled;
+    return x == x ? result : x;
+}
+
+}  // namespace ucm

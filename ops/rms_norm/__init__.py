@@ -1,0 +1,1 @@
+"""RMSNorm of rows, with the addition of a residual before it."""

@@ -1,0 +1,51 @@
+"""Rotary position embedding (NeoX style: halves of a head are rotated), in place, in one pass on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.native.tensor import is_rows
+
+
+def can_rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor) -> bool:
+    """Whether `rotate` computes this here: fp32 rows on a CPU whose native kernels could be built."""
+    return (
+        not torch.compiler.is_compiling()
+        and native() is not None
+        and is_rows(query, key, angles)
+        and angles.is_contiguous()
+        and positions.dtype == torch.int64
+        and positions.dim() == 1
+        and positions.is_contiguous()
+    )
+
+
+def rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor, head_size: int) -> None:
+    """Rotates the first elements of every head in place: (a, b) -> (a cos - b sin, b cos + a sin).
+
+    query: [rows, heads * head_size]; key: [rows, kv_heads * head_size]; rows may lie apart. positions: int64 [rows].
+    angles: [positions, rotary size], cosines before sines. Arguments for which `can_rotate` holds.
+    Raises IndexError for a position that has no angles.
+    """
+    kernels = native()
+    assert kernels is not None, "can_rotate said no"
+    row = kernels.ucm_rotary(
+        query.data_ptr(),
+        query.stride(0),
+        query.shape[1] // head_size,
+        key.data_ptr(),
+        key.stride(0),
+        key.shape[1] // head_size,
+        positions.data_ptr(),
+        query.shape[0],
+        angles.data_ptr(),
+        angles.shape[0],
+        head_size,
+        angles.shape[1],
+    )
+    if row >= 0:
+        raise IndexError(
+            f"rotate: row {row} has position {int(positions[row])}, expected one from 0 to {angles.shape[0] - 1}"
+        )

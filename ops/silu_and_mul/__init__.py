@@ -1,0 +1,1 @@
+"""The gated activation of a decoder layer."""

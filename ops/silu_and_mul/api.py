@@ -1,0 +1,21 @@
+"""silu(x[..., :size]) * x[..., size:], in one pass on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.native.tensor import is_rows
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x: [..., 2 * size], gates before what they gate. Returns [..., size] in the dtype of x."""
+    size = x.shape[-1] // 2
+    kernels = None if torch.compiler.is_compiling() else native()
+    if kernels is None or not is_rows(x):
+        return silu(x[..., :size]) * x[..., size:]
+    out = torch.empty((x.shape[0], size))
+    kernels.ucm_silu_and_mul(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], size)
+    return out

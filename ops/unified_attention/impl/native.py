@@ -1,0 +1,153 @@
+"""Unified Attention on CPU in C++ (ops/native/source/attention.cpp): one call per layer, planned once per step.
+
+Never looks at a token that a row does not see. Where a score or a result is not finite, `attend` answers False and the
+caller asks the reference, which says exactly what a row that sees NaN or Inf becomes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import Jobs, make_jobs
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+
+_CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LARGEST_HEAD = 512  # of caches in half precision, which are converted in a buffer of this size
+
+
+class _Plan(ctypes.Structure):
+    """`Plan` of source/attention_job.h."""
+
+    _fields_ = (
+        ("jobs", c_void_p),
+        ("num_jobs", c_int64),
+        ("rows", c_void_p),
+        ("spans", c_void_p),
+        ("merges", c_void_p),
+        ("num_merges", c_int64),
+        ("empty", c_void_p),
+        ("num_empty", c_int64),
+        ("partials", c_void_p),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of source/attention_job.h: sizes, then strides, in elements."""
+
+    _fields_ = (
+        ("sizes", c_int64 * 7),
+        ("strides", c_int64 * 12),
+        ("scale", c_float),
+    )
+
+
+class _Tensors(ctypes.Structure):
+    """`Tensors` of source/attention_job.h."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("query", "key", "value", "key_cache", "value_cache", "out"))
+
+
+@dataclass
+class Plan:
+    """A step's jobs and what its layers share. One layer at a time may use it: partial results are kept in it."""
+
+    jobs: Jobs
+    struct: _Plan
+    partials: Tensor | None = None
+    layers: dict[tuple[object, ...], _Layer] = field(default_factory=dict)
+    tensors: _Tensors = field(default_factory=_Tensors)
+
+
+def plan(parts: AttentionParts, block_size: int) -> Plan:
+    """Turns the parts of a step into jobs; reads them on the host."""
+    jobs = make_jobs(parts, block_size)
+    struct = _Plan(
+        _address(jobs.jobs),
+        len(jobs.jobs),
+        _address(jobs.rows),
+        _address(jobs.spans),
+        _address(jobs.merges),
+        len(jobs.merges),
+    )
+    return Plan(jobs, struct)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: Plan,
+    scale: float,
+    out: Tensor,
+) -> bool:
+    """Writes the attention of one layer to `out`; False if only the reference is exact for these tensors."""
+    library = native()
+    assert library is not None, "planned for kernels that are not there"
+    if query.dtype != torch.float32:
+        query, key, value = query.float(), key.float(), value.float()
+    result = out if out.dtype == torch.float32 and out.is_contiguous() else torch.empty(out.shape)
+    layer = _layer(query, key, value, key_cache, value_cache, plan, scale)
+    if layer is None:
+        return False
+    tensors = plan.tensors
+    tensors.query, tensors.key, tensors.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    tensors.key_cache, tensors.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
+    tensors.out = result.data_ptr()
+    status = library.ucm_attend(ctypes.byref(plan.struct), ctypes.byref(layer), ctypes.byref(tensors))
+    if status == 2:
+        raise IndexError(
+            f"unified_attention: a block of the parts is outside of the cache, which has {key_cache.shape[0]} blocks "
+            f"of {key_cache.shape[1]} tokens"
+        )
+    if status == 0 and result is not out:
+        out.copy_(result)
+    return status == 0
+
+
+def _layer(
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan, scale: float
+) -> _Layer | None:
+    """The layer's description, made once per kind of layer; None if the kernel does not cover it."""
+    five = (query, key, value, key_cache, value_cache)
+    strides = tuple(tensor.stride() for tensor in five)
+    kind = (strides, query.shape, value_cache.shape, key_cache.dtype, scale)
+    layer = plan.layers.get(kind)
+    if layer is not None:
+        return layer
+    dim, value_dim = query.shape[2], value.shape[2]
+    if any(stride[-1] != 1 for stride in strides) or key_cache.dtype not in _CACHE_TYPES:
+        return None
+    if key_cache.dtype != torch.float32 and max(dim, value_dim) > LARGEST_HEAD:
+        return None
+    rows, heads, _ = query.shape
+    blocks, block_size, kv_heads, _ = key_cache.shape
+    layer = plan.layers[kind] = _Layer(
+        (c_int64 * 7)(heads, kv_heads, dim, value_dim, blocks, block_size, _CACHE_TYPES[key_cache.dtype]),
+        (c_int64 * 12)(*(number for stride in strides for number in stride[:-1])),
+        scale,
+    )
+    _make_room(plan, rows, heads, value_dim)
+    return layer
+
+
+def _make_room(plan: Plan, rows: int, heads: int, value_dim: int) -> None:
+    """Room for the partial results of any layer, and the rows that no job has."""
+    size = plan.jobs.partials * heads * (value_dim + 2)
+    if plan.partials is None or plan.partials.numel() < size:
+        plan.partials = torch.empty(size)
+        plan.struct.partials = plan.partials.data_ptr()
+    empty = plan.jobs.empty_rows(rows)
+    plan.struct.empty, plan.struct.num_empty = _address(empty), len(empty)
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)

@@ -1,0 +1,97 @@
+"""What only the C++ implementation promises: it needs no reference for garbage, and checks what it is given."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.ops.batch import Batch, Request, Shape, build
+from tests.ops.oracle import assert_matches
+from vllm_gaudi_ucm.ops.native.library import native, why_not_native
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.impl import native as implementation
+from vllm_gaudi_ucm.ops.unified_attention.impl import native_jobs, reference
+
+pytestmark = pytest.mark.skipif(native() is None, reason=why_not_native())
+
+MIXED = [
+    Request(9, 1, prefix=2),
+    Request(12, 1, prefix=3),
+    Request(0, 1),
+    Request(8, 7, prefix=2),
+    Request(5, 3, family=1, prefix=1),
+    Request(0, 90),
+    Request(14, 70),
+]
+
+
+def attend_natively(batch: Batch) -> tuple[bool, torch.Tensor]:
+    plan = implementation.plan(batch.parts, batch.key_cache.shape[1])
+    out = torch.full((*batch.query.shape[:2], batch.value.shape[-1]), math.nan, dtype=batch.query.dtype)
+    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
+    return implementation.attend(*tensors, plan, batch.scale, out), out
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (20, 36)])
+def test_garbage_is_never_looked_at(
+    monkeypatch: pytest.MonkeyPatch, poison: float, dtype: torch.dtype, dim: int, value_dim: int
+) -> None:
+    """covers: A9. The reference is not asked, so the tests of `native` are not tests of the reference."""
+    monkeypatch.setattr(reference, "attend", lambda *_: pytest.fail("the reference was asked"))
+    shape = Shape(poison=poison, dtype=dtype, dim=dim, value_dim=value_dim, contiguous=True)
+    assert_matches(build(MIXED, shape), "native", prepared=True)
+
+
+@pytest.mark.parametrize("which", ["key", "key_cache", "value", "value_cache", "query"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_seen_and_not_finite_is_reported(which: str, bad: float) -> None:
+    """covers: A9, D8. Also a key of -Inf, whose weight would be 0."""
+    batch = build(MIXED, Shape(poison=0.0))
+    getattr(batch, which).fill_(bad)
+    assert not attend_natively(batch)[0]
+
+
+@pytest.mark.parametrize("row_tile", [1, 5, 64])
+@pytest.mark.parametrize("token_tile", [4, 9, 1024])
+def test_any_tiling_is_the_same(monkeypatch: pytest.MonkeyPatch, row_tile: int, token_tile: int) -> None:
+    """covers: A13, A22. Partial results of split contexts merge."""
+    monkeypatch.setattr(native_jobs, "ROW_TILE", row_tile)
+    monkeypatch.setattr(native_jobs, "TOKEN_TILE", token_tile)
+    assert_matches(build(MIXED, Shape()), "native")
+
+
+def test_cost_follows_what_is_seen() -> None:
+    """covers: A13, A14, A15. Every (row, token) pair is in one job; a chunk and its own context are one job."""
+    requests = [Request(40, 1), Request(12, 6), Request(0, 9)]
+    jobs = native_jobs.make_jobs(build(requests, Shape(pads=3)).parts, 4)
+    pairs = 0
+    for row_lo, row_hi, span_lo, span_hi, first in jobs.jobs.tolist():
+        spans, rows = jobs.spans[span_lo:span_hi], jobs.rows[row_lo:row_hi, 0]
+        pairs += len(rows) * int((spans[:, 2] - spans[:, 1]).sum())
+        pairs += int((rows - first + 1).sum()) if first >= 0 else 0
+    assert pairs == 41 + 6 * 12 + sum(range(1, 7)) + sum(range(1, 10))
+    assert (len(jobs.jobs), jobs.partials) == (3, 0)
+    assert jobs.empty_rows(19).tolist() == [16, 17, 18]
+
+
+def test_a_block_outside_of_the_cache_is_named() -> None:
+    """covers: A10."""
+    batch = build([Request(9, 1)], Shape(contiguous=True))
+    ready = prepare(batch.parts, batch.key_cache.shape[1], implementation="native")
+    small = batch.key_cache[:1], batch.value_cache[:1]
+    with pytest.raises(IndexError, match="outside of the cache, which has 1 blocks of 4 tokens"):
+        unified_attention(batch.query, batch.key, batch.value, *small, ready, batch.scale)
+
+
+def test_one_plan_serves_layers_of_other_shapes() -> None:
+    """Partial results and strides belong to a layer's kind, not to the plan."""
+    wide, narrow = (build(MIXED, Shape(heads=heads, dim=dim, value_dim=dim)) for heads, dim in ((6, 64), (2, 16)))
+    ready = prepare(wide.parts, 4, implementation="native")
+    for batch in (narrow, wide, narrow):
+        tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
+        found = unified_attention(*tensors, ready, batch.scale)
+        torch.testing.assert_close(found, unified_attention(*tensors, batch.parts, batch.scale))

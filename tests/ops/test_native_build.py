@@ -1,0 +1,110 @@
+"""The build of the native kernels: cached, keyed, safe to load, and its absence explained."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_gaudi_ucm.ops.native import build, library
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, UniquePart
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
+PARTS = AttentionParts(unique=UniquePart(torch.tensor([1]), torch.tensor([0]), torch.tensor([0]), torch.tensor([2]), 1))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@needs_compiler
+def test_builds_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build.build(cache)
+    assert [path.name for path in cache.iterdir()] == [first.name], "nothing but the library is left"
+    monkeypatch.setattr(build, "_call", lambda command: pytest.fail(f"compiled again: {command}"))
+    assert build.build(cache) == first
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", ["source", "flags", "cpu"])
+def test_what_decides_the_code_decides_the_key(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = next(found for name in build.COMPILERS if (found := shutil.which(name)))
+    before = build._key(compiler)
+    assert build._key(compiler) == before
+    if change == "source":
+        shutil.copytree(build.SOURCE, tmp_path / "source")
+        (tmp_path / "source" / "vector.h").write_text("// another\n")
+        monkeypatch.setattr(build, "SOURCE", tmp_path / "source")
+    elif change == "flags":
+        monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O2"))
+    else:
+        monkeypatch.setattr(build, "_cpu", lambda: "another CPU")
+    assert build._key(compiler) != before
+
+
+def test_without_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler: none of g\+\+, c\+\+"):
+        build.build(cache)
+
+
+@needs_compiler
+def test_a_failing_compiler_is_quoted_and_leaves_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "broken.cpp").write_text("this is no program\n")
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "source")
+    with pytest.raises(build.BuildError, match=r"failed: .*broken\.cpp"):
+        build.build(cache)
+    assert not list(cache.iterdir())
+
+
+@needs_compiler
+def test_a_folder_that_others_may_write_to_is_refused(cache: Path) -> None:
+    """What lies there would be loaded into the engine."""
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(build.BuildError, match="others may write to it"):
+        build.build(cache)
+
+
+def test_without_kernels_auto_is_torch_and_native_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _attend(prepare(PARTS, 2, implementation="cpu"))
+    monkeypatch.setattr(library, "_outcome", None)
+    monkeypatch.setattr(library, "build", _no_build)
+    assert library.why_not_native() == "no compiler in this test"
+    ready = prepare(PARTS, 2)
+    assert ready.implementation == "cpu"
+    assert torch.equal(_attend(ready), expected)
+    with pytest.raises(ValueError, match=r"'native' cannot be used here \(no compiler in this test\)"):
+        prepare(PARTS, 2, implementation="native")
+
+
+def test_threads_that_ask_at_once_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(library, "_outcome", None)
+    monkeypatch.setattr(library, "_load", lambda: calls.append(1) or library._Outcome(None, "once"))
+    threads = [threading.Thread(target=library.native) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+
+
+def _no_build() -> Path:
+    raise build.BuildError("no compiler in this test")
+
+
+def _attend(parts: object) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 2, 16, generator=generator)
+    cache = torch.randn(3, 2, 1, 16, generator=generator)
+    new = cache[1, 1:2]
+    return unified_attention(query, new, new, cache, cache, parts, 0.25)  # type: ignore[arg-type]

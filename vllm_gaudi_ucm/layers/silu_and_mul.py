@@ -1,0 +1,21 @@
+"""The gated activation in one pass, in float32."""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.activation import SiluAndMul
+
+from vllm_gaudi_ucm.ops.silu_and_mul.api import silu_and_mul
+
+
+class FusedSiluAndMul(SiluAndMul):
+    """x -> silu(x[:d]) * x[d:]."""
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(x)
+
+
+def register() -> None:
+    if SiluAndMul.__name__ not in op_registry_oot:
+        SiluAndMul.register_oot(FusedSiluAndMul)
