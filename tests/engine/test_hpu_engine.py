@@ -1,0 +1,106 @@
+"""The hpu path of the whole plugin, on the simulated card: the demo model's tokens equal those of the cpu device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.serving import Answer, Engine, assert_same
+
+ROOT = Path(__file__).parents[2]
+SHARED = "You are a helpful assistant. Answer in one short sentence, and do not invent anything that you do not know. "
+PROMPTS = [
+    "The capital of France is",
+    SHARED + "Question: what colour is the sky? Answer:",
+    "Once upon a time, there was a",
+    SHARED + "Question: how many legs does a spider have? Answer:",
+    "def fibonacci(n):",
+    " ".join(f"{number} times two is {2 * number}." for number in range(1, 30)),
+]
+# A step takes at most 128 tokens: the last prompt is chunked while others decode.
+OPTIONS = {
+    "skip_tokenizer_init": False,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+
+CHILD = """
+import dataclasses, json, os, sys
+from pathlib import Path
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+from vllm_gaudi_ucm.platform import UcmPlatform
+UcmPlatform.simple_compile_backend = "eager"
+from tests.engine.serving import Engine
+asked = json.load(sys.stdin)
+with Engine(Path(asked["model"]), asked["ucm"], **asked["options"]) as engine:
+    from habana_frameworks.torch.simulator import card
+    started = dataclasses.asdict(card)
+    rounds = [engine.greedy(asked["prompts"], asked["max_tokens"]) for _ in range(asked["rounds"])]
+    device = next(iter(engine.runner.kv_caches.values())).device
+    json.dump({
+        "rounds": [[dataclasses.asdict(answer) for answer in answers] for answers in rounds],
+        "started": started, "card": dataclasses.asdict(card), "device": str(device),
+    }, open(asked["result"], "w"))
+"""
+
+
+@dataclass(frozen=True)
+class HpuRun:
+    """What an engine on the simulated card answered, and the card's counts after its start and in the end."""
+
+    rounds: list[list[Answer]]
+    started: dict[str, Any]
+    card: dict[str, Any]
+    device: str
+
+
+def run_on_hpu(model: Path, folder: Path, ucm: dict[str, Any], rounds: int = 1, **env: str) -> HpuRun:
+    """Starts an engine in a process of its own, because importing the stand-in changes torch for good."""
+    result = folder / "result.json"
+    asked = {
+        "model": str(model),
+        "ucm": ucm,
+        "options": OPTIONS,
+        "prompts": PROMPTS,
+        "max_tokens": 8,
+        "rounds": rounds,
+        "result": str(result),
+    }
+    hpu = {"PYTHONPATH": str(ROOT / "tests/sim_hpu"), "VLLM_GAUDI_UCM_DEVICE": "hpu", "PT_HPU_LAZY_MODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=json.dumps(asked),
+        env={**os.environ, **hpu, **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = json.loads(result.read_text())
+    found["rounds"] = [[Answer(**answer) for answer in answers] for answers in found["rounds"]]
+    return HpuRun(**found)
+
+
+@pytest.fixture(scope="module")
+def cpu_answers(smol_engine: Engine) -> list[Answer]:
+    return smol_engine.greedy(PROMPTS, max_tokens=8)
+
+
+def test_true_shapes(cpu_answers: list[Answer], smollm2: Path, tmp_path: Path) -> None:
+    """Without buckets every new shape is compiled, and the answers are the same."""
+    run = run_on_hpu(smollm2, tmp_path, {"graphs": {"mode": "off"}})
+    assert run.device == "hpu:0"
+    assert_same(run.rounds[0], cpu_answers, near_ties=0)
+    assert run.card["captures"] == 0
+    assert run.card["compilations"] > run.started["compilations"]
