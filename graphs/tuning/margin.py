@@ -41,6 +41,15 @@ def with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[Shapes, ND
     return np.concatenate([steps.forward, near, far]), np.concatenate(weights)
 
 
+def logits_with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """(rows, weights): the observed rows and the largest; with a margin all rows there can be, in equal parts of it."""
+    weights = np.full(limits.max_num_seqs, margin * steps.logits_counts.sum() / limits.max_num_seqs)
+    weights[steps.logits - 1] += steps.logits_counts * (1.0 - margin)
+    rows = np.flatnonzero(weights)
+    rows = np.union1d(rows, [limits.max_num_seqs - 1])
+    return rows + 1, weights[rows]
+
+
 def _resized(shapes: Shapes, sizes: NDArray[np.float64], limits: Limits) -> Shapes:
     """The shapes with other sizes, within the limits; a part that is absent stays absent."""
     resized = shapes.copy()

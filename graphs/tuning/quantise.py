@@ -9,9 +9,6 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.cost import Floats
 
-# The lower bound of large problems is computed on this many levels; it loses less than 0.1 % by it.
-MAX_LEVELS = 1200
-
 
 class Quantisation(NamedTuple):
     """total[k - 1]: the least total cost with k values. tops(k): indices of the values that attain it."""
@@ -31,7 +28,7 @@ class Quantisation(NamedTuple):
         return tops[::-1]
 
 
-def quantise(costs: Floats, counts: NDArray[np.int64], most: int) -> Quantisation:
+def quantise(costs: Floats, counts: NDArray[np.int64] | Floats, most: int) -> Quantisation:
     """Rounds every value up to one of k, for each k up to `most`, at the least total cost.
 
     Args:
@@ -56,19 +53,3 @@ def quantise(costs: Floats, counts: NDArray[np.int64], most: int) -> Quantisatio
         best = np.minimum(extended, best)
         totals.append(best[-1])
     return Quantisation(np.array(totals), np.array(cuts))
-
-
-def relaxed_optimum(costs: Floats, counts: NDArray[np.int64], most: int) -> Floats:
-    """[most] lower bounds of what any k buckets cost, whatever the dimensions of the steps.
-
-    A bucket that dominates several steps costs at least as much as the dearest of them. If that is all that is asked
-    of a bucket, the best ones are found by ordering the steps by cost: one dimension, solved exactly.
-    """
-    order = np.argsort(costs, kind="stable")
-    ordered, weights = costs[order], counts[order]
-    if len(ordered) > MAX_LEVELS:
-        # Rounding down keeps the bound a bound.
-        starts = np.unique(np.linspace(0, len(ordered), MAX_LEVELS, endpoint=False).astype(np.int64))
-        ordered, weights = ordered[starts], np.add.reduceat(weights, starts)
-    total = quantise(ordered, weights, most).total
-    return np.concatenate([total, np.full(most - len(total), total[-1])])

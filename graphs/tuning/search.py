@@ -52,21 +52,25 @@ class Search:
         """[<= k, 4] shapes, without the fixed ones: split, merge, then exchange shapes for better ones in rounds."""
         if k < 1:
             return self.points[:0]
-        fine = self.split(min(len(self.points), max(MAX_CLUSTERS, OVERSPLIT * k)))
+        joins, weights = self.clusters(max(MAX_CLUSTERS, OVERSPLIT * k))
         report(0.2)
         coarse, tree, _ = self.merge(self.split(OVERSPLIT * k), k)
         shapes, total = self.settle(coarse)
-        joins = np.array([self.points[members].max(axis=0) for members in fine])
-        weights = np.array([self.counts[members].sum() for members in fine])
         for round_ in range(ROUNDS):
             report(0.2 + 0.8 * round_ / ROUNDS)
-            candidates = np.unique(np.concatenate([self._neighbours(shapes), tree]), axis=0)
-            better, reached = self.settle(self._exchanged(shapes, candidates, joins, weights))
+            candidates = np.unique(np.concatenate([self.neighbours(shapes), tree]), axis=0)
+            better, reached = self.settle(self.exchanged(shapes, candidates, joins, weights))
             if reached >= total * (1.0 - LEAST_GAIN):
                 break
             shapes, total = better, reached
         report(1.0)
         return shapes
+
+    def clusters(self, k: int) -> tuple[Shapes, Floats]:
+        """(joins, weights) of k clusters of points, or of as many as there are points."""
+        found = self.split(min(len(self.points), k))
+        joins = np.array([self.points[members].max(axis=0) for members in found])
+        return joins, np.array([self.counts[members].sum() for members in found])
 
     def split(self, k: int) -> list[Indices]:
         """k clusters: from one of all points, always the cut that saves most."""
@@ -138,14 +142,15 @@ class Search:
                 return settled, float(self._seconds(ordered)[found] @ self.counts)
             shapes = settled
 
-    def _exchanged(self, shapes: Shapes, candidates: Shapes, joins: Shapes, weights: Floats) -> Shapes:
+    def exchanged(self, shapes: Shapes, candidates: Shapes, joins: Shapes, weights: Floats) -> Shapes:
+        """`shapes` after exchanges for `candidates`, as long as one lowers the cost of weighted clusters of points."""
         table = np.concatenate([shapes, candidates, self.fixed])
         prices = price_table(table, self._seconds(table), joins)
         prices[-1] = prices[-len(self.fixed) :].min(axis=0)
         chosen = exchange(prices, weights, np.arange(len(shapes)))
         return table[chosen]
 
-    def _neighbours(self, shapes: Shapes) -> Shapes:
+    def neighbours(self, shapes: Shapes) -> Shapes:
         """Shapes near those chosen: what a cut of a cluster along one dimension leaves, and joins of two."""
         ordered, _ = self._ordered(shapes)
         found = cheapest_fit(ordered, self.points)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.steps import Steps, shape_array, shape_seconds
-from vllm_gaudi_ucm.graphs.tuning.margin import with_margin
-from vllm_gaudi_ucm.graphs.tuning.quantise import quantise, relaxed_optimum
+from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.tuning.objective import Objective
+from vllm_gaudi_ucm.graphs.tuning.rows import best_rows
 from vllm_gaudi_ucm.graphs.tuning.search import Report, Search
 
 DEFAULT_MARGIN = 0.05
@@ -38,22 +36,11 @@ def tune(
     check_steps(steps, limits)
     if max_graphs < LEAST_GRAPHS:
         raise ValueError(f"max_graphs is {max_graphs}, expected at least {LEAST_GRAPHS}: the configured maximum")
-    shapes, weights = with_margin(steps, limits, margin)
-    search = Search(shapes, weights, cost, shape_array([limits.maximum.forward]))
-    rows = _divide(steps, limits, cost, margin, max_graphs, search)
+    objective = Objective.of(steps, limits, cost, margin)
+    search = Search(objective.shapes, objective.weights, cost, objective.maximum)
+    rows = _divide(objective, max_graphs, search)
     found = search.run(max_graphs - len(rows) - 1, report)
     return BucketSet([ForwardShape.of(bool(c), q, s, u) for c, q, s, u in found.tolist()], rows, limits, cost)
-
-
-def lower_bound(steps: Steps, cost: Cost, max_graphs: int) -> float:
-    """Seconds that no set of `max_graphs` graphs undercuts on these steps, proven by dynamic programming."""
-    most = max(1, max_graphs - 1)
-    forward = relaxed_optimum(shape_seconds(cost, steps.forward), steps.forward_counts, most)
-    if not len(steps.logits):
-        return float(forward[-1])
-    total = quantise(cost.logits_seconds(steps.logits), steps.logits_counts, most).total
-    logits = np.concatenate([total, np.full(most - len(total), total[-1])])
-    return float((forward[::-1] + logits).min())
 
 
 def check_steps(steps: Steps, limits: Limits) -> None:
@@ -70,20 +57,11 @@ def check_steps(steps: Steps, limits: Limits) -> None:
             )
 
 
-def _divide(steps: Steps, limits: Limits, cost: Cost, margin: float, max_graphs: int, search: Search) -> list[int]:
+def _divide(objective: Objective, max_graphs: int, search: Search) -> list[int]:
     """The logits rows: one more for as long as it saves more than one more forward shape would."""
-    counts = np.full(limits.max_num_seqs, margin * steps.logits_counts.sum() / limits.max_num_seqs)
-    counts[steps.logits - 1] += steps.logits_counts * (1.0 - margin)
-    most = min(max_graphs - 1, limits.max_num_seqs)
-    values = np.arange(1, limits.max_num_seqs + 1)
-    if limits.max_num_seqs > 1024:
-        # Beyond that the exact table would take minutes; the values of the log and a few hundred others do.
-        keep = np.union1d(steps.logits, np.linspace(1, limits.max_num_seqs, 512).astype(np.int64))
-        values, counts = keep, np.add.reduceat(counts, np.concatenate([[0], keep[:-1]]))
-    optimum = quantise(cost.logits_seconds(values), counts, most)
-    return [
-        int(values[index]) for index in optimum.tops(_balance(optimum.total, search.marginal(max_graphs), max_graphs))
-    ]
+    optimum, values = best_rows(objective, max_graphs - 1)
+    k = _balance(optimum.total, search.marginal(max_graphs), max_graphs)
+    return [int(values[index]) for index in optimum.tops(k)]
 
 
 def _balance(totals: Floats, marginal: Floats, max_graphs: int) -> int:

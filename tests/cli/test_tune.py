@@ -20,7 +20,9 @@ from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
 from vllm_gaudi_ucm.graphs.padding import measure_padding
 from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies.file import read_bucket_file
-from vllm_gaudi_ucm.graphs.tuning.tune import tune
+from vllm_gaudi_ucm.graphs.tuning.certify import certify
+from vllm_gaudi_ucm.graphs.tuning.objective import Objective
+from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
 
 COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
 STEPS = 10_000
@@ -37,7 +39,10 @@ def traffic(mix: str) -> tuple[Simulation, Steps, Steps]:
 @cache
 def tuned(mix: str) -> TuneReport:
     _, steps, after = traffic(mix)
-    return TuneReport(tune(steps, MIXES[mix].limits, COST, 64), steps, 64, after)
+    limits = MIXES[mix].limits
+    objective = Objective.of(steps, limits, COST, DEFAULT_MARGIN)
+    certified = certify(objective, tune(steps, limits, COST, 64), 64)
+    return TuneReport(certified, steps, 64, DEFAULT_MARGIN, after)
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -58,10 +63,11 @@ def test_tuned_beats_every_other_strategy_at_as_many_graphs(mix: str) -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_the_bound_is_below_and_the_margin_pays_off_later(mix: str) -> None:
+def test_the_gap_is_small_and_the_margin_pays_off_later(mix: str) -> None:
     """Without a margin, later steps that no bucket holds would run in the maximum."""
     report = tuned(mix)
-    assert 1.0 <= report.bound_ratio <= report.padding.ratio
+    assert 1.0 <= report.bound_ratio <= report.fitted_ratio
+    assert report.certified.gap <= 0.03
     _, steps, after = traffic(mix)
     assert report.later_padding is not None
     assert report.later_padding.ratio <= 1.2
@@ -96,7 +102,8 @@ def test_the_file_holds_what_the_report_says(log: Path, tmp_path: Path, capsys: 
     value: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (value["steps"], value["held_out"]["steps"]) == (600, 200)
     assert value["graphs"] == value["forward_graphs"] + value["logits_graphs"] <= 24
-    assert 0 <= value["gap_at_most"] < 1
+    assert 0 <= value["gap_at_most"] <= 0.05
+    assert value["bound_ratio"] <= value["fitted_ratio"]
     assert set(value["other_strategies"]) == {"exponential", "linear", "padding_aware"}
     limits, forward, logits = read_bucket_file(file)
     assert limits == MIXES["chat"].limits
@@ -132,6 +139,7 @@ def test_a_log_that_does_not_say_its_limits(tmp_path: Path, capsys: pytest.Captu
         (["--max-graphs", "1"], "max_graphs is 1"),
         (["--margin", "1.5"], "--margin is 1.5"),
         (["--holdout", "-1"], "--holdout is -1.0"),
+        (["--gap", "2"], "--gap is 2.0"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0"),
         (["--model", "/none/config.json"], "/none/config.json"),
     ],

@@ -1,4 +1,4 @@
-"""Tuning: against every possible choice on small cases, its bound, its margin."""
+"""Tuning: against every possible choice on small cases, its margin."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vllm_gaudi_ucm.graphs.limits import LimitsError
 from vllm_gaudi_ucm.graphs.lookup import cheapest_fit
 from vllm_gaudi_ucm.graphs.padding import measure_padding
 from vllm_gaudi_ucm.graphs.steps import Shapes, Steps, shape_array, shape_seconds
-from vllm_gaudi_ucm.graphs.tuning.quantise import quantise, relaxed_optimum
+from vllm_gaudi_ucm.graphs.tuning.quantise import quantise
 from vllm_gaudi_ucm.graphs.tuning.search import Search
-from vllm_gaudi_ucm.graphs.tuning.tune import lower_bound, tune
+from vllm_gaudi_ucm.graphs.tuning.tune import tune
 
 MAXIMUM = shape_array([LIMITS.maximum.forward])
 
@@ -60,7 +60,6 @@ def test_small_cases_are_within_3_percent_of_every_choice(seed: int, k: int) -> 
     assert len(found) <= k
     reached = seconds_of(found, steps.forward, steps.forward_counts)
     assert best * (1 - 1e-9) <= reached <= 1.03 * best
-    assert relaxed_optimum(shape_seconds(COST, steps.forward), steps.forward_counts, k + 1)[-1] <= best * (1 + 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,12 +81,11 @@ def test_one_dimension_is_solved_exactly(values: list[tuple[int, int]], k: int) 
 
 
 @pytest.mark.parametrize("max_graphs", [2, 3, 6, 20, 64])
-def test_the_count_of_graphs_and_the_bound_hold(max_graphs: int) -> None:
+def test_the_count_of_graphs_holds(max_graphs: int) -> None:
     steps = Steps.of(random_steps(3, 400))
     buckets = tune(steps, LIMITS, COST, max_graphs)
     assert buckets.num_graphs <= max_graphs
     padding = measure_padding(buckets, steps)
-    assert lower_bound(steps, COST, max_graphs) <= padding.seconds * (1 + 1e-9)
     assert padding.true_seconds <= padding.seconds * (1 + 1e-9)
 
 

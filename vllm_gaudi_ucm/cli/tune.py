@@ -19,6 +19,8 @@ from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.cli.tune_report import TuneReport, show
 from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
+from vllm_gaudi_ucm.graphs.tuning.certify import GOOD_GAP, MAX_ROUNDS, certify
+from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
 from vllm_gaudi_ucm.phase_log import StepRecord, read_phase_log
 
@@ -45,6 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="tune without the last part of the log and say what the buckets cost there (default: %(default)s)",
     )
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=GOOD_GAP,
+        metavar="SHARE",
+        help="go on until the buckets are proven to cost at most this share more than the best possible ones, or for "
+        f"{MAX_ROUNDS} rounds (default: %(default)s); 0 makes all rounds, 1 none",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     add_cost_arguments(parser)
     add_limit_arguments(parser, "the first line of the log")
@@ -56,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, option)
         if not 0.0 <= value <= 0.9:
             raise ValueError(f"--{option} is {value}, expected a share from 0 to 0.9")
+    if not 0.0 <= args.gap <= 1.0:
+        raise ValueError(f"--gap is {args.gap}, expected a share from 0 to 1")
     header, records = read_phase_log(args.log)
     where = f"the first line of {args.log}"
     check_block_size(args, header, where)
@@ -79,7 +91,10 @@ def make_report(args: argparse.Namespace, records: list[StepRecord], cost: Any, 
     later = Steps.of(record.bucket for record in records[seen:])
     with task_progress("tuning") as progress:
         buckets = tune(steps, limits, cost, args.max_graphs, args.margin, progress)
-    return TuneReport(buckets, steps, args.max_graphs, later if later.count else None)
+    objective = Objective.of(steps, limits, cost, args.margin)
+    with task_progress("proving") as progress:
+        certified = certify(objective, buckets, args.max_graphs, args.gap, progress)
+    return TuneReport(certified, steps, args.max_graphs, args.margin, later if later.count else None)
 
 
 def _made_for(args: argparse.Namespace, report: TuneReport) -> dict[str, Any]:
@@ -91,4 +106,5 @@ def _made_for(args: argparse.Namespace, report: TuneReport) -> dict[str, Any]:
         "device": args.device,
         "margin": args.margin,
         "modelled_cost_ratio": round(report.padding.ratio, 4),
+        "gap_at_most": round(report.certified.gap, 4),
     }

@@ -12,17 +12,23 @@ from vllm_gaudi_ucm.graphs.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
-from vllm_gaudi_ucm.graphs.tuning.tune import check_steps, lower_bound
+from vllm_gaudi_ucm.graphs.tuning.certify import Certified
+from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 
 
 @dataclass(frozen=True)
 class TuneReport:
-    """Buckets tuned to `steps`; `later` are steps of the log that were held out."""
+    """Buckets tuned to `steps` and a share `margin` of larger ones; `later` are steps of the log that were held out."""
 
-    buckets: BucketSet
+    certified: Certified
     steps: Steps
     max_graphs: int
+    margin: float
     later: Steps | None
+
+    @property
+    def buckets(self) -> BucketSet:
+        return self.certified.buckets
 
     @cached_property
     def padding(self) -> Padding:
@@ -35,16 +41,15 @@ class TuneReport:
         check_steps(self.later, self.buckets.limits)
         return measure_padding(self.buckets, self.later)
 
-    @cached_property
-    def bound_ratio(self) -> float:
-        """Cost ratio that no set of as many graphs undercuts on these steps."""
-        bound = lower_bound(self.steps, self.buckets.cost, self.max_graphs)
-        return bound / self.padding.true_seconds
+    @property
+    def fitted_ratio(self) -> float:
+        """Padded over true cost of what was tuned to: with a margin, larger steps are part of it."""
+        return self.certified.seconds / self.certified.true_seconds
 
     @property
-    def gap(self) -> float:
-        """The optimum is at most this share of itself below the tuned buckets' cost."""
-        return self.padding.ratio / self.bound_ratio - 1.0
+    def bound_ratio(self) -> float:
+        """Cost ratio that no set of as many graphs undercuts on what was tuned to."""
+        return self.certified.bound / self.certified.true_seconds
 
     @cached_property
     def others(self) -> dict[str, Padding]:
@@ -63,8 +68,10 @@ class TuneReport:
             "forward_graphs": len(self.buckets.forward),
             "logits_graphs": len(self.buckets.logits),
             "padding": self.padding.to_json(),
+            "margin": self.margin,
+            "fitted_ratio": round(self.fitted_ratio, 5),
             "bound_ratio": round(self.bound_ratio, 5),
-            "gap_at_most": round(self.gap, 5),
+            "gap_at_most": round(self.certified.gap, 5),
             "held_out": later and {"steps": later.used.sum().item(), **later.to_json()},
             "other_strategies": {
                 name: {"graphs": padding.buckets.num_graphs, **padding.to_json()}
@@ -94,9 +101,11 @@ def show(report: TuneReport, output: Path | None) -> None:
     for name, padding in report.others.items():
         table.add_row(*_cells(name, padding))
     console.print(table)
+    fitted = f"these steps, {report.margin:.0%} of their weight on larger ones" if report.margin else "these steps"
     console.print(
-        f"No {report.max_graphs} graphs can cost less than {report.bound_ratio:.3f} on these steps: "
-        f"the tuned ones are at most {report.gap:.1%} above the optimum."
+        f"What was tuned to ({fitted}) costs {report.fitted_ratio:.3f}x in these graphs; "
+        f"no {report.max_graphs} graphs can cost it less than {report.bound_ratio:.3f}x: "
+        f"the tuned ones are at most {report.certified.gap:.1%} above the optimum."
     )
     if output is not None:
         console.print(f"buckets written to {output}", markup=False)
