@@ -66,8 +66,8 @@ class UcmWorker(WorkerBase):
         return self.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache, measured after the largest step has shown what activations take."""
-        return kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_activations)
+        """Bytes for the KV cache, measured after the largest steps have shown what they take."""
+        return kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         # the block size is final only now

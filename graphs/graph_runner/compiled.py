@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # One entry per bucket is what static shapes mean; dynamo's default of 8 would send the ninth bucket to eager mode.
 MOST_SHAPES = 4096
-HPU_OPTIONS = {"force_static_compile": True}
+HPU_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"force_static_compile": True}
 
 
 def compile_static(function: F, backend: str) -> F:
@@ -22,5 +22,4 @@ def compile_static(function: F, backend: str) -> F:
     torch._dynamo.config.recompile_limit = MOST_SHAPES
     torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
     options = HPU_OPTIONS if backend == "hpu_backend" else None
-    compiled: F = torch.compile(function, backend=backend, dynamic=False, options=options)
-    return compiled
+    return cast(F, torch.compile(function, backend=backend, dynamic=False, options=options))

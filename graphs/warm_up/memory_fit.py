@@ -52,7 +52,7 @@ def fit_to_memory(buckets: BucketSet, measured: Mapping[GraphKey, int], budget_b
     Raises:
         MemoryBudgetError: the measured graphs alone exceed the budget.
     """
-    _check_budget(measured, budget_bytes, buckets.limits.max_num_batched_tokens)
+    check_budget(measured, budget_bytes, buckets.limits.max_num_batched_tokens)
     memory = GraphMemory(measured)
     keys: tuple[GraphKey, ...] = (*buckets.forward, *buckets.logits)
     kept = {key: measured.get(key, memory.bytes_of(key)) for key in keys}
@@ -81,7 +81,7 @@ def _reason(size: int, budget_bytes: int, rival: GraphKey) -> str:
     )
 
 
-def _check_budget(measured: Mapping[GraphKey, int], budget_bytes: int, max_num_batched_tokens: int) -> None:
+def check_budget(measured: Mapping[GraphKey, int], budget_bytes: int, max_num_batched_tokens: int) -> None:
     """Raises a MemoryBudgetError if the graphs with which serving starts take more than the budget."""
     needed = sum(measured.values())
     if needed > budget_bytes:

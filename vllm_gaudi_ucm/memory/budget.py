@@ -19,11 +19,13 @@ GIB = 1 << 30
 CPU_DEFAULT = 4 * GIB
 
 
-def kv_cache_budget(device: Device, vllm_config: VllmConfig, run_largest_step: Callable[[int], None]) -> int:
+def kv_cache_budget(device: Device, vllm_config: VllmConfig, measure_steps: Callable[[], int]) -> int:
     """Bytes for the KV cache: `--kv-cache-memory-bytes` as given, else what the device has left.
 
-    On an accelerator the largest step runs first, so that the memory of its activations is taken off
-    (`--gpu-memory-utilization` bounds the whole). On a CPU the default is 4 GiB or half of the free memory.
+    On an accelerator the memory that steps take beside the cache is taken off (`--gpu-memory-utilization` bounds the
+    whole). On a CPU the default is 4 GiB or half of the free memory.
+
+    measure_steps: runs the largest steps and returns the bytes to keep for them.
     """
     explicit = vllm_config.cache_config.kv_cache_memory_bytes
     free, total = device.memory()
@@ -37,9 +39,8 @@ def kv_cache_budget(device: Device, vllm_config: VllmConfig, run_largest_step: C
     if device.kind == "cpu":
         budget = min(CPU_DEFAULT, free // 2)
     else:
-        run_largest_step(vllm_config.scheduler_config.max_num_batched_tokens)
-        device.synchronize()
-        free, total = device.memory()
-        budget = free - int(total * (1 - vllm_config.cache_config.gpu_memory_utilization))
+        kept = measure_steps()
+        budget = free - kept - int(total * (1 - vllm_config.cache_config.gpu_memory_utilization))
+        logger.info("%.2f GiB are kept for steps and their graphs", kept / GIB)
     logger.info("KV cache: %.2f GiB of %.2f GiB free on %s", budget / GIB, free / GIB, device.name())
     return max(budget, 0)

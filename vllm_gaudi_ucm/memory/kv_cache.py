@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, KVCacheSpec, create_kv_cache_views
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheLayout, KVCacheSpec, create_kv_cache_views
 
 # vLLM's block pool keeps block 0 for itself (the null block) and never hands it to a request: pads point at it.
 DUMMY_BLOCK = 0
@@ -38,6 +40,17 @@ def _views(config: KVCacheConfig, device: torch.device) -> dict[str, torch.Tenso
         spec = _spec_of(specs, tensor.layers[0])
         views = create_kv_cache_views(backing, spec, config.num_blocks, layout, tensor)
         caches.update(zip(tensor.layers, views, strict=True))
+    return caches
+
+
+def dummy_kv_cache(specs: Mapping[str, KVCacheSpec], device: torch.device) -> dict[str, torch.Tensor]:
+    """A cache of the dummy block alone for each layer, in the layout of the real one."""
+    caches = {}
+    for name, spec in specs.items():
+        assert isinstance(spec, AttentionSpec), "only layers with keys and values are served"
+        width = spec.page_size_bytes // (spec.block_size * spec.num_kv_heads * spec.dtype.itemsize)
+        shape = (1, spec.block_size, spec.num_kv_heads, width)
+        caches[name] = torch.zeros(shape, dtype=spec.dtype, device=device).transpose(1, 2)
     return caches
 
 

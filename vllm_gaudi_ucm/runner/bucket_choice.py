@@ -50,6 +50,12 @@ def server_limits(
     )
 
 
+def cost_model(vllm_config: VllmConfig, device: Device, block_size: int) -> CostModel:
+    """What steps of the served model cost on the device, modelled."""
+    model = ModelFigures.from_hf_config(vllm_config.model_config.hf_text_config.to_dict())
+    return CostModel(_figures(device), model, block_size)
+
+
 def choose_buckets(
     graphs: GraphsConfig, vllm_config: VllmConfig, limits: Limits, device: Device
 ) -> tuple[BucketSet, Steps | None]:
@@ -58,8 +64,7 @@ def choose_buckets(
     Raises:
         ValueError: a file that is missing, malformed or made for other limits, or a strategy without its file.
     """
-    model = ModelFigures.from_hf_config(vllm_config.model_config.hf_text_config.to_dict())
-    cost = CostModel(_figures(device), model, limits.block_size)
+    cost = cost_model(vllm_config, device, limits.block_size)
     usage = None
     if graphs.trace is not None:
         usage = Steps.of(record.bucket for record in read_phase_log(graphs.trace)[1])

@@ -25,6 +25,7 @@ from vllm_gaudi_ucm.runner.bucket_choice import choose_buckets, server_limits
 from vllm_gaudi_ucm.runner.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.runner.execution import Execution, StepShape
 from vllm_gaudi_ucm.runner.graph_kind import graph_kind
+from vllm_gaudi_ucm.runner.graph_measurement import graph_memory_budget
 from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
@@ -143,9 +144,21 @@ class ModelRunner:
         if self._static is not None:
             self._static.close()
 
+    def measure_steps(self) -> int:
+        """Bytes that steps take beside the KV cache, after the largest have really run."""
+        if self.kind != "off":
+            self._memory_budget = graph_memory_budget(
+                self.decoder, self._vllm_config, self._config, self._device, self.kind
+            )
+            return self._memory_budget
+        free = self._device.memory().free
+        self._run_largest_step(self._vllm_config.scheduler_config.max_num_batched_tokens)
+        self._device.synchronize()
+        return free - self._device.memory().free
+
     @torch.inference_mode()
-    def measure_activations(self, num_tokens: int) -> None:
-        """Runs the largest step without attention, so that the device's peak memory can be read afterwards."""
+    def _run_largest_step(self, num_tokens: int) -> None:
+        """Without attention, whose tiles bound what it takes."""
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._tensors_on)
         positions = torch.arange(num_tokens, device=self._tensors_on) % self._vllm_config.model_config.max_model_len
         hidden = self.decoder.hidden(token_ids, positions, None)
