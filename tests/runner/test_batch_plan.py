@@ -111,7 +111,17 @@ def test_shared_groups_cost_the_pairs_in_use(step: Step) -> None:
         cost.update((row, index) for row in rows.tolist() for index in range(block_lo, block_hi))
     in_use = plan.shared.hi[plan.row_requests] > plan.shared.lo[plan.row_requests]
     assert cost == Counter(map(tuple, np.argwhere(in_use).tolist()))
-    assert plan.shared.hi.shape == (len(step.requests), len(plan.shared.blocks))
+    assert plan.shared.hi.shape == plan.shared.lo.shape == (len(step.requests), len(plan.shared.blocks))
+
+
+@given(steps())
+def test_no_two_shared_groups_have_the_same_rows(step: Step) -> None:
+    """Also where requests share crosswise, so that equal users are not neighbours. covers: A13"""
+    plan = plan_batch(step.batch_input(), step.block_size)
+    groups = [] if plan.shared is None else plan.shared.groups
+    assert len({tuple(rows.tolist()) for rows, _, _ in groups}) == len(groups)
+    assert [lo for _, lo, _ in groups] == [0, *(hi for _, _, hi in groups)][: len(groups)]
+    assert all(np.all(np.diff(rows) > 0) for rows, _, _ in groups)
 
 
 @given(steps(), st.randoms(use_true_random=False))
@@ -195,6 +205,37 @@ def test_a_prefix_of_all_is_one_group() -> None:
     assert plan.shared is not None
     (group,) = plan.shared.groups
     assert (group[0].tolist(), group[1], group[2]) == (list(range(20)), 0, 3)
+
+
+def test_a_prefix_of_all_is_one_group_with_what_all_use_behind_a_gap() -> None:
+    """Both found the first and third block of one of two equal prefixes, and the second of different ones."""
+    step = lay_out([Request(48, 1, prefix=3), Request(48, 1, prefix=3, crossed=frozenset({1}))], 16, 1)
+    plan = plan_batch(step.batch_input(), 16)
+    assert plan.shared is not None
+    (group,) = plan.shared.groups
+    assert (group[0].tolist(), group[1], group[2]) == ([0, 1], 0, 2)
+    assert expand(plan, step) == expected(plan, step)
+
+
+def test_groups_behind_a_prefix_of_all() -> None:
+    step = lay_out([Request(48, 1, prefix=3), Request(48, 3, prefix=3), Request(16, 1, prefix=1)], 16, 1)
+    plan = plan_batch(step.batch_input(), 16)
+    assert plan.shared is not None
+    groups = [(rows.tolist(), lo, hi) for rows, lo, hi in plan.shared.groups]
+    assert groups == [([0, 1, 2, 3, 4], 0, 1), ([0, 2, 3, 4], 1, 3)]
+    assert plan.shared.blocks.tolist() == step.tables[0][:3]
+    assert expand(plan, step) == expected(plan, step)
+
+
+def test_the_largest_block_ids_cost_no_memory() -> None:
+    """A count per block id would need 17 GB here."""
+    top = np.iinfo(np.int32).max
+    step = Step([Request(4, 1), Request(4, 1), Request(4, 3)], [[top, top - 1], [top, 5], [6, 7]], 4, 0)
+    plan = plan_batch(step.batch_input(), 4)
+    assert plan.shared is not None
+    assert plan.unique is not None
+    assert sorted(plan.shared.blocks.tolist()) == [6, top]
+    assert plan.unique.blocks.tolist() == [top - 1, 5]
 
 
 def test_slots_of_a_large_cache_need_more_than_31_bits() -> None:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.runner.context_pairs import ContextPairs, SharedPairs, context_pairs, shared_pairs
-from vllm_gaudi_ucm.runner.shared_plan import SharedPlan, plan_shared
+from vllm_gaudi_ucm.runner.cached_contexts import CachedContexts
+from vllm_gaudi_ucm.runner.shared_plan import SharedPlan
+from vllm_gaudi_ucm.runner.unique_plan import UniquePlan
 
 
 class BatchInput(NamedTuple):
@@ -39,15 +40,6 @@ class CausalPlan(NamedTuple):
 
     groups: NDArray[np.int32]
     slices: list[tuple[int, int, int, int]]
-
-
-class UniquePlan(NamedTuple):
-    """Cached blocks that exactly one row uses; that row is always a single row."""
-
-    blocks: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    lo: NDArray[np.int32]
-    hi: NDArray[np.int32]
 
 
 class UnifiedPlan(NamedTuple):
@@ -106,8 +98,8 @@ def plan_batch(batch: BatchInput, block_size: int, causal_slice: int = 512) -> U
 
     context = computed.copy()
     context[:num_single] += 1
-    pairs = context_pairs(context, requests, batch.block_tables, block_size)
-    shared = shared_pairs(pairs, num_single)
+    cached = CachedContexts(context, requests, batch.block_tables, query_start, num_single, block_size)
+    shared, unique = cached.plan()
     yields = computed + new >= batch.num_tokens[requests]
     return UnifiedPlan(
         requests=requests,
@@ -117,8 +109,8 @@ def plan_batch(batch: BatchInput, block_size: int, causal_slice: int = 512) -> U
         slots=slots,
         num_single=num_single,
         causal=_plan_causal(num_single, row_requests, query_start, causal_slice),
-        shared=plan_shared(pairs, shared, query_start),
-        unique=_plan_unique(pairs, shared),
+        shared=shared,
+        unique=unique,
         logits_requests=requests[yields],
         logits_rows=query_start[1:][yields] - 1,
     )
@@ -138,15 +130,3 @@ def _plan_causal(
             hi = min(lo + causal_slice, stop)
             slices.append((lo, hi, start, hi))
     return CausalPlan(groups, slices)
-
-
-def _plan_unique(pairs: ContextPairs, shared: SharedPairs) -> UniquePlan | None:
-    """What is not shared, in the order of the pairs."""
-    if len(shared.index) == len(pairs.block):
-        return None
-    if len(shared.index):
-        unique = np.ones(len(pairs.block), np.bool_)
-        unique[shared.index] = False
-        pairs = pairs.take(unique.nonzero()[0])
-    # a single row is the only row of its request and single rows come first: its row is its request's flat position
-    return UniquePlan(pairs.block.astype(np.int64), pairs.request, np.zeros_like(pairs.hi), pairs.hi)

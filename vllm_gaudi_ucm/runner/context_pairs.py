@@ -39,7 +39,11 @@ class SharedPairs(NamedTuple):
 
 
 def context_pairs(
-    context: NDArray[np.int64], requests: NDArray[np.int64], block_tables: NDArray[np.int32], block_size: int
+    context: NDArray[np.int64],
+    requests: NDArray[np.int64],
+    block_tables: NDArray[np.int32],
+    block_size: int,
+    skip: int = 0,
 ) -> ContextPairs:
     """Expands contexts into blocks. Nothing is read of a block table beyond its request's context.
 
@@ -48,12 +52,14 @@ def context_pairs(
         requests: [requests] row of `block_tables` of each request in flat order.
         block_tables: [requests, width] physical block ids.
         block_size: tokens per cache block.
+        skip: leading blocks to leave out; every context has them in full.
     """
+    context = context - skip * block_size
     num_blocks = -(-context // block_size)
     end = num_blocks.cumsum()
     request = np.arange(len(context)).repeat(num_blocks)
     # gathering by flat index costs the pairs in use, where a mask would cost requests x width
-    first = requests * block_tables.shape[1] - (end - num_blocks)
+    first = requests * block_tables.shape[1] + skip - (end - num_blocks)
     block = block_tables.take(first.repeat(num_blocks) + np.arange(len(request)))
     hi = np.full(len(request), block_size, np.int32)
     cached = context > 0
