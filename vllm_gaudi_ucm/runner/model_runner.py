@@ -85,7 +85,7 @@ class ModelRunner:
         # at static shapes what a request's parameters decide is computed on the host
         self._sampling = SamplingBatch(vllm_config, self._tensors_on if self.kind == "off" else torch.device("cpu"))
         self._computed: _ComputedStep | None = None
-        self._static: StaticShapes | None = None
+        self.static: StaticShapes | None = None
         self._memory_budget: int | None = None
         self.decoder: Decoder
         self.requests: RequestTable
@@ -125,24 +125,24 @@ class ModelRunner:
             self._execution = TrueShapeExecution(self.decoder, attention, self._block_size, self._tensors_on)
             self._sampler = VllmSampler(sampler)
         else:
-            self._static = self._make_static(kv_cache_config.num_blocks)
-            self._execution, self._sampler = self._static.execution, self._static.sampler
+            self.static = self._make_static(kv_cache_config.num_blocks)
+            self._execution, self._sampler = self.static.execution, self.static.sampler
         self._prompt_logprobs = PromptLogprobs(
             self._execution,
             sampler,
             model_config.get_vocab_size(),
             as_logits=model_config.logprobs_mode.endswith("logits"),
-            on_host=self._static is not None,
+            on_host=self.static is not None,
         )
 
     def warm_up(self) -> float:
         """Warms what must be warm before serving; returns the seconds it took."""
-        return 0.0 if self._static is None else self._static.warm_up()
+        return 0.0 if self.static is None else self.static.warm_up()
 
     def close(self) -> None:
         """Ends a warm-up that is still going on."""
-        if self._static is not None:
-            self._static.close()
+        if self.static is not None:
+            self.static.close()
 
     def measure_steps(self) -> int:
         """Bytes that steps take beside the KV cache, after the largest have really run."""
@@ -172,8 +172,8 @@ class ModelRunner:
         self.requests.update(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        if self._static is not None:
-            self._static.begin_step()
+        if self.static is not None:
+            self.static.begin_step()
         requests, batch = self.requests.scheduled(scheduler_output.num_scheduled_tokens)
         yields = np.flatnonzero(batch.num_computed + batch.num_scheduled >= batch.num_tokens)
         self._sampling.sync([requests[index] for index in yields.tolist()])
@@ -199,8 +199,8 @@ class ModelRunner:
         step.prompt_logprobs.update(self._score_prompts(members, plan))
         logits = self._execution.logits(plan.logits_rows)
         if divided:
-            assert self._static is not None, "only static shapes divide steps"
-            logits = self._static.divided_logits.put(logits, slots, len(self._sampling.slots))
+            assert self.static is not None, "only static shapes divide steps"
+            logits = self.static.divided_logits.put(logits, slots, len(self._sampling.slots))
         step.logits = logits
         clock.computed()
         step.divisions.append(_Computed(plan, shape, clock))
@@ -216,8 +216,8 @@ class ModelRunner:
         for request, (token,) in zip(self._sampling.slots, sampled.tokens, strict=True):
             self.requests.append_token(request, token)
         self._record(step)
-        if self._static is not None:
-            self._static.end_step()
+        if self.static is not None:
+            self.static.end_step()
         return self._output(step, sampled, nans)
 
     def _record(self, step: _ComputedStep) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.lookup import BucketSet
     from vllm_gaudi_ucm.graphs.steps import Steps
     from vllm_gaudi_ucm.graphs.warm_up.progress import WarmUpProgress
+    from vllm_gaudi_ucm.graphs.warm_up.summary import WarmUpSummary
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.decoder import Decoder
     from vllm_gaudi_ucm.runner.graph_kind import GraphKind
@@ -99,11 +100,15 @@ class StaticShapes:
                 self._warm_up.run_all()
         self.stages.seal()
         if self._config.warm_up == "idle":
-            logger.info("%s; the rest is warmed while the engine is idle", summary_line(self._warm_up.summary()))
+            logger.info("%s; the rest is warmed while the engine is idle", summary_line(self.summary()))
             self._idle.start()
         else:
             self._log_summary()
-        return self._warm_up.summary().seconds
+        return self.summary().seconds
+
+    def summary(self) -> WarmUpSummary:
+        """What has become of every graph so far."""
+        return self._warm_up.summary()
 
     def begin_step(self) -> None:
         """Before a step: nothing is warmed until `end_step`."""
@@ -137,7 +142,7 @@ class StaticShapes:
     def _on_progress(self, progress: WarmUpProgress) -> None:
         self._report(progress)
         warm, total = self.execution.ready.progress
-        summary = self._warm_up.summary()
+        summary = self.summary()
         self._metrics.warm_up(warm, total, progress.seconds, summary.skeleton_seconds or None)
 
     def _free_memory(self) -> int:
@@ -146,4 +151,4 @@ class StaticShapes:
         return memory.total if self._device.kind == "cpu" else memory.free
 
     def _log_summary(self) -> None:
-        logger.info("Warm-up\n%s", warm_up_text(self._warm_up.summary()))
+        logger.info("Warm-up\n%s", warm_up_text(self.summary()))
