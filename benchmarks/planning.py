@@ -1,0 +1,213 @@
+"""Time to plan a step against a plain numpy rendering of the same rule: interleaved medians, one thread, one table.
+
+The sides take turns of a few steps each, so that both find their own code and arrays in the core's caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import describe_machine
+from benchmarks.planning_peer import plan_plainly
+from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
+
+BLOCK_SIZE = 128
+CACHE_BLOCKS = 1 << 17  # of a cache of 16 million tokens; block ids are scattered over it
+TURN = 20  # steps of one side, then the same steps of the other; the last plans of a turn are compared
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`requests` decodes near `context` tokens, the first `prefix` of them shared, for many steps.
+
+    prefixes: different ones, given to the requests in turn.
+    chunk: new tokens of the last request, which is a prompt in chunks, instead of one.
+    steady: ours plans each step from the one before. goal_ms: ours should take no longer.
+    """
+
+    name: str
+    requests: int
+    context: int
+    prefix: int = 0
+    prefixes: int = 1
+    chunk: int = 1
+    steady: bool = False
+    goal_ms: float | None = None
+
+    def steps(self, count: int) -> Iterator[BatchInput]:
+        """Successive batches; contexts end anywhere in a block, and blocks are appended as they fill."""
+        rng = np.random.default_rng(0)
+        computed = self.context - rng.integers(0, BLOCK_SIZE, self.requests, np.int32)
+        new = np.ones(self.requests, np.int32)
+        new[-1] = self.chunk
+        width = (int(computed.max()) + count + self.chunk) // BLOCK_SIZE + 1
+        tables = rng.permutation(CACHE_BLOCKS)[: self.requests * width].reshape(self.requests, width).astype(np.int32)
+        shared = self.prefix // BLOCK_SIZE
+        tables[:, :shared] = tables[np.arange(self.requests) % self.prefixes, :shared]
+        for _ in range(count):
+            reach = int((computed + new).max() - 1) // BLOCK_SIZE + 1
+            yield BatchInput(computed.copy(), new.copy(), computed + new, tables[:, :reach].copy())
+            computed[new == 1] += 1
+
+    def planner(self) -> Callable[[BatchInput], UnifiedPlan]:
+        """Ours."""
+        return SteadyPlanner(BLOCK_SIZE).plan if self.steady else lambda batch: plan_batch(batch, BLOCK_SIZE)
+
+
+WORKLOADS = (
+    Workload("64 at 4K", 64, 4096, goal_ms=0.06),
+    Workload("256 at 4K, 2K shared", 256, 4096, 2048, goal_ms=0.2),
+    Workload("64 at 4K, steady", 64, 4096, steady=True, goal_ms=0.015),
+    Workload("256 at 4K, 2K shared, steady", 256, 4096, 2048, steady=True),
+    Workload("256 at 4K, four prefixes of 2K", 256, 4096, 2048, prefixes=4),
+    Workload("64 at 4K, 2K shared, one chunk", 64, 4096, 2048, chunk=512),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Milliseconds of every step, by side."""
+
+    workload: Workload
+    ours: list[float]
+    peer: list[float]
+
+    @property
+    def ratio(self) -> float:
+        return median(self.peer) / median(self.ours)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "workload": self.workload.name,
+            "steps": len(self.ours),
+            "ours_ms": median(self.ours),
+            "ours_mean_ms": fmean(self.ours),
+            "peer_ms": median(self.peer),
+            "ratio": self.ratio,
+            "goal_ms": self.workload.goal_ms,
+        }
+
+
+class PlansDiffer(Exception):
+    """The two sides do not decide the same."""
+
+
+def measure(workload: Workload, count: int, peer: Callable[[BatchInput, int], UnifiedPlan] = plan_plainly) -> Result:
+    """Times both sides on the same batches in turn, and compares the plans of the last step of every turn.
+
+    Raises:
+        PlansDiffer: with the workload, the step and the field.
+    """
+    plan = workload.planner()
+    result = Result(workload, [], [])
+    steps = workload.steps(count)
+    while turn := list(islice(steps, TURN)):
+        ours = _timed(plan, turn, result.ours)
+        theirs = _timed(lambda batch: peer(batch, BLOCK_SIZE), turn, result.peer)
+        field = difference(ours, theirs)
+        if field is not None:
+            raise PlansDiffer(f"{workload.name}, step {len(result.ours) - 1}: the plans differ in {field}")
+    return result
+
+
+def _timed(plan: Callable[[BatchInput], UnifiedPlan], turn: Sequence[BatchInput], times: list[float]) -> UnifiedPlan:
+    """Plans each batch, adds its milliseconds to `times`, and returns the last plan."""
+    for batch in turn:
+        start = time.perf_counter()
+        result = plan(batch)
+        times.append(1e3 * (time.perf_counter() - start))
+    return result
+
+
+def difference(ours: UnifiedPlan, theirs: UnifiedPlan) -> str | None:
+    """The first field in which two plans decide differently; the order of the shared blocks is nobody's concern."""
+    for name in UnifiedPlan._fields:
+        one, other = getattr(ours, name), getattr(theirs, name)
+        if name == "shared":
+            one, other = _shared_content(ours), _shared_content(theirs)
+        if not _equal(one, other):
+            return name
+    return None
+
+
+def _shared_content(plan: UnifiedPlan) -> tuple[Any, ...] | None:
+    """Ranges in the order of block ids, and the rows of every block."""
+    if plan.shared is None:
+        return None
+    blocks, lo, hi, groups = plan.shared
+    order = np.argsort(blocks)
+    rows = {int(blocks[column]): sorted(rows) for rows, begin, end in groups for column in range(begin, end)}
+    return blocks[order], lo[:, order], hi[:, order], rows, sorted(sorted(rows) for rows, _, _ in groups)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Medians, ratio and goal of each workload."""
+    result = Table(box=box.SIMPLE_HEAD)
+    result.add_column("requests")
+    for heading in ("ours, ms", "plain numpy, ms", "ratio", "goal, ms"):
+        result.add_column(heading, justify="right")
+    for row in results:
+        ours, goal = median(row.ours), row.workload.goal_ms
+        colour = "default" if goal is None else "green" if ours <= goal else "red"
+        result.add_row(
+            row.workload.name,
+            f"[{colour}]{ours:.4f}[/]",
+            f"{median(row.peer):.4f}",
+            f"{row.ratio:.1f}x",
+            "-" if goal is None else f"{goal:.3f}",
+        )
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 if the two sides plan differently."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
+    parser.add_argument("--steps", type=_positive, default=1000, help="steps of each workload")
+    parser.add_argument("--json", action="store_true", help="one JSON object per workload instead of a table")
+    args = parser.parse_args(argv)
+    try:
+        results = [measure(workload, args.steps) for workload in WORKLOADS]
+    except PlansDiffer as error:
+        print(f"benchmarks.planning: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        for row in results:
+            print(json.dumps(row.to_json()))
+        return 0
+    console = Console(highlight=False)
+    console.print(f"{describe_machine()}; block size {BLOCK_SIZE}, median of {args.steps} steps", style="dim")
+    console.print(table(results))
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {value}, expected a number >= 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
