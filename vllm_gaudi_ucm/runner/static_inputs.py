@@ -53,7 +53,9 @@ class _Layout:
             # rows that are no request's use the last span, which sees nothing
             self._add((min(q, limits.max_num_seqs) + 1, s), "shared_hi")
         if u:
-            self._add((u,), "unique_blocks", "unique_rows", "unique_hi")
+            self._add((u,), "unique_rows", "unique_hi")
+        if u and not limits.contiguous:
+            self._add((u,), "unique_blocks")
 
     def _add(self, shape: tuple[int, ...], *names: str) -> None:
         for name in names:
@@ -128,19 +130,17 @@ class StaticInputs:
         return ForwardInputs(tensors["token_ids"], tensors["positions"], tensors["slots"], parts)
 
     def _fill_unique(self, arrays: dict[str, NDArray[np.int64]], plan: UniquePlan | None) -> None:
-        if plan is None:
-            for name in ("unique_blocks", "unique_rows", "unique_hi"):
-                arrays[name].fill(0)
-            return
-        if not self._limits.contiguous:
-            _pad(arrays["unique_blocks"], plan.blocks, DUMMY_BLOCK)
-            _pad(arrays["unique_rows"], plan.rows, 0)
-            _pad(arrays["unique_hi"], plan.hi, 0)
+        rows, hi, blocks = arrays["unique_rows"], arrays["unique_hi"], arrays.get("unique_blocks")
+        if blocks is not None:
+            _pad(blocks, () if plan is None else plan.blocks, DUMMY_BLOCK)
+            _pad(rows, () if plan is None else plan.rows, 0)
+            _pad(hi, () if plan is None else plan.hi, 0)
             return
         # entry b speaks of physical block b: blocks that no single row uses keep an empty range
-        for name, used in (("unique_rows", plan.rows), ("unique_hi", plan.hi)):
-            arrays[name].fill(0)
-            arrays[name][plan.blocks] = used
+        rows.fill(0)
+        hi.fill(0)
+        if plan is not None:
+            rows[plan.blocks], hi[plan.blocks] = plan.rows, plan.hi
 
     def _copy(self, key: ForwardShape | int, size: int) -> torch.Tensor:
         flat = self._flat.get(key)
