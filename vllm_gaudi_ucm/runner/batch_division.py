@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,10 +11,10 @@ from vllm_gaudi_ucm.runner.batch_plan import BatchInput
 
 
 def divide_batch(batch: BatchInput, block_size: int, max_shared_blocks: int) -> list[NDArray[np.int64]]:
-    """Indices of requests that fit one step each: one group, unless contexts have too many blocks.
+    """Indices of requests that fit one step each: one group, unless contexts have too many shared blocks.
 
-    Counts every cached block of a request as shared, which is never too few. Requests keep their order, so those that
-    use the same blocks mostly stay together. A request alone always fits (`Limits` makes sure).
+    Requests keep their order, so those that use the same blocks mostly stay together, and each group takes as many as
+    fit. A request alone always fits (`Limits` makes sure).
     """
     everything = np.arange(len(batch.num_scheduled))
     tokens = batch.num_computed + (batch.num_scheduled == 1)
@@ -22,15 +24,27 @@ def divide_batch(batch: BatchInput, block_size: int, max_shared_blocks: int) -> 
     if _shared_blocks(batch, num_blocks) <= max_shared_blocks:
         return [everything]
     groups: list[list[int]] = [[]]
-    used: set[int] = set()
+    use = _Use(set(), set())
     for index in everything.tolist():
         blocks = set(batch.block_tables[index, : num_blocks[index]].tolist())
-        if groups[-1] and len(used | blocks) > max_shared_blocks:
+        rows = int(batch.num_scheduled[index])
+        if groups[-1] and len(use.shared_with(blocks, rows)) > max_shared_blocks:
             groups.append([])
-            used = set()
+            use = _Use(set(), set())
         groups[-1].append(index)
-        used |= blocks
+        use = _Use(use.any | blocks, use.shared_with(blocks, rows))
     return [np.array(group) for group in groups]
+
+
+class _Use(NamedTuple):
+    """Blocks that the requests of a group use: any of them, and those that more than one row does."""
+
+    any: set[int]
+    shared: set[int]
+
+    def shared_with(self, blocks: set[int], rows: int) -> set[int]:
+        """The shared ones once a request of so many rows uses `blocks` as well."""
+        return self.shared | (blocks if rows > 1 else blocks & self.any)
 
 
 def _shared_blocks(batch: BatchInput, num_blocks: NDArray[np.int32]) -> int:
