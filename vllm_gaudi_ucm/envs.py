@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 DEVICE = "VLLM_GAUDI_UCM_DEVICE"
 DEVICE_CHOICES = ("auto", "hpu", "cuda", "cpu")
@@ -14,6 +15,7 @@ OBSERVED: Mapping[str, str] = {
     "THP_MEM_ALLOC_ENABLE": "`1` lets torch take transparent huge pages for its CPU buffers",
     "HABANA_VISIBLE_MODULES": "Gaudi cards that this process may use; unset: all",
     "PT_HPU_LAZY_MODE": "`0` chooses torch.compile on Gaudi; anything else: lazy mode",
+    "PROMETHEUS_MULTIPROC_DIR": "folder of files from which /metrics is answered; vLLM sets it for several API servers",
 }
 
 
@@ -39,6 +41,12 @@ def observed(name: str) -> str | None:
 def lazy_mode() -> bool:
     """Whether Gaudi's bridge accumulates operators (the default) instead of compiling with torch.compile."""
     return observed("PT_HPU_LAZY_MODE") != "0"
+
+
+def multi_process_metrics() -> Path | None:
+    """The folder from whose files /metrics is answered, None where one API server answers from its own process."""
+    found = observed("PROMETHEUS_MULTIPROC_DIR")
+    return Path(found) if found else None
 
 
 def allowed_plugins() -> tuple[str, ...] | None:

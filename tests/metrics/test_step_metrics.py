@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.metrics.exposition import scrape
 from vllm_gaudi_ucm.graphs.bucket import Bucket
+from vllm_gaudi_ucm.metrics.metric import METRICS
 from vllm_gaudi_ucm.metrics.step_metrics import DIMENSIONS, StepMetrics, forward_label
 
 SIZES = st.integers(0, 10_000)
@@ -78,7 +79,9 @@ def test_known_series_start_at_zero_and_warm_up_when_it_begins(folder: Path) -> 
     assert seen[total("recipes_after_warm_up_total")] == 0
     assert seen[total("steps_total", phase="csu")] == 0
     assert set(seen.values()) == {0}
-    assert not [key for key in seen if "warm_up_" in key and "recipes" not in key]
+    assert seen[total("warm_up_waits_total")] == seen[total("warm_up_wait_seconds_total")] == 0
+    gauges = {metric.sample_name for metric in METRICS if metric.kind == "gauge"}
+    assert not gauges & {key.partition("{")[0] for key in seen}
 
 
 def test_warm_up_shows_the_latest_progress(folder: Path) -> None:
@@ -92,6 +95,15 @@ def test_warm_up_shows_the_latest_progress(folder: Path) -> None:
     assert seen[total("warm_up_buckets", state="total")] == 57
     assert seen[total("warm_up_seconds")] == 3.0
     assert seen[total("warm_up_skeleton_seconds")] == 2.5
+
+
+def test_waits_are_totals(folder: Path) -> None:
+    metrics = StepMetrics(folder)
+    metrics.waits(1, 0.25)
+    metrics.waits(3, 0.75)
+    seen = scrape(folder)
+    assert seen[total("warm_up_waits_total")] == 3
+    assert seen[total("warm_up_wait_seconds_total")] == 0.75
 
 
 def test_engines_share_a_folder_and_nothing_else(folder: Path) -> None:

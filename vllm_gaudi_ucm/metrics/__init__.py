@@ -5,4 +5,8 @@ the message to the API server, the free ones among them belong to connectors, an
 idle gaps would not show. So the worker writes its counters to memory-mapped files in prometheus_client's multi-process
 format (a store per value, no message, never behind), in a folder that both processes derive from the engine's instance
 id; the stat logger (plugin group `vllm.stat_logger_plugins`) registers a collector that reads them at each scrape.
+
+Several API servers (`--api-server-count`) have a folder of that kind between them already (PROMETHEUS_MULTIPROC_DIR),
+and answer from its files alone: there the worker writes to it. Its files stay until vLLM removes the folder, since a
+reader that lists a file which is gone when it opens it fails /metrics as a whole.
 """

@@ -31,6 +31,8 @@ WARM_UP_SECONDS = Metric("gaudi_ucm_warm_up_seconds", "gauge", (), "Seconds that
 SKELETON_SECONDS = Metric(
     "gaudi_ucm_warm_up_skeleton_seconds", "gauge", (), "Seconds until the skeleton was warm and serving could start."
 )
+WAITS = Metric("gaudi_ucm_warm_up_waits", "counter", (), "Steps that waited for a graph that was being warmed.")
+WAIT_SECONDS = Metric("gaudi_ucm_warm_up_wait_seconds", "counter", (), "Seconds that steps waited for such graphs.")
 
 METRICS = (
     STEPS,
@@ -43,4 +45,6 @@ METRICS = (
     WARM_UP_BUCKETS,
     WARM_UP_SECONDS,
     SKELETON_SECONDS,
+    WAITS,
+    WAIT_SECONDS,
 )

@@ -68,15 +68,16 @@ class _Entries:
 class MetricsFile:
     """The files of one engine in `folder`; without a folder the same in memory of its own, which nobody reads.
 
+    engine: the value of the label `engine`. writer: what the files are named after, without `_`.
     Raises OSError where the folder does not take them.
     """
 
-    def __init__(self, folder: Path | None, engine: int) -> None:
+    def __init__(self, folder: Path | None, engine: int, writer: str) -> None:
         self._engine = str(engine)
         # The reader takes kind, mode and writer from the name; `mostrecent`: the last value stands.
         self._entries = {
-            "counter": _Entries(_map(folder and folder / f"counter_{engine}.db", COUNTER_BYTES)),
-            "gauge": _Entries(_map(folder and folder / f"gauge_mostrecent_{engine}.db", GAUGE_BYTES)),
+            "counter": _Entries(_map(folder and folder / f"counter_{writer}.db", COUNTER_BYTES)),
+            "gauge": _Entries(_map(folder and folder / f"gauge_mostrecent_{writer}.db", GAUGE_BYTES)),
         }
 
     def series(self, metric: Metric, *labels: str) -> Series:
@@ -86,10 +87,15 @@ class MetricsFile:
 
 
 def _map(path: Path | None, size: int) -> mmap.mmap:
-    """A new file, allocated in full: a store to a mapped page for which the disk has no room would kill the process."""
+    """A new file, allocated in full: a store to a mapped page for which the disk has no room would kill the process.
+
+    It takes its place, and that of an earlier engine's file, once it is whole: a reader never finds it empty or gone.
+    """
     if path is None:
         return mmap.mmap(-1, size)
-    path.unlink(missing_ok=True)
-    with path.open("x+b") as file:
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    with new.open("x+b") as file:
         os.posix_fallocate(file.fileno(), 0, size)
+        new.replace(path)
         return mmap.mmap(file.fileno(), size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_gaudi_ucm.envs import multi_process_metrics
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, phase_string
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.metrics import metric
@@ -25,12 +26,13 @@ class StepMetrics:
     Args:
         folder: where the API server looks for the figures; None: they are counted and go nowhere.
         engine: the data-parallel rank, the value of the label `engine`.
+        is_shared: `folder` is prometheus_client's, with files of others that are named after process ids.
     """
 
-    def __init__(self, folder: Path | None, engine: int = 0) -> None:
-        self._folder = folder
-        self._engine = engine
-        self._file = file = MetricsFile(folder, engine)
+    def __init__(self, folder: Path | None, engine: int = 0, is_shared: bool = False) -> None:
+        self._own_folder = None if is_shared else folder
+        self._writer = f"ucm{engine}" if is_shared else str(engine)
+        self._file = file = MetricsFile(folder, engine, self._writer)
         # Series start at 0 where their labels are known: a rate needs the value before the first event.
         phases = [phase_string(c, s, u) for c in PARTS for s in PARTS for u in PARTS]
         self._steps = {phase: file.series(metric.STEPS, phase) for phase in phases}
@@ -39,6 +41,7 @@ class StepMetrics:
         ]
         self._seconds = [file.series(metric.STEP_SECONDS, stage) for stage in STAGES]
         self._recipes = file.series(metric.RECIPES)
+        self._waits = [file.series(waits) for waits in (metric.WAITS, metric.WAIT_SECONDS)]
         self._graphs: dict[ForwardShape | int, Series] = {}
         self._bypasses: dict[str, Series] = {}
         self._gauges: dict[tuple[str, ...], Series] = {}
@@ -46,8 +49,11 @@ class StepMetrics:
     @classmethod
     def of_engine(cls, instance_id: str, engine: int) -> StepMetrics:
         """Metrics that reach the stat logger of the engine's API server; an engine serves without them if it must."""
-        folder = metrics_folder(instance_id)
+        shared = multi_process_metrics()
         try:
+            if shared is not None:
+                return cls(shared, engine, is_shared=True)
+            folder = metrics_folder(instance_id)
             make_private(folder)
             return cls(folder, engine)
         except OSError as error:
@@ -89,10 +95,19 @@ class StepMetrics:
         if skeleton_seconds is not None:
             self._gauge(metric.SKELETON_SECONDS).set(skeleton_seconds)
 
+    def waits(self, count: int, seconds: float) -> None:
+        """Steps that have waited for a graph that was being warmed, and for how long: totals since the start."""
+        waits, waited_seconds = self._waits
+        waits.set(count)
+        waited_seconds.set(seconds)
+
     def close(self) -> None:
-        """Remove the files, so that the metrics leave /metrics; later counts go nowhere. Safe to call twice."""
-        if self._folder is not None:
-            remove_files(self._folder, str(self._engine))
+        """Remove the files, so that the metrics leave /metrics; later counts go nowhere. Safe to call twice.
+
+        Those in a shared folder stay: whoever has just listed them would fail on one that is gone.
+        """
+        if self._own_folder is not None:
+            remove_files(self._own_folder, self._writer)
 
     def _graph(self, graph: ForwardShape | int) -> Series:
         """By graph, not by bucket: forward and logits graphs combine freely, so there are fewer of them."""
