@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.device_figures import DEVICES, DeviceFigures, device_figures
-from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.model_figures import ModelFigures
 from vllm_gaudi_ucm.graphs.steps import Steps
@@ -16,6 +16,8 @@ from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.phase_log import read_phase_log
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.config import GraphsConfig
@@ -67,10 +69,30 @@ def choose_buckets(
     cost = cost_model(vllm_config, device, limits.block_size)
     usage = None
     if graphs.trace is not None:
-        usage = Steps.of(record.bucket for record in read_phase_log(graphs.trace)[1])
-        check_steps(usage, limits)
+        usage = _usage(graphs.trace, limits)
     request = BucketRequest(limits, cost, graphs.max_graphs, graphs.buckets, usage)
     return build_buckets(strategy_name(graphs), request), usage
+
+
+def _usage(trace: Path, limits: Limits) -> Steps:
+    """The steps of a phase log.
+
+    Its server may have had a larger cache, read slices of it, or run steps whole that are divided here: blocks are cut
+    to what the limits allow. Rows and requests beyond them are another server's.
+    """
+    most = limits.maximum
+    steps = Steps.of(
+        record.bucket._replace(
+            shared_blocks=min(record.bucket.shared_blocks, most.shared_blocks),
+            unique_blocks=min(record.bucket.unique_blocks, most.unique_blocks),
+        )
+        for record in read_phase_log(trace)[1]
+    )
+    try:
+        check_steps(steps, limits)
+    except LimitsError as error:
+        raise LimitsError(f"ucm.graphs.trace: {trace}: {error}") from error
+    return steps
 
 
 def strategy_name(graphs: GraphsConfig) -> str:
