@@ -1,22 +1,34 @@
-"""Packed linear layers on CPU through oneDNN, which torch carries.
+"""Linear layers on CPU with packed weights: through oneDNN, which torch carries, and natively for a few rows.
 
 Why: on CPUs that torch's default BLAS has no fast path for, `torch.nn.functional.linear` in fp32 reached a third of
-this (all of SmolLM2-135M's weights once, one thread of an AVX-512 core: 16 rows 100 ms against 34 ms, 1024 rows 4.8 s
-against 1.0 s, 1 row 38 ms against 17 ms).
+oneDNN's speed (all of SmolLM2-135M's weights once, one thread of an AVX-512 core: 16 rows 100 ms against 34 ms, 1024
+rows 4.8 s against 1.0 s, 1 row 38 ms against 17 ms). With few rows memory is the bound, and the native kernel closer to
+it (another core, 1 row 42 ms against oneDNN's 50, 16 rows 60 ms against 70).
 """
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-PackedWeight = NewType("PackedWeight", Tensor)
-"""An opaque reordered weight; only `packed_linear` can read it."""
+from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.native.tensor import is_rows
+from vllm_gaudi_ucm.ops.packed_linear.panels import Panels, find_panels
 
 # oneDNN chooses the block layout for a number of rows; of 1, 16, 256 and unknown, 16 was the best over 1 to 1024 rows.
 PACK_FOR_ROWS = 16
+# More rows are bound by arithmetic, which oneDNN orders better.
+NATIVE_ROWS = 64
+
+
+class PackedWeight(NamedTuple):
+    """An opaque reordered weight of `outputs` rows, and its panels where the native kernel can read them."""
+
+    tensor: Tensor
+    outputs: int
+    panels: Panels | None
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -32,9 +44,31 @@ def can_pack(weight: Tensor) -> bool:
 
 def pack(weight: Tensor) -> PackedWeight:
     """Reorders a weight [out features, in features] for which `can_pack` holds. A copy: the weight may be freed."""
-    return PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACK_FOR_ROWS))
+    plain = weight.detach().contiguous()
+    packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
+    return PackedWeight(packed, plain.shape[0], find_panels(plain, packed))
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [rows, in features] times the weight's transpose, plus bias [out features]; the result has the dtype of x."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    if weight.panels is None or x.shape[0] > NATIVE_ROWS or torch.compiler.is_compiling() or not is_rows(x):
+        return torch.ops.mkldnn._linear_pointwise(x, weight.tensor, bias, "none", [], "")
+    return _multiply_few_rows(x, weight.panels, weight.outputs, bias)
+
+
+def _multiply_few_rows(x: Tensor, panels: Panels, outputs: int, bias: Tensor | None) -> Tensor:
+    kernels = native()
+    assert kernels is not None, "panels are found only for native kernels"
+    out = torch.empty((x.shape[0], outputs))
+    kernels.ucm_linear(
+        x.data_ptr(),
+        x.stride(0),
+        panels.address,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        outputs,
+        panels.width,
+    )
+    return out

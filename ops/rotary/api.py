@@ -14,7 +14,9 @@ def can_rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor) ->
     return (
         not torch.compiler.is_compiling()
         and native() is not None
-        and is_rows(query, key, angles)
+        and is_rows(query)
+        and is_rows(key)
+        and is_rows(angles)
         and angles.is_contiguous()
         and positions.dtype == torch.int64
         and positions.dim() == 1

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.packed_linear.api import can_pack, pack, packed_linear
+from vllm_gaudi_ucm.ops.packed_linear import panels
+from vllm_gaudi_ucm.ops.packed_linear.api import NATIVE_ROWS, can_pack, pack, packed_linear
 
 EPSILON = torch.finfo(torch.float32).eps
 
@@ -58,3 +59,55 @@ def test_what_cannot_be_packed() -> None:
     assert can_pack(torch.randn(4, 4))
     assert not can_pack(torch.randn(4, 4).double())
     assert not can_pack(torch.empty(4, 4, device="meta"))
+
+
+needs_panels = pytest.mark.skipif(
+    pack(torch.randn(64, 16)).panels is None, reason="oneDNN packs in a format of its own here, or no native kernels"
+)
+
+
+@needs_panels
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [0, 1, 3, 7, 13, 24, 25, NATIVE_ROWS])
+def test_a_few_rows_are_multiplied_natively(threads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Panels that threads share in halves, register blocks of every size, and rows that lie apart."""
+    torch.manual_seed(rows)
+    before = torch.get_num_threads()
+    x, weight, bias = torch.randn(rows, 100)[:, 3:83], torch.randn(5 * 64, 80), torch.randn(5 * 64)
+    packed = pack(weight)._replace(tensor=torch.empty(0))  # oneDNN could not compute with this
+    monkeypatch.setattr(torch, "empty", lambda *size: torch.full(*size, float("nan")))
+    torch.set_num_threads(threads)
+    try:
+        found = packed_linear(x, packed, bias)
+    finally:
+        torch.set_num_threads(before)
+    expected = x.double() @ weight.double().T + bias.double()
+    assert found.isfinite().all()
+    assert ((found.double() - expected).abs() <= budget(x, weight) + EPSILON * expected.abs()).all()
+
+
+@needs_panels
+def test_another_format_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release or a CPU whose oneDNN packs otherwise must not give wrong numbers."""
+    monkeypatch.setattr(panels, "_widths", {})
+    monkeypatch.setattr(panels, "WIDTHS", (8,))
+    weight, x = torch.randn(64, 16), torch.randn(3, 16)
+    packed = pack(weight)
+    assert packed.panels is None
+    torch.testing.assert_close(packed_linear(x, packed), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+def test_outputs_that_onednn_pads() -> None:
+    weight, x = torch.randn(100, 48), torch.randn(3, 48)
+    torch.testing.assert_close(packed_linear(x, pack(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@needs_panels
+def test_a_format_is_compared_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "_widths", {})
+    first = pack(torch.randn(128, 48)).panels
+    monkeypatch.setattr(panels, "_width", lambda *_: pytest.fail("compared again"))
+    second = pack(torch.randn(128, 48)).panels
+    assert first is not None
+    assert second is not None
+    assert (second.width, second.address == first.address) == (first.width, False)

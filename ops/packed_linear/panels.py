@@ -1,0 +1,65 @@
+"""Where oneDNN keeps a packed weight, and whether it lies there in the panels that the native kernel reads.
+
+oneDNN's format is its own and may change with the CPU and the release. So nothing is assumed: for every shape of weight
+the memory is compared once with what it should hold, and where it differs only oneDNN reads the weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.native.library import native
+
+WIDTHS = (64, 48, 32, 24, 16, 8)
+# Panel width per weight shape, 0 where the format is another one.
+_widths: dict[torch.Size, int] = {}
+
+
+class Panels:
+    """A weight [out, in] as [out / width, in, width] at `address`, which lives as long as the packed tensor."""
+
+    def __init__(self, address: int, width: int) -> None:
+        self.address = address
+        self.width = width
+
+
+def find_panels(weight: Tensor, packed: Tensor) -> Panels | None:
+    """The panels of an fp32 weight that was packed, None where the native kernel cannot read them."""
+    kernels = native()
+    address = _address(packed)
+    if kernels is None or address is None or weight.dtype != torch.float32:
+        return None
+    width = _widths.get(weight.shape)
+    if width is None:
+        width = _widths[weight.shape] = _width(weight, address, int(torch.ops.mkldnn._nbytes(packed)))
+    return Panels(address, width) if width and width % kernels.ucm_lanes() == 0 else None
+
+
+def _width(weight: Tensor, address: int, size: int) -> int:
+    outputs, inputs = weight.shape
+    if size != weight.numel() * weight.element_size():
+        return 0  # padded
+    memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.float32)
+    for width in WIDTHS:
+        if outputs % width == 0:
+            panels = weight.detach().view(outputs // width, width, inputs).transpose(1, 2)
+            if torch.equal(memory.view(panels.shape), panels):
+                return width
+    return 0
+
+
+def _address(packed: Tensor) -> int | None:
+    """Through torch's stable C interface: `Tensor.data_ptr` refuses oneDNN's tensors. None where torch lacks it."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        get_data_ptr = library.aoti_torch_get_data_ptr
+    except (OSError, AttributeError):
+        return None
+    # A handle is a pointer to a tensor, and a tensor is a pointer to its implementation.
+    tensor, found = ctypes.c_void_p(packed._cdata), ctypes.c_void_p()
+    status = get_data_ptr(ctypes.byref(tensor), ctypes.byref(found))
+    return found.value if status == 0 else None
