@@ -26,6 +26,8 @@ class TokenRows(NamedTuple):
 class TokenHistory:
     """Appends what a slot's request has got since the last time, so that a step costs one token per slot.
 
+    Outputs may be cut, but never replaced by others at once: a preempted request comes back with the same ones.
+
     Args:
         max_rows: most logits rows of a step.
         width: tokens of the longest request.
