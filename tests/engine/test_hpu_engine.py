@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,22 @@ class HpuRun:
     device: str
 
 
-def run_on_hpu(model: Path, folder: Path, ucm: dict[str, Any], rounds: int = 1, **env: str) -> HpuRun:
+def run_on_hpu(
+    model: Path,
+    folder: Path,
+    ucm: dict[str, Any],
+    rounds: int = 1,
+    prompts: Sequence[Any] = PROMPTS,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> HpuRun:
     """Starts an engine in a process of its own, because importing the stand-in changes torch for good."""
     result = folder / "result.json"
     asked = {
         "model": str(model),
         "ucm": ucm,
-        "options": OPTIONS,
-        "prompts": PROMPTS,
+        "options": {**OPTIONS, **options},
+        "prompts": prompts,
         "max_tokens": 8,
         "rounds": rounds,
         "result": str(result),
@@ -80,7 +89,7 @@ def run_on_hpu(model: Path, folder: Path, ucm: dict[str, Any], rounds: int = 1, 
     done = subprocess.run(
         [sys.executable, "-c", CHILD],
         input=json.dumps(asked),
-        env={**os.environ, **hpu, **env},
+        env={**os.environ, **hpu, **(env or {})},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -104,3 +113,28 @@ def test_true_shapes(cpu_answers: list[Answer], smollm2: Path, tmp_path: Path) -
     assert_same(run.rounds[0], cpu_answers, near_ties=0)
     assert run.card["captures"] == 0
     assert run.card["compilations"] > run.started["compilations"]
+
+
+def test_static_shapes(cpu_answers: list[Answer], smollm2: Path, tmp_path: Path) -> None:
+    """HPU graphs in lazy mode: once warm, whole rounds of requests compile nothing, and the answers are the same."""
+    run = run_on_hpu(smollm2, tmp_path, {"graphs": {"warm_up": "skeleton", "max_graphs": 12}}, rounds=2)
+    for answers in run.rounds:
+        assert_same(answers, cpu_answers, near_ties=0)
+    assert run.started["captures"] > 0
+    assert run.started["compilations"] >= run.started["captures"]
+    assert run.card["replays"] > 0
+    for count in ("captures", "compilations", "bypasses"):
+        assert run.card[count] == run.started[count], count
+
+
+def test_compile_mode(tiny_llama: Path, tmp_path: Path) -> None:
+    """Buckets through torch.compile, PT_HPU_LAZY_MODE=0: the answers are the same."""
+    prompts = [list(range(3, 3 + length)) for length in (5, 40, 1, 150)]
+    options = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20}
+    with Engine(tiny_llama, **{**OPTIONS, **options}) as engine:
+        expected = engine.greedy(prompts, max_tokens=8)
+    graphs = {"warm_up": "skeleton", "skeleton": 2, "max_graphs": 6}
+    run = run_on_hpu(tiny_llama, tmp_path, {"graphs": graphs}, 2, prompts, {"PT_HPU_LAZY_MODE": "0"}, **options)
+    for answers in run.rounds:
+        assert_same(answers, expected, near_ties=0)
+    assert run.started["compiled_graphs"] > 0

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from habana_frameworks.torch.simulator import device_mode
 from habana_frameworks.torch.simulator.card import card
 from habana_frameworks.torch.simulator.memory import memory
 from habana_frameworks.torch.simulator.recipes import recipes
 from habana_frameworks.torch.simulator.state import is_lazy, state
 from habana_frameworks.torch.simulator.tape import tensors_in
 
-from torch._dynamo import register_backend
+from torch._dynamo import register_backend, trace_rules
 from torch.fx import GraphModule
 
 NAME = "hpu_backend"
@@ -17,8 +18,14 @@ _OPTIONS = frozenset({"force_static_compile"})
 
 
 def register_compiler() -> None:
-    """Makes `torch.compile(backend="hpu_backend")` known."""
+    """Makes `torch.compile(backend="hpu_backend")` known.
+
+    Dynamo must not compile the stand-in itself where it runs between two graphs, only follow the mode's mapping of
+    devices where it traces a call.
+    """
     register_backend(_compile, name=NAME)
+    trace_rules.add("habana_frameworks.torch")
+    trace_rules.BUILTIN_INLINE_WHEN_CALLED.add(device_mode.__file__)
 
 
 def _compile(
