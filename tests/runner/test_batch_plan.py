@@ -217,6 +217,22 @@ def test_a_prefix_of_all_is_one_group_with_what_all_use_behind_a_gap() -> None:
     assert expand(plan, step) == expected(plan, step)
 
 
+def test_blocks_with_equal_users_stand_together_though_another_comes_between() -> None:
+    """Blocks of the first request are shared with the second, the third, and the second again."""
+    requests = [
+        Request(48, 1, prefix=3),
+        Request(48, 1, prefix=3, crossed=frozenset({1})),
+        Request(48, 1, prefix=3, family=1, crossed=frozenset({1})),
+    ]
+    step = lay_out(requests, 16, 1)
+    first, second, third = step.tables[0][:3]
+    plan = plan_batch(step.batch_input(), 16)
+    assert plan.shared is not None
+    assert plan.shared.blocks.tolist() == [first, third, second]
+    assert [(rows.tolist(), lo, hi) for rows, lo, hi in plan.shared.groups] == [([0, 1], 0, 2), ([0, 2], 2, 3)]
+    assert expand(plan, step) == expected(plan, step)
+
+
 def test_groups_behind_a_prefix_of_all() -> None:
     step = lay_out([Request(48, 1, prefix=3), Request(48, 3, prefix=3), Request(16, 1, prefix=1)], 16, 1)
     plan = plan_batch(step.batch_input(), 16)

@@ -31,10 +31,10 @@ class ContextPairs(NamedTuple):
 class SharedPairs(NamedTuple):
     """Pairs whose block more than one row uses, ordered by block id, the pairs of a block in flat order.
 
-    index: int64 [shared] into the pairs of the step. block: int64 [shared] physical block id.
+    pair: int64 [shared] index into the pairs of the step. block: int64 [shared] physical block id.
     """
 
-    index: NDArray[np.int64]
+    pair: NDArray[np.int64]
     block: NDArray[np.int64]
 
 
@@ -62,8 +62,10 @@ def context_pairs(
     first = requests * block_tables.shape[1] + skip - (end - num_blocks)
     block = block_tables.take(first.repeat(num_blocks) + np.arange(len(request)))
     hi = np.full(len(request), block_size, np.int32)
-    cached = context > 0
-    hi[end[cached] - 1] = (context - (num_blocks - 1) * block_size)[cached]
+    last, tokens = end - 1, context - (num_blocks - 1) * block_size
+    if np.count_nonzero(context) < len(context):  # a context without a block has no last one
+        last, tokens = last[context > 0], tokens[context > 0]
+    hi[last] = tokens
     return ContextPairs(request, block, hi)
 
 

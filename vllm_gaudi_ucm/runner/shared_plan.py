@@ -29,14 +29,14 @@ class SharedPlan(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """Shared blocks; the users of block i are the requests `users[first[i]:first[i] + count[i]]`, ascending."""
+    """Shared blocks; the users of block i are the requests `users[first[i]:first[i] + num_users[i]]`, ascending."""
 
     first: NDArray[np.int64]
-    count: NDArray[np.int64]
+    num_users: NDArray[np.int64]
     users: NDArray[np.int64]
 
     def users_of(self, index: int) -> NDArray[np.int64]:
-        return self.users[self.first[index] : self.first[index] + self.count[index]]
+        return self.users[self.first[index] : self.first[index] + self.num_users[index]]
 
 
 def plan_shared(pairs: ContextPairs, shared: SharedPairs, query_start: NDArray[np.int64]) -> SharedPlan | None:
@@ -50,17 +50,17 @@ def plan_shared(pairs: ContextPairs, shared: SharedPairs, query_start: NDArray[n
         shared: the shared ones among them.
         query_start: [requests + 1] first row of each request in flat order.
     """
-    index, block = shared
-    if not index.size:
+    pair, block = shared
+    if not pair.size:
         return None
-    request = pairs.request.take(index)
+    request = pairs.request.take(pair)
     first, count = _runs(block[1:] != block[:-1])
-    by_use = index[first].argsort()
+    by_use = pair[first].argsort()
     place, groups = _group(_Blocks(first[by_use], count[by_use], request), query_start)
     column = np.empty_like(first)
     column[by_use] = place
     hi = np.zeros((len(query_start) - 1, len(first)), np.int32)
-    hi.reshape(-1)[request * len(first) + column.repeat(count)] = pairs.hi.take(index)
+    hi.reshape(-1)[request * len(first) + column.repeat(count)] = pairs.hi.take(pair)
     blocks = np.empty_like(first)
     blocks[column] = block[first]
     # zeros, not zeros_like: a large one comes from the system as zeros, untouched
@@ -95,7 +95,7 @@ def _group(blocks: _Blocks, query_start: NDArray[np.int64]) -> tuple[NDArray[np.
 
 def _new_users(blocks: _Blocks) -> NDArray[np.bool_]:
     """[blocks - 1] whether the users of block i + 1 are others than those of block i."""
-    count = blocks.count
+    count = blocks.num_users
     lowest, highest = blocks.users[blocks.first], blocks.users[blocks.first + count - 1]
     differs = (count[1:] != count[:-1]) | (lowest[1:] != lowest[:-1])
     if np.array_equal(highest - lowest, count - 1):  # users without gaps: lowest and number say it all

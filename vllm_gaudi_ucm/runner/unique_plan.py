@@ -21,11 +21,11 @@ class UniquePlan(NamedTuple):
 
 def plan_unique(pairs: ContextPairs, shared: SharedPairs) -> UniquePlan | None:
     """The pairs that are not shared, in the order of the pairs."""
-    if len(shared.index) == len(pairs.block):
+    if len(shared.pair) == len(pairs.block):
         return None
-    if len(shared.index):
+    if len(shared.pair):
         unique = np.ones(len(pairs.block), np.bool_)
-        unique[shared.index] = False
+        unique[shared.pair] = False
         pairs = pairs.take(unique.nonzero()[0])
     # a single row is the only row of its request and single rows come first: its row is its request's flat position
-    return UniquePlan(pairs.block.astype(np.int64), pairs.request, np.zeros_like(pairs.hi), pairs.hi)
+    return UniquePlan(pairs.block.astype(np.int64), pairs.request, np.zeros(len(pairs.hi), np.int32), pairs.hi)
