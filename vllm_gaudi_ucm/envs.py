@@ -64,3 +64,18 @@ def merge_into_vllm() -> None:
     import vllm.envs
 
     vllm.envs.environment_variables.setdefault(DEVICE, device_choice)
+
+
+def use_hpu_recipe_cache(folder: Path) -> None:
+    """Lets Gaudi's bridge keep recipes in `folder` over starts, up to 10 GB; a value set by the user stays."""
+    os.environ.setdefault("PT_HPU_RECIPE_CACHE_CONFIG", f"{folder},False,10240")
+
+
+def use_inductor_cache(folder: Path) -> None:
+    """Lets inductor keep compiled graphs in `folder`; a value set by the user stays."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def spawn_workers() -> None:
+    """Makes vLLM start processes anew instead of forking them: a fork after Gaudi's bridge was loaded hangs."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

@@ -11,7 +11,7 @@ from vllm_gaudi_ucm.compat import check_versions, give_engine_time_to_stop
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import detect_device
-from vllm_gaudi_ucm.envs import merge_into_vllm
+from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
 from vllm_gaudi_ucm.features import UnsupportedFeatureError, UnsupportedRequestError, refuse_unsupported
 from vllm_gaudi_ucm.logger import plugin_logger
 
@@ -57,6 +57,8 @@ class UcmPlatform(Platform):
         resolve_config(vllm_config.additional_config)
         refuse_unsupported(vllm_config)
         give_engine_time_to_stop(vllm_config)
+        if cls.device_type == "hpu":
+            spawn_workers()
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.worker.UcmWorker"
         if vllm_config.scheduler_config.async_scheduling:

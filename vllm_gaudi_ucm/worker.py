@@ -13,11 +13,14 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm_gaudi_ucm.compat import abort_at_shutdown, model_loading, tolerate_missing_accelerator
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.envs import lazy_mode
 from vllm_gaudi_ucm.features import UnsupportedFeatureError
 from vllm_gaudi_ucm.layers import register_cpu_layers
 from vllm_gaudi_ucm.memory.budget import kv_cache_budget
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 from vllm_gaudi_ucm.phase_log import PhaseLog
+from vllm_gaudi_ucm.recipe_cache import open_recipe_cache
+from vllm_gaudi_ucm.runner.graph_kind import graph_kind
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -37,6 +40,11 @@ class UcmWorker(WorkerBase):
         abort_at_shutdown(self.vllm_config)
         self._ucm = resolve_config(self.vllm_config.additional_config)
         self._device = get_device(self.current_platform.device_type)
+        graphs = self._ucm.graphs
+        kind = graph_kind(self._ucm, self._device.kind, lazy_mode(), self.model_config.enforce_eager)
+        if graphs.recipe_cache is not None:
+            # before the device is started, which reads it once
+            open_recipe_cache(graphs.recipe_cache, self._device, kind)
         self.device = self._device.torch_device()
         if self._ucm.cpu.threads is not None:
             torch.set_num_threads(self._ucm.cpu.threads)
@@ -48,7 +56,7 @@ class UcmWorker(WorkerBase):
         set_random_seed(self.model_config.seed)
         if self._device.kind == "cpu":
             register_cpu_layers()
-        self.model_runner = ModelRunner(self.vllm_config, self._ucm, self._device)
+        self.model_runner = ModelRunner(self.vllm_config, self._ucm, self._device, kind)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:

@@ -48,6 +48,9 @@ class Device(Protocol):
     def end_recipe(self) -> None:
         """Launches what has accumulated as one recipe, on a device that accumulates; elsewhere nothing does."""
 
+    def compilations(self) -> int:
+        """Recipes that the device has compiled since the first call; 0 where it compiles none by itself."""
+
     @property
     def pins_host_memory(self) -> bool:
         """Whether copies from pinned host memory run beside the host's own work."""

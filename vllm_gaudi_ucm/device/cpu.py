@@ -47,6 +47,10 @@ class CpuDevice:
     def end_recipe(self) -> None:
         """A CPU computes at once."""
 
+    def compilations(self) -> int:
+        """A CPU has no recipes."""
+        return 0
+
 
 def host_memory(cgroup: Cgroup) -> Memory:
     """Memory this process may count on: what the machine has available, within the tightest cgroup limit."""

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -51,6 +52,10 @@ class HpuDevice:
         """The card belongs to the process: asking for the thread's stream is all that a thread needs."""
         bridge().current_stream()
 
+    def compilations(self) -> int:
+        """From the bridge's metric `graph_compilation`, which counts from the first call on."""
+        return int(dict(_compilation_metric().stats())["TotalNumber"])
+
     def end_recipe(self) -> None:
         """Lazy mode accumulates operators until here; in compile mode there is nothing to cut."""
         bridge()
@@ -72,3 +77,11 @@ def bridge() -> Any:
 
 def _experimental() -> ModuleType:
     return importlib.import_module("habana_frameworks.torch.utils.experimental")
+
+
+@cache
+def _compilation_metric() -> Any:
+    """Entered once and never left: it counts as long as the process runs."""
+    bridge()
+    metrics = importlib.import_module("habana_frameworks.torch.hpu.metrics")
+    return metrics.metric_localcontext("graph_compilation").__enter__()

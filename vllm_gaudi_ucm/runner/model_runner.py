@@ -14,23 +14,23 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsTensors, ModelRun
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_gaudi_ucm.compat import raise_if_nan_logits
-from vllm_gaudi_ucm.envs import lazy_mode
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.runner.attention_layers import bind_kv_caches, kv_cache_specs
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
 from vllm_gaudi_ucm.runner.bucket_choice import choose_buckets, server_limits
 from vllm_gaudi_ucm.runner.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.runner.execution import Execution, StepShape
-from vllm_gaudi_ucm.runner.graph_kind import graph_kind
-from vllm_gaudi_ucm.runner.graph_measurement import graph_memory_budget
+from vllm_gaudi_ucm.runner.graph_kind import GraphKind
+from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_budget
 from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.runner.sampling import SamplingBatch
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.runner.step_record import StepClock
 from vllm_gaudi_ucm.runner.token_sampler import Grammar, SampledTokens, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.runner.true_shape_execution import TrueShapeExecution
@@ -73,20 +73,21 @@ class ModelRunner:
         vllm_config: the engine's.
         config: the plugin's own options.
         device: where model and KV cache live.
+        kind: of the graphs; `off` runs steps at their true shapes.
     """
 
-    def __init__(self, vllm_config: VllmConfig, config: UcmConfig, device: Device) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: UcmConfig, device: Device, kind: GraphKind) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._device = device
+        self.kind = kind
         self._tensors_on = device.torch_device()
-        enforce_eager = vllm_config.model_config.enforce_eager
-        self.kind = graph_kind(config, device.kind, lazy_mode(), enforce_eager)
         # at static shapes what a request's parameters decide is computed on the host
         self._sampling = SamplingBatch(vllm_config, self._tensors_on if self.kind == "off" else torch.device("cpu"))
         self._computed: _ComputedStep | None = None
         self.static: StaticShapes | None = None
-        self._memory_budget: int | None = None
+        given = config.graphs.memory_budget
+        self._memory_budget = None if given is None else int(given * GIB)
         self.decoder: Decoder
         self.requests: RequestTable
         self.kv_caches: dict[str, torch.Tensor] = {}
@@ -117,6 +118,7 @@ class ModelRunner:
         max_num_seqs = self._vllm_config.scheduler_config.max_num_seqs
         model_config = self._vllm_config.model_config
         self.requests = RequestTable(max_num_seqs, model_config.max_model_len, self._block_size)
+        self._planner = SteadyPlanner(self._block_size, self._config.attention.causal_slice)
         sampler = Sampler(model_config.logprobs_mode)
         self._execution: Execution
         self._sampler: TokenSampler
@@ -190,7 +192,7 @@ class ModelRunner:
         self, step: _ComputedStep, members: list[LiveRequest], batch: BatchInput, clock: StepClock, divided: bool
     ) -> None:
         """Runs a step, or one division of it, and keeps its logits in the order of the sampler's slots."""
-        plan = plan_batch(batch, self._block_size, self._config.attention.causal_slice)
+        plan = self._planner.plan(batch)
         plan, slots = self._order_logits(plan, members)
         token_ids = self.requests.tokens_at(members, plan.requests[plan.row_requests], plan.positions)
         shape = self._execution.stage(plan, token_ids)

@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.recipe_cache import log_cache_hits
 from vllm_gaudi_ucm.runner.divided_logits import DividedLogits
 from vllm_gaudi_ucm.runner.recipe_stages import RecipeStages
 from vllm_gaudi_ucm.runner.static_execution import StaticExecution
@@ -67,6 +68,7 @@ class StaticShapes:
         self._device = device
         self._metrics = metrics
         self._usage = usage
+        self._compiled = device.compilations()
         self.stages = RecipeStages(device, config.graphs.recipe_check, tensors_on.type, metrics.recipe)
         ready = ReadyBuckets(buckets, usage)
         self.execution = StaticExecution(
@@ -99,6 +101,7 @@ class StaticShapes:
             if self._config.warm_up == "full":
                 self._warm_up.run_all()
         self.stages.seal()
+        self._compiled = self._device.compilations()
         if self._config.warm_up == "idle":
             logger.info("%s; the rest is warmed while the engine is idle", summary_line(self.summary()))
             self._idle.start()
@@ -116,6 +119,13 @@ class StaticShapes:
 
     def end_step(self) -> None:
         """After sampling."""
+        compiled = self._device.compilations()
+        for _ in range(compiled - self._compiled):
+            self._metrics.recipe()
+        if compiled > self._compiled:
+            logger.warning("The device compiled %d recipes in a step, after warm-up", compiled - self._compiled)
+        self._compiled = compiled
+        self._metrics.waits(self._idle.waits, self._idle.waited_seconds)
         self._idle.end_step()
 
     def close(self) -> None:
@@ -138,6 +148,7 @@ class StaticShapes:
         with torch.inference_mode(), self.stages.warming():
             run()
         self._device.synchronize()
+        self._compiled = self._device.compilations()
 
     def _on_progress(self, progress: WarmUpProgress) -> None:
         self._report(progress)
@@ -152,3 +163,5 @@ class StaticShapes:
 
     def _log_summary(self) -> None:
         logger.info("Warm-up\n%s", warm_up_text(self.summary()))
+        if self._config.recipe_cache is not None:
+            log_cache_hits(self._config.recipe_cache, self._device, self.execution.ready.progress[0])
