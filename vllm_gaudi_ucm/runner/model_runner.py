@@ -119,7 +119,7 @@ class ModelRunner:
         model_config = self._vllm_config.model_config
         self.requests = RequestTable(max_num_seqs, model_config.max_model_len, self._block_size)
         self._planner = SteadyPlanner(self._block_size, self._config.attention.causal_slice)
-        sampler = Sampler(model_config.logprobs_mode)
+        sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         self._execution: Execution
         self._sampler: TokenSampler
         if self.kind == "off":
@@ -181,6 +181,8 @@ class ModelRunner:
         self._sampling.sync([requests[index] for index in yields.tolist()])
         step = _ComputedStep(scheduler_output, requests)
         divisions = self._execution.divide(batch)
+        if self.static is not None and len(divisions) > 1:
+            self.static.bypassed("step divided: more shared blocks than ucm.graphs.max_shared_blocks")
         for index in divisions:
             members = [requests[i] for i in index.tolist()]
             self._compute(step, members, batch.take(index), clock, len(divisions) > 1)
@@ -259,6 +261,8 @@ class ModelRunner:
         for flat, index in enumerate(plan.requests.tolist()):
             request = requests[index]
             if self._prompt_logprobs.wanted(request):
+                if self.static is not None:
+                    self.static.bypassed("prompt logprobs on host")
                 start, stop = plan.query_start[flat : flat + 2].tolist()
                 found = self._prompt_logprobs.score(request, range(start, stop), int(plan.positions[start]))
                 if found is not None:

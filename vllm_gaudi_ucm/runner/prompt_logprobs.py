@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
@@ -73,7 +75,9 @@ class PromptLogprobs:
         scores = logits if self._as_logits else self._sampler.compute_logprobs(logits)
         width = into.logprobs.shape[1] - 1
         token_ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
-        found = self._sampler.gather_logprobs(scores, width, token_ids)
+        # vLLM compiles a part of this for the platform's device, whose shapes these are not
+        with torch.compiler.set_stance("force_eager") if self._on_host else nullcontext():
+            found = self._sampler.gather_logprobs(scores, width, token_ids)
         place = slice(first, first + len(targets))
         into.logprob_token_ids[place].copy_(found.logprob_token_ids)
         into.logprobs[place].copy_(found.logprobs)

@@ -68,6 +68,7 @@ class StaticShapes:
         self._device = device
         self._metrics = metrics
         self._usage = usage
+        self._reasons: set[str] = set()
         self._compiled = device.compilations()
         self.stages = RecipeStages(device, config.graphs.recipe_check, tensors_on.type, metrics.recipe)
         ready = ReadyBuckets(buckets, usage)
@@ -81,7 +82,7 @@ class StaticShapes:
             device.pins_host_memory,
         )
         self.divided_logits = DividedLogits(self.execution, tensors_on, self.stages)
-        self.sampler = StaticSampler(vllm_config, tensors_on, buckets.limits.max_num_seqs, self.stages, metrics.bypass)
+        self.sampler = StaticSampler(vllm_config, tensors_on, buckets.limits.max_num_seqs, self.stages, self.bypassed)
         self._report = WarmUpReport(logger)
         self._warm_up = WarmUp(
             ready,
@@ -131,6 +132,13 @@ class StaticShapes:
     def close(self) -> None:
         """Ends the warm-up."""
         self._idle.stop()
+
+    def bypassed(self, reason: str) -> None:
+        """Counts work outside of the graphs; the first time for each reason it is logged."""
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            logger.info("Bypass of the graphs, from now on only counted: %s", reason)
+        self._metrics.bypass(reason)
 
     def _warm_forward(self, shape: ForwardShape) -> None:
         self._warm(lambda: self.execution.warm_forward(shape))
