@@ -21,13 +21,14 @@ WAYS = {
     "off": "true shapes, operator by operator",
     "eager": "padded to buckets, operator by operator",
     "capture": "padded to buckets, captured graphs",
+    "idle": "captured graphs, warmed in idle gaps",
     "compile": "padded to buckets, torch.compile",
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["off", "eager", "capture"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["off", "eager", "capture", "idle"])
     parser.add_argument("--size", choices=("tiny", "small"), default="small", help="of the model and its load")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-graphs", type=int, default=64)

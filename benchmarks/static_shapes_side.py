@@ -78,7 +78,8 @@ def run(way: str, size: str, folder: str, dtype: str, max_graphs: int, repeats: 
     torch.backends.cuda.matmul.allow_tf32 = False
     shape = SIZES[size]
     log = Path(folder) / f"{way}.jsonl"
-    graphs = {"mode": way, "warm_up": "full", "max_graphs": max_graphs}
+    mode, warm_up = ("capture", "idle") if way == "idle" else (way, "full")
+    graphs = {"mode": mode, "warm_up": warm_up, "max_graphs": max_graphs}
     llm = LLM(
         folder,
         dtype=dtype,
@@ -89,15 +90,20 @@ def run(way: str, size: str, folder: str, dtype: str, max_graphs: int, repeats: 
     )
     params = SamplingParams(temperature=0, max_tokens=shape["new_tokens"], ignore_eos=True, detokenize=False)
     requests = [{"prompt_token_ids": prompt} for prompt in prompts(size)]
+    core: Any = llm.llm_engine.engine_core
+    static = core.engine_core.model_executor.driver_worker.worker.model_runner.static
     seconds, tokens = [], []
-    for _ in range(1 + repeats):
+    for repeat in range(1 + repeats):
         llm.reset_prefix_cache()
         begin = time.perf_counter()
         outputs = llm.generate(requests, params, use_tqdm=False)
         seconds.append(time.perf_counter() - begin)
+        if repeat and tokens != [list(output.outputs[0].token_ids) for output in outputs]:
+            raise RuntimeError(f"{way}: run {repeat} gave other tokens than the one before")
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    core: Any = llm.llm_engine.engine_core
-    static = core.engine_core.model_executor.driver_worker.worker.model_runner.static
+        if way == "idle" and not repeat:
+            # the first run was served by the skeleton, those after the gap by everything
+            wait_until_warm(static)
     summary = static.summary() if static is not None else None
     core.shutdown()
     steps = read_phase_log(log)[1]
@@ -114,7 +120,17 @@ def run(way: str, size: str, folder: str, dtype: str, max_graphs: int, repeats: 
         "graph_bytes": 0 if summary is None else summary.size,
         "skeleton_seconds": 0.0 if summary is None else summary.skeleton_seconds,
         "warm_up_seconds": 0.0 if summary is None else summary.seconds,
+        "records": [] if summary is None else [[str(r.key), r.state, r.seconds, r.size] for r in summary.records],
     }
+
+
+def wait_until_warm(static: Any) -> None:
+    """Returns when nothing is cold any more; raises where that does not come."""
+    deadline = time.monotonic() + 300
+    while static.execution.ready.cold:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{len(static.execution.ready.cold)} graphs are still cold after 300 s without requests")
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":
