@@ -24,10 +24,11 @@ NATIVE_ROWS = 64
 
 
 class PackedWeight(NamedTuple):
-    """An opaque reordered weight of `outputs` rows, and its panels where the native kernel can read them."""
+    """An opaque reordered weight [outputs, inputs], and its panels where the native kernel can read them."""
 
     tensor: Tensor
     outputs: int
+    inputs: int
     panels: Panels | None
 
 
@@ -46,14 +47,21 @@ def pack(weight: Tensor) -> PackedWeight:
     """Reorders a weight [out features, in features] for which `can_pack` holds. A copy: the weight may be freed."""
     plain = weight.detach().contiguous()
     packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
-    return PackedWeight(packed, plain.shape[0], find_panels(plain, packed))
+    return PackedWeight(packed, *plain.shape, find_panels(plain, packed))
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [rows, in features] times the weight's transpose, plus bias [out features]; the result has the dtype of x."""
-    if weight.panels is None or x.shape[0] > NATIVE_ROWS or torch.compiler.is_compiling() or not is_rows(x):
+    if weight.panels is None or torch.compiler.is_compiling() or not _is_native(x, weight, bias):
         return torch.ops.mkldnn._linear_pointwise(x, weight.tensor, bias, "none", [], "")
     return _multiply_few_rows(x, weight.panels, weight.outputs, bias)
+
+
+def _is_native(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
+    """Few rows of the right size; what does not fit is left to oneDNN, which says so."""
+    if not is_rows(x) or x.shape[0] > NATIVE_ROWS or x.shape[1] != weight.inputs:
+        return False
+    return bias is None or (bias.dtype == x.dtype and bias.shape == (weight.outputs,) and bias.is_contiguous())
 
 
 def _multiply_few_rows(x: Tensor, panels: Panels, outputs: int, bias: Tensor | None) -> Tensor:

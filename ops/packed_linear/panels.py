@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ WIDTHS = (64, 48, 32, 24, 16, 8)
 _widths: dict[torch.Size, int] = {}
 
 
-class Panels:
-    """A weight [out, in] as [out / width, in, width] at `address`, which lives as long as the packed tensor."""
+class Panels(NamedTuple):
+    """A weight [out, in] as [out / width, in, width] at `address`, in the memory of `owner`."""
 
-    def __init__(self, address: int, width: int) -> None:
-        self.address = address
-        self.width = width
+    owner: Tensor
+    address: int
+    width: int
 
 
 def find_panels(weight: Tensor, packed: Tensor) -> Panels | None:
@@ -36,7 +37,7 @@ def find_panels(weight: Tensor, packed: Tensor) -> Panels | None:
     width = _widths.get(weight.shape)
     if width is None:
         width = _widths[weight.shape] = _width(weight, address, int(torch.ops.mkldnn._nbytes(packed)))
-    return Panels(address, width) if width and width % kernels.ucm_lanes() == 0 else None
+    return Panels(packed, address, width) if width and width % kernels.ucm_lanes() == 0 else None
 
 
 def _width(weight: Tensor, address: int, size: int) -> int:

@@ -97,6 +97,16 @@ def test_another_format_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(packed_linear(x, packed), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 100])
+def test_what_does_not_fit_raises(rows: int) -> None:
+    """Nothing is read from beyond a tensor."""
+    packed = pack(torch.randn(64, 32))
+    with pytest.raises(RuntimeError):
+        packed_linear(torch.randn(rows, 48), packed)
+    with pytest.raises(RuntimeError):
+        packed_linear(torch.randn(rows, 32), packed, torch.randn(48))
+
+
 def test_outputs_that_onednn_pads() -> None:
     weight, x = torch.randn(100, 48), torch.randn(3, 48)
     torch.testing.assert_close(packed_linear(x, pack(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)

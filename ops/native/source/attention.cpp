@@ -6,6 +6,8 @@ using namespace ucm;
 
 namespace {
 
+constexpr int64_t SERIAL = 1024;  // scores for which waking other threads costs more than it saves
+
 // Many query vectors: both products in register blocks over transposed keys.
 void add_tile(Unit& unit, const Tile& tile) {
     pack_keys(unit, tile);
@@ -188,14 +190,20 @@ void merge(const Layer& layer, const Tensors& tensors, const Plan& plan, const M
 
 // 0: done. 1: something was not finite, the output is not valid. 2: a block or token is outside of the cache.
 extern "C" int64_t ucm_attend(const Plan* plan, const Layer* layer, const Tensors* tensors) {
-    for (int64_t j = 0; j < plan->num_jobs; ++j)
-        for (int64_t s = plan->jobs[j].span_lo; s < plan->jobs[j].span_hi; ++s) {
+    int64_t pairs = 0;  // of a row and a token that it sees
+    for (int64_t j = 0; j < plan->num_jobs; ++j) {
+        const Job& job = plan->jobs[j];
+        const int64_t rows = job.row_hi - job.row_lo;
+        if (job.causal_first >= 0) pairs += rows * (plan->rows[job.row_lo].row - job.causal_first + rows);
+        for (int64_t s = job.span_lo; s < job.span_hi; ++s) {
             const Span& span = plan->spans[s];
+            pairs += rows * (span.hi - span.lo);
             if (span.block < 0 || span.block >= layer->blocks || span.lo < 0 || span.hi > layer->block_size) return 2;
         }
+    }
     const int64_t units = plan->num_jobs * layer->kv_heads;
     bool finite = true;
-#pragma omp parallel for schedule(dynamic, 1) reduction(&& : finite) if (units > 1)
+#pragma omp parallel for schedule(dynamic, 1) reduction(&& : finite) if (pairs * layer->heads > SERIAL)
     for (int64_t u = 0; u < units; ++u)
         finite = run(*layer, *tensors, *plan, plan->jobs[u / layer->kv_heads], u % layer->kv_heads) && finite;
     if (!finite) return 1;
