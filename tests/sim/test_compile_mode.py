@@ -22,7 +22,7 @@ def compiled(run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 def test_one_graph_per_shape(card: Any, compilations: Any) -> None:
     def forward(x: Tensor) -> Tensor:
         position = torch.arange(x.shape[0], device=x.device)
-        return x * 2 + torch.zeros(3, device="hpu") + position[:, None]
+        return (x.unflatten(1, (3, 1)) * 2).flatten(1) + torch.zeros(3, device="hpu") + position[:, None]
 
     run = compiled(forward)
     found = []

@@ -5,14 +5,12 @@ from typing import Any
 
 from habana_frameworks.torch.simulator.constraint import HpuConstraintError
 from habana_frameworks.torch.simulator.memory import memory
+from habana_frameworks.torch.simulator.placement import CARD, HOST, is_on_card, move, place_of
 from habana_frameworks.torch.simulator.state import Place, state
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device as default_device
-
-CARD = torch.device("hpu", 0)
-HOST = torch.device("cpu")
 
 # Made of values that the host has: these are copied to the card, where other factories compute on it.
 _OF_HOST_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.scalar_tensor})
@@ -31,6 +29,8 @@ class DeviceMode(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if torch.compiler.is_compiling():
+            # dynamo cannot trace the super() call in this Python method, which it never enters without a mode
+            func = torch.unflatten if func is torch.Tensor.unflatten else func
             return func(*_on_host(args), **dict(zip(kwargs, _on_host(kwargs.values()), strict=True)))
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -41,12 +41,6 @@ class DeviceMode(TorchFunctionMode):
         if kwargs.get("device") is None:
             return func(*args, **kwargs)
         return _make(func, args, kwargs, place_of(kwargs.pop("device")))
-
-
-def place_of(device: Any) -> Place | None:
-    """Which of the two a device is; None for any other, such as `meta`."""
-    kind = CARD.type if isinstance(device, int) else torch.device(device).type
-    return {"hpu": "card", "cpu": "host"}.get(kind)  # type: ignore[return-value]
 
 
 def _on_host(values: Any) -> list[Any]:
@@ -60,14 +54,6 @@ def _names_hpu(value: Any) -> bool:
     )
 
 
-def _is_card(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and _has_storage(tensor) and memory.serial(tensor) is not None
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta
-
-
 def _make(func: Any, args: Args, kwargs: Kwargs, place: Place | None) -> Any:
     """A factory with a device."""
     if place is None:
@@ -77,33 +63,16 @@ def _make(func: Any, args: Args, kwargs: Kwargs, place: Place | None) -> Any:
         source = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         with state.make("host"):
             made = func(*args, **kwargs)
-        return _move(made, place, func, from_card=_is_card(source))
+        return move(made, place, func, from_card=is_on_card(source))
     with state.make(place):
         return func(*args, **kwargs)
-
-
-def _move(tensor: torch.Tensor, place: Place, func: Any, *, from_card: bool) -> torch.Tensor:
-    """A tensor that was made on the host's side, at the place where it belongs; never a view of one on the other."""
-    if place == "host" and not from_card:
-        return tensor
-    if place == "card" and from_card and _is_card(tensor):
-        return tensor
-    if place == "host":
-        state.read_on_host(func.__name__)
-    elif state.region is not None and not from_card:
-        raise HpuConstraintError(func.__name__, f"a copy from the host inside a region captured by {state.region}")
-    with state.make("host"):
-        copy = tensor.clone()
-    if place == "card":
-        memory.put(copy)
-    return copy
 
 
 def _to(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.to` in all its forms: within a place as torch does it, between the places a copy."""
     target = _target(args[1:], kwargs)
     tensor = args[0]
-    here: Place = "card" if _is_card(tensor) else "host"
+    here: Place = "card" if is_on_card(tensor) else "host"
     args = [HOST if _names_device(value) else value for value in args]
     if kwargs.get("device") is not None and target is not None:
         kwargs["device"] = HOST
@@ -111,7 +80,7 @@ def _to(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
     with state.make("host"):
         converted = func(*args, **kwargs)
-    return _move(converted, target, func, from_card=here == "card")
+    return move(converted, target, func, from_card=here == "card")
 
 
 def _target(args: Args, kwargs: Kwargs) -> Place | None:
@@ -119,7 +88,7 @@ def _target(args: Args, kwargs: Kwargs) -> Place | None:
         if _names_device(value):
             return place_of(value)
         if isinstance(value, torch.Tensor):
-            return "card" if _is_card(value) else "host"
+            return "card" if is_on_card(value) else "host"
     return None
 
 
@@ -134,27 +103,27 @@ def _cpu(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _device(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return CARD if _is_card(args[0]) else func(*args)
+    return CARD if is_on_card(args[0]) else func(*args)
 
 
 def _is_cpu(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return not _is_card(args[0]) and func(*args)
+    return not is_on_card(args[0]) and func(*args)
 
 
 def _get_device(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return CARD.index if _is_card(args[0]) else func(*args, **kwargs)
+    return CARD.index if is_on_card(args[0]) else func(*args, **kwargs)
 
 
 def _read(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reads that pass by the operators."""
-    if not _is_card(args[0]):
+    if not is_on_card(args[0]):
         return func(*args, **kwargs)
-    copy = _move(args[0], "host", func, from_card=True)
+    copy = move(args[0], "host", func, from_card=True)
     return func(copy, *args[1:], **kwargs)
 
 
 def _refuse_numpy(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    if _is_card(args[0]):
+    if is_on_card(args[0]):
         raise HpuConstraintError(
             func.__name__, "the tensor is on the card, numpy reads the host's memory; copy it first"
         )
@@ -163,7 +132,7 @@ def _refuse_numpy(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _deepcopy(func: Any, args: Args, kwargs: Kwargs) -> Any:
     copy = func(*args, **kwargs)
-    if _is_card(args[0]):
+    if is_on_card(args[0]):
         memory.put(copy)
     return copy
 
