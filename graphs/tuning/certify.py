@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.graphs.tuning.bids import Ascent, Bids, first_bids
 from vllm_gaudi_ucm.graphs.tuning.ceiling import Ceiling, CeilingSearch
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.rows import least_rows_seconds
-from vllm_gaudi_ucm.graphs.tuning.search import MAX_CLUSTERS, Report, Search
+from vllm_gaudi_ucm.graphs.tuning.search import Report, Search
 from vllm_gaudi_ucm.graphs.tuning.surplus import surpluses
 
 # Rounds end when the gap is no more than this, or after so many: a round of 10,000 steps takes 2 to 5 seconds.
@@ -23,8 +23,9 @@ MAX_ROUNDS = 6
 # Candidates that go from a round to the next, and as many that the ceiling adds.
 MAX_CANDIDATES = 600
 FIRST_CANDIDATES = 1200
-# Ascent and ceiling look at no more shapes than this; sizes of a larger log are rounded down, which the gap includes.
-MAX_SHAPES = 10_000
+# Rounds look at no more shapes than this. Sizes of a larger log are rounded down for the bound, which the gap includes,
+# and its buckets stay what they were.
+MAX_SHAPES = 20_000
 SWEEPS = 8
 # How far above the fee the ceiling may stay, by round: it costs less to look closely once the bids are good.
 TOLERANCES = (0.2, 0.15, 0.1)
@@ -76,9 +77,10 @@ class _Rounds:
         self._buckets = buckets
         self._graphs, self._k = max_graphs, max_graphs - len(buckets.logits) - 1
         self._rows = least_rows_seconds(objective, max_graphs - 1)
-        self._search = Search(objective.shapes, objective.weights, objective.cost, objective.maximum)
+        coarse = self._coarse
+        self._search = Search(coarse.shapes, coarse.weights, coarse.cost, coarse.maximum)
         chosen = shape_array(buckets.forward)
-        self._chosen: Shapes = chosen[(chosen != objective.maximum).any(axis=1)]
+        self._chosen, _ = self._search.settle(chosen[(chosen != objective.maximum).any(axis=1)])
         self._seconds = objective.padded_seconds(buckets)
         self._bound = self._bound_of(self._coarse.seconds, 0.0)
         self._number = 0
@@ -118,21 +120,15 @@ class _Rounds:
 
     def _exchange(self, candidates: Shapes) -> None:
         """Keeps the buckets that exchanging chosen shapes for candidates leads to, if they cost less."""
-        if not len(self._chosen):
+        if not len(self._chosen) or self._coarse is not self._objective:
             return
-        shapes = self._search.exchanged(self._chosen, candidates, *self._exchanged_steps)
+        shapes = self._search.exchanged(self._chosen, candidates, self._objective.shapes, self._objective.weights)
         shapes, _ = self._search.settle(shapes)
         forward = [ForwardShape.of(bool(c), q, s, u) for c, q, s, u in shapes.tolist()]
         buckets = BucketSet(forward, self._buckets.logits, self._buckets.limits, self._objective.cost)
         seconds = self._objective.padded_seconds(buckets)
         if seconds < self._seconds:
             self._buckets, self._seconds, self._chosen = buckets, seconds, shapes
-
-    @property
-    def _exchanged_steps(self) -> tuple[Shapes, Floats]:
-        if len(self._objective.shapes) <= MAX_SHAPES:
-            return self._objective.shapes, self._objective.weights
-        return self._search.clusters(MAX_CLUSTERS)
 
     def _bound_of(self, bids: Floats, most: float) -> float:
         """For every division of the graphs between forward shapes and logits rows; the least of them."""

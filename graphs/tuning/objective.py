@@ -13,8 +13,9 @@ from vllm_gaudi_ucm.graphs.lookup import BucketSet, cheapest_fit
 from vllm_gaudi_ucm.graphs.steps import Shapes, Steps, shape_array, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.margin import logits_with_margin, with_margin
 
-# The first rounding of sizes that is tried to make a large objective small, as a factor; each further one is twice it.
+# The first rounding of sizes that is tried to make a large objective small, as a share, and the factor to the next.
 FINEST_ROUNDING = 1e-3
+WIDER = 1.3
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Objective:
         """An objective of at most about `most` shapes that no buckets find dearer: sizes are rounded down."""
         coarse, rounding = self, FINEST_ROUNDING
         while len(coarse.shapes) > most and rounding < 1.0:
-            coarse, rounding = self._rounded_down(1.0 + rounding), 2.0 * rounding
+            coarse, rounding = self._rounded_down(1.0 + rounding), WIDER * rounding
         return coarse
 
     def _rounded_down(self, factor: float) -> Objective:
