@@ -87,7 +87,7 @@ class GraphsConfig(_Section):
         "warms everything before serving; `skeleton` stops there.",
     )
     skeleton: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=4, description="Forward buckets that are warm before serving starts."
+        default=3, description="Forward buckets that are warm before serving starts."
     )
     memory_budget: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
