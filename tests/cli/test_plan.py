@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_gaudi_ucm.cli import main as cli
+from vllm_gaudi_ucm.config import GraphsConfig, resolve_config
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
+from vllm_gaudi_ucm.runner.bucket_choice import choose_buckets, server_limits
 
 SMALL_MODEL = {
     "model_type": "llama",
@@ -59,6 +65,108 @@ def test_fewer_graphs_warm_sooner_and_take_less(capsys: pytest.CaptureFixture[st
     assert few["skeleton_seconds"] <= few["warmup_seconds"]
 
 
+def test_the_skeleton_is_the_servers(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the dearest graphs, but those that serve the expected steps best beside the maximum."""
+    options = ("--log", log, "--strategy", "padding_aware")
+    value = plan(capsys, *options)
+    skeleton = value["skeleton"]
+    assert len(skeleton["forward"]) == 4
+    assert skeleton["forward"][0] == value["forward"][-1], "the maximum is warmed first"
+    assert [shape for shape in skeleton["forward"] if shape[0][0] == "-"], "most steps decode"
+    assert value["skeleton_seconds"] <= 0.1 * value["warmup_seconds"]
+    assert value["skeleton_share"] == pytest.approx(value["skeleton_seconds"] / value["warmup_seconds"], abs=1e-4)
+    larger = plan(capsys, *options, "--skeleton", 8)
+    assert larger["skeleton"]["forward"][:4] == skeleton["forward"]
+    assert value["skeleton_seconds"] < larger["skeleton_seconds"]
+    assert cli.main(["plan", "--skeleton", "0"]) == 2
+    assert "--skeleton is 0, expected at least 1" in capsys.readouterr().err
+
+
+GAUDI2 = SimpleNamespace(kind="hpu", name=lambda: "GAUDI2")
+
+
+def served(
+    num_blocks: int, *, contiguous: bool = False, **options: Any
+) -> tuple[BucketSet, Steps | None, GraphsConfig]:
+    """What a server on a Gaudi 2 with the limits of the mix `agentic` chooses."""
+    graphs = resolve_config({"ucm": {"graphs": options}}).graphs
+    model = SimpleNamespace(max_model_len=16384, hf_text_config=SimpleNamespace(to_dict=lambda: SMALL_MODEL))
+    scheduler = SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=48)
+    engine: Any = SimpleNamespace(scheduler_config=scheduler, model_config=model)
+    device: Any = GAUDI2
+    limits = server_limits(engine, 128, num_blocks, contiguous, graphs.max_shared_blocks)
+    return *choose_buckets(graphs, engine, limits, device), graphs
+
+
+SERVER_OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "blind": {"strategy": "exponential", "max_graphs": 24, "skeleton": 2},
+    "few shared blocks": {"max_shared_blocks": 130, "max_graphs": 32},
+    "trace": {"max_graphs": 12, "trace": "log"},
+    "trace, few shared blocks": {"max_graphs": 12, "trace": "log", "max_shared_blocks": 130},
+    "file": {"buckets": "file"},
+    "contiguous": {"contiguous": True, "max_graphs": 32},
+}
+
+
+@pytest.mark.parametrize("name", SERVER_OPTIONS)
+def test_plan_and_server_choose_the_same(
+    name: str, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is chosen, before anyone pays: the same buckets, and the same of them first."""
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL))
+    file = tmp_path / "buckets.yaml"
+    files = {"log": str(log), "file": str(file)}
+    options = {key: files.get(value, value) for key, value in SERVER_OPTIONS[name].items()}
+    limits = {"max_num_batched_tokens": 4096, "max_num_seqs": 48, "max_model_len": 16384, "num_blocks": 3400}
+    if name == "file":
+        assert cli.main(["tune", str(log), "--max-graphs", "10", "--gap", "1", "-o", str(file)]) == 0
+    argv = [f"--{'log' if key == 'trace' else key.replace('_', '-')}={value}" for key, value in options.items()]
+    argv = ["--contiguous" if option == "--contiguous=True" else option for option in argv]
+    argv += [f"--{key.replace('_', '-')}={value}" for key, value in limits.items()]
+    planned = plan(capsys, "--model", tmp_path, *argv)
+    buckets, usage, graphs = served(3400, **options)
+    assert planned["forward"] == [list(shape) for shape in buckets.forward]
+    assert planned["logits"] == list(buckets.logits)
+    skeleton = choose_skeleton(buckets, usage, graphs.skeleton)
+    assert planned["skeleton"] == {"forward": [list(s) for s in skeleton.forward], "logits": skeleton.logits}
+    assert planned["limits"]["max_shared_blocks"] == buckets.limits.max_shared_blocks
+    assert planned["limits"]["contiguous"] == buckets.limits.contiguous
+
+
+def edited(log: Path, path: Path, bucket: list[Any], **header: object) -> Path:
+    """A copy of the log with one more step, and with other fields in its first line; None removes one."""
+    head, *steps = log.read_text().splitlines()
+    first = {key: value for key, value in (json.loads(head) | header).items() if value is not None}
+    step = json.loads(steps[-1]) | {"bucket": bucket}
+    path.write_text("\n".join([json.dumps(first), *steps, json.dumps(step), ""]))
+    return path
+
+
+def test_steps_that_the_server_divides_are_counted(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At true shapes nothing divides steps, so their log has such. covers: B3."""
+    path = edited(log, tmp_path / "phases.jsonl", ["csu", 4000, 300, 9, 2])
+    value = plan(capsys, "--log", path, "--max-graphs", 8)
+    assert (value["limits"]["max_shared_blocks"], value["divided_steps"]) == (256, 1)
+    assert max(shape[2] for shape in value["forward"]) == 256
+    assert plan(capsys, "--log", path, "--max-graphs", 8, "--max-shared-blocks", 300)["divided_steps"] == 0
+    assert cli.main(["plan", "--log", str(path), "--max-graphs", "8"]) == 0
+    assert "1 of the steps have more shared blocks than that" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("logged", "planned"), [(True, True), (False, False), ("auto", False), (None, False)])
+def test_a_log_says_how_the_unique_part_was_read(
+    logged: object, planned: bool, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`auto`: some steps read a slice of the cache, others gathered; the buckets of such a server gather."""
+    path = edited(log, tmp_path / "phases.jsonl", ["--u", 4, 0, 3400, 4], contiguous=logged)
+    value = plan(capsys, "--log", path, "--max-graphs", 8)
+    assert value["limits"]["contiguous"] is planned
+    assert max(shape[3] for shape in value["forward"]) == (3400 if planned else 3399)
+
+
 def test_a_log_is_planned_with_its_own_limits(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     value = plan(capsys, "--log", log, "--max-graphs", 32)
     assert value["strategy"] == "trace"
@@ -69,7 +177,7 @@ def test_a_log_is_planned_with_its_own_limits(log: Path, capsys: pytest.CaptureF
 
 def test_a_bucket_file_is_planned(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "buckets.yaml"
-    assert cli.main(["tune", str(log), "--max-graphs", "20", "-o", str(file)]) == 0
+    assert cli.main(["tune", str(log), "--max-graphs", "20", "--gap", "1", "-o", str(file)]) == 0
     value = plan(capsys, "--log", log, "--buckets", file)
     assert value["graphs"] <= 20
     assert cli.main(["plan", "--log", str(log), "--buckets", str(file), "--max-num-seqs", "64"]) == 2
@@ -90,7 +198,7 @@ def test_a_mix_is_asked_of_a_server_with_the_limits_given(capsys: pytest.Capture
     value = plan(capsys, "--mix", "long-context", "--max-num-seqs", 8, "--max-graphs", 16)
     assert value["traffic"] == "long-context"
     assert value["limits"]["max_num_seqs"] == value["logits"][-1] == 8
-    assert value["padding"]["maximum_steps"] == 0
+    assert value["padding"]["maximum_steps"] <= 5, "of 5,000"
     assert cli.main(["plan", "--mix", "agentic", "--num-blocks", "40"]) == 2
     assert "beside the prefixes of the mix" in capsys.readouterr().err
 

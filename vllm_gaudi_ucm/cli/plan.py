@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from vllm_gaudi_ucm.cli.cost_options import (
@@ -14,15 +15,18 @@ from vllm_gaudi_ucm.cli.cost_options import (
     limits_of,
     read_model,
 )
-from vllm_gaudi_ucm.cli.plan_memory import PlanMemory, blocks_that_fit, plan_memory
+from vllm_gaudi_ucm.cli.plan_memory import blocks_that_fit, plan_memory
 from vllm_gaudi_ucm.cli.plan_report import PlanReport, show
 from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.cli.trace import mix_within
 from vllm_gaudi_ucm.cli.trace_mix import MIXES, Mix
 from vllm_gaudi_ucm.cli.trace_simulation import Simulation
+from vllm_gaudi_ucm.config import GraphsConfig
 from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.graphs.shared_contexts import default_shared_blocks
 from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.steps_within import steps_within
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
@@ -31,6 +35,8 @@ from vllm_gaudi_ucm.phase_log import read_phase_log
 # vLLM's defaults for a server, and Gaudi's natural block size; num_blocks is what the device's memory holds.
 DEFAULT_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_model_len": 8192, "block_size": 128}
 MIX_STEPS = 5000
+# What a server does whose configuration says nothing.
+SERVER = GraphsConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traffic.add_argument("--log", type=Path, metavar="FILE", help="the traffic: a phase log")
     traffic.add_argument("--mix", choices=MIXES, help="the traffic: a synthetic mix, with its own limits")
     parser.add_argument(
-        "--max-graphs", type=int, default=64, metavar="N", help="graphs, forward and logits together (default: 64)"
+        "--max-graphs",
+        type=int,
+        default=SERVER.max_graphs,
+        metavar="N",
+        help="graphs, forward and logits together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--skeleton",
+        type=int,
+        default=SERVER.skeleton,
+        metavar="N",
+        help="forward graphs that are warm before serving starts (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     add_cost_arguments(parser)
@@ -73,33 +90,48 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     if args.mix is not None:
         mix = mix_within(args, args.mix)
         cost = cost_model(args, mix.limits.block_size)
-        return _report(args, mix.limits, cost, _simulate(mix, args.mix, cost))
+        return _report(args, _as_served(mix.limits), cost, _simulate(mix, args.mix, cost))
     if args.log is not None:
         header, records = read_phase_log(args.log)
         where = f"the first line of {args.log}"
         check_block_size(args, header, where)
-        limits = limits_of(args, header, where)
+        # a log of true shapes says "auto" where each step read what was cheaper; a graph has one form, and gathers
+        said = {**header, "contiguous": header.get("contiguous") is True}
+        limits = _as_served(limits_of(args, said, where))
         steps = Steps.of(record.bucket for record in records)
-        check_steps(steps, limits)
         return _report(args, limits, cost_model(args, limits.block_size), steps)
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
-    known = dict(DEFAULT_LIMITS)
+    known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
     if args.num_blocks is None:
         known["num_blocks"] = blocks_that_fit(cost)
-    return _report(args, limits_of(args, known, "the defaults"), cost, None)
+    return _report(args, _as_served(limits_of(args, known, "the defaults")), cost, None)
+
+
+def _as_served(limits: Limits) -> Limits:
+    """Where nothing says how many shared blocks the largest bucket has, the server's default."""
+    if limits.max_shared_blocks is not None:
+        return limits
+    return replace(limits, max_shared_blocks=default_shared_blocks(limits.max_model_len, limits.block_size))
 
 
 def _report(args: argparse.Namespace, limits: Limits, cost: CostModel, steps: Steps | None) -> PlanReport:
     strategy = "file" if args.buckets else args.strategy or ("trace" if steps is not None else "padding_aware")
     if strategy == "trace" and steps is None:
         raise ValueError("--strategy trace needs --log or --mix, whose steps the buckets are tuned to")
-    most = None if args.buckets else args.max_graphs
+    if args.skeleton < 1:
+        raise ValueError(f"--skeleton is {args.skeleton}, expected at least 1: the configured maximum")
+    divided = 0
+    if steps is not None:
+        divided = int(steps.forward_counts[steps.forward[:, 2] > limits.most_shared_blocks].sum())
+        steps = steps_within(steps, limits)
+        check_steps(steps, limits)
     with task_progress("choosing buckets") as progress:
-        buckets = build_buckets(strategy, BucketRequest(limits, cost, most, args.buckets, steps, progress))
+        buckets = build_buckets(strategy, BucketRequest(limits, cost, args.max_graphs, args.buckets, steps, progress))
         progress(1.0)
     name, _ = read_model(args.model)
-    memory: PlanMemory = plan_memory(buckets, cost)
-    return PlanReport(name, strategy, args.mix or (args.log and str(args.log)), cost, buckets, steps, memory)
+    traffic = args.mix or (args.log and str(args.log))
+    memory = plan_memory(buckets, cost)
+    return PlanReport(name, strategy, traffic, cost, buckets, steps, divided, memory, args.skeleton)
 
 
 def _simulate(mix: Mix, name: str, cost: CostModel) -> Steps:

@@ -12,8 +12,6 @@ from vllm_gaudi_ucm.graphs.lookup import BucketSet
 USABLE = 0.9
 # Share of the usable memory that is kept for graphs and activations when the number of blocks is chosen.
 WORKSPACE = 0.15
-# Graphs with which serving starts: the largest of each phase of decodes, prompts, and the logits' maximum.
-SKELETON_GRAPHS = 4
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from vllm_gaudi_ucm.cli.plan_memory import SKELETON_GRAPHS, PlanMemory
+from vllm_gaudi_ucm.cli.plan_memory import PlanMemory
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.graphs.warm_up.skeleton import Skeleton, choose_skeleton
 
 MOST_ROWS = 12
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan; `traffic` names the steps that it was measured on, if any."""
+    """A plan.
+
+    traffic: names the steps that it was measured on, if any. divided: how many of them run in parts, though they count
+    as one with as many shared blocks as fit.
+    skeleton_size: forward graphs of the skeleton.
+    """
 
     model: str
     strategy: str
@@ -25,26 +34,34 @@ class PlanReport:
     cost: CostModel
     buckets: BucketSet
     steps: Steps | None
+    divided: int
     memory: PlanMemory
+    skeleton_size: int
 
     @cached_property
     def padding(self) -> Padding | None:
         return None if self.steps is None else measure_padding(self.buckets, self.steps)
 
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        """What is warm before serving starts, chosen as the server does."""
+        return choose_skeleton(self.buckets, self.steps, self.skeleton_size)
+
     @property
     def warmup_seconds(self) -> float:
-        """Compilation of every graph, and one execution of it."""
-        runs = sum(self.cost.forward(shape) for shape in self.buckets.forward)
-        runs += float(self.cost.logits_seconds(self.buckets.logits).sum())
-        return self.buckets.num_graphs * self.cost.device.compile_seconds + runs
+        """Of all graphs."""
+        return self._seconds([*self.buckets.forward, *self.buckets.logits])
 
     @property
     def skeleton_seconds(self) -> float:
-        """The same for the graphs with which serving starts: the dearest ones."""
-        count = min(SKELETON_GRAPHS, self.buckets.num_graphs)
-        runs = sum(self.cost.forward(shape) for shape in self.buckets.forward[-(count - 1) :])
-        runs += float(self.cost.logits_seconds(self.buckets.logits[-1]))
-        return count * self.cost.device.compile_seconds + runs
+        """Of the skeleton."""
+        return self._seconds(self.skeleton.keys)
+
+    def _seconds(self, keys: Sequence[GraphKey]) -> float:
+        """Compilation of each graph, and one execution of it."""
+        cost = self.cost
+        runs = (cost.forward(k) if isinstance(k, ForwardShape) else float(cost.logits_seconds(k)) for k in keys)
+        return len(keys) * cost.device.compile_seconds + sum(runs)
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -60,10 +77,13 @@ class PlanReport:
             "graphs": self.buckets.num_graphs,
             "forward": [list(shape) for shape in self.buckets.forward],
             "logits": list(self.buckets.logits),
+            "skeleton": {"forward": [list(s) for s in self.skeleton.forward], "logits": list(self.skeleton.logits)},
             "padding": padding and padding.to_json(),
+            "divided_steps": self.divided,
             "memory_bytes": {**asdict(self.memory), "total": self.memory.total, "fits": self.memory.fits},
             "warmup_seconds": round(self.warmup_seconds, 3),
             "skeleton_seconds": round(self.skeleton_seconds, 3),
+            "skeleton_share": round(self.skeleton_seconds / self.warmup_seconds, 4),
         }
 
 
@@ -76,13 +96,16 @@ def show(report: PlanReport) -> None:
     console.print(f"{report.model} on {report.cost.device.name}; every figure is modelled", style="bold", markup=False)
     console.print(
         f"limits    {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests per step,"
-        f"\n          {limits.max_model_len} tokens per request, {limits.num_blocks:,} blocks of {limits.block_size}"
+        f"\n          {limits.max_model_len} tokens per request, {limits.num_blocks:,} blocks of {limits.block_size},"
+        f"\n          {limits.most_shared_blocks:,} shared blocks per step"
     )
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
     console.print(f"graphs    {buckets.num_graphs}: {counts} ({report.strategy})")
+    skeleton = report.skeleton
     console.print(
-        f"warm-up   {report.warmup_seconds:,.0f} s for all, {report.skeleton_seconds:,.1f} s for the "
-        f"{min(SKELETON_GRAPHS, buckets.num_graphs)} largest"
+        f"warm-up   {report.skeleton_seconds:,.1f} s until serving starts ({len(skeleton.forward)} forward, "
+        f"{len(skeleton.logits)} logits),\n          {report.warmup_seconds:,.0f} s for all: "
+        f"{report.skeleton_seconds / report.warmup_seconds:.1%} of the time"
     )
     console.print(
         f"memory    weights {_gb(memory.weights)}, KV cache {_gb(memory.kv_cache)}, graphs {_gb(memory.graphs)},\n"
@@ -92,6 +115,8 @@ def show(report: PlanReport) -> None:
         console.print("          does not fit: fewer graphs, fewer blocks, or fewer tokens per step", style="bold red")
     if report.padding is not None:
         _show_padding(console, report.padding, str(report.traffic))
+    if report.divided:
+        console.print(f"{report.divided:,} of the steps have more shared blocks than that and run in parts")
 
 
 def _show_padding(console: Any, padding: Padding, traffic: str) -> None:

@@ -9,7 +9,9 @@ from vllm_gaudi_ucm.graphs.device_figures import DEVICES, DeviceFigures, device_
 from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.model_figures import ModelFigures
+from vllm_gaudi_ucm.graphs.shared_contexts import default_shared_blocks
 from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.steps_within import steps_within
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
@@ -26,21 +28,17 @@ if TYPE_CHECKING:
 # Whose peaks stand for a device that has no entry of its own.
 DEFAULT_FIGURES = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
 
-# The largest graph multiplies all rows with all shared blocks, while the contexts of several prompts have few pairs in
-# common. Two long contexts fit one step; more are rare, and such a step runs in parts.
-SHARED_CONTEXTS = 2
-
 
 def server_limits(
     vllm_config: VllmConfig, block_size: int, num_blocks: int, contiguous: bool, max_shared_blocks: int | None
 ) -> Limits:
     """The largest step that vLLM's scheduler makes with this configuration; raises LimitsError where none fits.
 
-    max_shared_blocks: None stands for SHARED_CONTEXTS requests of the longest kind.
+    max_shared_blocks: None stands for `default_shared_blocks`.
     """
     scheduler = vllm_config.scheduler_config
     if max_shared_blocks is None:
-        max_shared_blocks = SHARED_CONTEXTS * -(-vllm_config.model_config.max_model_len // block_size)
+        max_shared_blocks = default_shared_blocks(vllm_config.model_config.max_model_len, block_size)
     return Limits(
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_num_seqs=scheduler.max_num_seqs,
@@ -75,19 +73,8 @@ def choose_buckets(
 
 
 def _usage(trace: Path, limits: Limits) -> Steps:
-    """The steps of a phase log.
-
-    Its server may have had a larger cache, read slices of it, or run steps whole that are divided here: blocks are cut
-    to what the limits allow. Rows and requests beyond them are another server's.
-    """
-    most = limits.maximum
-    steps = Steps.of(
-        record.bucket._replace(
-            shared_blocks=min(record.bucket.shared_blocks, most.shared_blocks),
-            unique_blocks=min(record.bucket.unique_blocks, most.unique_blocks),
-        )
-        for record in read_phase_log(trace)[1]
-    )
+    """The steps of a phase log, of this server or of another one whose steps were no larger."""
+    steps = steps_within(Steps.of(record.bucket for record in read_phase_log(trace)[1]), limits)
     try:
         check_steps(steps, limits)
     except LimitsError as error:
