@@ -267,6 +267,7 @@ def test_the_demo_model_with_its_skeleton(smollm2: Path, smol_engine: Engine) ->
     prompts = [*SHORT[:3], story(9, 1)]
     wanted = smol_engine.greedy(prompts, 6)
     options = {"skip_tokenizer_init": False, "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    with Engine(smollm2, static("skeleton", max_graphs=8, skeleton=2), **options, block_size=32) as engine:
+    memory = {"block_size": 32, "kv_cache_memory_bytes": 64 << 20}
+    with Engine(smollm2, static("skeleton", max_graphs=8, skeleton=2), **options, **memory) as engine:
         assert_same(engine.greedy(prompts, 6), wanted)
         assert shapes(engine).stages.new_recipes == 0
