@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.envs import lazy_mode
 from vllm_gaudi_ucm.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.graphs.shared_contexts import default_shared_blocks
 from vllm_gaudi_ucm.layers import register_cpu_layers
 from vllm_gaudi_ucm.memory.budget import kv_cache_budget
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
@@ -124,6 +125,10 @@ class UcmWorker(WorkerBase):
 
     def _describe(self, num_blocks: int) -> dict[str, Any]:
         """The phase log's header: what a reader needs to compare or replay the log."""
+        static, contiguous = self.model_runner.kind != "off", self._ucm.attention.contiguous_pa
+        shared = self._ucm.graphs.max_shared_blocks
+        if static and shared is None:
+            shared = default_shared_blocks(self.model_config.max_model_len, self.cache_config.block_size)
         return {
             "model": self.model_config.model,
             "device": self._device.name(),
@@ -132,4 +137,8 @@ class UcmWorker(WorkerBase):
             "max_model_len": self.model_config.max_model_len,
             "max_num_seqs": self.scheduler_config.max_num_seqs,
             "max_num_batched_tokens": self.scheduler_config.max_num_batched_tokens,
+            "graphs": self.model_runner.kind,
+            # at true shapes "auto" chooses in every step, and no step is divided; a graph has one form
+            "contiguous": contiguous is True if static else contiguous,
+            "max_shared_blocks": shared if static else None,
         }

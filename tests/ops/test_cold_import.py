@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from vllm_gaudi_ucm import graphs
 
 PROBE = """
 import sys
@@ -14,15 +17,31 @@ for name in sys.argv[2].split(","):
 banned = [name for name in sys.argv[1].split(",") if name in sys.modules]
 assert not banned, f"imported {banned}"
 """
+GRAPHS = Path(graphs.__path__[0])
+
+
+def modules_of(folder: str) -> tuple[str, ...]:
+    """Every module of a folder of `graphs`."""
+    names = sorted(file.stem for file in (GRAPHS / folder).glob("*.py") if file.stem != "__init__")
+    return tuple(f"vllm_gaudi_ucm.graphs.{folder}.{name}" for name in names)
+
+
 ROOMS = (
     "vllm_gaudi_ucm.ops",
     "vllm_gaudi_ucm.graphs",
     "vllm_gaudi_ucm.graphs.bucket",
+    "vllm_gaudi_ucm.graphs.recipes.recorder",
+    *modules_of("graph_runner"),
+    *modules_of("warm_up"),
     "vllm_gaudi_ucm.ops.kv_cache.api",
     "vllm_gaudi_ucm.ops.unified_attention.api",
     "vllm_gaudi_ucm.ops.unified_attention.impl.cpu",
     "vllm_gaudi_ucm.ops.unified_attention.impl.reference",
 )
+
+
+def test_the_folders_have_modules() -> None:
+    assert {"vllm_gaudi_ucm.graphs.graph_runner.cuda", "vllm_gaudi_ucm.graphs.warm_up.idle_warm_up"} <= set(ROOMS)
 
 
 @pytest.mark.parametrize(
