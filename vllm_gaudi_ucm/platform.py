@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 _DEVICE = get_device(detect_device() or "cpu")
-# vLLM compiles a few standalone functions (ranks of logprobs) with this: compiling them on a request's path would make
-# the first such request wait, and on a CPU it would need a C++ compiler
-_SIMPLE_COMPILE_BACKEND = {"hpu": "hpu_backend"}
 
 
 class UcmPlatform(Platform):
@@ -37,7 +34,9 @@ class UcmPlatform(Platform):
     dispatch_key = {"cpu": "CPU", "cuda": "CUDA", "hpu": "HPU"}[_DEVICE.kind]
     dist_backend = _DEVICE.dist_backend
     device_control_env_var = {"cpu": "", "cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}[_DEVICE.kind]
-    simple_compile_backend = _SIMPLE_COMPILE_BACKEND.get(_DEVICE.kind, "eager")
+    # vLLM compiles a few standalone functions (ranks of logprobs) with this: compiling them on a request's path would
+    # make the first such request wait, and on Gaudi the backend is looked up before the bridge has registered it
+    simple_compile_backend = "eager"
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:

@@ -40,7 +40,9 @@ def prepare(parts: AttentionParts, block_size: int, *, implementation: str = "au
     not change while the result is in use. For `reference` nothing is derived, so it may be called while capturing.
     """
     name = _choose(implementation, _device_type(parts))
-    plan = _load(name).plan(parts, block_size) if name != "reference" else None
+    # loaded here in any case: an import in a layer would break a compiled graph
+    module = _load(name)
+    plan = module.plan(parts, block_size) if name != "reference" else None
     return PreparedParts(parts, block_size, name, plan)
 
 

@@ -39,8 +39,6 @@ CHILD = """
 import dataclasses, json, os, sys
 from pathlib import Path
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
-from vllm_gaudi_ucm.platform import UcmPlatform
-UcmPlatform.simple_compile_backend = "eager"
 from tests.engine.serving import Engine
 asked = json.load(sys.stdin)
 with Engine(Path(asked["model"]), asked["ucm"], **asked["options"]) as engine:
