@@ -57,7 +57,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> type[FakeProbe]:
 def test_pretty_report(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.run(argparse.Namespace(json=False, config=None)) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("platform plugin", "versions", "configuration", "device", "no problem found"))
+    assert all(
+        word in out
+        for word in ("platform plugin", "versions", "configuration", "device", "static shapes", "no problem found")
+    )
 
 
 def test_pretty_report_of_a_problem(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +70,9 @@ def test_pretty_report_of_a_problem(quick: type[FakeProbe], capsys: pytest.Captu
     assert "ucm.cpu.threads" in out
 
 
-@pytest.mark.parametrize("broken", ["PluginChecks", "version_checks", "configuration_checks", "device_checks"])
+@pytest.mark.parametrize(
+    "broken", ["PluginChecks", "version_checks", "configuration_checks", "device_checks", "static_shape_checks"]
+)
 def test_no_section_can_crash_the_doctor(
     quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
 ) -> None:
