@@ -14,7 +14,9 @@ def register_cpu_layers() -> None:
     them. Every one falls back to torch's or vLLM's own computation for what it does not cover.
     """
     from vllm_gaudi_ucm.layers import rms_norm, rotary_embedding, silu_and_mul
+    from vllm_gaudi_ucm.ops.host_memory.api import keep_freed_memory
 
+    keep_freed_memory()
     # a first start on a machine builds the kernels, in the seconds in which the model is loaded
     threading.Thread(target=_load_kernels, name="native-kernels", daemon=True).start()
     for module in (rms_norm, rotary_embedding, silu_and_mul):

@@ -23,7 +23,7 @@ void add_tile(Unit& unit, const Tile& tile) {
         }
         float kept[ROWS];
         for (int i = 0; i < ROWS; ++i)
-            kept[i] = weigh(unit, first + i, unit.scores + i * KEYS, tile.limit(first + i, unit.group), depth);
+            kept[i] = weigh(unit, first + i, unit.scores + i * KEYS, tile.limit(first + i, unit.group), padded(depth, LANES));
         for (int64_t d = 0; d < unit.value_width; d += WIDTH) {
             float* out = unit.out + first * unit.value_width + d;
             Floats c[ROWS][VECTORS];
@@ -64,7 +64,7 @@ void add_tile_to_few(Unit& unit, const Tile& tile) {
     for (int64_t i = 0; i < unit.count; ++i) {
         float* out = unit.out + i * unit.value_width;
         const float* weights = unit.scores + i * KEYS;
-        const float kept = weigh(unit, i, unit.scores + i * KEYS, tile.count, tile.count);
+        const float kept = weigh(unit, i, unit.scores + i * KEYS, tile.count, padded(tile.count, LANES));
         for (int64_t d = 0; d < unit.value_dim; d += WIDTH) {
             const int vectors = unit.value_dim - d < WIDTH ? int((unit.value_dim - d) / LANES) : VECTORS;
             Floats c[VECTORS] = {};
@@ -118,25 +118,23 @@ void add_new(Unit& unit, const Layer& layer, const Tensors& tensors, int64_t fir
 
 // The job's result for one kv head, normalised into the output or as a partial. False: something is not finite.
 bool leave(const Unit& unit, const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
-    Floats check = unit.check;
-    float rest = 0;
+    bool finite = unit.finite;
     const int64_t rows = job.row_hi - job.row_lo, size = layer.value_dim + 2;
     for (int64_t i = 0; i < rows * unit.group; ++i) {
         const Row row = plan.rows[job.row_lo + i / unit.group];
         const int64_t query_head = head * unit.group + i % unit.group;
-        const float total = unit.total[i];
+        const float total = sum(load(unit.total + i * LANES));
         const bool whole = row.partial < 0;
         float* to = whole ? tensors.out + (row.row * layer.heads + query_head) * layer.value_dim
                           : plan.partials + (row.partial * layer.heads + query_head) * size;
         const float factor = whole && total != 0.0f ? 1.0f / total : 1.0f;
-        for (int64_t d = 0; d < layer.value_dim; ++d) {
-            to[d] = unit.out[i * unit.value_width + d] * factor;
-            rest += to[d] * 0.0f;
-        }
-        rest += total * 0.0f;
+        const float* from = unit.out + i * unit.value_width;
+        finite = finite && within(all(total), FLT_MAX);
+        for (int64_t d = 0; d < unit.value_width; d += LANES) finite = finite && within(load(from + d), FLT_MAX);
+        for (int64_t d = 0; d < layer.value_dim; ++d) to[d] = from[d] * factor;
         if (!whole) to[layer.value_dim] = unit.top[i], to[layer.value_dim + 1] = total;
     }
-    return sum(check) + rest == 0.0f;
+    return finite;
 }
 
 bool run(const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
@@ -147,15 +145,15 @@ bool run(const Layer& layer, const Tensors& tensors, const Plan& plan, const Job
     unit.count = rows * unit.group;
     unit.value_width = padded(unit.value_dim, WIDTH);
     const int64_t room = padded(unit.count, ROWS), vectors = ROWS > FEW ? ROWS : FEW;
-    unit.keys = scratch.take(KEYS * (unit.dim + unit.value_width + vectors) + room * (unit.dim + unit.value_width + 2));
+    unit.keys = scratch.take(KEYS * (unit.dim + unit.value_width + vectors) + room * (unit.dim + unit.value_width + 1 + LANES));
     unit.values = unit.keys + KEYS * unit.dim;
     unit.scores = unit.values + KEYS * unit.value_width;
     unit.out = unit.scores + KEYS * vectors;
     unit.query = unit.out + room * unit.value_width;
-    unit.top = unit.query + room * unit.dim;
-    unit.total = unit.top + room;
-    std::memset(unit.out, 0, room * (unit.value_width + unit.dim) * sizeof(float));
-    for (int64_t i = 0; i < room; ++i) unit.top[i] = NOTHING, unit.total[i] = 0.0f;
+    unit.total = unit.query + room * unit.dim;
+    unit.top = unit.total + room * LANES;
+    std::memset(unit.out, 0, room * (unit.value_width + unit.dim + LANES) * sizeof(float));
+    for (int64_t i = 0; i < room; ++i) unit.top[i] = NOTHING;
     for (int64_t i = 0; i < unit.count; ++i) {
         const int64_t row = plan.rows[job.row_lo + i / unit.group].row;
         const float* from =

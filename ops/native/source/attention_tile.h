@@ -15,6 +15,7 @@ constexpr int WIDTH = VECTORS * LANES;
 constexpr int ROWS = 6;
 constexpr int FEW = 8;                           // up to so many query vectors, keys are not worth transposing
 constexpr int64_t LARGEST_HEAD = 512;            // of a cache in half precision
+constexpr float SLACK = 16.0f;                   // a weight may be e^SLACK before the results so far are scaled anew
 constexpr float NOTHING = -INFINITY;
 
 inline int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
@@ -37,9 +38,9 @@ struct Scratch {
 // State of a unit: `count` query vectors, already scaled, and their un-normalised results.
 struct Unit {
     int64_t count, dim, value_dim, value_width, group;
-    float *query, *out, *top, *total;  // [count, dim], [count, value_width], [count], [count]
+    float *query, *out, *top, *total;  // [count, dim], [count, value_width], [count], [count, LANES]
     float *keys, *values, *scores;     // [dim, KEYS], [KEYS, value_width], [max(ROWS, FEW), KEYS]
-    Floats check = {};                 // NaN once a score was not finite
+    bool finite = true;                // every score so far
 };
 
 // The tokens of a tile. For new tokens first_key is the row of the first one, and row i sees those <= i; else it is -1.
@@ -146,31 +147,57 @@ inline void multiply(
     }
 }
 
-// Scores of one query vector to weights, in place, zeros from `limit` to `depth`; returns what its earlier result must be
-// multiplied with.
-inline float weigh(Unit& unit, int64_t i, float* scores, int64_t limit, int64_t depth) {
+// The largest score of a query vector so far and in this tile, whose scores beyond `limit` do not count.
+inline float new_top(Unit& unit, int64_t i, const float* scores, int64_t limit, int64_t depth) {
     Ints lane_index;
     for (int lane = 0; lane < LANES; ++lane) lane_index[lane] = lane;
     Floats top = all(NOTHING);
     for (int64_t t = 0; t < depth; t += LANES) {
         const Floats s = load(scores + t);
-        unit.check += s * 0.0f;
+        unit.finite = unit.finite && within(s, FLT_MAX);
         top = maximum(top, lane_index < int32_t(limit - t) ? s : all(NOTHING));
     }
-    const float before = unit.top[i], found = largest(top), after = found > before ? found : before;
-    if (limit == 0) {
-        std::memset(scores, 0, KEYS * sizeof(float));
+    const float found = largest(top);
+    return found > unit.top[i] ? found : unit.top[i];
+}
+
+// Whether a tile that is seen whole needs no new maximum: every score is finite and not much larger than the maximum.
+inline bool keeps_top(const Unit& unit, int64_t i, const float* scores, int64_t depth) {
+    bool inside = true;
+    for (int64_t t = 0; t < depth; t += LANES) inside = inside & within(load(scores + t), unit.top[i] + SLACK);
+    return inside;
+}
+
+// Scores of one query vector to weights, in place, zeros from `limit` to `depth`; returns what its earlier result must be
+// multiplied with. `depth` is a multiple of the lanes.
+inline float weigh(Unit& unit, int64_t i, float* scores, int64_t limit, int64_t depth) {
+    float* total = unit.total + i * LANES;
+    if (limit == depth && keeps_top(unit, i, scores, depth)) {
+        Floats sums = load(total);
+        for (int64_t t = 0; t < depth; t += LANES) {
+            const Floats w = exponential(load(scores + t) - unit.top[i]);
+            store(scores + t, w);
+            sums += w;
+        }
+        store(total, sums);
         return 1.0f;
     }
-    Floats total = {};
+    if (limit == 0) {
+        std::memset(scores, 0, depth * sizeof(float));
+        return 1.0f;
+    }
+    Ints lane_index;
+    for (int lane = 0; lane < LANES; ++lane) lane_index[lane] = lane;
+    const float before = unit.top[i], after = new_top(unit, i, scores, limit, depth);
+    const float kept = before == after ? 1.0f : std::exp(before - after);
+    Floats sums = load(total) * kept;
     for (int64_t t = 0; t < depth; t += LANES) {
         const Floats w = lane_index < int32_t(limit - t) ? exponential(load(scores + t) - after) : Floats{};
         store(scores + t, w);
-        total += w;
+        sums += w;
     }
-    const float kept = before == after ? 1.0f : std::exp(before - after);
+    store(total, sums);
     unit.top[i] = after;
-    unit.total[i] = unit.total[i] * kept + sum(total);
     return kept;
 }
 

@@ -1,8 +1,13 @@
 // Vectors as wide as the CPU's registers, in GCC's vector extension: one source for AVX-512, AVX2, SSE and NEON.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 #include <cstring>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define UCM_LANES 16
@@ -48,6 +53,20 @@ template <int STEP = LANES / 2>
 inline float largest(Floats v) {
     if constexpr (STEP == 0) return v[0];
     else return largest<STEP / 2>(maximum(v, exchanged<STEP>(v)));
+}
+
+// Whether every lane is finite and at most `bound`.
+inline bool within(Floats v, float bound) {
+    const Ints inside = (v >= -FLT_MAX) & (v <= bound);
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)inside) == 0xffff;
+#elif defined(__AVX__)
+    return _mm256_movemask_ps((__m256)inside) == 0xff;
+#else
+    int64_t outside = 0;
+    for (int lane = 0; lane < LANES; ++lane) outside += inside[lane] == 0;
+    return outside == 0;
+#endif
 }
 
 // One lane of the result per input vector: the sum of its lanes. Halves the number of vectors at every level.

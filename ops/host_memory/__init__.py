@@ -1,0 +1,1 @@
+"""How the host's allocator treats the memory of intermediate results."""
