@@ -183,10 +183,12 @@ class ModelRunner:
         divisions = self._execution.divide(batch)
         if self.static is not None and len(divisions) > 1:
             self.static.bypassed("step divided: more shared blocks than ucm.graphs.max_shared_blocks")
-        for index in divisions:
-            members = [requests[i] for i in index.tolist()]
-            self._compute(step, members, batch.take(index), clock, len(divisions) > 1)
-            clock = StepClock()
+        if len(divisions) == 1:
+            self._compute(step, requests, batch, clock, divided=False)
+        else:
+            for index in divisions:
+                self._compute(step, [requests[i] for i in index.tolist()], batch.take(index), clock, divided=True)
+                clock = StepClock()
         self._computed = step
         return None
 
