@@ -154,7 +154,7 @@ def test_steps_that_the_server_divides_are_counted(
     assert max(shape[2] for shape in value["forward"]) == 256
     assert plan(capsys, "--log", path, "--max-graphs", 8, "--max-shared-blocks", 300)["divided_steps"] == 0
     assert cli.main(["plan", "--log", str(path), "--max-graphs", "8"]) == 0
-    assert "1 of the steps have more shared blocks than that" in capsys.readouterr().out
+    assert "steps with more than 256 shared blocks, which run in parts: 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("logged", "planned"), [(True, True), (False, False), ("auto", False), (None, False)])

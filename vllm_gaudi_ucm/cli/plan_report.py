@@ -116,7 +116,8 @@ def show(report: PlanReport) -> None:
     if report.padding is not None:
         _show_padding(console, report.padding, str(report.traffic))
     if report.divided:
-        console.print(f"{report.divided:,} of the steps have more shared blocks than that and run in parts")
+        most = f"{limits.most_shared_blocks:,}"
+        console.print(f"steps with more than {most} shared blocks, which run in parts: {report.divided:,}")
 
 
 def _show_padding(console: Any, padding: Padding, traffic: str) -> None:
