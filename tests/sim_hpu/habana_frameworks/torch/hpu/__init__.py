@@ -60,7 +60,7 @@ def synchronize(device: Any = None) -> None:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """(free, total) in bytes, as set, less what captured graphs hold."""
+    """(free, total) in bytes, as set, less what tensors and captured graphs take."""
     return card.free(), card.total_bytes
 
 

@@ -79,7 +79,9 @@ class GraphCache:
         serials = [memory.serial(tensor) for tensor in inputs]
         if self._disable_tensor_cache:
             tape.forget([serial for serial in serials if serial is not None])
-        return Graph(tape, None if self._disable_tensor_cache else inputs, serials, outputs, places)
+        graph = Graph(tape, None if self._disable_tensor_cache else inputs, serials, outputs, places)
+        memory.hold(graph, card.bytes_per_capture)
+        return graph
 
 
 def _replay(graph: Graph, inputs: list[torch.Tensor]) -> Any:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from habana_frameworks.torch.simulator.memory import memory
+
 GIB = 1 << 30
 
 
@@ -10,7 +12,8 @@ class Card:
     """The one simulated card. Figures are those of a Gaudi 3 until a test sets others.
 
     Figures, in bytes unless they say otherwise:
-        bytes_per_capture: what a captured graph takes of the free memory, for good.
+        free_bytes: what is free before the first tensor is made.
+        bytes_per_capture: what a captured graph takes of the free memory, for as long as it exists, beside its tensors.
         recipe_bytes: what one recipe takes in the recipe cache on disk.
         compilation_us: microseconds that one compilation is said to have taken.
     Counts:
@@ -46,8 +49,8 @@ class Card:
         self.__init__()  # type: ignore[misc]
 
     def free(self) -> int:
-        """Free memory, in bytes, after what captured graphs hold."""
-        return max(0, self.free_bytes - self.captures * self.bytes_per_capture)
+        """Free memory, in bytes, after what the card's tensors and captured graphs take."""
+        return max(0, self.free_bytes - memory.used())
 
 
 card = Card()

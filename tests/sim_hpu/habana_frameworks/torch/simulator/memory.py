@@ -6,6 +6,7 @@ of its header from being given to another storage, so that an address tells a st
 
 import itertools
 import threading
+import weakref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,7 +18,8 @@ class CardMemory:
     """Storages of the card, of all threads."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._held = 0
         self._serials = itertools.count()
         self._lock = threading.Lock()
         self._purge_at = _PURGE_EVERY
@@ -37,8 +39,21 @@ class CardMemory:
             if len(self._storages) >= self._purge_at:
                 self._purge()
             serial = next(self._serials)
-            self._storages[storage._cdata] = (StorageWeakRef(storage), serial)
+            self._storages[storage._cdata] = (StorageWeakRef(storage), serial, storage.nbytes())
             return serial
+
+    def hold(self, owner: object, size: int) -> None:
+        """Takes so many bytes for as long as `owner` lives: what a captured graph has beside the tensors it keeps."""
+        self._hold(size)
+        weakref.finalize(owner, self._hold, -size)
+
+    def used(self) -> int:
+        """Bytes of the storages that live, as large as they were made, and of what is held."""
+        storages = list(self._storages.values())
+        return self._held + sum(size for reference, _, size in storages if not reference.expired())
+
+    def _hold(self, size: int) -> None:
+        self._held += size
 
     def _purge(self) -> None:
         """Forgets storages that are gone. A new dictionary, because other threads read without the lock."""
