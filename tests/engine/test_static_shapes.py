@@ -217,17 +217,20 @@ def test_contiguous_caches(tiny_llama: Path, expected: list[Answer]) -> None:
 
 
 def test_steps_with_too_many_shared_blocks_run_in_parts(tiny_llama: Path, tmp_path: Path) -> None:
-    """Prompts that all find contexts of their own in the cache, beside decodes. covers: B3"""
+    """Prompts that all find contexts of their own in the cache, beside decodes, and twins that find blocks which the
+    other one fills in the same step. covers: A3 B3"""
     options = {**OPTIONS, "max_model_len": 128, "enable_prefix_caching": True}
     prompts = [tokens(count) for count in (100, 101, 90, 85, 103)]
-    longer = [prompt + tokens(5) for prompt in prompts]
+    twins = [twin for prompt in prompts for twin in [prompt + tokens(20)] * 2]
+    longer = [*(prompt + tokens(5) for prompt in prompts), *twins]
     logs, answers = [], []
     for name, ucm in {"true": {}, "static": static(max_shared_blocks=8)}.items():
         log = tmp_path / f"{name}.jsonl"
         with Engine(tiny_llama, {**ucm, "phase_log": str(log)}, **options) as engine:
             engine.greedy(prompts, 2)
             together = engine.greedy(longer, 8)
-            answers.append(together + engine.staggered([*prompts, *longer], [0, 0, 1, 1, 1, 3, 3, 3, 4, 4], 8))
+            arrivals = [0, 0, 1, 1, 1, 3, 3, 3, 4, 4]
+            answers.append(together + engine.staggered([*prompts, *longer[:5]], arrivals, 8))
             engine.check_idle()
             if engine.runner.static is not None:
                 assert engine.runner.static.stages.new_recipes == 0

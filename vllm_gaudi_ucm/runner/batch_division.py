@@ -13,8 +13,9 @@ from vllm_gaudi_ucm.runner.batch_plan import BatchInput
 def divide_batch(batch: BatchInput, block_size: int, max_shared_blocks: int) -> list[NDArray[np.int64]]:
     """Indices of requests that fit one step each: one group, unless contexts have too many shared blocks.
 
-    Requests keep their order, so those that use the same blocks mostly stay together, and each group takes as many as
-    fit. A request alone always fits (`Limits` makes sure).
+    Requests keep their order: vLLM lets a request find blocks in the cache that one scheduled before it fills in the
+    same step, and those that use the same blocks mostly stay together. Each group takes as many as fit; a request alone
+    always does (`Limits` makes sure).
     """
     everything = np.arange(len(batch.num_scheduled))
     tokens = batch.num_computed + (batch.num_scheduled == 1)
