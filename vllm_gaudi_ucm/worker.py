@@ -17,11 +17,12 @@ from vllm_gaudi_ucm.envs import lazy_mode
 from vllm_gaudi_ucm.features import UnsupportedFeatureError
 from vllm_gaudi_ucm.graphs.shared_contexts import default_shared_blocks
 from vllm_gaudi_ucm.layers import register_cpu_layers
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.budget import kv_cache_budget
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.recipe_cache import open_recipe_cache
-from vllm_gaudi_ucm.runner.graph_kind import graph_kind
+from vllm_gaudi_ucm.runner.graph_kind import graph_kind, options_without_effect
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import ModelRunnerOutput
+
+logger = plugin_logger(__name__)
 
 
 class UcmWorker(WorkerBase):
@@ -43,6 +46,8 @@ class UcmWorker(WorkerBase):
         self._device = get_device(self.current_platform.device_type)
         graphs = self._ucm.graphs
         kind = graph_kind(self._ucm, self._device.kind, lazy_mode(), self.model_config.enforce_eager)
+        for key in options_without_effect(graphs, kind, self._device.kind):
+            logger.warning("%s has no effect on %s with graphs %r", key, self._device.kind, kind)
         if graphs.recipe_cache is not None:
             # before the device is started, which reads it once
             open_recipe_cache(graphs.recipe_cache, self._device, kind)

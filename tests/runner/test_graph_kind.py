@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.config import UcmConfig, resolve_config
-from vllm_gaudi_ucm.runner.graph_kind import graph_kind
+from vllm_gaudi_ucm.runner.graph_kind import graph_kind, options_without_effect
 
 # (device, lazy) -> kind by mode; `auto+` is auto with --enforce-eager; None: an error
 TABLE: dict[tuple[str, bool], dict[str, str | None]] = {
@@ -83,3 +83,21 @@ def test_kernels_that_read_shapes_on_the_host_exclude_static_shapes(mode: str) -
         graph_kind(config(mode, "cpu"), "cpu", True, False)
     assert graph_kind(config(mode, "reference"), "cpu", True, False) == mode
     assert graph_kind(config("off", "cpu"), "cpu", True, False) == "off"
+
+
+@pytest.mark.parametrize(
+    ("graphs", "kind", "device", "expected"),
+    [
+        ({}, "off", "cpu", []),
+        ({"mode": "off"}, "off", "hpu", []),
+        ({"max_graphs": 8, "buckets": "b.yaml"}, "off", "cpu", ["ucm.graphs.buckets", "ucm.graphs.max_graphs"]),
+        ({"mode": "eager", "max_graphs": 8}, "eager", "cpu", []),
+        ({"mode": "eager", "memory_budget": 1.0}, "eager", "cpu", ["ucm.graphs.memory_budget"]),
+        ({"memory_budget": 1.0}, "cuda_graph", "cuda", []),
+    ],
+)
+def test_options_that_change_nothing_are_named(
+    graphs: dict[str, Any], kind: Any, device: str, expected: list[str]
+) -> None:
+    config = resolve_config({"ucm": {"graphs": graphs}})
+    assert options_without_effect(config.graphs, kind, device) == expected

@@ -41,7 +41,7 @@ def add_limit_arguments(parser: argparse.ArgumentParser, source: str) -> None:
         "--max-shared-blocks",
         type=int,
         metavar="N",
-        help="distinct shared blocks of a step, as ucm.graphs.max_shared_blocks (default: as many as requests can use)",
+        help="distinct shared blocks of a step, as ucm.graphs.max_shared_blocks",
     )
     group.add_argument(
         "--contiguous",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.config import UcmConfig
+    from vllm_gaudi_ucm.config import GraphsConfig, UcmConfig
 
 GraphKind = Literal["off", "eager", "cuda_graph", "hpu_graph", "compile"]
 
@@ -55,3 +55,11 @@ def _captured(device: str, lazy: bool) -> GraphKind:
     raise ValueError(
         f"ucm.graphs.mode: 'capture' has no graphs to capture {where}; expected 'compile', 'eager' or 'off'"
     )
+
+
+def options_without_effect(graphs: GraphsConfig, kind: GraphKind, device: str) -> list[str]:
+    """Keys of `ucm.graphs` that were set and change nothing, for a warning: they may be meant for another device."""
+    given = [name for name in graphs.model_fields_set if name != "mode"]
+    if kind == "off":
+        return sorted(f"ucm.graphs.{name}" for name in given)
+    return ["ucm.graphs.memory_budget"] if device == "cpu" and graphs.memory_budget is not None else []

@@ -170,12 +170,15 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Computes a step up to its logits. None: `sample_tokens` gives the output."""
+        if self.static is not None:
+            # may wait for a graph that is being warmed, which is no part of the step's times
+            self.static.begin_step()
         clock = StepClock()
         self.requests.update(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
+            if self.static is not None:
+                self.static.end_step()
             return EMPTY_MODEL_RUNNER_OUTPUT
-        if self.static is not None:
-            self.static.begin_step()
         requests, batch = self.requests.scheduled(scheduler_output.num_scheduled_tokens)
         yields = np.flatnonzero(batch.num_computed + batch.num_scheduled >= batch.num_tokens)
         self._sampling.sync([requests[index] for index in yields.tolist()])
@@ -275,6 +278,9 @@ class ModelRunner:
         """vLLM's NaN counter and its fail-fast flag (VLLM_COMPUTE_NANS_IN_LOGITS, VLLM_RAISE_ON_LOGIT_NANS)."""
         if not envs.VLLM_COMPUTE_NANS_IN_LOGITS:
             return None
+        if self.static is not None:
+            # counting them is no graph that was warmed
+            logits = logits.cpu()
         # rows beyond the slots are padding
         counts = dict(zip(self._sampling.req_ids, logits.isnan().sum(dim=-1).tolist(), strict=False))
         if envs.VLLM_RAISE_ON_LOGIT_NANS:
