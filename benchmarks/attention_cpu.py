@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, CausalSlice, UniquePart
 
@@ -101,7 +102,12 @@ def _ours(
 
         return run
 
-    return {name: call(name) for name in ("reference", "cpu")}
+    return {name: call(name) for name in _names()}
+
+
+def _names() -> tuple[str, ...]:
+    """The implementations that this machine has."""
+    return ("reference", "cpu") if native() is None else ("reference", "cpu", "native")
 
 
 def measure(workload: Workload, repeats: int) -> dict[str, float]:
@@ -133,15 +139,17 @@ def main() -> None:
         "packed 8x256": lambda: prefill(model, 8, 256),
     }
     if not options.json:
-        print(f"{'workload':<18}{'sdpa/reference':>16}{'sdpa/cpu':>10}{'max error':>12}")
+        if native() is None:
+            print(f"no native implementation: {why_not_native()}")
+        print(f"{'workload':<18}" + "".join(f"{'sdpa/' + name:>16}" for name in _names()) + f"{'max error':>12}")
     for name, make in workloads.items():
         figures = measure(make(), options.repeats)
-        error = max(figures["reference_error"], figures["cpu_error"])
+        error = max(figures[f"{ours}_error"] for ours in _names())
         if options.json:
             print(json.dumps({"workload": name, **figures}))
         else:
-            ratios = [figures["sdpa_ms"] / figures[f"{ours}_ms"] for ours in ("reference", "cpu")]
-            print(f"{name:<18}{ratios[0]:>15.2f}x{ratios[1]:>9.2f}x{error:>12.1e}")
+            ratios = (figures["sdpa_ms"] / figures[f"{ours}_ms"] for ours in _names())
+            print(f"{name:<18}" + "".join(f"{ratio:>15.2f}x" for ratio in ratios) + f"{error:>12.1e}")
 
 
 if __name__ == "__main__":

@@ -52,9 +52,9 @@ def pack(weight: Tensor) -> PackedWeight:
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [rows, in features] times the weight's transpose, plus bias [out features]; the result has the dtype of x."""
-    if weight.panels is None or torch.compiler.is_compiling() or not _is_native(x, weight, bias):
-        return torch.ops.mkldnn._linear_pointwise(x, weight.tensor, bias, "none", [], "")
-    return _multiply_few_rows(x, weight.panels, weight.outputs, bias)
+    if weight.panels is not None and not torch.compiler.is_compiling() and _is_native(x, weight, bias):
+        return _multiply_few_rows(x, weight.panels, weight.outputs, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight.tensor, bias, "none", [], "")
 
 
 def _is_native(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:

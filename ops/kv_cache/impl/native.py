@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64
+from ctypes import Array, c_int64
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -27,12 +28,7 @@ def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
     assert kernels is not None, "can_write said no"
     size, value_size = key.element_size(), value.element_size()
     blocks, block_size, heads, dim = key_cache.shape
-    strides = (
-        *(size * number for number in key.stride()[:2]),
-        *(value_size * number for number in value.stride()[:2]),
-        *(size * number for number in key_cache.stride()[:3]),
-        *(value_size * number for number in value_cache.stride()[:3]),
-    )
+    elements = (key.stride(), value.stride(), key_cache.stride(), value_cache.stride())
     row = kernels.ucm_write_kv(
         key.data_ptr(),
         value.data_ptr(),
@@ -45,9 +41,16 @@ def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
         value.shape[2] * value_size,
         blocks,
         block_size,
-        (c_int64 * len(strides))(*strides),
+        _bytes(elements, (size, value_size, size, value_size)),
     )
     if row >= 0:
         raise IndexError(
             f"write_kv: slot {int(slots[row])} is out of range, expected slots from 0 to {blocks * block_size - 1}"
         )
+
+
+@lru_cache(maxsize=64)
+def _bytes(strides: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> Array[c_int64]:
+    """Strides of elements as one array of bytes, without those inside a head; the layers of a model are alike."""
+    found = [size * number for stride, size in zip(strides, sizes, strict=True) for number in stride[:-1]]
+    return (c_int64 * len(found))(*found)

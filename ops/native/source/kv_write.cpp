@@ -4,6 +4,8 @@
 
 namespace {
 
+constexpr int64_t SERIAL = 1 << 17;  // bytes for which waking other threads costs more than it saves
+
 struct Cache {
     char* data;
     int64_t block_stride, token_stride, head_stride;  // bytes
@@ -24,7 +26,8 @@ extern "C" int64_t ucm_write_kv(
         if (slots[row] < 0 || slots[row] >= blocks * block_size) return row;
     const Cache keys{key_cache, strides[4], strides[5], strides[6]};
     const Cache values{value_cache, strides[7], strides[8], strides[9]};
-    // Rows in order: of pads that share a slot the last one stays, and it is the dummy block's.
+    // Rows that share a slot are pads, whose slots are the dummy block's: what it then holds is nobody's.
+#pragma omp parallel for if (rows * heads * (key_size + value_size) > SERIAL)
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t block = slots[row] / block_size, token = slots[row] % block_size;
         copy_heads(key + row * strides[0], keys.data + block * keys.block_stride + token * keys.token_stride, heads,
