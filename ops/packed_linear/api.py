@@ -47,7 +47,7 @@ def pack(weight: Tensor) -> PackedWeight:
     """Reorders a weight [out features, in features] for which `can_pack` holds. A copy: the weight may be freed."""
     plain = weight.detach().contiguous()
     packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
-    return PackedWeight(packed, *plain.shape, find_panels(plain, packed))
+    return PackedWeight(packed, plain.shape[0], plain.shape[1], find_panels(plain, packed))
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:

@@ -35,7 +35,14 @@ ROOMS = (
     *modules_of("warm_up"),
     "vllm_gaudi_ucm.ops.kv_cache.api",
     "vllm_gaudi_ucm.ops.unified_attention.api",
+    "vllm_gaudi_ucm.ops.host_memory.api",
+    "vllm_gaudi_ucm.ops.native.library",
+    "vllm_gaudi_ucm.ops.packed_linear.api",
+    "vllm_gaudi_ucm.ops.rms_norm.api",
+    "vllm_gaudi_ucm.ops.rotary.api",
+    "vllm_gaudi_ucm.ops.silu_and_mul.api",
     "vllm_gaudi_ucm.ops.unified_attention.impl.cpu",
+    "vllm_gaudi_ucm.ops.unified_attention.impl.native",
     "vllm_gaudi_ucm.ops.unified_attention.impl.reference",
 )
 

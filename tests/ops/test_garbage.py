@@ -10,7 +10,7 @@ import torch
 from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
-from vllm_gaudi_ucm.ops.unified_attention.impl import cpu
+from vllm_gaudi_ucm.ops.unified_attention.impl import cpu, cpu_plan
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SharedGroup, SharedPart, UniquePart
 
 REQUESTS = [Request(0, 1), Request(9, 1, prefix=1), Request(5, 1, prefix=1), Request(6, 5, prefix=1), Request(0, 6)]
@@ -109,7 +109,7 @@ def test_torchs_cpu_kernel_shows_rows_whose_scores_are_all_nan() -> None:
         query, key = torch.full((1, 1, tokens, 16), math.nan), torch.randn(1, 1, tokens, 16)
         biased, _ = kernel(query, key, key, attn_mask=torch.zeros(1, 1, 1, tokens))
         assert biased.isnan().all()
-        if tokens >= cpu.SHORT:
+        if tokens >= cpu_plan.SHORT:
             assert kernel(query, key, key)[0].isnan().all()
             assert kernel(query, key, key, is_causal=True)[0].isnan().all()
 

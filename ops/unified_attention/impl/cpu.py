@@ -1,8 +1,6 @@
-"""Unified Attention on CPU: a few calls of torch's CPU flash kernel per layer, formed once per step from the parts.
+"""Unified Attention on CPU in torch: a few calls of its CPU flash kernel per layer, planned once per step.
 
-The plan depends on the parts alone. Causal groups become squares; what a row or a shared group reads from the cache
-becomes an `Item`, and items of similar length are batched into one `BlockCall`, whatever part they come from. Partials
-are merged in the form (normalised out, log-sum-exp), which is what the kernel returns.
+Partials are merged in the form (normalised out, log-sum-exp), which is what the kernel returns.
 
 The kernel multiplies what it masks, so garbage in an unused token makes a NaN; it never makes a *finite wrong* number
 (tests/ops/test_garbage.py). So `attend` looks at its result once and answers False if it is not finite; the caller then
@@ -12,104 +10,19 @@ asks the reference, which is exact. The one case this does not see is a key whos
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, SharedGroup, SharedPart, UniquePart
+from vllm_gaudi_ucm.ops.unified_attention.impl.cpu_call import BlockCall, CausalCall, Plan, Rows
+from vllm_gaudi_ucm.ops.unified_attention.impl.cpu_plan import plan
+
+__all__ = ["attend", "plan"]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-# Measured on AVX-512 cores with 9 query and 3 kv heads of 64: benchmarks/attention_cpu.py.
-WASTE_TOKENS = 256  # tokens of padding that cost about as much as one more call
-CALL_TOKENS = 2048  # gathered per call; more, and the copies fall out of cache and cost page faults every time
-TILE_TOKENS = 16384  # longer contexts are cut and merged, so that scratch memory stays bounded
-FOLD_ROWS = 16  # up to this many rows, the query heads of one kv head are multiplied together
-MASK_ELEMENTS = 1 << 22  # of a bias, which differs from row to row only where a group is not exact
-
-# The kernel's loop over scores without a bias drops NaN when there is less than one vector of them: a row whose scores
-# are all NaN came out as zeros (torch 2.13). With a bias it does not.
-SHORT = 16
-
-Rows = slice | Tensor
-
-
-class CausalCall(NamedTuple):
-    """`squares` adjacent squares of `length` new tokens each, from row `first` on; bias instead of a flag if short."""
-
-    first: int
-    squares: int
-    length: int
-    bias: Tensor | None
-
-
-class Item(NamedTuple):
-    """Rows that see the same tokens of the cached blocks `entries[start:start + blocks]`, the last at `tokens - 1`."""
-
-    rows: tuple[int, ...]
-    start: int
-    blocks: int
-    tokens: int
-
-
-class BlockCall(NamedTuple):
-    """`items` x `rows_per_item` rows against `tokens` cached tokens per item.
-
-    blocks: int64 [items * blocks per item] to gather, or a slice of consecutive ones to read in place (one item).
-    bias: fp32 [items, 1, 1 or rows_per_item, tokens], 0 or -inf; None where everything is seen.
-    fresh: no earlier call of the plan has written any of these rows.
-    """
-
-    rows: Rows
-    items: int
-    rows_per_item: int
-    blocks: Tensor | slice
-    tokens: int
-    bias: Tensor | None
-    fresh: bool
-
-
-class Plan(NamedTuple):
-    """The calls of a layer; `fresh_rows` are written by a call that need not look at what is there.
-
-    merges: some row is written by more than one call, so log-sum-exps are kept.
-    scratch: where keys and values are gathered, kept from layer to layer, because fresh memory costs more than the copy
-        into it. So a plan serves one layer at a time.
-    """
-
-    causal: tuple[CausalCall, ...]
-    cached: tuple[BlockCall, ...]
-    fresh_rows: int
-    merges: bool
-    scratch: dict[str, Tensor]
-
-
-class Entries(NamedTuple):
-    """Visible blocks of all items: int64 block ids and the token range [lo, hi) in each."""
-
-    blocks: Tensor
-    lo: Tensor
-    hi: Tensor
-
-
-def plan(parts: AttentionParts, block_size: int) -> Plan:
-    """Turns the parts of a step into calls; reads them on the host."""
-    causal = _causal_calls(parts.causal) if parts.causal is not None else ()
-    items: list[Item] = []
-    pieces: list[Entries] = []
-    masked: list[BlockCall] = []
-    if parts.unique is not None:
-        _unique_items(parts.unique, block_size, items, pieces)
-    shared = parts.shared
-    for group in shared.groups if shared is not None else ():
-        assert shared is not None
-        _shared_items(shared, group, block_size, items, pieces, masked)
-    calls = masked
-    if items:
-        entries = Entries(*(torch.cat(column) for column in zip(*pieces, strict=True)))
-        calls = [*_batch(items, entries, block_size), *masked]
-    return _mark_fresh(causal, calls)
+# Up to this many rows, the query heads of one kv head are multiplied together; measured: benchmarks/attention_cpu.py.
+FOLD_ROWS = 16
 
 
 def attend(
@@ -235,186 +148,3 @@ def _read_tokens(cache: Tensor, call: BlockCall, name: str, scratch: dict[str, T
         blocks = torch.index_select(cache, 0, call.blocks, out=room[:count])
     tokens = blocks.flatten(0, 1).unflatten(0, (call.items, -1))
     return tokens[:, : call.tokens].float().transpose(1, 2)
-
-
-def _causal_calls(part: CausalPart) -> tuple[CausalCall, ...]:
-    """Squares of the groups; adjacent squares of equal length are one call. The slices bound nothing tighter."""
-    ids, counts = torch.unique_consecutive(part.groups, return_counts=True)
-    calls: list[CausalCall] = []
-    first = 0
-    for group, length in zip(ids.tolist(), counts.tolist(), strict=True):
-        last = calls[-1] if calls else None
-        if group >= 0 and last is not None and last.length == length and last.first + last.squares * length == first:
-            calls[-1] = last._replace(squares=last.squares + 1)
-        elif group >= 0:
-            bias = torch.full((length, length), -math.inf).triu(1) if length < SHORT else None
-            calls.append(CausalCall(first, 1, length, bias[None, None] if bias is not None else None))
-        first += length
-    return tuple(calls)
-
-
-def _visible_entries(
-    blocks: Tensor, lo: Tensor, hi: Tensor, block_size: int, rows: Tensor | None
-) -> tuple[Tensor, Entries]:
-    """Drops empty ranges and orders by row, a row's partial blocks last: then what it sees is mostly a prefix.
-
-    Returns the chosen indices and their entries.
-    """
-    lo, hi = lo.clamp(min=0), hi.clamp(max=block_size)
-    if rows is None and bool((hi - lo)[:-1].eq(block_size).all()) and int(lo[-1]) == 0 < int(hi[-1]):
-        return torch.arange(blocks.shape[0]), Entries(blocks, lo, hi)
-    chosen = (hi > lo).nonzero().squeeze(1)
-    rank = ((hi - lo) < block_size).long()[chosen]
-    if rows is not None:
-        rank += 2 * rows[chosen]
-    chosen = chosen[rank.argsort(stable=True)]
-    return chosen, Entries(blocks[chosen], lo[chosen], hi[chosen])
-
-
-def _unique_items(part: UniquePart, block_size: int, items: list[Item], pieces: list[Entries]) -> None:
-    """One item per single row, cut where it is longer than a tile."""
-    blocks = torch.arange(part.rows.shape[0]) if part.blocks is None else part.blocks
-    chosen, entries = _visible_entries(blocks, part.lo, part.hi, block_size, part.rows)
-    rows, counts = torch.unique_consecutive(part.rows[chosen], return_counts=True)
-    ends = entries.hi.tolist()
-    start = sum(piece.blocks.shape[0] for piece in pieces)
-    pieces.append(entries)
-    offset = start
-    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-        _cut((row,), start, count, ends[start - offset :][:count], block_size, items)
-        start += count
-
-
-def _cut(rows: tuple[int, ...], start: int, count: int, ends: list[int], block_size: int, items: list[Item]) -> None:
-    tile = max(1, TILE_TOKENS // block_size)
-    for first in range(0, count, tile):
-        blocks = min(tile, count - first)
-        items.append(Item(rows, start + first, blocks, (blocks - 1) * block_size + ends[first + blocks - 1]))
-
-
-def _shared_items(
-    part: SharedPart,
-    group: SharedGroup,
-    block_size: int,
-    items: list[Item],
-    pieces: list[Entries],
-    masked: list[BlockCall],
-) -> None:
-    """A group whose rows see the same tokens is an item; else its rows are called with a mask of their own."""
-    columns = slice(group.block_lo, group.block_hi)
-    blocks = part.blocks[columns]
-    spans = part.row_spans[group.rows]
-    distinct, which = spans.unique(return_inverse=True)
-    lo = part.lo[distinct, columns].clamp(min=0)
-    hi = part.hi[distinct, columns].clamp(max=block_size)
-    empty = hi <= lo
-    lo, hi = lo.masked_fill(empty, 0), hi.masked_fill(empty, 0)
-    if bool((lo == lo[:1]).all()) and bool((hi == hi[:1]).all()):
-        if lo.shape[0] == 0:
-            return
-        _, entries = _visible_entries(blocks, lo[0], hi[0], block_size, None)
-        count = entries.blocks.shape[0]
-        if count:
-            start = sum(piece.blocks.shape[0] for piece in pieces)
-            pieces.append(entries)
-            _cut(tuple(group.rows.tolist()), start, count, entries.hi.tolist(), block_size, items)
-        return
-    seen = ~empty
-    for tile in range(0, blocks.shape[0], max(1, TILE_TOKENS // block_size)):
-        piece = slice(tile, tile + max(1, TILE_TOKENS // block_size))
-        used = seen[:, piece].any(0).nonzero().squeeze(1) + tile
-        if used.numel():
-            masked += _masked_calls(group.rows, which, blocks[used], lo[:, used], hi[:, used], block_size)
-
-
-def _masked_calls(
-    rows: Tensor, spans: Tensor, blocks: Tensor, lo: Tensor, hi: Tensor, block_size: int
-) -> list[BlockCall]:
-    """Calls for rows [k] whose spans see different tokens; rows that see none of these blocks take no part."""
-    tokens = blocks.shape[0] * block_size
-    bias = _bias(lo, hi, block_size)
-    takes_part = (hi > lo).any(1)[spans]
-    rows, spans = rows[takes_part], spans[takes_part]
-    calls = []
-    for chunk, chunk_spans in zip(*(t.split(max(1, MASK_ELEMENTS // tokens)) for t in (rows, spans)), strict=True):
-        mask = bias[chunk_spans][None, None]
-        calls.append(BlockCall(_as_run(chunk), 1, len(chunk), _as_run(blocks), tokens, mask, False))
-    return calls
-
-
-def _bias(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
-    """fp32 [spans, blocks * block_size]: 0 where a token is in range, else -inf."""
-    token = torch.arange(block_size)
-    visible = (token >= lo[..., None]) & (token < hi[..., None])
-    return torch.zeros(visible.shape).masked_fill_(~visible, -math.inf).flatten(1)
-
-
-def _batch(items: list[Item], entries: Entries, block_size: int) -> list[BlockCall]:
-    """Batches items with equally many rows and similar length, the longest first.
-
-    No row twice in a batch: a call writes each of its rows once, and what comes later is merged by a later call.
-    """
-    batches: list[list[Item]] = []
-    taken: set[int] = set()
-    waste = 0
-    for item in sorted(items, key=lambda item: (len(item.rows), -item.tokens)):
-        head = batches[-1][0] if batches else None
-        waste += head.tokens - item.tokens if head is not None else 0
-        fits = (
-            head is not None
-            and len(head.rows) == len(item.rows)
-            and waste <= WASTE_TOKENS
-            and taken.isdisjoint(item.rows)
-            and (len(batches[-1]) + 1) * head.tokens <= CALL_TOKENS
-        )
-        if fits:
-            batches[-1].append(item)
-        else:
-            batches.append([item])
-            taken = set()
-            waste = 0
-        taken.update(item.rows)
-    return [_block_call(sorted(batch), entries, block_size) for batch in batches]
-
-
-def _block_call(batch: list[Item], entries: Entries, block_size: int) -> BlockCall:
-    """Pads the items' blocks to the longest; a pad repeats the item's first block and has an empty range."""
-    tokens = max(item.tokens for item in batch)
-    start = torch.tensor([[item.start] for item in batch])
-    count = torch.tensor([[item.blocks] for item in batch])
-    column = torch.arange(int(count.max()))
-    pad = column >= count
-    index = start + torch.where(pad, 0, column)
-    bias = _bias(entries.lo[index].masked_fill(pad, 0), entries.hi[index].masked_fill(pad, 0), block_size)[:, :tokens]
-    rows = torch.tensor([row for item in batch for row in item.rows])
-    blocks = entries.blocks[index].flatten()
-    return BlockCall(
-        _as_run(rows),
-        len(batch),
-        len(batch[0].rows),
-        _as_run(blocks) if len(batch) == 1 else blocks,
-        tokens,
-        bias[:, None, None].contiguous() if tokens < SHORT or bool((bias != 0).any()) else None,
-        False,
-    )
-
-
-def _as_run(ids: Tensor) -> Rows:
-    """Consecutive rows or blocks as a slice, which is read and written without a copy."""
-    first, count = int(ids[0]), ids.shape[0]
-    return slice(first, first + count) if torch.equal(ids, torch.arange(first, first + count)) else ids
-
-
-def _mark_fresh(causal: tuple[CausalCall, ...], calls: list[BlockCall]) -> Plan:
-    written = {row for call in causal for row in range(call.first, call.first + call.squares * call.length)}
-    fresh = len(written)
-    marked = []
-    for call in calls:
-        rows = call.rows
-        mine = set(range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist())
-        is_fresh = written.isdisjoint(mine)
-        fresh += len(mine) if is_fresh else 0
-        written |= mine
-        marked.append(call._replace(fresh=is_fresh))
-    merges = any(not call.fresh for call in marked)
-    return Plan(causal, tuple(marked), fresh, merges, {})
