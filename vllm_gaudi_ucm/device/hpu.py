@@ -54,7 +54,8 @@ class HpuDevice:
 
     def compilations(self) -> int:
         """From the bridge's metric `graph_compilation`, which counts from the first call on."""
-        return int(dict(_compilation_metric().stats())["TotalNumber"])
+        _, metric = _compilation_metric()
+        return int(dict(metric.stats())["TotalNumber"])
 
     def end_recipe(self) -> None:
         """Lazy mode accumulates operators until here; in compile mode there is nothing to cut."""
@@ -80,8 +81,11 @@ def _experimental() -> ModuleType:
 
 
 @cache
-def _compilation_metric() -> Any:
-    """Entered once and never left: it counts as long as the process runs."""
+def _compilation_metric() -> tuple[Any, Any]:
+    """Context and metric, entered once and never left: it counts as long as the process runs.
+
+    The context is kept, too: it is a generator, and when nothing refers to it any more it is closed and stops counting.
+    """
     bridge()
-    metrics = importlib.import_module("habana_frameworks.torch.hpu.metrics")
-    return metrics.metric_localcontext("graph_compilation").__enter__()
+    context = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_localcontext("graph_compilation")
+    return context, context.__enter__()
