@@ -1,5 +1,6 @@
 """A Gaudi card as a device, through the few calls of Gaudi's PyTorch bridge that we rely on."""
 
+import atexit
 import gc
 import importlib
 from functools import cache
@@ -54,8 +55,7 @@ class HpuDevice:
 
     def compilations(self) -> int:
         """From the bridge's metric `graph_compilation`, which counts from the first call on."""
-        _, metric = _compilation_metric()
-        return int(dict(metric.stats())["TotalNumber"])
+        return int(dict(_compilation_metric().stats())["TotalNumber"])
 
     def end_recipe(self) -> None:
         """Lazy mode accumulates operators until here; in compile mode there is nothing to cut."""
@@ -81,11 +81,10 @@ def _experimental() -> ModuleType:
 
 
 @cache
-def _compilation_metric() -> tuple[Any, Any]:
-    """Context and metric, entered once and never left: it counts as long as the process runs.
-
-    The context is kept, too: it is a generator, and when nothing refers to it any more it is closed and stops counting.
-    """
+def _compilation_metric() -> Any:
+    """Entered once, and left when the interpreter exits: it counts as long as the process runs."""
     bridge()
     context = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_localcontext("graph_compilation")
-    return context, context.__enter__()
+    # This keeps the context, too: it is a generator, which is closed and stops counting once nothing refers to it.
+    atexit.register(context.__exit__, None, None, None)
+    return context.__enter__()
