@@ -14,7 +14,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import importlib, json, os, sys
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 asked = json.load(sys.stdin)
 scenario = getattr(importlib.import_module(asked["module"]), asked["name"])
 result = scenario(**asked["arguments"])

@@ -10,7 +10,7 @@ Stats = list[tuple[str, float]]
 
 
 def _compilations() -> tuple[int, ...]:
-    return (card.compilations,)
+    return card.compilations, card.compiling_us()
 
 
 def _recipe_cache() -> tuple[int, ...]:
@@ -18,11 +18,11 @@ def _recipe_cache() -> tuple[int, ...]:
 
 
 def _compilation_stats(counts: tuple[int, ...]) -> Stats:
-    (number,) = counts
+    number, time = counts
     return [
         ("TotalNumber", number),
-        ("TotalTime", number * card.compilation_us),
-        ("AvgTime", card.compilation_us if number else 0),
+        ("TotalTime", time),
+        ("AvgTime", time // number if number else 0),
     ]
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from habana_frameworks.torch.simulator.card import card
+from habana_frameworks.torch.simulator.stream import Recipe
 
 CACHE_CONFIG = "PT_HPU_RECIPE_CACHE_CONFIG"
 MIB = 1 << 20
@@ -57,8 +58,9 @@ class RecipeBook:
         with self._lock:
             self._seen.clear()
 
-    def need(self, key: str) -> None:
+    def need(self, recipe: Recipe) -> None:
         """A recipe is about to run: it is compiled unless this process has it or the folder keeps it."""
+        key = recipe.key
         with self._lock:
             if key in self._seen:
                 return
@@ -67,6 +69,7 @@ class RecipeBook:
                 card.cache_hits += 1
                 return
             card.compilations += 1
+            card.compiled_operators += recipe.operators
             if self._folder is not None:
                 self._folder.add(key)
 

@@ -34,9 +34,9 @@ class ThreadState(threading.local):
         """Launches what has accumulated as one recipe. Inside of a captured region nothing is launched."""
         if self.region is not None:
             return
-        key = self.stream.take()
-        if key is not None:
-            recipes.need(key)
+        recipe = self.stream.take()
+        if recipe is not None:
+            recipes.need(recipe)
             card.launches += 1
 
     def read_on_host(self, operator: object) -> None:

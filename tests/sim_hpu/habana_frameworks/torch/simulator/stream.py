@@ -5,11 +5,18 @@ Names, data flow, shapes, strides, dtypes and Python scalars are part of it; the
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from habana_frameworks.torch.simulator.memory import memory
 
 import torch
+
+
+class Recipe(NamedTuple):
+    """What operators are compiled into: their digest and their number."""
+
+    key: str
+    operators: int
 
 
 class Stream:
@@ -35,11 +42,11 @@ class Stream:
             if serial is not None:
                 self._number(serial)
 
-    def take(self) -> str | None:
-        """The digest of all operators since the last call, None where there were none."""
-        key = self._digest.hexdigest() if self.length else None
+    def take(self) -> Recipe | None:
+        """The recipe of all operators since the last call, None where there were none."""
+        recipe = Recipe(self._digest.hexdigest(), self.length) if self.length else None
         self._clear()
-        return key
+        return recipe
 
     def _number(self, serial: int) -> int:
         return self._numbers.setdefault(serial, len(self._numbers))
