@@ -4,6 +4,7 @@
 #include <omp.h>
 #endif
 
+#include "kernels.h"
 #include "vector.h"
 
 using namespace ucm;

@@ -1,0 +1,1 @@
+"""What a decoder layer computes before and after its attention, for a few rows."""
