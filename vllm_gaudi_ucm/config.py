@@ -21,10 +21,10 @@ class _Section(BaseModel):
 class AttentionConfig(_Section):
     """How Unified Attention computes its three parts."""
 
-    implementation: Literal["auto", "reference", "cpu"] = Field(
+    implementation: Literal["auto", "reference", "cpu", "native"] = Field(
         default="auto",
         description="Kernels to use. `auto` takes the fastest for the device; `reference` defines the semantics and "
-        "runs everywhere, slower.",
+        "runs everywhere, slower; `cpu` is torch on a CPU, `native` C++ there, built with the machine's compiler.",
     )
     contiguous_pa: Literal["auto"] | bool = Field(
         default="auto",
