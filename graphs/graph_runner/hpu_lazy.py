@@ -1,4 +1,4 @@
-"""HPU graphs in lazy mode: the bridge captures per input shapes and replays. Source: Gaudi documentation, HPU Graphs."""
+"""HPU graphs of lazy mode: the bridge captures by input shapes and replays. Source: Gaudi documentation, HPU Graphs."""
 
 from __future__ import annotations
 
