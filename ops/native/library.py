@@ -23,8 +23,6 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ucm_write_kv": (_INT, (*[_POINTER] * 5, *[_INT] * 6, POINTER(_INT))),
     "ucm_linear": (None, (_POINTER, _INT, _POINTER, _POINTER, _POINTER, *[_INT] * 4)),
     "ucm_lanes": (_INT, ()),
-    "ucm_before_attention": (_INT, (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER)),
-    "ucm_after_attention": (None, (_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER)),
     "ucm_attend": (_INT, (_POINTER, _POINTER, _POINTER)),
 }
 

@@ -14,10 +14,10 @@ class PackedLinearMethod(UnquantizedLinearMethod):
     """Computes a linear layer with its packed weight."""
 
     def __init__(self, weight: PackedWeight) -> None:
-        self.weight = weight
+        self._weight = weight
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return packed_linear(x, self.weight, bias)
+        return packed_linear(x, self._weight, bias)
 
 
 class PackedHeadMethod(UnquantizedEmbeddingMethod):
@@ -31,9 +31,7 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
 
 
 def pack_linear_layers(model: nn.Module) -> int:
-    """Packs every linear layer and output head that can be, and fuses the decoder layers made of them.
-
-    Returns how many were packed.
+    """Packs every linear layer and output head that can be; returns how many.
 
     The plain weight of a linear layer is given back to the system: keeping both would double the model's memory. An
     output head keeps its own, because it may be the embedding's, whose rows are read one by one.
@@ -51,8 +49,4 @@ def pack_linear_layers(model: nn.Module) -> int:
         else:
             continue
         count += 1
-    # here, not above: those layers are made of the methods of this module
-    from vllm_gaudi_ucm.layers.decoder_layer import fuse_decoder_layers
-
-    fuse_decoder_layers(model)
     return count

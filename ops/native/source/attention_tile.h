@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cmath>
+#include <cstdlib>
 
 #include "attention_job.h"
-#include "scratch.h"
 #include "vector.h"
 
 namespace ucm {
@@ -19,6 +19,21 @@ constexpr float SLACK = 16.0f;                   // a weight may be e^SLACK befo
 constexpr float NOTHING = -INFINITY;
 
 inline int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+
+// Memory of one thread, grown and kept.
+struct Scratch {
+    float* data = nullptr;
+    int64_t size = 0;
+    ~Scratch() { std::free(data); }
+    float* take(int64_t wanted) {
+        if (wanted > size) {
+            std::free(data);
+            size = padded(wanted, 1024);
+            data = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
+        }
+        return data;
+    }
+};
 
 // State of a unit: `count` query vectors, already scaled, and their un-normalised results.
 struct Unit {

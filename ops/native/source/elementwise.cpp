@@ -1,7 +1,6 @@
 // What stands between the matrix products of a decoder layer, each in one pass over memory. fp32, rows strided.
 #include <cmath>
 
-#include "kernels.h"
 #include "vector.h"
 
 using namespace ucm;

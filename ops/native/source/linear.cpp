@@ -4,7 +4,6 @@
 #include <omp.h>
 #endif
 
-#include "kernels.h"
 #include "vector.h"
 
 using namespace ucm;
