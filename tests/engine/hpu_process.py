@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT = 280
 PROGRAM = """
 import importlib, json, os, sys
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-asked = json.load(sys.stdin)
+asked = json.loads(sys.argv[1])
 scenario = getattr(importlib.import_module(asked["module"]), asked["name"])
 result = scenario(**asked["arguments"])
 with open(asked["result"], "w") as file:
@@ -47,15 +47,18 @@ def run_on_card(
         "result": str(result),
     }
     hpu = {"PYTHONPATH": str(ROOT / "tests/sim_hpu"), "VLLM_GAUDI_UCM_DEVICE": "hpu", "PT_HPU_LAZY_MODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps(asked),
-        env={**os.environ, **hpu, **(env or {})},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-6000:]
-    return Finished(json.loads(result.read_text()), log)
+    # Files, not pipes: a process that the engine leaves behind would keep a pipe open.
+    log = folder / f"{scenario.__name__}.log"
+    with log.open("w") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, json.dumps(asked)],
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **hpu, **(env or {})},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT,
+        )
+    text = log.read_text()
+    assert done.returncode == 0, text[-6000:]
+    return Finished(json.loads(result.read_text()), text)
