@@ -54,6 +54,14 @@ def test_licence_and_type_marker(content: dict[str, str]) -> None:
     assert "vllm_gaudi_ucm/py.typed" in content
 
 
+def test_sources_of_the_native_kernels_are_in_the_wheel(content: dict[str, str], source: Path) -> None:
+    """They are built where the wheel is installed; without them the worker would only be slower, and say so."""
+    folder = "ops/native/source"
+    expected = {f"vllm_gaudi_ucm/{folder}/{file.name}" for file in (source / folder).iterdir()}
+    assert len(expected) > 3
+    assert {name for name in content if name.startswith(f"vllm_gaudi_ucm/{folder}/")} == expected
+
+
 def test_name_and_version(content: dict[str, str]) -> None:
     metadata = HeaderParser().parsestr(content["<dist-info>/METADATA"])
     assert metadata["Name"] == "vllm-gaudi-ucm"
