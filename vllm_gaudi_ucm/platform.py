@@ -24,6 +24,8 @@ logger = plugin_logger(__name__)
 
 _DEVICE = get_device(detect_device() or "cpu")
 
+GAUDI_BYTES = 96 * 10**9
+
 
 class UcmPlatform(Platform):
     """Gaudi, or a reference device that stands in for it."""
@@ -111,11 +113,13 @@ class UcmPlatform(Platform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        return _DEVICE.name()
+        return "Gaudi" if cls.device_type == "hpu" else _DEVICE.name()
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        return _DEVICE.memory()[1]
+        # vLLM asks for both while it builds its configuration, in a process that must not start a Gaudi card: the
+        # worker would not get it, and the recipe cache would be set too late. The smallest card's memory will do.
+        return GAUDI_BYTES if cls.device_type == "hpu" else _DEVICE.memory().total
 
     @classmethod
     def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.graph_runner.factory import runner_maker
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.warm_up.memory_fit import check_budget
@@ -19,6 +20,7 @@ from vllm_gaudi_ucm.runner.static_execution import StaticExecution
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from vllm_gaudi_ucm.config import UcmConfig
     from vllm_gaudi_ucm.device import Device
@@ -33,61 +35,83 @@ DEFAULT_SHARE = 0.1
 DEFAULT_FACTOR = 2.0
 
 
-def graph_memory_budget(
+class GraphMemoryNeed(NamedTuple):
+    """Bytes to keep beside the KV cache: what graphs may take, and the buffers that all of them share."""
+
+    budget: int
+    buffers: int
+
+
+def graph_memory_need(
     decoder: Decoder, vllm_config: VllmConfig, config: UcmConfig, device: Device, kind: GraphKind
-) -> int:
-    """Bytes that graphs may take, from the largest graphs of prompts, of decodes and of logits, which are really run.
+) -> GraphMemoryNeed:
+    """From the largest graphs of prompts, of decodes and of logits, which are really run.
 
     Raises:
         MemoryBudgetError: `ucm.graphs.memory_budget` does not hold these.
     """
-    measured = _measure(decoder, vllm_config, config, device, kind)
+    measured, buffers = _measure(decoder, vllm_config, config, device, kind)
     given = config.graphs.memory_budget
     if given is None:
-        return int(max(DEFAULT_SHARE * device.memory().total, DEFAULT_FACTOR * sum(measured.values())))
+        largest = DEFAULT_FACTOR * sum(measured.values())
+        return GraphMemoryNeed(int(max(DEFAULT_SHARE * device.memory().total, largest)), buffers)
     budget = int(given * GIB)
     check_budget(measured, budget, vllm_config.scheduler_config.max_num_batched_tokens)
-    return budget
+    return GraphMemoryNeed(budget, buffers)
 
 
 @torch.inference_mode()
 def _measure(
     decoder: Decoder, vllm_config: VllmConfig, config: UcmConfig, device: Device, kind: GraphKind
-) -> dict[GraphKey, int]:
-    """Bytes by graph, the configured maximum first.
+) -> tuple[dict[GraphKey, int], int]:
+    """Bytes by graph, the configured maximum first, and bytes of buffers.
 
     The number of blocks is not known yet: as many as would fill the free memory are assumed. Pads read the dummy block
     alone, so a cache of one block is enough, and blocks are gathered, which takes at least what a slice does.
     """
     specs = kv_cache_specs(vllm_config)
-    block_bytes = sum(spec.page_size_bytes for spec in specs.values())
-    block_size = next(iter(specs.values())).block_size
-    num_blocks = max(2, device.memory().free // block_bytes)
-    limits = server_limits(vllm_config, block_size, num_blocks, False, config.graphs.max_shared_blocks)
-    decodes = limits.phase_maximum(causal=False, shared=True, unique=True)
-    buckets = BucketSet([decodes], [], limits, cost_model(vllm_config, device, block_size))
     tensors_on = device.torch_device()
     bind_kv_caches(vllm_config, dummy_kv_cache(specs, tensors_on))
+    ready = ReadyBuckets(_largest_buckets(vllm_config, config, device, specs))
+    free = device.memory().free
     execution = StaticExecution(
         decoder,
-        ReadyBuckets(buckets),
+        ready,
         config.attention.causal_slice,
         tensors_on,
         runner_maker(kind),
         lambda label: nullcontext(),
     )
+    buffers = max(0, free - device.memory().free) + _sampling_bytes(execution, vllm_config)
     measured: dict[GraphKey, int] = {}
-    for shape in dict.fromkeys((limits.maximum.forward, decodes)):
+    keys: list[GraphKey] = [*reversed(ready.buckets.forward), ready.maximum[1]]
+    for key in keys:
         free = device.memory().free
-        execution.warm_forward(shape)
+        if isinstance(key, ForwardShape):
+            execution.warm_forward(key)
+        else:
+            execution.warm_logits(key)
         device.synchronize()
-        measured[shape] = max(0, free - device.memory().free)
-    free = device.memory().free
-    execution.warm_logits(limits.maximum.logits)
-    device.synchronize()
-    measured[limits.maximum.logits] = max(0, free - device.memory().free)
+        measured[key] = max(0, free - device.memory().free)
     bind_kv_caches(vllm_config, {name: torch.empty(0, device=tensors_on) for name in specs})
     del execution
     gc.collect()
     device.empty_cache()
-    return measured
+    return measured, buffers
+
+
+def _largest_buckets(
+    vllm_config: VllmConfig, config: UcmConfig, device: Device, specs: dict[str, KVCacheSpec]
+) -> BucketSet:
+    """The configured maximum and the largest step of decodes, the maximum last."""
+    block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+    block_size = next(iter(specs.values())).block_size
+    num_blocks = max(2, device.memory().free // block_bytes)
+    limits = server_limits(vllm_config, block_size, num_blocks, False, config.graphs.max_shared_blocks)
+    decodes = limits.phase_maximum(causal=False, shared=True, unique=True)
+    return BucketSet([decodes], [], limits, cost_model(vllm_config, device, block_size))
+
+
+def _sampling_bytes(execution: StaticExecution, vllm_config: VllmConfig) -> int:
+    """Logits of divided steps (float32), and the history that penalties read (int32), for every request."""
+    return 4 * execution.max_logits * (execution.logits_width + vllm_config.model_config.max_model_len)

@@ -24,7 +24,7 @@ from vllm_gaudi_ucm.runner.bucket_choice import choose_buckets, server_limits
 from vllm_gaudi_ucm.runner.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.runner.execution import Execution, StepShape
 from vllm_gaudi_ucm.runner.graph_kind import GraphKind
-from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_budget
+from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
 from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
@@ -149,10 +149,9 @@ class ModelRunner:
     def measure_steps(self) -> int:
         """Bytes that steps take beside the KV cache, after the largest have really run."""
         if self.kind != "off":
-            self._memory_budget = graph_memory_budget(
-                self.decoder, self._vllm_config, self._config, self._device, self.kind
-            )
-            return self._memory_budget
+            need = graph_memory_need(self.decoder, self._vllm_config, self._config, self._device, self.kind)
+            self._memory_budget = need.budget
+            return need.budget + need.buffers
         free = self._device.memory().free
         self._run_largest_step(self._vllm_config.scheduler_config.max_num_batched_tokens)
         self._device.synchronize()

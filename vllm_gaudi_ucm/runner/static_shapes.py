@@ -105,6 +105,7 @@ class StaticShapes:
         self._compiled = self._device.compilations()
         if self._config.warm_up == "idle":
             logger.info("%s; the rest is warmed while the engine is idle", summary_line(self.summary()))
+            self._log_cache()
             self._idle.start()
         else:
             self._log_summary()
@@ -171,5 +172,8 @@ class StaticShapes:
 
     def _log_summary(self) -> None:
         logger.info("Warm-up\n%s", warm_up_text(self.summary()))
+        self._log_cache()
+
+    def _log_cache(self) -> None:
         if self._config.recipe_cache is not None:
             log_cache_hits(self._config.recipe_cache, self._device, self.execution.ready.progress[0])
