@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--size", choices=("tiny", "small"), default="small", help="of the model and its load")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-graphs", type=int, default=64)
+    parser.add_argument("--skeleton", type=int, default=3, help="forward graphs before serving (default: 3)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     args = parser.parse_args()
@@ -40,7 +41,7 @@ def main() -> int:
         results = {}
         for way in args.ways:
             print(f"{way}: {WAYS[way]} ...", file=sys.stderr, flush=True)
-            options = [way, args.size, folder, args.dtype, str(args.max_graphs), str(args.repeats)]
+            options = [way, args.size, folder, args.dtype, str(args.max_graphs), str(args.skeleton), str(args.repeats)]
             results[way] = run_child(["run", *options])
     print(describe_machine())
     for line in table(results):

@@ -68,7 +68,7 @@ def prompts(size: str) -> list[list[int]]:
     return [(prefix if index % 3 == 0 else []) + tokens(length) for index, length in enumerate(lengths)]
 
 
-def run(way: str, size: str, folder: str, dtype: str, max_graphs: int, repeats: int) -> dict[str, Any]:
+def run(way: str, size: str, folder: str, dtype: str, max_graphs: int, skeleton: int, repeats: int) -> dict[str, Any]:
     """Median tokens/s (in and out) over the repeats after one run that does not count."""
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
@@ -79,7 +79,7 @@ def run(way: str, size: str, folder: str, dtype: str, max_graphs: int, repeats: 
     shape = SIZES[size]
     log = Path(folder) / f"{way}.jsonl"
     mode, warm_up = ("capture", "idle") if way == "idle" else (way, "full")
-    graphs = {"mode": mode, "warm_up": warm_up, "max_graphs": max_graphs}
+    graphs = {"mode": mode, "warm_up": warm_up, "max_graphs": max_graphs, "skeleton": skeleton}
     llm = LLM(
         folder,
         dtype=dtype,
@@ -138,6 +138,6 @@ if __name__ == "__main__":
     if task == "make":
         found = make(*arguments)
     else:
-        way, size, folder, dtype, max_graphs, repeats = arguments
-        found = run(way, size, folder, dtype, int(max_graphs), int(repeats))
+        way, size, folder, dtype, *counts = arguments
+        found = run(way, size, folder, dtype, *map(int, counts))
     print(json.dumps(found))
