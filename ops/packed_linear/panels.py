@@ -16,7 +16,8 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.native.library import native
 
 WIDTHS = (64, 48, 32, 24, 16, 8)
-# Panel width per weight shape, 0 where the format is another one.
+# Panel width per weight shape, 0 where the format is another one. Only what a weight proves is kept: zeros look alike
+# in panels of any width.
 _widths: dict[torch.Size, int] = {}
 
 
@@ -36,21 +37,26 @@ def find_panels(weight: Tensor, packed: Tensor) -> Panels | None:
         return None
     width = _widths.get(weight.shape)
     if width is None:
-        width = _widths[weight.shape] = _width(weight, address, int(torch.ops.mkldnn._nbytes(packed)))
+        found = _fitting_widths(weight, address, int(torch.ops.mkldnn._nbytes(packed)))
+        width = found[0] if found else 0
+        if len(found) < 2:
+            _widths[weight.shape] = width
     return Panels(packed, address, width) if width and width % kernels.ucm_lanes() == 0 else None
 
 
-def _width(weight: Tensor, address: int, size: int) -> int:
+def _fitting_widths(weight: Tensor, address: int, size: int) -> list[int]:
+    """Every width at which the memory holds the weight."""
     outputs, inputs = weight.shape
     if size != weight.numel() * weight.element_size():
-        return 0  # padded
+        return []  # padded
     memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.float32)
+    found = []
     for width in WIDTHS:
         if outputs % width == 0:
             panels = weight.detach().view(outputs // width, width, inputs).transpose(1, 2)
             if torch.equal(memory.view(panels.shape), panels):
-                return width
-    return 0
+                found.append(width)
+    return found
 
 
 def _address(packed: Tensor) -> int | None:

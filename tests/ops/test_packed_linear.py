@@ -116,8 +116,19 @@ def test_outputs_that_onednn_pads() -> None:
 def test_a_format_is_compared_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "_widths", {})
     first = pack(torch.randn(128, 48)).panels
-    monkeypatch.setattr(panels, "_width", lambda *_: pytest.fail("compared again"))
+    monkeypatch.setattr(panels, "_fitting_widths", lambda *_: pytest.fail("compared again"))
     second = pack(torch.randn(128, 48)).panels
     assert first is not None
     assert second is not None
     assert (second.width, second.address == first.address) == (first.width, False)
+
+
+@needs_panels
+def test_zeros_say_nothing_about_the_format_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They look alike in panels of any width, and would be read in the first one that is tried."""
+    monkeypatch.setattr(panels, "_widths", {})
+    weight, x = torch.randn(192, 48), torch.randn(3, 48)
+    monkeypatch.setattr(panels, "WIDTHS", (32, 64))
+    zeros = pack(torch.zeros(192, 48))
+    assert not packed_linear(x, zeros).any()
+    torch.testing.assert_close(packed_linear(x, pack(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)
