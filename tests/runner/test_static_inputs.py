@@ -253,3 +253,20 @@ def test_tensors_of_another_phase_than_the_bucket_says_are_an_error() -> None:
     wrong = ForwardShape("--u", 2, 1, 1)
     with pytest.raises(ValueError, match="its tensors make the phase '-su'"):
         inputs.split(inputs.fill_pads(wrong), wrong)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a device copies while the host goes on")
+def test_a_step_is_copied_whole_although_the_next_one_is_written_at_once() -> None:
+    """Both copies wait for a graph that still runs, as after a prompt chunk that yields no token. covers: A9"""
+    static = _static([Request(0, 9), Request(3, 8), Request(4, 1)])
+    expected, rows = static.fill(static.inputs()), np.arange(static.limits.max_num_seqs)
+    inputs = StaticInputs(static.limits, static.causal_slice, torch.device("cuda"), pin_memory=True)
+    static.fill(inputs)
+    inputs.fill_logits_rows(static.limits.max_num_seqs, rows)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    flat = static.fill(inputs)
+    chosen = inputs.fill_logits_rows(static.limits.max_num_seqs, rows)
+    inputs.fill_pads(static.limits.phase_maximum(causal=False, shared=False, unique=True))
+    assert torch.equal(flat.cpu(), expected)
+    assert chosen.tolist() == rows.tolist()

@@ -70,6 +70,9 @@ class StaticInputs:
     group and at a span that sees nothing. So nothing of an earlier step is ever read. A graph gets the flat tensor and
     cuts it itself (`split`): copying into a part of a larger tensor would be a recipe of its own on Gaudi.
 
+    A copy from a pinned buffer is queued behind whatever the device still has to do: the graph of the step before, if
+    nobody waited for that step (prompt chunks that yield no token). The buffer is not written before that has ended.
+
     Args:
         limits: of the steps; `contiguous` decides whether the unique part reads a slice of the cache or gathers.
         causal_slice: rows per slice of the causal part.
@@ -84,6 +87,8 @@ class StaticInputs:
         size = max(_Layout(limits.maximum.forward, limits).size, limits.max_num_seqs)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pin_memory)
         self._array: NDArray[np.int64] = self._host.numpy()
+        # the end of the last copy; without pinned memory a copy has ended when it returns
+        self._copied = torch.Event(device) if pin_memory else None
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(limits.max_num_batched_tokens, device=device)
         self._layouts: dict[ForwardShape, _Layout] = {}
@@ -91,6 +96,7 @@ class StaticInputs:
 
     def fill(self, bucket: Bucket, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> torch.Tensor:
         """Copies a step into the flat tensor of its bucket, which must dominate it, and returns that."""
+        self._wait_for_copy()
         arrays = self._arrays(bucket.forward)
         _pad(arrays["token_ids"], token_ids, 0)
         _pad(arrays["positions"], plan.positions, 0)
@@ -105,6 +111,7 @@ class StaticInputs:
 
     def fill_pads(self, shape: ForwardShape) -> torch.Tensor:
         """The flat tensor of a shape with pads only: warm-up executes the graph and touches no request's cache."""
+        self._wait_for_copy()
         for name, array in self._arrays(shape).items():
             array.fill(NO_GROUP if name == "groups" else 0)
             if name == "shared_hi":
@@ -113,6 +120,7 @@ class StaticInputs:
 
     def fill_logits_rows(self, logits: int, rows: NDArray[np.int64]) -> torch.Tensor:
         """int64 [logits]: rows of the step that ran last, at most `logits`; pads repeat row 0."""
+        self._wait_for_copy()
         _pad(self._array[:logits], rows, 0)
         return self._copy(logits, logits)
 
@@ -146,7 +154,15 @@ class StaticInputs:
         flat = self._flat.get(key)
         if flat is None:
             flat = self._flat[key] = torch.zeros(size, dtype=torch.int64, device=self._device)
-        return flat.copy_(self._host[:size], non_blocking=True)
+        flat.copy_(self._host[:size], non_blocking=self._copied is not None)
+        if self._copied is not None:
+            self._copied.record()
+        return flat
+
+    def _wait_for_copy(self) -> None:
+        """Before the host buffer is written."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def _arrays(self, shape: ForwardShape) -> dict[str, NDArray[np.int64]]:
         return {name: self._array[place].reshape(size) for name, (place, size) in self._layout(shape).places.items()}
