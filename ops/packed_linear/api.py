@@ -67,7 +67,7 @@ def _is_native(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
 def _multiply_few_rows(x: Tensor, panels: Panels, outputs: int, bias: Tensor | None) -> Tensor:
     kernels = native()
     assert kernels is not None, "panels are found only for native kernels"
-    out = torch.empty((x.shape[0], outputs))
+    out = x.new_empty((x.shape[0], outputs))
     kernels.ucm_linear(
         x.data_ptr(),
         x.stride(0),

@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, residual: Tensor 
     if kernels is None or not _covered(x, weight, residual):
         total = x if residual is None else residual.add_(x)
         return torch.rms_norm(total, (x.shape[-1],), weight, epsilon)
-    out = torch.empty(x.shape) if residual is None or not x.is_contiguous() else x
+    out = x.new_empty(x.shape) if residual is None or not x.is_contiguous() else x
     kernels.ucm_rms_norm(
         x.data_ptr(),
         x.stride(0),
@@ -35,6 +35,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, residual: Tensor 
 
 
 def _covered(x: Tensor, weight: Tensor | None, residual: Tensor | None) -> bool:
-    if not is_rows(x) or (weight is not None and (weight.dtype != x.dtype or not weight.is_contiguous())):
+    if not is_rows(x):
+        return False
+    if weight is not None and not (weight.dtype == x.dtype and weight.shape == x.shape[1:] and weight.is_contiguous()):
         return False
     return residual is None or (is_rows(residual) and residual.shape == x.shape)

@@ -20,6 +20,7 @@ def can_rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor) ->
         and angles.is_contiguous()
         and positions.dtype == torch.int64
         and positions.dim() == 1
+        and positions.shape[0] == query.shape[0] == key.shape[0]
         and positions.is_contiguous()
     )
 

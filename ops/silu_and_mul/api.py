@@ -16,6 +16,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     kernels = None if torch.compiler.is_compiling() else native()
     if kernels is None or not is_rows(x):
         return silu(x[..., :size]) * x[..., size:]
-    out = torch.empty((x.shape[0], size))
+    out = x.new_empty((x.shape[0], size))
     kernels.ucm_silu_and_mul(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], size)
     return out

@@ -90,3 +90,12 @@ def test_what_does_not_fit_is_named(change: dict[str, torch.Tensor], message: st
     }
     with pytest.raises(ValueError, match=message):
         write_kv(**{**arguments, **change}, key_cache=key_cache, value_cache=value_cache)
+
+
+def test_a_value_cache_of_fewer_blocks_is_not_written_beyond() -> None:
+    """covers: A10"""
+    key_cache, value_cache = _caches("split", torch.float32)
+    key, value = torch.ones(1, KV_HEADS, DIM), torch.ones(1, KV_HEADS, VALUE_DIM)
+    with pytest.raises((IndexError, RuntimeError)):
+        write_kv(key, value, key_cache, value_cache[:2], torch.tensor([BLOCKS * BLOCK_SIZE - 1]))
+    assert (value_cache == -1).all()

@@ -128,3 +128,25 @@ def test_what_is_not_rotated_here() -> None:
     assert not can_rotate(query.bfloat16(), key.bfloat16(), positions, table)
     assert not can_rotate(query, key, positions.expand(3, 2), table)
     assert not can_rotate(query.view(2, 1, 8), key, positions, table)
+    assert not can_rotate(query, key, positions[:1], table), "nothing is read from beyond a tensor"
+
+
+def test_a_weight_of_another_size_raises(kernels: None) -> None:
+    """Nothing is read from beyond it."""
+    with pytest.raises(RuntimeError):
+        rms_norm(torch.ones(2, 64), torch.ones(32), 1e-5)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_results_have_the_dtype_of_what_goes_in(default: torch.dtype, kernels: None) -> None:
+    """Whatever torch's default is: the kernels write float32."""
+    x = torch.randn(3, 64)
+    norm, gate = rms_norm(x, None, 1e-5), silu_and_mul(x)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = rms_norm(x, None, 1e-5), silu_and_mul(x)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found[0], norm)
+    assert torch.equal(found[1], gate)

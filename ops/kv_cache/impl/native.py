@@ -18,6 +18,8 @@ def can_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
         and key.dtype == key_cache.dtype
         and value.dtype == value_cache.dtype
         and slots.is_contiguous()
+        # one block and one head are addressed in both
+        and key_cache.shape[:3] == value_cache.shape[:3]
         and all(tensor.stride(-1) == 1 for tensor in (key, value, key_cache, value_cache))
     )
 

@@ -94,7 +94,7 @@ def attend(
     assert library is not None, "planned for kernels that are not there"
     if query.dtype != torch.float32:
         query, key, value = query.float(), key.float(), value.float()
-    result = out if out.dtype == torch.float32 and out.is_contiguous() else torch.empty(out.shape)
+    result = out if out.dtype == torch.float32 and out.is_contiguous() else torch.empty(out.shape, dtype=torch.float32)
     layer = _layer(query, key, value, key_cache, value_cache, plan, scale)
     if layer is None:
         return False
@@ -143,7 +143,7 @@ def _make_room(plan: Plan, rows: int, heads: int, value_dim: int) -> None:
     """Room for the partial results of any layer, and the rows that no job has."""
     size = plan.jobs.partials * heads * (value_dim + 2)
     if plan.partials is None or plan.partials.numel() < size:
-        plan.partials = torch.empty(size)
+        plan.partials = torch.empty(size, dtype=torch.float32)
         plan.struct.partials = plan.partials.data_ptr()
     empty = plan.jobs.empty_rows(rows)
     plan.struct.empty, plan.struct.num_empty = _address(empty), len(empty)
