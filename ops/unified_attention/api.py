@@ -39,7 +39,7 @@ def prepare(parts: AttentionParts, block_size: int, *, implementation: str = "au
     Worth it on CPU, where `cpu` and `native` read the parts on the host to form their calls. The parts' tensors must
     not change while the result is in use. For `reference` nothing is derived, so it may be called while capturing.
     """
-    name = _choose(implementation, _device_type(parts))
+    name = choose_implementation(implementation, _device_type(parts))
     # loaded here in any case: an import in a layer would break a compiled graph
     module = _load(name)
     plan = module.plan(parts, block_size) if name != "reference" else None
@@ -76,7 +76,7 @@ def unified_attention(
     if not torch.compiler.is_compiling():
         _validate_once(query, key, value, key_cache, value_cache, parts, out)
     if isinstance(parts, AttentionParts):
-        implementation = _choose(implementation, query.device.type)
+        implementation = choose_implementation(implementation, query.device.type)
         if implementation != "reference":
             parts = prepare(parts, key_cache.shape[1], implementation=implementation)
     if out is None:
@@ -92,7 +92,8 @@ def unified_attention(
     return _load("reference").attend(query, key, value, key_cache, value_cache, parts, scale, out)
 
 
-def _choose(implementation: str, device_type: str) -> str:
+def choose_implementation(implementation: str, device_type: str) -> str:
+    """The implementation that runs on this type of device, `auto` resolved; ValueError for one that cannot."""
     if implementation == "auto":
         # The others read the parts on the host, which torch.compile cannot trace.
         if device_type != "cpu" or torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
-from vllm_gaudi_ucm.ops.unified_attention.api import prepare
+from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, prepare
 from vllm_gaudi_ucm.runner.execution import StepShape
 from vllm_gaudi_ucm.runner.staging import StagedStep, Staging
 
@@ -27,6 +27,9 @@ class TrueShapeExecution:
         config: kernels of attention, and how the unique part reads the cache.
         block_size: tokens per cache block.
         device: where the model runs.
+
+    Raises:
+        ValueError: kernels that are not for this device, or cannot be built here.
     """
 
     # rows whose logits are computed in one call: all logits of a long prompt at once would be gigabytes
@@ -34,7 +37,7 @@ class TrueShapeExecution:
 
     def __init__(self, decoder: Decoder, config: AttentionConfig, block_size: int, device: torch.device) -> None:
         self._decoder = decoder
-        self._implementation = config.implementation
+        self._implementation = _checked(config.implementation, device)
         self._block_size = block_size
         self._device = device
         self._staging = Staging(device, config.contiguous_pa)
@@ -56,3 +59,12 @@ class TrueShapeExecution:
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         return self._decoder.logits(self._hidden[torch.from_numpy(rows).to(self._device)])
+
+
+def _checked(implementation: str, device: torch.device) -> str:
+    """Now, at start: in a step of some request the error would end the engine."""
+    try:
+        choose_implementation(implementation, device.type)
+    except ValueError as error:
+        raise ValueError(f"ucm.attention.implementation: {error}") from error
+    return implementation
