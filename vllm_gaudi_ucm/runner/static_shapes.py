@@ -154,10 +154,13 @@ class StaticShapes:
     def _warm(self, run: Callable[[], None]) -> None:
         """In the thread that warms: inference mode, the current device and the recorder's state are a thread's own."""
         self._device.enter_thread()
-        with torch.inference_mode(), self.stages.warming():
-            run()
-        self._device.synchronize()
-        self._compiled = self._device.compilations()
+        try:
+            with torch.inference_mode(), self.stages.warming():
+                run()
+            self._device.synchronize()
+        finally:
+            # what was compiled before an error is no step's either
+            self._compiled = self._device.compilations()
 
     def _on_progress(self, progress: WarmUpProgress) -> None:
         self._report(progress)
