@@ -60,8 +60,8 @@ class UcmWorker(WorkerBase):
         )
         ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         set_random_seed(self.model_config.seed)
-        # a recipe is found by its operators, and native calls are none
-        if self._device.kind == "cpu" and graphs.recipe_check == "off":
+        # a recipe is found by its operators, and native calls are none; without graphs nothing looks for recipes
+        if self._device.kind == "cpu" and (kind == "off" or graphs.recipe_check == "off"):
             register_cpu_layers()
         self.model_runner = ModelRunner(self.vllm_config, self._ucm, self._device, kind)
 
