@@ -15,11 +15,22 @@ HPU_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"force_static_c
 
 
 def compile_static(function: F, backend: str) -> F:
-    """The function, compiled once for each set of input shapes; the first call with a set compiles.
+    """The function, compiled once for each set of input shapes; the first call with a set compiles, in any thread.
 
     backend: dynamo's name of it, `hpu_backend` or `inductor`.
     """
+    options = HPU_OPTIONS if backend == "hpu_backend" else None
+    compiled = torch.compile(function, backend=backend, dynamic=False, options=options)
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        # what is set in one thread is not set in another (torch 2.13), and buckets are warmed in a thread of their own
+        if torch._dynamo.config.recompile_limit < MOST_SHAPES:
+            _allow_many_shapes()
+        return compiled(*inputs, **named)
+
+    return cast(F, call)
+
+
+def _allow_many_shapes() -> None:
     torch._dynamo.config.recompile_limit = MOST_SHAPES
     torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
-    options = HPU_OPTIONS if backend == "hpu_backend" else None
-    return cast(F, torch.compile(function, backend=backend, dynamic=False, options=options))

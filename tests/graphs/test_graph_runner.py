@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -106,3 +107,26 @@ def test_every_shape_is_compiled_once_and_none_becomes_dynamic() -> None:
     for size in [*range(2, 22), *range(2, 22)]:
         assert compiled(torch.ones(size)).tolist() == [3.0] * size
     assert shapes == [[torch.Size([size])] for size in range(2, 22)]
+
+
+def test_shapes_that_a_thread_has_compiled_are_compiled_for_all() -> None:
+    """Buckets are warmed in a thread, where dynamo's limits are those of that thread. covers: B1 B10"""
+    shapes: list[torch.Size] = []
+
+    @torch._dynamo.register_backend(name="ucm_counted_in_thread")
+    def count(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        shapes.append(inputs[0].shape)
+        return module.forward
+
+    compiled = compile_static(lambda value: value * 3, "ucm_counted_in_thread")
+
+    def warm() -> None:
+        for size in range(2, 22):
+            compiled(torch.ones(size))
+
+    thread = threading.Thread(target=warm)
+    thread.start()
+    thread.join()
+    assert shapes == [torch.Size([size]) for size in range(2, 22)]
+    warm()
+    assert len(shapes) == 20
