@@ -191,6 +191,15 @@ def test_only_what_is_warm_is_used() -> None:
     assert server.execution.stage(plan, np.zeros(3, np.int64)).padded == Bucket(*TIGHT, 3)
 
 
+def test_a_step_counts_once_for_each_bucket_that_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(LIMITS, [TIGHT], [3], warm=False)
+    server.warm([LIMITS.maximum.forward, LIMITS.maximum.logits])
+    counted: list[ForwardShape | int] = []
+    monkeypatch.setattr(server.ready._order, "count", counted.append)
+    server.run(planned(DECODES))
+    assert counted == [TIGHT, 3]
+
+
 def test_a_bucket_that_counts_as_warm_without_a_graph_is_an_error() -> None:
     """Never a silent compilation on a request's path. covers: B1 B4"""
     server = Server(LIMITS, [TIGHT], [], warm=False)

@@ -101,6 +101,9 @@ class StaticExecution:
 
     def logits_bucket(self, count: int) -> int:
         """Rows of the cheapest warm logits graph for so many."""
+        if count == self._shape.true.logits:
+            # a second lookup would count the step twice for the buckets that it still waits for
+            return self._shape.padded.logits
         return self.ready.lookup(self._shape.true._replace(logits=count)).logits
 
     def warm_forward(self, shape: ForwardShape) -> None:
