@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Self
 
 import pytest
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.config import set_current_vllm_config
 
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 
@@ -68,10 +70,25 @@ class Engine:
         return self._core.model_executor.driver_worker.worker.model_runner
 
     def generate(self, prompts: Sequence[Any], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
+        self._restore_groups()
         inputs: list[Any] = [
             prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts
         ]
         return self.llm.generate(inputs, params, use_tqdm=False)
+
+    def _restore_groups(self) -> None:
+        """Another engine of this process that is collected late takes vLLM's process-wide groups with it."""
+        from vllm.distributed import (
+            ensure_model_parallel_initialized,
+            init_distributed_environment,
+            model_parallel_is_initialized,
+        )
+
+        if not model_parallel_is_initialized():
+            with set_current_vllm_config(self._core.vllm_config):
+                store = tempfile.NamedTemporaryFile(delete=False).name
+                init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+                ensure_model_parallel_initialized(1, 1)
 
     def greedy(self, prompts: Sequence[Any], max_tokens: int = 24) -> list[Answer]:
         """All prompts at once."""
