@@ -86,7 +86,7 @@ class Engine:
 
         if not model_parallel_is_initialized():
             with set_current_vllm_config(self._core.vllm_config):
-                store = tempfile.NamedTemporaryFile(delete=False).name
+                store = f"{tempfile.mkdtemp()}/store"
                 init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
                 ensure_model_parallel_initialized(1, 1)
 
