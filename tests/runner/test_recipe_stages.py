@@ -66,9 +66,13 @@ def test_a_recipe_first_seen_after_warm_up_is_counted_once_and_logged(
     staged = Staged("count")
     staged.run(3)
     staged.stages.seal()
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    # pytest listens at the root and at loggers that do not propagate: at one place only, whether vLLM is set up or not
+    logger = logging.getLogger("vllm.gaudi_ucm.runner.recipe_stages")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
     for size in (3, 5, 5, 3):
         staged.run(size)
+    logger.removeHandler(caplog.handler)
     (message,) = caplog.messages
     assert message.startswith("A new recipe after warm-up: recipe 'forward' of 2 operators")
     assert (staged.stages.new_recipes, staged.new) == (1, 1)
