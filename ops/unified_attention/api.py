@@ -57,6 +57,7 @@ def unified_attention(
     out: Tensor | None = None,
     *,
     implementation: str = "auto",
+    selected_blocks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the step's flat batch over its new tokens and its cached blocks.
 
@@ -69,6 +70,7 @@ def unified_attention(
     implementation: `reference`, `cpu`, `native`, or `auto`: for CPU tensors outside of torch.compile `native` where its
         kernels could be built and else `cpu`; `reference` otherwise. With prepared parts it is the one they were
         prepared for.
+    selected_blocks: int64 [selected], this layer's choice in place of `parts.selected.blocks`.
 
     Returns out. A row that sees nothing is zeros; one that sees a NaN key or value is NaN; nothing else reaches a row.
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).

@@ -1,4 +1,4 @@
-"""The three parts of a step's attention, as the operation sees them.
+"""The parts of a step's attention, as the operation sees them.
 
 Which (row, cached token) pairs exist is decided by the planner; this module only names the tensors that carry
 the decision. Integer ranges `[lo, hi)` over the tokens of a block describe partial tail blocks (and, later, sliding
@@ -75,12 +75,35 @@ class UniquePart(NamedTuple):
     num_rows: int
 
 
+class SelectedPart(NamedTuple):
+    """Cached blocks that a sparse method chose among a request's context, for all rows of that request.
+
+    Which blocks they are may differ from layer to layer, so a layer can give its own (`selected_blocks` of the
+    operation); how many each request has does not. A span is a request with a selection: rows `first_rows[i]` to
+    `first_rows[i] + num_rows[i]`, one row in a decode and several in a verification.
+
+    blocks: int64 [selected] physical block ids.
+    spans: int64 [selected] span whose rows see the block.
+    hi: int64 [selected] the rows see tokens [0, hi) of the block; 0: none (a pad, whose span is any valid one).
+    first_rows, num_rows: int64 [spans]; a span without rows is a pad.
+    max_rows: host-side, no span has more rows.
+    """
+
+    blocks: Tensor
+    spans: Tensor
+    hi: Tensor
+    first_rows: Tensor
+    num_rows: Tensor
+    max_rows: int
+
+
 class AttentionParts(NamedTuple):
-    """What one step attends to. A part that the step's phase does not have is None."""
+    """What one step attends to. A part that the step does not have is None."""
 
     causal: CausalPart | None = None
     shared: SharedPart | None = None
     unique: UniquePart | None = None
+    selected: SelectedPart | None = None
 
 
 class Partial(NamedTuple):
