@@ -103,7 +103,7 @@ $(VLLM_STAMP): $(BUILD_STAMP)
 
 $(PLUGIN_STAMP): $(VLLM_STAMP) setup.py pyproject.toml requirements/constraints.txt
 	@echo '[5/6] this plugin (editable), demo and test extras'
-	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[demo,test]'
+	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[demo,test,speculation]'
 	@$(done_stamp)
 
 $(MODEL_STAMP): | $(PLUGIN_STAMP)
