@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.runner.cached_contexts import CachedContexts
+from vllm_gaudi_ucm.runner.selection_plan import SelectionInput, SelectionPlan, plan_selection
 from vllm_gaudi_ucm.runner.shared_plan import SharedPlan
 from vllm_gaudi_ucm.runner.unique_plan import UniquePlan
 
@@ -64,13 +65,16 @@ class UnifiedPlan(NamedTuple):
     unique: UniquePlan | None
     logits_requests: NDArray[np.int64]
     logits_rows: NDArray[np.int64]
+    selection: SelectionPlan | None = None
 
     @property
     def num_rows(self) -> int:
         return len(self.positions)
 
 
-def plan_batch(batch: BatchInput, block_size: int, causal_slice: int = 512) -> UnifiedPlan:
+def plan_batch(
+    batch: BatchInput, block_size: int, causal_slice: int = 512, selection: SelectionInput | None = None
+) -> UnifiedPlan:
     """Classifies a step's rows and cached blocks.
 
     All new K/V are written to the cache before attention. A request with one new token sees its whole context, its own
@@ -82,6 +86,7 @@ def plan_batch(batch: BatchInput, block_size: int, causal_slice: int = 512) -> U
         batch: one entry per scheduled request.
         block_size: tokens per cache block.
         causal_slice: query rows per causal slice.
+        selection: what a sparse method chooses among; those blocks are neither shared nor unique.
     """
     many = batch.num_scheduled > 1
     num_single = len(many) - int(np.count_nonzero(many))
@@ -98,7 +103,9 @@ def plan_batch(batch: BatchInput, block_size: int, causal_slice: int = 512) -> U
 
     context = computed.copy()
     context[:num_single] += 1
-    cached = CachedContexts(context, requests, batch.block_tables, query_start, num_single, block_size)
+    chosen = None if selection is None else plan_selection(selection, requests, query_start, batch.block_tables)
+    left_out = None if selection is None or chosen is None else selection.candidates
+    cached = CachedContexts(context, requests, batch.block_tables, query_start, num_single, block_size, left_out)
     shared, unique = cached.plan()
     yields = computed + new >= batch.num_tokens[requests]
     return UnifiedPlan(
@@ -113,6 +120,7 @@ def plan_batch(batch: BatchInput, block_size: int, causal_slice: int = 512) -> U
         unique=unique,
         logits_requests=requests[yields],
         logits_rows=query_start[1:][yields] - 1,
+        selection=chosen,
     )
 
 

@@ -24,6 +24,7 @@ class CachedContexts(NamedTuple):
     query_start: int64 [requests + 1] first row of each request.
     num_single: requests [0, num_single) have one row, the others more.
     block_size: tokens per cache block.
+    left_out: bool [requests, width] blocks of `block_tables` that are attended by choice (or not at all), if any.
     """
 
     context: NDArray[np.int64]
@@ -32,12 +33,15 @@ class CachedContexts(NamedTuple):
     query_start: NDArray[np.int64]
     num_single: int
     block_size: int
+    left_out: NDArray[np.bool_] | None = None
 
     def plan(self) -> CachedParts:
         return self._plan_behind_prefix() or self._plan_all()
 
     def _plan_all(self) -> CachedParts:
-        pairs = context_pairs(self.context, self.requests, self.block_tables, self.block_size)
+        pairs = context_pairs(
+            self.context, self.requests, self.block_tables, self.block_size, left_out=self.left_out
+        )
         shared = shared_pairs(pairs, self.num_single)
         return plan_shared(pairs, shared, self.query_start), plan_unique(pairs, shared)
 
@@ -46,7 +50,7 @@ class CachedContexts(NamedTuple):
 
         None if there is no such block, or if all rows use others as well, which belong to the same group.
         """
-        if len(self.requests) < 2:
+        if len(self.requests) < 2 or self.left_out is not None:
             return None
         prefix = common_prefix(self.context, self.block_tables, self.block_size)
         if not len(prefix):

@@ -44,6 +44,7 @@ def context_pairs(
     block_tables: NDArray[np.int32],
     block_size: int,
     skip: int = 0,
+    left_out: NDArray[np.bool_] | None = None,
 ) -> ContextPairs:
     """Expands contexts into blocks. Nothing is read of a block table beyond its request's context.
 
@@ -53,6 +54,7 @@ def context_pairs(
         block_tables: [requests, width] physical block ids.
         block_size: tokens per cache block.
         skip: leading blocks to leave out; every context has them in full.
+        left_out: [requests, width] blocks to leave out, in the order of `block_tables`.
     """
     context = context - skip * block_size
     num_blocks = -(-context // block_size)
@@ -60,13 +62,15 @@ def context_pairs(
     request = np.arange(len(context)).repeat(num_blocks)
     # gathering by flat index costs the pairs in use, where a mask would cost requests x width
     first = requests * block_tables.shape[1] + skip - (end - num_blocks)
-    block = block_tables.take(first.repeat(num_blocks) + np.arange(len(request)))
+    place = first.repeat(num_blocks) + np.arange(len(request))
+    block = block_tables.take(place)
     hi = np.full(len(request), block_size, np.int32)
     last, tokens = end - 1, context - (num_blocks - 1) * block_size
     if np.count_nonzero(context) < len(context):  # a context without a block has no last one
         last, tokens = last[context > 0], tokens[context > 0]
     hi[last] = tokens
-    return ContextPairs(request, block, hi)
+    pairs = ContextPairs(request, block, hi)
+    return pairs if left_out is None else pairs.take((~left_out.take(place)).nonzero()[0])
 
 
 def shared_pairs(pairs: ContextPairs, num_single: int) -> SharedPairs:

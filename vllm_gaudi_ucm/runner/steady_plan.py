@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, UniquePlan, plan_batch
+from vllm_gaudi_ucm.runner.selection_plan import SelectionInput
 
 # Each appended block costs a few copies and a search; planning anew costs as much as about this many.
 MAX_APPENDED = 8
@@ -30,9 +31,12 @@ class SteadyPlanner:
         self._causal_slice = causal_slice
         self._decode: _SteadyDecode | None = None
 
-    def plan(self, batch: BatchInput) -> UnifiedPlan:
-        """What `plan_batch(batch, block_size, causal_slice)` returns."""
+    def plan(self, batch: BatchInput, selection: SelectionInput | None = None) -> UnifiedPlan:
+        """What `plan_batch(batch, block_size, causal_slice, selection)` returns."""
         decode, self._decode = self._decode, None
+        if selection is not None:
+            # which blocks compete changes from step to step
+            return plan_batch(batch, self._block_size, self._causal_slice, selection)
         plan = None if decode is None else decode.advance(batch)
         if plan is None:
             plan = plan_batch(batch, self._block_size, self._causal_slice)

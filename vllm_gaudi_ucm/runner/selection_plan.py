@@ -1,0 +1,92 @@
+"""The blocks of a step that a sparse method chooses among: a part of the plan, and as pure as that."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+DENSE = -1
+"""Mode of a request that attends to its whole context."""
+
+
+class SelectionInput(NamedTuple):
+    """What is chosen among, one entry per scheduled request in the order of the BatchInput.
+
+    modes: int64 [requests] how the choice is made (`SelectionMode`), or DENSE.
+    counts: int64 [requests] blocks to choose, at most as many as there are candidates.
+    thresholds: int64 [requests] largest difference at which a check keeps the stored choice.
+    slots: int64 [requests] where the choice is stored.
+    candidates: bool [requests, width] logical blocks that compete; all others of a context are attended in any case.
+    """
+
+    modes: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    thresholds: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    candidates: NDArray[np.bool_]
+
+    def take(self, index: NDArray[np.int64]) -> SelectionInput:
+        """The entries of these requests."""
+        return SelectionInput(*(array[index] for array in self))
+
+
+class SelectionPlan(NamedTuple):
+    """A step's choices. A span is a request that has one; spans are in flat order.
+
+    first_rows, num_rows: int64 [spans] its rows in the flat batch.
+    modes, counts, thresholds, slots: int64 [spans], as in SelectionInput.
+    candidate_blocks: int64 [candidates] physical block ids. candidate_spans: int64 [candidates].
+    candidate_numbers: int64 [candidates] logical block number in the request.
+    choice_spans, choice_ranks: int64 [selected] the block that ranks so in the choice of that span.
+    """
+
+    first_rows: NDArray[np.int64]
+    num_rows: NDArray[np.int64]
+    modes: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    thresholds: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    candidate_blocks: NDArray[np.int64]
+    candidate_spans: NDArray[np.int64]
+    candidate_numbers: NDArray[np.int64]
+    choice_spans: NDArray[np.int64]
+    choice_ranks: NDArray[np.int64]
+
+
+def plan_selection(
+    selection: SelectionInput,
+    requests: NDArray[np.int64],
+    query_start: NDArray[np.int64],
+    block_tables: NDArray[np.int32],
+) -> SelectionPlan | None:
+    """The choices of a step; None if every request is dense.
+
+    Args:
+        selection: what is chosen among.
+        requests: [requests] index into the BatchInput of each request in flat order.
+        query_start: [requests + 1] first row of each request in flat order.
+        block_tables: [requests, width] of the BatchInput.
+    """
+    flat = np.flatnonzero(selection.modes[requests] != DENSE)
+    if not len(flat):
+        return None
+    sparse = requests[flat]
+    spans, numbers = selection.candidates[sparse].nonzero()
+    counts = selection.counts[sparse]
+    ends = counts.cumsum()
+    choice_spans = np.arange(len(sparse)).repeat(counts)
+    return SelectionPlan(
+        first_rows=query_start[flat],
+        num_rows=query_start[flat + 1] - query_start[flat],
+        modes=selection.modes[sparse],
+        counts=counts,
+        thresholds=selection.thresholds[sparse],
+        slots=selection.slots[sparse],
+        candidate_blocks=block_tables[sparse[spans], numbers].astype(np.int64),
+        candidate_spans=spans,
+        candidate_numbers=numbers,
+        choice_spans=choice_spans,
+        choice_ranks=np.arange(len(choice_spans)) - (ends - counts).repeat(counts),
+    )
