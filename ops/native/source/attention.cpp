@@ -85,9 +85,9 @@ void add_cached(Unit& unit, const Layer& layer, const Tensors& tensors, const Jo
     Tile tile;
     tile.count = 0, tile.first_key = -1, tile.type = layer.cache_type;
     for (int64_t s = job.span_lo; s < job.span_hi; ++s) {
-        const char* key = tensors.key_cache + (spans[s].block * layer.key_block + head * layer.key_cache_head) * size;
-        const char* value =
-            tensors.value_cache + (spans[s].block * layer.value_block + head * layer.value_cache_head) * size;
+        const int64_t block = spans[s].block_of(tensors.selected);
+        const char* key = tensors.key_cache + (block * layer.key_block + head * layer.key_cache_head) * size;
+        const char* value = tensors.value_cache + (block * layer.value_block + head * layer.value_cache_head) * size;
         for (int64_t t = spans[s].lo; t < spans[s].hi; ++t) {
             tile.key[tile.count] = key + t * layer.key_token * size;
             tile.value[tile.count] = value + t * layer.value_token * size;
@@ -196,7 +196,8 @@ extern "C" int64_t ucm_attend(const Plan* plan, const Layer* layer, const Tensor
         for (int64_t s = job.span_lo; s < job.span_hi; ++s) {
             const Span& span = plan->spans[s];
             pairs += rows * (span.hi - span.lo);
-            if (span.block < 0 || span.block >= layer->blocks || span.lo < 0 || span.hi > layer->block_size) return 2;
+            const int64_t block = span.block_of(tensors->selected);
+            if (block < 0 || block >= layer->blocks || span.lo < 0 || span.hi > layer->block_size) return 2;
         }
     }
     const int64_t units = plan->num_jobs * layer->kv_heads;

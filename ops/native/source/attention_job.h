@@ -14,9 +14,11 @@ struct Job {
     int64_t row_lo, row_hi, span_lo, span_hi, causal_first;
 };
 
-// Tokens [lo, hi) of a block of the cache.
+// Tokens [lo, hi) of a block of the cache: of `block`, or of the layer's own choice if entry >= 0.
 struct Span {
-    int64_t block, lo, hi;
+    int64_t block, lo, hi, entry;
+
+    int64_t block_of(const int64_t* selected) const { return entry < 0 ? block : selected[entry]; }
 };
 
 // Row `row` is the merge of the partial results partial_lo..partial_hi.
@@ -52,7 +54,8 @@ struct Layer {
 struct Tensors {
     const float *query, *key, *value;
     const char *key_cache, *value_cache;
-    float* out;  // [rows, heads, value_dim], dense
+    float* out;               // [rows, heads, value_dim], dense
+    const int64_t* selected;  // a block per entry of the selected part
 };
 
 }  // namespace ucm

@@ -34,8 +34,14 @@ def attend(
     plan: Plan,
     scale: float,
     out: Tensor,
+    selected_blocks: Tensor | None = None,
 ) -> bool:
-    """Writes the attention of one layer to `out`; False if only the reference is exact for these tensors."""
+    """Writes the attention of one layer to `out`; False if only the reference is exact for these tensors.
+
+    It is so for a selected part: its blocks differ from layer to layer, and the calls are formed once per step.
+    """
+    if plan.selected:
+        return False
     if value.shape[-1] != query.shape[-1] or any(
         tensor.stride(-1) != 1 for tensor in (query, key, value, key_cache, value_cache)
     ):

@@ -43,6 +43,7 @@ class Plan(NamedTuple):
     merges: some row is written by more than one call, so log-sum-exps are kept.
     scratch: where keys and values are gathered, kept from layer to layer, because fresh memory costs more than the copy
         into it. So a plan serves one layer at a time.
+    selected: the step has a selected part, which no call covers.
     """
 
     causal: tuple[CausalCall, ...]
@@ -50,6 +51,7 @@ class Plan(NamedTuple):
     fresh_rows: int
     merges: bool
     scratch: dict[str, Tensor]
+    selected: bool = False
 
 
 def range_bias(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:

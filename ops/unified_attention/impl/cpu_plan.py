@@ -39,7 +39,7 @@ def plan(parts: AttentionParts, block_size: int) -> Plan:
     if items:
         entries = Entries(*(torch.cat(column) for column in zip(*pieces, strict=True)))
         calls = [*_batch(items, entries, block_size), *masked]
-    return _mark_fresh(causal, calls)
+    return _mark_fresh(causal, calls)._replace(selected=parts.selected is not None)
 
 
 def _causal_calls(part: CausalPart) -> tuple[CausalCall, ...]:

@@ -51,15 +51,21 @@ class _Layer(ctypes.Structure):
 class _Tensors(ctypes.Structure):
     """`Tensors` of source/attention_job.h."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("query", "key", "value", "key_cache", "value_cache", "out"))
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("query", "key", "value", "key_cache", "value_cache", "out", "selected")
+    )
 
 
 @dataclass
 class Plan:
-    """A step's jobs and what its layers share. One layer at a time may use it: partial results are kept in it."""
+    """A step's jobs and what its layers share. One layer at a time may use it: partial results are kept in it.
+
+    selected: int64, the blocks of the selected part, where a layer brings none of its own; empty without such a part.
+    """
 
     jobs: Jobs
     struct: _Plan
+    selected: Tensor
     partials: Tensor | None = None
     layers: dict[tuple[object, ...], _Layer] = field(default_factory=dict)
     tensors: _Tensors = field(default_factory=_Tensors)
@@ -76,7 +82,8 @@ def plan(parts: AttentionParts, block_size: int) -> Plan:
         _address(jobs.merges),
         len(jobs.merges),
     )
-    return Plan(jobs, struct)
+    selected = torch.empty(0, dtype=torch.int64) if parts.selected is None else parts.selected.blocks.contiguous()
+    return Plan(jobs, struct, selected)
 
 
 def attend(
@@ -88,8 +95,13 @@ def attend(
     plan: Plan,
     scale: float,
     out: Tensor,
+    selected_blocks: Tensor | None = None,
 ) -> bool:
-    """Writes the attention of one layer to `out`; False if only the reference is exact for these tensors."""
+    """Writes the attention of one layer to `out`; False if only the reference is exact for these tensors.
+
+    selected_blocks: int64 [selected], the layer's blocks of the selected part in place of the plan's.
+    Raises IndexError if a block is outside of the cache, ValueError if there are not as many as in the plan.
+    """
     library = native()
     assert library is not None, "planned for kernels that are not there"
     if query.dtype != torch.float32:
@@ -102,15 +114,27 @@ def attend(
     tensors.query, tensors.key, tensors.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
     tensors.key_cache, tensors.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
     tensors.out = result.data_ptr()
+    selected = plan.selected if selected_blocks is None else _checked(selected_blocks, plan.selected)
+    tensors.selected = selected.data_ptr()
     status = library.ucm_attend(ctypes.byref(plan.struct), ctypes.byref(layer), ctypes.byref(tensors))
     if status == 2:
         raise IndexError(
-            f"unified_attention: a block of the parts is outside of the cache, which has {key_cache.shape[0]} blocks "
-            f"of {key_cache.shape[1]} tokens"
+            f"unified_attention: a block of the parts{' or of selected_blocks' if len(selected) else ''} is outside of "
+            f"the cache, which has {key_cache.shape[0]} blocks of {key_cache.shape[1]} tokens"
         )
     if status == 0 and result is not out:
         out.copy_(result)
     return status == 0
+
+
+def _checked(selected_blocks: Tensor, planned: Tensor) -> Tensor:
+    """The kernel reads as many as were planned, from this address on."""
+    if selected_blocks.shape != planned.shape or selected_blocks.dtype != torch.int64 or not selected_blocks.is_cpu:
+        raise ValueError(
+            f"unified_attention: selected_blocks is {selected_blocks.dtype} {tuple(selected_blocks.shape)} on "
+            f"{selected_blocks.device}, expected int64 {tuple(planned.shape)} on cpu, as in the selected part"
+        )
+    return selected_blocks.contiguous()
 
 
 def _layer(

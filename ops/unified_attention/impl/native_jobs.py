@@ -9,17 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, SharedGroup, SharedPart, UniquePart
-
-Ints = NDArray[np.int64]
+from vllm_gaudi_ucm.ops.unified_attention.impl.native_items import NO_CAUSAL, Ints, Item, make_items
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 
 # Rows of a job: keys are transposed once per tile of them, and the jobs of one prompt have to keep all cores busy.
 ROW_TILE = 64
 # Cached tokens of a job: a long context is split among cores, and its partial results are merged.
 TOKEN_TILE = 1024
-NO_CAUSAL = -1
 
 
 @dataclass
@@ -27,7 +24,8 @@ class Jobs:
     """int64 tables as source/attention_job.h reads them.
 
     jobs: [jobs, 5] row_lo, row_hi, span_lo, span_hi, causal_first; the most expensive first.
-    rows: [..., 2] row, partial. spans: [..., 3] block, lo, hi. merges: [..., 3] row, partial_lo, partial_hi.
+    rows: [..., 2] row, partial. spans: [..., 4] block, lo, hi, entry. merges: [..., 3] row, partial_lo, partial_hi.
+    Spans of the selected part have the entry whose block they read, the others -1.
     partials: how many there are.
     """
 
@@ -47,83 +45,19 @@ class Jobs:
         return self._empty[rows]
 
 
-@dataclass
-class _Item:
-    """Rows that see the same spans. causal_first: they are consecutive and also see the new tokens from there on."""
-
-    rows: Ints
-    spans: Ints
-    causal_first: int = NO_CAUSAL
-
-
 def make_jobs(parts: AttentionParts, block_size: int) -> Jobs:
     """The jobs of a step; every (row, token) pair of the parts is in exactly one of them."""
-    chunks = {} if parts.causal is None else {item.causal_first: item for item in _chunks(parts.causal)}
-    items = []
-    for item in _shared_items(parts.shared, block_size) if parts.shared is not None else ():
-        chunk = chunks.get(int(item.rows[0]))
-        if chunk is not None and np.array_equal(chunk.rows, item.rows):
-            # a prompt chunk and its own context: one pass over both
-            chunk.spans = np.concatenate((chunk.spans, item.spans))
-        else:
-            items.append(item)
-    if parts.unique is not None:
-        items += _unique_items(parts.unique, block_size)
-    tiles = [tile for item in (*chunks.values(), *items) for tile in _tiles(item)]
-    return _tables(tiles)
+    return _tables([tile for item in make_items(parts, block_size) for tile in _tiles(item)])
 
 
-def _chunks(part: CausalPart) -> Iterator[_Item]:
-    """One item per group, without cached tokens so far."""
-    groups = part.groups.numpy()
-    starts = np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1))
-    for first, stop in zip(starts, np.append(starts, len(groups))[1:], strict=True):
-        if groups[first] >= 0:
-            yield _Item(np.arange(first, stop), np.zeros((0, 3), np.int64), int(first))
-
-
-def _shared_items(part: SharedPart, block_size: int) -> Iterator[_Item]:
-    for group in part.groups:
-        yield from _group_items(part, group, block_size)
-
-
-def _group_items(part: SharedPart, group: SharedGroup, block_size: int) -> Iterator[_Item]:
-    """Rows of a group by what they see: mostly all of them see the same."""
-    rows, columns = group.rows.numpy(), slice(group.block_lo, group.block_hi)
-    blocks = part.blocks.numpy()[columns]
-    owners, which = np.unique(part.row_spans.numpy()[rows], return_inverse=True)
-    lo = np.maximum(part.lo.numpy()[owners, columns], 0)
-    hi = np.minimum(part.hi.numpy()[owners, columns], block_size)
-    lo, hi = np.where(hi > lo, lo, 0), np.where(hi > lo, hi, 0)
-    ranges, kind = np.unique(np.concatenate((lo, hi), 1), axis=0, return_inverse=True)
-    kind = kind.reshape(-1)[which.reshape(-1)]
-    for index, (low, high) in enumerate((pair[: len(blocks)], pair[len(blocks) :]) for pair in ranges):
-        seen = high > low
-        if seen.any():
-            yield _Item(rows[kind == index], np.stack((blocks[seen], low[seen], high[seen]), 1).astype(np.int64))
-
-
-def _unique_items(part: UniquePart, block_size: int) -> Iterator[_Item]:
-    """One item per single row."""
-    rows = part.rows.numpy()
-    blocks = np.arange(len(rows)) if part.blocks is None else part.blocks.numpy()
-    lo, hi = np.maximum(part.lo.numpy(), 0), np.minimum(part.hi.numpy(), block_size)
-    chosen = np.flatnonzero(hi > lo)
-    chosen = chosen[np.argsort(rows[chosen], kind="stable")]
-    spans = np.stack((blocks[chosen], lo[chosen], hi[chosen]), 1)
-    owners, starts = np.unique(rows[chosen], return_index=True)
-    for row, first, stop in zip(owners.tolist(), starts, np.append(starts, len(chosen))[1:], strict=True):
-        yield _Item(np.array([row]), spans[first:stop])
-
-
-def _tiles(item: _Item) -> Iterator[_Item]:
+def _tiles(item: Item) -> Iterator[Item]:
     """Cuts an item into tiles of rows; few rows with a long context are cut by tokens too."""
     for first in range(0, len(item.rows), ROW_TILE):
         rows = item.rows[first : first + ROW_TILE]
         pieces = [item.spans] if len(item.rows) > ROW_TILE else _pieces(item.spans)
-        yield _Item(rows, pieces[0], item.causal_first)
+        yield Item(rows, pieces[0], item.causal_first)
         for spans in pieces[1:]:
-            yield _Item(rows, spans)
+            yield Item(rows, spans)
 
 
 def _pieces(spans: Ints) -> list[Ints]:
@@ -134,7 +68,7 @@ def _pieces(spans: Ints) -> list[Ints]:
     return np.split(spans, cuts)
 
 
-def _tables(tiles: list[_Item]) -> Jobs:
+def _tables(tiles: list[Item]) -> Jobs:
     tiles.sort(key=_cost, reverse=True)
     rows = np.concatenate([tile.rows for tile in tiles]) if tiles else np.zeros(0, np.int64)
     partial, merges = _partials(rows)
@@ -144,7 +78,7 @@ def _tables(tiles: list[_Item]) -> Jobs:
     jobs[:, 1], jobs[:, 3] = row_ends, span_ends
     jobs[1:, 0], jobs[1:, 2] = row_ends[:-1], span_ends[:-1]
     jobs[:, 4] = [tile.causal_first for tile in tiles]
-    spans = np.concatenate([tile.spans for tile in tiles]) if tiles else np.zeros((0, 3))
+    spans = np.concatenate([tile.spans for tile in tiles]) if tiles else np.zeros((0, 4))
     return Jobs(
         jobs,
         np.stack((rows, partial), 1),
@@ -154,7 +88,7 @@ def _tables(tiles: list[_Item]) -> Jobs:
     )
 
 
-def _cost(tile: _Item) -> int:
+def _cost(tile: Item) -> int:
     seen = int((tile.spans[:, 2] - tile.spans[:, 1]).sum())
     if tile.causal_first != NO_CAUSAL:
         seen += int(tile.rows[-1]) - tile.causal_first + 1
