@@ -1,0 +1,1 @@
+"""Which cached blocks a sparse request attends to: summaries of blocks, their scores for a query, and the choice."""

@@ -1,0 +1,65 @@
+"""The four kinds of summary as one product: features of a query times features of a block estimate its scores.
+
+`mean` and `box_mean`: q . mean of the block's tokens, of each run of tokens. `minmax`: Quest's bound (arXiv 2406.10774)
+sum(max(q * min, q * max)) = min(q, 0) . min + max(q, 0) . max. `hash`: q . k ~ gain * (R q) . sign(R k) with
+gain = |k|^2 / sum(|R k|), which is exact for q = k (RaBitQ, arXiv 2405.12497); the query is not quantised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.block_selection.projection import projection
+from vllm_gaudi_ucm.ops.block_selection.summary_kind import BITS_PER_BYTE, SummaryKind
+
+# The byte of a gain: steps of 2^(1/16), so an error of 2 %; the sign code's own error is larger.
+_STEPS_PER_OCTAVE = 16
+_BYTE_OF_ONE = 128
+
+
+def summarise(keys: Tensor, kind: SummaryKind) -> Tensor:
+    """Keys [blocks, block_size, kv_heads, dim] of full blocks -> [blocks, vectors, kv_heads, width], to be rounded."""
+    if kind is SummaryKind.MINMAX:
+        return torch.stack((keys.amin(1), keys.amax(1)), dim=1)
+    boxes = kind.vectors(keys.shape[1])
+    means = keys.float().unflatten(1, (boxes, -1)).mean(2)
+    return _encode(means) if kind is SummaryKind.HASH else means
+
+
+def query_features(query: Tensor, kind: SummaryKind) -> Tensor:
+    """Query [rows, heads, dim] -> fp32 [rows, heads, features]."""
+    wide = query.float()
+    if kind is SummaryKind.MINMAX:
+        return torch.cat((wide.clamp(max=0), wide.clamp(min=0)), dim=-1)
+    if kind is SummaryKind.HASH:
+        return wide @ projection(query.shape[-1], query.device).T
+    return wide
+
+
+def block_features(summaries: Tensor, kind: SummaryKind) -> Tensor:
+    """Summaries [blocks, vectors, kv_heads, width] -> fp32 [blocks, boxes, kv_heads, features]."""
+    if kind is SummaryKind.MINMAX:
+        return summaries.float().transpose(1, 2).flatten(2).unsqueeze(1)
+    return _decode(summaries) if kind is SummaryKind.HASH else summaries.float()
+
+
+def _encode(vectors: Tensor) -> Tensor:
+    """fp32 [..., dim] -> uint8 [..., width]: signs in the directions of the projection, last the gain."""
+    rotated = torch.nan_to_num(vectors) @ projection(vectors.shape[-1], vectors.device).T
+    bits = (rotated >= 0).unflatten(-1, (-1, BITS_PER_BYTE)) * _places(vectors.device)
+    # The columns are orthonormal, so the rotated vector is as long as the vector.
+    gain = rotated.square().sum(-1, keepdim=True) / rotated.abs().sum(-1, keepdim=True).clamp(min=1e-30)
+    level = _STEPS_PER_OCTAVE * gain.clamp(min=1e-30).log2() + _BYTE_OF_ONE
+    return torch.cat((bits.sum(-1), level.round().clamp(0, 255)), dim=-1).to(torch.uint8)
+
+
+def _decode(codes: Tensor) -> Tensor:
+    """uint8 [..., width] -> fp32 [..., bits]: gain * sign of each direction."""
+    signs = ((codes[..., :-1, None] & _places(codes.device)) != 0).flatten(-2).float() * 2 - 1
+    return signs * torch.exp2((codes[..., -1:].float() - _BYTE_OF_ONE) / _STEPS_PER_OCTAVE)
+
+
+def _places(device: torch.device) -> Tensor:
+    """uint8 [8]: the powers of two, computed on the device because a copy to it cannot be captured."""
+    return torch.exp2(torch.arange(BITS_PER_BYTE, device=device)).to(torch.uint8)

@@ -1,0 +1,1 @@
+"""Implementations of block selection; they never import each other."""

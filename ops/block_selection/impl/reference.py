@@ -1,0 +1,132 @@
+"""Block selection in plain torch: it defines the semantics. Nothing reads a tensor on the host; shapes are static."""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.block_selection.features import block_features, query_features, summarise
+from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+
+NEG_INF = float("-inf")
+
+# Modes of `keep_or_replace`; 0 selects anew.
+REUSE, CHECK = 1, 2
+
+# Up to so many spans every query is multiplied with every block and the span's own products are kept: cheaper than to
+# copy the query to each of its blocks, because a product is smaller than a query head by the head's dimension.
+FEW_SPANS = 32
+# Elements of the largest intermediate tensor: memory is bounded however many candidates there are.
+TILE = 1 << 24
+
+
+def write(key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind) -> None:
+    """Replaces the summaries of the blocks, in place."""
+    summaries.index_copy_(0, blocks, summarise(key_cache[blocks], kind).to(summaries.dtype))
+
+
+def scores(
+    query: Tensor,
+    summaries: Tensor,
+    blocks: Tensor,
+    spans: Tensor,
+    first_rows: Tensor,
+    num_rows: Tensor,
+    max_rows: int,
+    scale: float,
+    kind: SummaryKind,
+) -> Tensor:
+    """fp32 [candidates]: softmax of the estimates over the candidates of a span, averaged over its rows and heads."""
+    step = torch.arange(max_rows, device=query.device)
+    rows = (first_rows[:, None] + step).clamp(max=query.shape[0] - 1)
+    features = query_features(query, kind)[rows] * scale
+    estimates = _estimates(features, summaries, blocks, spans, kind)
+
+    seen = (step < num_rows[:, None])[spans][:, :, None]
+    # What is not a number must neither spread to the span's other blocks nor be overlooked: see below.
+    broken = seen & ~estimates.isfinite()
+    estimates = estimates.masked_fill(~seen | broken, NEG_INF)
+    nothing = estimates.new_zeros((num_rows.shape[0], *estimates.shape[1:]))
+    top = (nothing + NEG_INF).index_reduce_(0, spans, estimates, "amax", include_self=True)
+    weights = torch.exp(estimates - torch.where(top == NEG_INF, 0.0, top)[spans])
+    total = nothing.index_add_(0, spans, weights)
+    # One row's heads at most see nothing in a span: a sum of 0 means that the row is a pad.
+    share = 1.0 / (torch.where(total == 0, 1.0, total) * (num_rows.clamp(min=1) * query.shape[1])[:, None, None])
+    mass = (weights * share[spans]).flatten(1).sum(1)
+    # A broken block is chosen first, so its request's output is broken too, and detected.
+    return torch.where(broken.flatten(1).any(1), 1.0, mass)
+
+
+def _estimates(features: Tensor, summaries: Tensor, blocks: Tensor, spans: Tensor, kind: SummaryKind) -> Tensor:
+    """fp32 [candidates, max_rows, heads]: estimated log-mean-exp of the scores of the block's tokens.
+
+    features: fp32 [spans, max_rows, heads, features].
+    """
+    num_spans, max_rows, heads, width = features.shape
+    vectors, kv_heads = summaries.shape[1:3]
+    folded = features.unflatten(2, (kv_heads, -1))
+    few = num_spans <= FEW_SPANS
+    tile = max(1, TILE // (max_rows * heads * max(vectors * num_spans if few else width, vectors)))
+    pieces = []
+    for ids, owners in zip(blocks.split(tile), spans.split(tile), strict=True):
+        boxes = block_features(summaries[ids], kind)
+        piece = _of_every_span(folded, boxes, owners) if few else _of_own_span(folded, boxes, owners)
+        pieces.append(_log_mean_exp(piece).flatten(2))
+    return torch.cat(pieces)
+
+
+def _of_every_span(folded: Tensor, boxes: Tensor, spans: Tensor) -> Tensor:
+    """[spans, max_rows, kv_heads, group, features] x [blocks, boxes, kv_heads, features]
+    -> [blocks, boxes, max_rows, kv_heads, group]."""
+    num_spans, max_rows, kv_heads, group, _ = folded.shape
+    product = boxes.permute(2, 0, 1, 3).flatten(1, 2) @ folded.permute(2, 4, 0, 1, 3).flatten(2)
+    product = product.view(kv_heads, *boxes.shape[:2], num_spans, max_rows * group)
+    if num_spans > 1:
+        own = spans[None, :, None, None, None].expand(kv_heads, -1, boxes.shape[1], 1, max_rows * group)
+        product = product.gather(3, own)
+    return product.view(kv_heads, *boxes.shape[:2], max_rows, group).permute(1, 2, 3, 0, 4)
+
+
+def _of_own_span(folded: Tensor, boxes: Tensor, spans: Tensor) -> Tensor:
+    """The same products by copying the features of its span to each block."""
+    return torch.einsum("trkgf,tbkf->tbrkg", folded[spans], boxes)
+
+
+def _log_mean_exp(estimates: Tensor) -> Tensor:
+    """Over the boxes [blocks, boxes, ...]; boxes are of equal size, so that of the tokens follows."""
+    boxes = estimates.shape[1]
+    return estimates[:, 0] if boxes == 1 else estimates.logsumexp(1) - log(boxes)
+
+
+def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor:
+    """int64 [num_spans, most] logical block numbers by descending score, -1 where there is no more candidate."""
+    # The last place takes what is not selectable. A candidate is above it whatever its score is.
+    table = scores.new_full((num_spans * width + 1,), NEG_INF, dtype=torch.float32)
+    table.index_copy_(0, places, scores.float().clamp(min=torch.finfo(torch.float32).min))
+    ranked, order = table[:-1].view(num_spans, width).sort(dim=1, descending=True, stable=True)
+    order = torch.where(ranked == NEG_INF, -1, order)[:, :most]
+    return torch.nn.functional.pad(order, (0, most - order.shape[1]), value=-1)
+
+
+def keep_or_replace(
+    stored: Tensor, fresh: Tensor, counts: Tensor, modes: Tensor, thresholds: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The ranking that holds from now on, and for which spans a check kept or replaced the stored one."""
+    first = torch.arange(stored.shape[1], device=stored.device) < counts[:, None]
+    old, old_valid = _members(stored, first, width)
+    new, _ = _members(fresh, first, width)
+    close = (old != new).sum(1) <= thresholds
+    check = modes == CHECK
+    kept = check & close & (old_valid >= counts)
+    keep = kept | (modes == REUSE)
+    return torch.where(keep[:, None], stored, fresh), kept, check & ~kept
+
+
+def _members(ranking: Tensor, first: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The first entries as a set, bool [spans, width], and how many of them are blocks, int64 [spans]."""
+    valid = first & (ranking >= 0) & (ranking < width)
+    table = torch.zeros((ranking.shape[0], width + 1), dtype=torch.bool, device=ranking.device)
+    table.scatter_(1, torch.where(valid, ranking, width), True)
+    return table[:, :width], valid.sum(1)
