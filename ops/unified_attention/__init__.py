@@ -1,1 +1,1 @@
-"""Attention of a flat batch as a merge of causal, shared-block and unique-block partial results."""
+"""Attention of a flat batch as a merge of causal, shared-block, unique-block and selected-block partial results."""

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+from vllm_gaudi_ucm.ops.unified_attention.validation import same, validate, validate_selected
 
 # Modules are imported on first use: an implementation may need packages that this machine does not have.
 IMPLEMENTATIONS = ("reference", "cpu", "native")
 _ON_CPU_ONLY = ("cpu", "native")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ def unified_attention(
     implementation: `reference`, `cpu`, `native`, or `auto`: for CPU tensors outside of torch.compile `native` where its
         kernels could be built and else `cpu`; `reference` otherwise. With prepared parts it is the one they were
         prepared for.
-    selected_blocks: int64 [selected], this layer's choice in place of `parts.selected.blocks`.
+    selected_blocks: int64 [selected], this layer's choice in place of `parts.selected.blocks`; only with that part.
 
     Returns out. A row that sees nothing is zeros; one that sees a NaN key or value is NaN; nothing else reaches a row.
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
     """
     if not torch.compiler.is_compiling():
-        _validate_once(query, key, value, key_cache, value_cache, parts, out)
+        _validate_once(query, key, value, key_cache, value_cache, parts, out, selected_blocks)
     if isinstance(parts, AttentionParts):
         implementation = choose_implementation(implementation, query.device.type)
         if implementation != "reference":
@@ -84,14 +84,15 @@ def unified_attention(
     if out is None:
         out = query.new_empty((query.shape[0], query.shape[1], value.shape[-1]))
     if isinstance(parts, PreparedParts):
-        _same("key_cache", "block size", key_cache.shape[1], parts.block_size)
+        same("key_cache", "block size", key_cache.shape[1], parts.block_size)
         if parts.implementation != "reference":
             fast = _load(parts.implementation).attend
+            choice = _choice(parts.parts, selected_blocks)
             # An implementation answers False when only the reference is exact for these tensors.
-            if fast(query, key, value, key_cache, value_cache, parts.plan, scale, out):
+            if fast(query, key, value, key_cache, value_cache, parts.plan, scale, out, **choice):
                 return out
         parts = parts.parts
-    return _load("reference").attend(query, key, value, key_cache, value_cache, parts, scale, out)
+    return _load("reference").attend(query, key, value, key_cache, value_cache, parts, scale, out, selected_blocks)
 
 
 def choose_implementation(implementation: str, device_type: str) -> str:
@@ -127,13 +128,22 @@ def _load(name: str) -> ModuleType:
     return module
 
 
+def _choice(parts: AttentionParts, selected_blocks: Tensor | None) -> dict[str, Tensor]:
+    """The argument of an implementation that only a step with a selected part has."""
+    if parts.selected is None:
+        return {}
+    return {"selected_blocks": parts.selected.blocks if selected_blocks is None else selected_blocks}
+
+
 def _device_type(parts: AttentionParts) -> str:
     """Where the parts live; a step without any part has no tensor to ask and nothing to attend to."""
     if parts.causal is not None:
         return parts.causal.groups.device.type
     if parts.shared is not None:
         return parts.shared.blocks.device.type
-    return parts.unique.rows.device.type if parts.unique is not None else "cpu"
+    if parts.unique is not None:
+        return parts.unique.rows.device.type
+    return parts.selected.blocks.device.type if parts.selected is not None else "cpu"
 
 
 def _validate_once(
@@ -144,51 +154,16 @@ def _validate_once(
     value_cache: Tensor,
     parts: AttentionParts | PreparedParts,
     out: Tensor | None,
+    selected_blocks: Tensor | None,
 ) -> None:
     """Validates, unless a layer of the same step with tensors of the same kind was."""
     if not isinstance(parts, PreparedParts):
-        _validate(query, key, value, key_cache, value_cache, out)
+        validate(query, key, value, key_cache, value_cache, out)
+        validate_selected(query, parts, selected_blocks)
         return
-    tensors = (query, key, value, key_cache, value_cache, query if out is None else out)
-    kind = (out is None, *((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors))
+    tensors = (query, key, value, key_cache, value_cache, out, selected_blocks)
+    kind = tuple(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
     if kind not in parts.checked:
-        _validate(query, key, value, key_cache, value_cache, out)
+        validate(query, key, value, key_cache, value_cache, out)
+        validate_selected(query, parts.parts, selected_blocks)
         parts.checked.add(kind)
-
-
-def _validate(
-    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor | None
-) -> None:
-    """Everything that can be checked without reading a tensor. Messages are formatted only when a check fails."""
-    for name, tensor, dims in (
-        ("query", query, 3),
-        ("key", key, 3),
-        ("value", value, 3),
-        ("key_cache", key_cache, 4),
-        ("value_cache", value_cache, 4),
-    ):
-        _same(name, "dimensions", tensor.dim(), dims)
-        _same(name, "device", tensor.device, query.device)
-    rows, heads, dim = query.shape
-    kv_heads, value_dim = key.shape[1], value.shape[2]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"unified_attention: query has {heads} heads, expected a multiple of the {kv_heads} kv heads")
-    _same("key", "shape", tuple(key.shape), (rows, kv_heads, dim))
-    _same("value", "shape", tuple(value.shape), (rows, kv_heads, value_dim))
-    _same("key_cache", "shape", tuple(key_cache.shape), (*value_cache.shape[:2], kv_heads, dim))
-    _same("value_cache", "shape", tuple(value_cache.shape), (*key_cache.shape[:2], kv_heads, value_dim))
-    _same("key", "dtype", key.dtype, query.dtype)
-    _same("value", "dtype", value.dtype, query.dtype)
-    _same("value_cache", "dtype", value_cache.dtype, key_cache.dtype)
-    for name, tensor in (("query", query), ("key_cache", key_cache)):
-        if tensor.dtype not in _FLOATS:
-            raise ValueError(f"unified_attention: {name} has dtype {tensor.dtype}, expected one of {_FLOATS}")
-    if out is not None:
-        _same("out", "shape", tuple(out.shape), (rows, heads, value_dim))
-        _same("out", "dtype", out.dtype, query.dtype)
-        _same("out", "device", out.device, query.device)
-
-
-def _same(name: str, what: str, found: object, expected: object) -> None:
-    if found != expected:
-        raise ValueError(f"unified_attention: {name} has {what} {found}, expected {expected}")

@@ -6,7 +6,7 @@ the oracle knows only (request, position <= p).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
     CausalPart,
     CausalSlice,
+    SelectedPart,
     SharedGroup,
     SharedPart,
     UniquePart,
@@ -28,7 +29,8 @@ class Request:
     """`cached` computed and `new` scheduled tokens; the first `prefix` blocks of its context come from a family.
 
     The blocks at the indices `crossed` come from the other family: prefix caching may hand a request blocks of each of
-    two equal prefixes.
+    two equal prefixes. Of the blocks of its context, those at the indices `chosen` are in the selected part and those
+    at `dropped`, which lie before any of its new tokens, are attended by none of its rows.
     """
 
     cached: int
@@ -36,6 +38,13 @@ class Request:
     prefix: int = 0
     family: int = 0
     crossed: frozenset[int] = frozenset()
+    chosen: frozenset[int] = frozenset()
+    dropped: frozenset[int] = frozenset()
+
+    @property
+    def context(self) -> int:
+        """Tokens that its rows see in the cache."""
+        return self.cached + 1 if self.new == 1 else self.cached
 
 
 # How the caches lie in memory: each dense, views with holes between blocks, or each value behind its key with tokens or
@@ -93,6 +102,23 @@ def requests_strategy(block_size: int) -> st.SearchStrategy[list[Request]]:
     return st.lists(request(), max_size=7)
 
 
+def sparse_requests_strategy(block_size: int) -> st.SearchStrategy[list[Request]]:
+    """The same with any of a request's blocks in the selected part or in none."""
+
+    @st.composite
+    def sparse(draw: st.DrawFn) -> list[Request]:
+        requests = []
+        for request in draw(requests_strategy(block_size)):
+            blocks = -(-request.context // block_size)
+            chosen = draw(st.frozensets(st.integers(0, max(0, blocks - 1)), max_size=blocks))
+            full = request.cached // block_size
+            dropped = draw(st.frozensets(st.integers(0, max(0, full - 1)), max_size=full))
+            requests.append(replace(request, chosen=chosen, dropped=dropped - chosen))
+        return requests
+
+    return sparse()
+
+
 def build(requests: list[Request], shape: Shape) -> Batch:
     """Lays the requests out flat (single rows first), fills the caches and derives the parts by brute force."""
     requests = sorted(requests, key=lambda request: request.new != 1)
@@ -130,8 +156,12 @@ def build(requests: list[Request], shape: Shape) -> Batch:
         value_cache[block[request.cached :], offset[request.cached :]] = value[span]
         slots[span] = (block * shape.block_size + offset)[request.cached :]
         keys, values = key_cache[block, offset], value_cache[block, offset]
+        kept = [p for p in range(len(places)) if p // shape.block_size not in request.dropped]
         for row in range(request.new):
-            seen.append((keys[: request.cached + row + 1], values[: request.cached + row + 1]))
+            visible = (
+                [p for p in kept if p <= request.cached + row] if request.dropped else slice(request.cached + row + 1)
+            )
+            seen.append((keys[visible], values[visible]))
     seen += [None] * shape.pads
     parts = _parts(requests, tables, num_blocks, shape, total, random)
     scale = shape.dim**-0.5
@@ -185,10 +215,9 @@ def _parts(
     used: dict[tuple[int, int], int] = {}  # (request, block) -> tokens seen
     owner: list[int] = []
     for index, (request, table) in enumerate(zip(requests, tables, strict=True)):
-        context = request.cached + 1 if request.new == 1 else request.cached
         for position, block in enumerate(table):
-            tokens = min(shape.block_size, context - position * shape.block_size)
-            if tokens > 0:
+            tokens = min(shape.block_size, request.context - position * shape.block_size)
+            if tokens > 0 and position not in request.chosen | request.dropped:
                 used[index, block] = tokens
                 users.setdefault(block, []).extend(range(len(owner), len(owner) + request.new))
         owner += [index] * request.new
@@ -200,6 +229,7 @@ def _parts(
         causal,
         _shared(shared, users, used, owner, len(requests), shape, total) if shared else None,
         _unique(unique, users, used, owner, num_blocks, singles, shape, random) if unique else None,
+        _selected(requests, tables, shape, random) if any(request.chosen for request in requests) else None,
     )
 
 
@@ -270,3 +300,22 @@ def _unique(
         if ids is not None:
             ids[entry] = block
     return UniquePart(ids, rows, torch.zeros_like(hi), hi, singles)
+
+
+def _selected(requests: list[Request], tables: list[list[int]], shape: Shape, random: torch.Generator) -> SelectedPart:
+    """Entries in any order, with two pads at the dummy block; the last span is a pad, at a row of somebody."""
+    first_rows, num_rows, entries = [], [], []
+    first = 0
+    for request, table in zip(requests, tables, strict=True):
+        if request.chosen:
+            for index in request.chosen:
+                hi = min(shape.block_size, request.context - index * shape.block_size)
+                entries.append((table[index], len(first_rows), hi))
+            first_rows.append(first)
+            num_rows.append(request.new)
+        first += request.new
+    entries += [(0, 0, 0), (0, len(first_rows), 0)]
+    order = torch.randperm(len(entries), generator=random)
+    blocks, spans, hi = torch.tensor(entries)[order].T.contiguous()
+    max_rows = max(num_rows) + shape.loose
+    return SelectedPart(blocks, spans, hi, torch.tensor([*first_rows, 0]), torch.tensor([*num_rows, 0]), max_rows)

@@ -44,14 +44,18 @@ def budget(batch: Batch, expected: np.ndarray) -> float:
     return 2 * (error + 4 * torch.finfo(batch.query.dtype).eps * largest)
 
 
-def attend(batch: Batch, implementation: str, *, prepared: bool = False) -> Tensor:
+def attend(
+    batch: Batch, implementation: str, *, prepared: bool = False, selected_blocks: Tensor | None = None
+) -> Tensor:
     """The operation under test, writing into a poisoned `out`."""
     shape = (*batch.query.shape[:2], batch.value.shape[-1])
     out = torch.full(shape, float("nan"), dtype=batch.query.dtype)
     parts = batch.parts
     ready = prepare(parts, batch.key_cache.shape[1], implementation=implementation) if prepared else parts
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
-    returned = unified_attention(*tensors, ready, batch.scale, out, implementation=implementation)
+    returned = unified_attention(
+        *tensors, ready, batch.scale, out, implementation=implementation, selected_blocks=selected_blocks
+    )
     assert returned is out
     return out
 

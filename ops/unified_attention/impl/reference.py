@@ -10,21 +10,19 @@ is set to NaN afterwards, so that broken requests stay detectable. Source: seed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.unified_attention.partial import NEG_INF, combine, merge, nothing, reduce_to_rows, shift
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
     CausalPart,
     Partial,
+    SelectedPart,
     SharedGroup,
     SharedPart,
     UniquePart,
 )
-
-NEG_INF = float("-inf")
 
 # A tile of scores is at most ROW_TILE x TOKEN_TILE per head: memory is bounded however many rows share how many blocks.
 ROW_TILE = 256
@@ -40,8 +38,12 @@ def attend(
     parts: AttentionParts,
     scale: float,
     out: Tensor,
+    selected_blocks: Tensor | None = None,
 ) -> Tensor:
-    """Writes the merge of the parts that exist to `out` [rows, heads, value_dim] and returns it."""
+    """Writes the merge of the parts that exist to `out` [rows, heads, value_dim] and returns it.
+
+    selected_blocks: int64 [selected], or None for those of the selected part.
+    """
     partials = []
     if parts.causal is not None:
         partials.append(causal(query, key, value, parts.causal, scale))
@@ -49,6 +51,9 @@ def attend(
         partials.append(shared(query, key_cache, value_cache, parts.shared, scale))
     if parts.unique is not None:
         partials.append(unique(query, key_cache, value_cache, parts.unique, scale))
+    if parts.selected is not None:
+        blocks = parts.selected.blocks if selected_blocks is None else selected_blocks
+        partials.append(selected(query, key_cache, value_cache, parts.selected, scale, blocks))
     return merge(partials, out)
 
 
@@ -57,7 +62,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor, part: CausalPart, scale: f
 
     query [rows, heads, dim], key [rows, kv_heads, dim], value [rows, kv_heads, value_dim]; the partial has all rows.
     """
-    result = _nothing(query, query.shape[0], value.shape[-1])
+    result = nothing(query, query.shape[0], value.shape[-1])
     position = torch.arange(query.shape[0], device=query.device)
     for query_lo, query_hi, key_lo, key_hi in part.slices:
         rows, keys = slice(query_lo, query_hi), slice(key_lo, key_hi)
@@ -71,7 +76,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor, part: CausalPart, scale: f
 
 def shared(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SharedPart, scale: float) -> Partial:
     """Cached blocks that several rows use; cost follows the groups' rows x blocks. The partial has all rows."""
-    result = _nothing(query, query.shape[0], value_cache.shape[-1])
+    result = nothing(query, query.shape[0], value_cache.shape[-1])
     for group in part.groups:
         for rows in group.rows.split(ROW_TILE):
             _add_shared_rows(result, query, key_cache, value_cache, part, group._replace(rows=rows), scale)
@@ -98,7 +103,7 @@ def _add_shared_rows(
         piece = _attend_visible(
             query[group.rows], key_cache[ids].flatten(0, 1), value_cache[ids].flatten(0, 1), visible, scale
         )
-        both = _combine(Partial(*(whole[group.rows] for whole in result)), piece)
+        both = combine(Partial(*(whole[group.rows] for whole in result)), piece)
         for whole, rows in zip(result, both, strict=True):
             whole.index_copy_(0, group.rows, rows)
 
@@ -106,7 +111,7 @@ def _add_shared_rows(
 def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart, scale: float) -> Partial:
     """Cached blocks that one row uses: computed per block, reduced to the single rows [0, num_rows) only."""
     count, block_size = part.rows.shape[0], key_cache.shape[1]
-    result = _nothing(query, part.num_rows, value_cache.shape[-1])
+    result = nothing(query, part.num_rows, value_cache.shape[-1])
     if count == 0 or part.num_rows == 0:
         return result
     tile = max(1, ROW_TILE * TOKEN_TILE // (8 * block_size))
@@ -117,31 +122,36 @@ def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePa
         visible = _in_range(part.lo[span], part.hi[span], block_size)[:, None]
         rows = query[part.rows[span], None]
         pieces.append(_attend_visible(rows, key_cache[ids], value_cache[ids], visible, scale))
-    out, top, total = (torch.cat(tensors).squeeze(1) for tensors in zip(*pieces, strict=True))
-
-    # Of the reductions by index, this is the one that Gaudi has.
-    result.max.index_reduce_(0, part.rows, top, "amax", include_self=True)
-    weight = torch.exp(top - _shift(result.max)[part.rows])
-    result.sum.index_add_(0, part.rows, total * weight)
-    result.out.index_add_(0, part.rows, out * weight[..., None])
-    return result
+    piece = Partial(*(torch.cat(tensors).squeeze(1) for tensors in zip(*pieces, strict=True)))
+    return reduce_to_rows(piece, part.rows, result)
 
 
-def merge(partials: Sequence[Partial], out: Tensor) -> Tensor:
-    """Normalised softmax over all partials, written to `out` [rows, heads, value_dim]; rows that see nothing are zeros.
+def selected(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SelectedPart, scale: float, blocks: Tensor
+) -> Partial:
+    """Chosen blocks (int64 [selected]): each is read once for all rows of its span. The partial has all rows."""
+    result = nothing(query, query.shape[0], value_cache.shape[-1])
+    num_spans, most = part.first_rows.shape[0], part.max_rows
+    if 0 in (blocks.shape[0], num_spans, query.shape[0]):
+        return result
+    step = torch.arange(most, device=query.device)
+    inside = step < part.num_rows[:, None]
+    rows = (part.first_rows[:, None] + step).clamp(max=query.shape[0] - 1)
+    places = torch.arange(num_spans * most, device=query.device).view(num_spans, most)
 
-    A partial may cover only the first rows (the single rows come first): the others see none of its keys.
-    """
-    rows = out.shape[0]
-    merged = _nothing(out, rows, out.shape[-1])
-    for partial in partials:
-        covered = partial.max.shape[0]
-        both = _combine(Partial(*(whole[:covered] for whole in merged)), partial)
-        for whole, first in zip(merged, both, strict=True):
-            whole[:covered] = first
-    # The largest score of a row has weight 1, so a sum of 0 means exactly: nothing seen.
-    total = torch.where(merged.sum == 0, 1.0, merged.sum)
-    return out.copy_(merged.out / total[..., None])
+    of_spans = None
+    tile = max(1, ROW_TILE * TOKEN_TILE // (8 * most * key_cache.shape[1]))
+    tiles = zip(blocks.split(tile), part.spans.split(tile), part.hi.split(tile), strict=True)
+    for ids, spans, hi in tiles:
+        visible = _in_range(torch.zeros_like(hi), hi, key_cache.shape[1])[:, None] & inside[spans][..., None]
+        tensors = _attend_visible(query[rows[spans]], key_cache[ids], value_cache[ids], visible, scale)
+        piece = Partial(*(tensor.flatten(0, 1) for tensor in tensors))
+        empty = nothing(query, num_spans * most, value_cache.shape[-1])
+        sums = reduce_to_rows(piece, places[spans].flatten(), empty)
+        of_spans = sums if of_spans is None else combine(of_spans, sums)
+    assert of_spans is not None, "there is at least one tile"
+    # A row beyond a span's own has seen nothing, so it may be added to any row.
+    return reduce_to_rows(of_spans, rows.flatten(), result)
 
 
 def _attend_visible(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Partial:
@@ -154,7 +164,7 @@ def _attend_visible(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, 
     scores = torch.einsum("...rhgd,...shd->...rhgs", folded, key.float()) * scale
     scores = scores.masked_fill(~visible[..., None, None, :], NEG_INF)
     top = scores.amax(-1)
-    weights = torch.exp(scores - _shift(top)[..., None])
+    weights = torch.exp(scores - shift(top)[..., None])
     total = weights.sum(-1)
 
     broken = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
@@ -166,28 +176,7 @@ def _attend_visible(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, 
     return Partial(out.flatten(-3, -2), top.flatten(-2), total.flatten(-2))
 
 
-def _combine(a: Partial, b: Partial) -> Partial:
-    """Partial over the keys of both; either may have seen nothing in any row."""
-    top = torch.maximum(a.max, b.max)
-    weight_a, weight_b = torch.exp(a.max - _shift(top)), torch.exp(b.max - _shift(top))
-    out = a.out * weight_a[..., None] + b.out * weight_b[..., None]
-    return Partial(out, top, a.sum * weight_a + b.sum * weight_b)
-
-
-def _shift(top: Tensor) -> Tensor:
-    """What to subtract from scores: the maximum, or 0 where it is -inf, because -inf - -inf is NaN."""
-    return torch.where(top == NEG_INF, 0.0, top)
-
-
 def _in_range(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
     """bool [..., block_size]: which tokens of the block lie in [lo, hi)."""
     token = torch.arange(block_size, device=lo.device)
     return (token >= lo[..., None]) & (token < hi[..., None])
-
-
-def _nothing(like: Tensor, rows: int, value_dim: int) -> Partial:
-    """Partial of rows that have seen no key yet."""
-    heads = like.shape[1]
-    out = like.new_zeros((rows, heads, value_dim), dtype=torch.float32)
-    top = like.new_full((rows, heads), NEG_INF, dtype=torch.float32)
-    return Partial(out, top, like.new_zeros((rows, heads), dtype=torch.float32))

@@ -1,0 +1,74 @@
+"""What can be checked of the tensors of Unified Attention without reading one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def validate(
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor | None
+) -> None:
+    """Everything that can be checked without reading a tensor. Messages are formatted only when a check fails."""
+    for name, tensor, dims in (
+        ("query", query, 3),
+        ("key", key, 3),
+        ("value", value, 3),
+        ("key_cache", key_cache, 4),
+        ("value_cache", value_cache, 4),
+    ):
+        same(name, "dimensions", tensor.dim(), dims)
+        same(name, "device", tensor.device, query.device)
+    rows, heads, dim = query.shape
+    kv_heads, value_dim = key.shape[1], value.shape[2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"unified_attention: query has {heads} heads, expected a multiple of the {kv_heads} kv heads")
+    same("key", "shape", tuple(key.shape), (rows, kv_heads, dim))
+    same("value", "shape", tuple(value.shape), (rows, kv_heads, value_dim))
+    same("key_cache", "shape", tuple(key_cache.shape), (*value_cache.shape[:2], kv_heads, dim))
+    same("value_cache", "shape", tuple(value_cache.shape), (*key_cache.shape[:2], kv_heads, value_dim))
+    same("key", "dtype", key.dtype, query.dtype)
+    same("value", "dtype", value.dtype, query.dtype)
+    same("value_cache", "dtype", value_cache.dtype, key_cache.dtype)
+    for name, tensor in (("query", query), ("key_cache", key_cache)):
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(f"unified_attention: {name} has dtype {tensor.dtype}, expected one of {_FLOATS}")
+    if out is not None:
+        same("out", "shape", tuple(out.shape), (rows, heads, value_dim))
+        same("out", "dtype", out.dtype, query.dtype)
+        same("out", "device", out.device, query.device)
+
+
+def validate_selected(query: Tensor, parts: AttentionParts, blocks: Tensor | None) -> None:
+    """The selected part, whose tensors a layer's choice and the rows of the query must fit."""
+    if parts.selected is None:
+        if blocks is not None:
+            raise ValueError("unified_attention: selected_blocks are given, expected None without a selected part")
+        return
+    if parts.selected.max_rows < 1:
+        raise ValueError(
+            f"unified_attention: parts.selected.max_rows is {parts.selected.max_rows}, expected at least 1"
+        )
+    count, spans = tuple(parts.selected.blocks.shape)[:1], tuple(parts.selected.first_rows.shape)[:1]
+    for name, tensor, shape in (
+        ("selected_blocks", blocks, count),
+        ("parts.selected.blocks", parts.selected.blocks, count),
+        ("parts.selected.spans", parts.selected.spans, count),
+        ("parts.selected.hi", parts.selected.hi, count),
+        ("parts.selected.first_rows", parts.selected.first_rows, spans),
+        ("parts.selected.num_rows", parts.selected.num_rows, spans),
+    ):
+        if tensor is not None:
+            same(name, "shape", tuple(tensor.shape), shape)
+            same(name, "dtype", tensor.dtype, torch.int64)
+            same(name, "device", tensor.device, query.device)
+
+
+def same(name: str, what: str, found: object, expected: object) -> None:
+    """Raises ValueError unless found equals expected."""
+    if found != expected:
+        raise ValueError(f"unified_attention: {name} has {what} {found}, expected {expected}")
