@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 
 
 class UnsupportedFeatureError(NotImplementedError):
@@ -35,6 +35,8 @@ class UnsupportedRequestError(ValueError):
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raises one error that names every unsupported feature that the configuration asks for."""
     asked = [*_asked_by_parallel(vllm_config.parallel_config), *_asked_by_engine(vllm_config)]
+    if vllm_config.speculative_config is not None:
+        asked += [*_asked_by_speculation(vllm_config.speculative_config)]
     if vllm_config.model_config is not None:
         asked += [*_asked_by_model(vllm_config.model_config)]
     if asked:
@@ -65,7 +67,6 @@ def _asked_by_parallel(config: ParallelConfig) -> Iterator[Asked]:
 def _asked_by_engine(config: VllmConfig) -> Iterator[Asked]:
     flags = {
         "LoRA": ("--enable-lora", config.lora_config is not None),
-        "speculative decoding": ("--speculative-config", config.speculative_config is not None),
         "KV connectors": ("--kv-transfer-config", config.kv_transfer_config is not None),
         "encoder-cache connectors": ("--ec-transfer-config", config.ec_transfer_config is not None),
         "watermarking": ("--watermark-config", config.watermark_config is not None),
@@ -79,6 +80,28 @@ def _asked_by_engine(config: VllmConfig) -> Iterator[Asked]:
     dtype = config.cache_config.cache_dtype
     if dtype not in ("auto", "float16", "bfloat16"):
         yield f"a KV cache of dtype {dtype}", f"--kv-cache-dtype {dtype}"
+
+
+SPECULATIVE_METHODS = ("ngram",)
+
+
+def _asked_by_speculation(config: SpeculativeConfig) -> Iterator[Asked]:
+    """Drafts must be a function of the tokens alone (see speculation/verification.py)."""
+    if config.method not in SPECULATIVE_METHODS:
+        yield f"the speculative method {config.method}", "--speculative-config"
+    options = {
+        "rejection_sample_method": config.rejection_sample_method != "standard",
+        "draft_sample_method": config.draft_sample_method != "greedy",
+        "parallel_drafting": config.parallel_drafting,
+        "enable_adaptive_verification": config.enable_adaptive_verification,
+        "use_heterogeneous_vocab": config.use_heterogeneous_vocab,
+        "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
+        "kv_cache_dtype": config.kv_cache_dtype is not None,
+        "quantization": config.quantization is not None,
+    }
+    for name, is_asked in options.items():
+        if is_asked:
+            yield f"the speculative option {name}={getattr(config, name)!r}", "--speculative-config"
 
 
 def _asked_by_model(config: ModelConfig) -> Iterator[Asked]:

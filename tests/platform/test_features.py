@@ -44,9 +44,9 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
     ("data parallelism", "--data-parallel-size 2", {"data_parallel_size": 2}),
     ("LoRA", "--enable-lora", {"enable_lora": True}),
     (
-        "speculative decoding",
+        "the speculative method ngram_gpu",
         "--speculative-config",
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
     ),
     (
         "KV connectors",

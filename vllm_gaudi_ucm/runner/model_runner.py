@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm import envs
 from vllm.model_executor.model_loader import get_model
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_gaudi_ucm.compat import raise_if_nan_logits
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
@@ -25,6 +23,7 @@ from vllm_gaudi_ucm.runner.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.runner.execution import Execution, StepShape
 from vllm_gaudi_ucm.runner.graph_kind import GraphKind
 from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
+from vllm_gaudi_ucm.runner.nan_logits import NanCounter
 from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
@@ -34,6 +33,11 @@ from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.runner.step_record import StepClock
 from vllm_gaudi_ucm.runner.token_sampler import Grammar, SampledTokens, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.runner.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.speculation.factory import make_proposer
+from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
+from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
+from vllm_gaudi_ucm.speculation.step_logits import StepLogits
+from vllm_gaudi_ucm.speculation.verification import Verification
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,8 +65,11 @@ class _ComputedStep:
 
     scheduler_output: SchedulerOutput
     requests: list[LiveRequest]
+    batch: BatchInput
+    yields: NDArray[np.bool_]
+    drafts: StepDrafts
+    logits: StepLogits
     divisions: list[_Computed] = field(default_factory=list)
-    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)
 
 
@@ -85,6 +92,7 @@ class ModelRunner:
         # at static shapes what a request's parameters decide is computed on the host
         self._sampling = SamplingBatch(vllm_config, self._tensors_on if self.kind == "off" else torch.device("cpu"))
         self._computed: _ComputedStep | None = None
+        self._drafts: DraftTokenIds | None = None
         self.static: StaticShapes | None = None
         given = config.graphs.memory_budget
         self._memory_budget = None if given is None else int(given * GIB)
@@ -128,7 +136,16 @@ class ModelRunner:
             self._sampler = VllmSampler(sampler)
         else:
             self.static = self._make_static(kv_cache_config.num_blocks)
+            self.static.divided_logits.reserve(self._vllm_config.num_speculative_tokens)
             self._execution, self._sampler = self.static.execution, self.static.sampler
+        self._nans = NanCounter(on_host=self.static is not None)
+        self._verification = Verification(
+            self._sampling,
+            self._sampler,
+            self.requests,
+            lambda logits: self._nans.count(logits, self._sampling.req_ids),
+        )
+        self._proposer = make_proposer(self._vllm_config, self.requests)
         self._prompt_logprobs = PromptLogprobs(
             self._execution,
             sampler,
@@ -178,10 +195,14 @@ class ModelRunner:
             if self.static is not None:
                 self.static.end_step()
             return EMPTY_MODEL_RUNNER_OUTPUT
-        requests, batch = self.requests.scheduled(scheduler_output.num_scheduled_tokens)
-        yields = np.flatnonzero(batch.num_computed + batch.num_scheduled >= batch.num_tokens)
-        self._sampling.sync([requests[index] for index in yields.tolist()])
-        step = _ComputedStep(scheduler_output, requests)
+        drafts = StepDrafts.of(scheduler_output)
+        self.requests.write_drafts(drafts.tokens)
+        requests, batch = self.requests.scheduled(drafts.num_scheduled)
+        yields = batch.num_computed + batch.num_scheduled >= batch.num_tokens
+        self._sampling.sync([requests[index] for index in yields.nonzero()[0].tolist()])
+        # static shapes have no graph that gathers rows
+        logits = StepLogits(self._execution, drafts, at_once=self.static is None)
+        step = _ComputedStep(scheduler_output, requests, batch, yields, drafts, logits)
         divisions = self._execution.divide(batch)
         if self.static is not None and len(divisions) > 1:
             self.static.bypassed("step divided: more shared blocks than ucm.graphs.max_shared_blocks")
@@ -198,18 +219,19 @@ class ModelRunner:
         self, step: _ComputedStep, members: list[LiveRequest], batch: BatchInput, clock: StepClock, divided: bool
     ) -> None:
         """Runs a step, or one division of it, and keeps its logits in the order of the sampler's slots."""
-        plan = self._planner.plan(batch)
-        plan, slots = self._order_logits(plan, members)
+        plan, slots = self._order_logits(self._planner.plan(batch), members)
         token_ids = self.requests.tokens_at(members, plan.requests[plan.row_requests], plan.positions)
         shape = self._execution.stage(plan, token_ids)
         clock.planned()
         self._execution.forward()
         step.prompt_logprobs.update(self._score_prompts(members, plan))
-        logits = self._execution.logits(plan.logits_rows)
+        yielding = [members[index] for index in plan.logits_requests.tolist()]
         if divided:
             assert self.static is not None, "only static shapes divide steps"
-            logits = self.static.divided_logits.put(logits, slots, len(self._sampling.slots))
-        step.logits = logits
+            put_at = self.static.divided_logits
+            step.logits.compute_division(yielding, plan.logits_rows, slots, put_at, len(self._sampling.slots))
+        else:
+            step.logits.compute(yielding, plan.logits_rows)
         clock.computed()
         step.divisions.append(_Computed(plan, shape, clock))
 
@@ -218,15 +240,27 @@ class ModelRunner:
         """Samples the step that `execute_model` computed, and writes the tokens back to the request table."""
         step, self._computed = self._computed, None
         assert step is not None, "sample_tokens without a computed step"
-        nans = self._count_nans(step.logits)
         grammar = None if grammar_output is None else Grammar(step.scheduler_output, grammar_output)
-        sampled = self._sampler.sample(step.logits, self._sampling, grammar)
-        for request, (token,) in zip(self._sampling.slots, sampled.tokens, strict=True):
-            self.requests.append_token(request, token)
+        sampled_ids = self._sampling.req_ids
+        sampled = self._verification.sample(step.logits, step.drafts, grammar)
+        self._propose(step)
         self._record(step)
         if self.static is not None:
             self.static.end_step()
-        return self._output(step, sampled, nans)
+        return self._output(step, sampled_ids, sampled)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The drafts that the last step proposed for the next one, once."""
+        drafts, self._drafts = self._drafts, None
+        return drafts
+
+    def _propose(self, step: _ComputedStep) -> None:
+        if self._proposer is None:
+            return
+        num_drafts = step.scheduler_output.num_spec_tokens_to_schedule
+        wanted = wanted_drafts(step.requests, step.yields, self.requests, num_drafts)
+        drafts = self._proposer.propose(SampledStep(step.requests, step.batch, wanted))
+        self._drafts = DraftTokenIds([request.request_id for request in step.requests], drafts)
 
     def _record(self, step: _ComputedStep) -> None:
         """Every division ran in a shape of its own; sampling belongs to the last."""
@@ -237,9 +271,8 @@ class ModelRunner:
             self._metrics.step(record.bucket, record.padded)
             self._metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
 
-    def _output(self, step: _ComputedStep, sampled: SampledTokens, nans: dict[str, int] | None) -> ModelRunnerOutput:
-        """Requests in the sampler's order first, so that a request's index is its row of tokens and logprobs."""
-        sampled_ids = self._sampling.req_ids
+    def _output(self, step: _ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
+        """Requests in the sampler's order first, so that a request's index is its entry of tokens and logprobs."""
         without = set(step.scheduler_output.num_scheduled_tokens).difference(sampled_ids)
         req_ids = sampled_ids + [request.request_id for request in step.requests if request.request_id in without]
         return ModelRunnerOutput(
@@ -248,7 +281,7 @@ class ModelRunner:
             sampled_token_ids=sampled.tokens + [[] for _ in without],
             logprobs=sampled.logprobs,
             prompt_logprobs_dict=step.prompt_logprobs,
-            num_nans_in_logits=nans,
+            num_nans_in_logits=self._nans.take(),
         )
 
     def _order_logits(self, plan: UnifiedPlan, members: list[LiveRequest]) -> tuple[UnifiedPlan, NDArray[np.int64]]:
@@ -272,19 +305,6 @@ class ModelRunner:
                 if found is not None:
                     scores[request.request_id] = found
         return scores
-
-    def _count_nans(self, logits: torch.Tensor) -> dict[str, int] | None:
-        """vLLM's NaN counter and its fail-fast flag (VLLM_COMPUTE_NANS_IN_LOGITS, VLLM_RAISE_ON_LOGIT_NANS)."""
-        if not envs.VLLM_COMPUTE_NANS_IN_LOGITS:
-            return None
-        if self.static is not None:
-            # counting them is no graph that was warmed
-            logits = logits.cpu()
-        # rows beyond the slots are padding
-        counts = dict(zip(self._sampling.req_ids, logits.isnan().sum(dim=-1).tolist(), strict=False))
-        if envs.VLLM_RAISE_ON_LOGIT_NANS:
-            raise_if_nan_logits(counts)
-        return counts
 
     def _make_static(self, num_blocks: int) -> StaticShapes:
         # a graph has one form: without compaction block ids spread over the whole cache, so `auto` gathers

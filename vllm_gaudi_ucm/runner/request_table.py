@@ -76,6 +76,13 @@ class RequestTable:
         batch = BatchInput(num_computed, num_scheduled, self.num_tokens[rows], self.block_tables[rows, :width])
         return requests, batch
 
+    def write_drafts(self, drafts: dict[str, list[int]]) -> None:
+        """Puts drafts behind the tokens of their requests, for one step: they count as tokens of none."""
+        for request_id, tokens in drafts.items():
+            row = self.requests[request_id].row
+            known = self.num_tokens[row]
+            self.token_ids[row, known : known + len(tokens)] = tokens
+
     def tokens_at(
         self, requests: Sequence[LiveRequest], index: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:

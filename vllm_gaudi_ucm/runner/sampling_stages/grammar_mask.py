@@ -68,8 +68,8 @@ def bitmask_of(grammar: Grammar, req_ids: Sequence[str]) -> NDArray[np.int32] | 
     """The bitmask in the order of the logits rows: int32 [requests, words]; None where no row has a grammar.
 
     The scheduler's bitmask has one row per request of its own list, which may be in another order and name requests
-    that yield no token in this step. Source: vLLM's `apply_grammar_bitmask`, whose rows of drafts need speculative
-    decoding, which is refused at start.
+    that yield no token in this step. Source: vLLM's `apply_grammar_bitmask`; which of the rows of a request with drafts
+    is meant was decided before (speculation/grammar_rows.py).
     """
     output = grammar.output
     line_of = {req_id: line for line, req_id in enumerate(output.structured_output_request_ids)}

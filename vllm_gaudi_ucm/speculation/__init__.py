@@ -1,0 +1,1 @@
+"""Speculative decoding: who proposes drafts, and how a step verifies them."""

@@ -1,0 +1,51 @@
+"""Who proposes drafts: one protocol, whatever the method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.runner.batch_plan import BatchInput
+    from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
+
+
+class SampledStep(NamedTuple):
+    """A step whose tokens are in the request table.
+
+    requests: those of the step. batch: what was computed of them, `num_scheduled` with the drafts that were verified.
+    wanted: int64 [requests], how many drafts each may get; 0 for those that got no token.
+    """
+
+    requests: Sequence[LiveRequest]
+    batch: BatchInput
+    wanted: NDArray[np.int64]
+
+
+class DraftProposer(Protocol):
+    """Proposes drafts for the next step. What it proposes is a function of a request's tokens alone: verification
+    (verification.py) draws from the right distribution for such drafts only."""
+
+    def propose(self, step: SampledStep) -> list[list[int]]:
+        """At most `wanted` drafts for each request of the step, in its order. Called after every step, also for those
+        without tokens (prompt chunks), which a draft model computes too."""
+
+
+def wanted_drafts(
+    requests: Sequence[LiveRequest], yields: NDArray[np.bool_], table: RequestTable, num_drafts: int
+) -> NDArray[np.int64]:
+    """int64 [requests]: `num_drafts`, or as many as the request can still use beside the bonus token.
+
+    yields: the requests that got a token.
+    """
+    wanted = np.zeros(len(requests), np.int64)
+    for index in yields.nonzero()[0].tolist():
+        request = requests[index]
+        room = table.max_model_len - int(table.num_tokens[request.row]) - 1
+        if request.sampling_params.max_tokens is not None:
+            room = min(room, request.sampling_params.max_tokens - len(request.output_token_ids) - 1)
+        wanted[index] = max(0, min(num_drafts, room))
+    return wanted

@@ -1,0 +1,36 @@
+"""The drafts that a step verifies, as the scheduler sends them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.v1.structured_output.utils import strip_speculative_padding
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class StepDrafts(NamedTuple):
+    """tokens: request id -> drafts, none of them empty. num_scheduled: request id -> rows of the step."""
+
+    tokens: dict[str, list[int]]
+    num_scheduled: dict[str, int]
+
+    @classmethod
+    def of(cls, scheduler_output: SchedulerOutput) -> StepDrafts:
+        """The scheduler pads a new decode with drafts of -1, which no token equals: they get no rows, and count as
+        rejected where it reads our output."""
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        if not scheduled:
+            return cls({}, scheduler_output.num_scheduled_tokens)
+        tokens, num_scheduled = {}, dict(scheduler_output.num_scheduled_tokens)
+        for request_id, padded in scheduled.items():
+            drafts = strip_speculative_padding(padded)
+            num_scheduled[request_id] -= len(padded) - len(drafts)
+            if drafts:
+                tokens[request_id] = drafts
+        return cls(tokens, num_scheduled)
+
+    def count(self, request_id: str) -> int:
+        """Drafts of a request."""
+        return len(self.tokens.get(request_id, ()))

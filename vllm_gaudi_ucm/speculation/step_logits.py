@@ -1,0 +1,94 @@
+"""Logits of a step that verifies drafts: position 0 is each request's last certain token, position j its draft j."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.runner.divided_logits import DividedLogits
+    from vllm_gaudi_ucm.runner.execution import Execution
+    from vllm_gaudi_ucm.runner.request_table import LiveRequest
+    from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
+
+
+class StepLogits:
+    """Finds the rows of a position, and computes their logits when they are wanted.
+
+    Args:
+        execution: of the step.
+        drafts: of the step.
+        at_once: compute the logits of all positions in one call where it takes so many rows: the output head reads its
+            weights once. The rows of a position are then gathered, which static shapes have no graph for.
+    """
+
+    def __init__(self, execution: Execution, drafts: StepDrafts, at_once: bool) -> None:
+        self._execution = execution
+        self._drafts = drafts
+        self._at_once = at_once
+        self._divided: DividedLogits | None = None
+        self._first = torch.empty(0)
+        self._everything: torch.Tensor | None = None
+        self._row_of: dict[LiveRequest, int] = {}
+
+    def compute(self, requests: Sequence[LiveRequest], last_rows: NDArray[np.int64]) -> None:
+        """Computes position 0 of an undivided step.
+
+        requests: those that yield tokens, in the order of the sampler's slots. last_rows: int64, the last row of each.
+        """
+        counts = self._counts(requests)
+        rows = last_rows - counts
+        total = len(rows) + int(counts.sum())
+        if not counts.any():
+            self._first = self._execution.logits(rows)
+        elif self._at_once and total <= self._execution.max_logits:
+            starts = np.cumsum(counts + 1) - counts - 1
+            offsets = np.arange(total) - starts.repeat(counts + 1)
+            self._everything = self._execution.logits(rows.repeat(counts + 1) + offsets)
+            self._row_of = dict(zip(requests, starts.tolist(), strict=True))
+            self._first = self._everything[torch.from_numpy(starts).to(self._everything.device)]
+        else:
+            self._first = self._execution.logits(rows)
+            self._row_of = dict(zip(requests, rows.tolist(), strict=True))
+
+    def compute_division(
+        self,
+        requests: Sequence[LiveRequest],
+        last_rows: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        divided: DividedLogits,
+        num_slots: int,
+    ) -> None:
+        """Computes all positions of one division of a step; the next division overwrites its hidden states.
+
+        slots: int64, the sampler's slot of each request at position 0. num_slots: of the whole step.
+        """
+        self._divided = divided
+        counts = self._counts(requests)
+        for position in range(int(counts.max(initial=0)) + 1):
+            going_on = counts >= position
+            logits = self._execution.logits((last_rows - counts)[going_on] + position)
+            whole = divided.put(logits, slots[going_on], num_slots, position)
+            if not position:
+                self._first = whole
+        self._row_of.update(zip(requests, slots.tolist(), strict=True))
+
+    def at(self, position: int, slots: Sequence[LiveRequest]) -> torch.Tensor:
+        """float32 [at least len(slots), vocabulary], row i of slots[i]; valid until the next call."""
+        if not position:
+            return self._first
+        rows = np.array([self._row_of[request] for request in slots], np.int64)
+        if self._divided is not None:
+            return self._divided.take(rows, position)
+        if self._everything is not None:
+            return self._everything[torch.from_numpy(rows + position).to(self._everything.device)]
+        return self._execution.logits(rows + position)
+
+    def _counts(self, requests: Sequence[LiveRequest]) -> NDArray[np.int64]:
+        if not self._drafts.tokens:
+            return np.zeros(len(requests), np.int64)
+        return np.array([self._drafts.count(request.request_id) for request in requests], np.int64)
