@@ -77,7 +77,7 @@ def tuned(mix: str, steps: Steps, cost: CostModel, max_graphs: int, margin: floa
 
 def lookup_times(buckets: BucketSet, steps: list[Bucket]) -> tuple[float, float]:
     """Microseconds of one lookup, and of a scan through the buckets in ascending cost; medians, interleaved."""
-    listed = [Bucket(*shape, buckets.logits[-1]) for shape in buckets.forward]
+    listed = [shape.step(buckets.logits[-1]) for shape in buckets.forward]
     ours, scans = [], []
     for _ in range(REPEATS):
         start = time.perf_counter()

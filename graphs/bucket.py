@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 def phase_string(causal: bool, shared: bool, unique: bool) -> str:
@@ -11,32 +11,64 @@ def phase_string(causal: bool, shared: bool, unique: bool) -> str:
 
 
 class ForwardShape(NamedTuple):
-    """What a forward graph is captured for: (phase, query_len, shared_blocks, unique_blocks)."""
+    """What a forward graph is captured for: (phase, query_len, shared_blocks, unique_blocks, selected_blocks).
+
+    selected_blocks: blocks that a sparse method chooses, over all requests; their part has no letter in the phase.
+    """
 
     phase: str
     query_len: int
     shared_blocks: int
     unique_blocks: int
+    selected_blocks: int = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        # `q, s, u = shape[1:]` is right where there is no selected part; remove when the runner has one.
+        found = tuple.__getitem__(self, index)
+        return found[:3] if index == slice(1, None) and not self.selected_blocks else found
 
     @classmethod
-    def of(cls, causal: bool, query_len: int, shared_blocks: int, unique_blocks: int) -> ForwardShape:
+    def of(
+        cls, causal: bool, query_len: int, shared_blocks: int, unique_blocks: int, selected_blocks: int = 0
+    ) -> ForwardShape:
         """The shape whose phase has `s` and `u` exactly where it has such blocks."""
-        return cls(phase_string(causal, shared_blocks > 0, unique_blocks > 0), query_len, shared_blocks, unique_blocks)
+        phase = phase_string(causal, shared_blocks > 0, unique_blocks > 0)
+        return cls(phase, query_len, shared_blocks, unique_blocks, selected_blocks)
+
+    def step(self, logits: int) -> Bucket:
+        """The bucket of this shape and of so many logits rows."""
+        phase, query_len, shared_blocks, unique_blocks, selected_blocks = self
+        return Bucket(phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(query_len, shared_blocks, unique_blocks, selected_blocks)."""
+        return self.query_len, self.shared_blocks, self.unique_blocks, self.selected_blocks
+
+    def with_selected(self, selected_blocks: int) -> ForwardShape:
+        """The same shape with another selected part."""
+        return self._replace(selected_blocks=selected_blocks)
+
+    def to_list(self) -> list[str | int]:
+        """For files and JSON: selected blocks are written only where there are any."""
+        return list(self) if self.selected_blocks else list(self)[:4]
 
 
 class Bucket(NamedTuple):
-    """(phase, query_len, shared_blocks, unique_blocks, logits); tensor shapes are functions of it alone."""
+    """(phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks): tensor shapes follow from it alone."""
 
     phase: str
     query_len: int
     shared_blocks: int
     unique_blocks: int
     logits: int
+    selected_blocks: int = 0
 
     @property
     def forward(self) -> ForwardShape:
         """The key of the forward graph; the graph of logits and sampling has `logits` alone for its key."""
-        return ForwardShape(*self[:4])
+        phase, query_len, shared_blocks, unique_blocks, _, selected_blocks = self
+        return ForwardShape(phase, query_len, shared_blocks, unique_blocks, selected_blocks)
 
 
 def dominates(bucket: Bucket, step: Bucket) -> bool:

@@ -18,12 +18,17 @@ Floats = NDArray[np.float64]
 CAUSAL_SLICE = 512
 # Partial results (max, sum, out) are float32.
 PARTIAL_BYTES = 4
+# Blocks that a sparse method scores for each one that it selects, and vectors of a block's summary.
+CANDIDATES_PER_SELECTED = 8
+SUMMARY_VECTORS = 2
 
 
 class Cost(Protocol):
     """What a search over buckets needs: seconds, never smaller when a size grows or a part is added."""
 
-    def forward_seconds(self, causal: ArrayLike, query: ArrayLike, shared: ArrayLike, unique: ArrayLike) -> Floats: ...
+    def forward_seconds(
+        self, causal: ArrayLike, query: ArrayLike, shared: ArrayLike, unique: ArrayLike, selected: ArrayLike = 0
+    ) -> Floats: ...
 
     def logits_seconds(self, logits: ArrayLike) -> Floats: ...
 
@@ -41,19 +46,33 @@ class CostModel:
 
     def forward(self, shape: ForwardShape | Bucket) -> float:
         """Seconds of the forward graph of `shape`."""
-        return float(self.forward_seconds("c" in shape.phase, *shape[1:4]))
+        s = shape
+        return float(
+            self.forward_seconds("c" in s.phase, s.query_len, s.shared_blocks, s.unique_blocks, s.selected_blocks)
+        )
 
     def step(self, bucket: Bucket) -> float:
         """Seconds of the forward graph and of the logits graph of `bucket`."""
         return self.forward(bucket) + float(self.logits_seconds(bucket.logits))
 
-    def forward_seconds(self, causal: ArrayLike, query: ArrayLike, shared: ArrayLike, unique: ArrayLike) -> Floats:
+    def forward_seconds(
+        self, causal: ArrayLike, query: ArrayLike, shared: ArrayLike, unique: ArrayLike, selected: ArrayLike = 0
+    ) -> Floats:
         """Seconds of forward graphs; the arguments broadcast."""
         flags = np.asarray(causal, np.float64)
         q, s, u = (np.asarray(size, np.float64) for size in (query, shared, unique))
         parts = 1 + flags + (s > 0) + (u > 0)
         seconds = self._linear(q) + flags * self._causal(q) + self._shared(q, s) + self._unique(u)
-        return parts * self.device.launch_seconds + seconds
+        return parts * self.device.launch_seconds + seconds + self.selected_seconds(selected)
+
+    def selected_seconds(self, selected: ArrayLike) -> Floats:
+        """Seconds that a selected part adds to a forward graph, whatever its other sizes: scoring, then attention."""
+        blocks = np.asarray(selected, np.float64)
+        m = self.model
+        summaries = blocks * CANDIDATES_PER_SELECTED * SUMMARY_VECTORS
+        flops = 2.0 * summaries * m.heads * m.head_dim
+        scoring = m.layers * self._roofline(flops, summaries * m.kv_heads * m.head_dim * m.dtype_bytes)
+        return np.where(blocks > 0, 2 * self.device.launch_seconds + scoring + self._unique(blocks), 0.0)
 
     def logits_seconds(self, logits: ArrayLike) -> Floats:
         """Seconds of the output head and of sampling over its rows; no logits, no graph."""

@@ -25,6 +25,8 @@ class Limits:
     max_shared_blocks: distinct shared blocks of a step. None: as many as the requests can use, each of several prompts
         with a context of its own. Fewer keep the largest graph small, whose shared part is rows x blocks; whoever runs
         steps then divides those that have more.
+    max_selected_blocks: blocks that a sparse method chooses for the requests of a step, one counted for each request
+        that it is chosen for. 0: there is no such method.
     """
 
     max_num_batched_tokens: int
@@ -34,6 +36,7 @@ class Limits:
     num_blocks: int
     contiguous: bool = True
     max_shared_blocks: int | None = None
+    max_selected_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size"):
@@ -42,6 +45,10 @@ class Limits:
         if self.num_blocks < 2:
             raise LimitsError(
                 f"limit num_blocks is {self.num_blocks}, expected at least 2: the dummy block and one for a request"
+            )
+        if self.max_selected_blocks < 0:
+            raise LimitsError(
+                f"limit max_selected_blocks is {self.max_selected_blocks}, expected 0 (no sparse method) or more"
             )
         # a request's own context must fit, or not even a step with nothing else could run
         least = min(self.blocks_per_request, self.max_context_blocks)
@@ -79,24 +86,33 @@ class Limits:
     def maximum(self) -> Bucket:
         """The bucket that dominates every step within the limits."""
         return Bucket(
-            "csu", self.max_num_batched_tokens, self.most_shared_blocks, self.max_unique_blocks, self.max_num_seqs
+            "csu",
+            self.max_num_batched_tokens,
+            self.most_shared_blocks,
+            self.max_unique_blocks,
+            self.max_num_seqs,
+            self.max_selected_blocks,
         )
 
-    def phase_maximum(self, causal: bool, shared: bool, unique: bool) -> ForwardShape:
+    def phase_maximum(self, causal: bool, shared: bool, unique: bool, selected: bool = False) -> ForwardShape:
         """The largest sizes that steps of one phase have; without `c` every row is a request."""
         return ForwardShape.of(
             causal,
             self.max_num_batched_tokens if causal else self.max_decode_rows,
             self.most_shared_blocks if shared else 0,
             self.max_unique_blocks if unique else 0,
+            self.max_selected_blocks if selected else 0,
         )
 
-    def allows(self, causal: bool, query_len: int, shared: int, unique: int) -> bool:
+    def allows(self, causal: bool, query_len: int, shared: int, unique: int, selected: int = 0) -> bool:
         """Whether a step of these sizes can occur at all.
 
         A causal part has a request of two rows or more; a shared block has two rows; a unique block has a row of its
-        own that is not the causal request's; the blocks are distinct blocks of one cache.
+        own that is not the causal request's; the blocks are distinct blocks of one cache. Selected blocks go with any
+        of this: they are chosen for a row that is there, and several requests may choose the same block.
         """
+        if selected > self.max_selected_blocks:
+            return False
         top = self.phase_maximum(causal, shared > 0, unique > 0)
         if query_len > top.query_len or shared > top.shared_blocks or unique > top.unique_blocks:
             return False

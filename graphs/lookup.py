@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, phase_string
 from vllm_gaudi_ucm.graphs.cost import Cost
 from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.steps import Shapes, shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.steps import Shapes, graph_array, shape_seconds
 
 
 class BucketSet:
     """Forward shapes and logits rows that have graphs, and the lookup over them.
 
     Forward shapes are kept in ascending order of cost. For every value of a dimension there is a set of the shapes that
-    are large enough, as the bits of an integer; the intersection over the four dimensions is every shape that
-    dominates a step, and its lowest bit the cheapest. That is three binary searches and three bitwise ands, whatever
-    the buckets are (about 1 microsecond at 64).
+    are large enough, as the bits of an integer; the intersection over all dimensions is every shape that dominates a
+    step, and its lowest bit the cheapest. That is three binary searches and three bitwise ands, whatever the buckets
+    are (about 1 microsecond at 64); with a sparse method it is one more of each, for the selected blocks.
 
     Args:
         forward: forward shapes; `limits.maximum` is added where it is missing.
@@ -44,7 +44,12 @@ class BucketSet:
             )
             for phase in (phase_string(*parts) for parts in product((False, True), repeat=3))
         }
-        self._query, self._shared, self._unique = (_Axis(sizes) for sizes in list(zip(*self.forward, strict=True))[1:])
+        self._query, self._shared, self._unique, self._selected = (
+            _Axis(sizes) for sizes in list(zip(*self.forward, strict=True))[1:]
+        )
+        self.selected = tuple(self._selected.values)
+        """The different numbers of selected blocks, ascending; the last one is the limits'."""
+        self._has_selected = self.selected != (0,)
 
     @property
     def num_graphs(self) -> int:
@@ -56,7 +61,7 @@ class BucketSet:
         Raises:
             LimitsError: the step exceeds the limits that the set was made for.
         """
-        phase, query_len, shared_blocks, unique_blocks, logits = step
+        phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks = step
         query, shared, unique = self._query, self._shared, self._unique
         fitting = (
             self._phases[phase]
@@ -64,15 +69,24 @@ class BucketSet:
             & shared.fitting[bisect_left(shared.values, shared_blocks)]
             & unique.fitting[bisect_left(unique.values, unique_blocks)]
         )
+        if self._has_selected or selected_blocks:
+            fitting &= self._selected.fitting[bisect_left(self.selected, selected_blocks)]
         row = bisect_left(self.logits, logits)
         if not fitting or row == len(self.logits):
             raise LimitsError(_beyond(step, self.limits))
+        phase, query_len, shared_blocks, unique_blocks, selected_blocks = self.forward[
+            (fitting & -fitting).bit_length() - 1
+        ]
         rows = self.logits[row] if logits else 0
-        return Bucket(*self.forward[(fitting & -fitting).bit_length() - 1], rows)
+        return Bucket(phase, query_len, shared_blocks, unique_blocks, rows, selected_blocks)
 
     def assign(self, shapes: Shapes) -> NDArray[np.int64]:
-        """[n] index into `forward` of the cheapest that dominates each shape: the lookup for many at once."""
-        return cheapest_fit(shape_array(self.forward), shapes)
+        """[n] index into `forward` of the cheapest that dominates each shape: the lookup for many at once.
+
+        Args:
+            shapes: [n, 5], or [n, 4] without selected blocks.
+        """
+        return cheapest_fit(graph_array(self.forward)[:, : shapes.shape[1]], shapes)
 
 
 class _Axis:
@@ -101,14 +115,14 @@ def cheapest_fit(ordered: Shapes, shapes: Shapes) -> NDArray[np.int64]:
 
 def _by_cost(shapes: Iterable[ForwardShape], cost: Cost) -> tuple[ForwardShape, ...]:
     """Cheapest first. Among equals smaller sizes come first, so that a shape comes before all that dominate it."""
-    listed = sorted(shapes, key=lambda shape: (shape[1:], "c" in shape.phase))
-    seconds = shape_seconds(cost, shape_array(listed))
+    listed = sorted(shapes, key=lambda shape: (shape.sizes, "c" in shape.phase))
+    seconds = shape_seconds(cost, graph_array(listed))
     return tuple(listed[index] for index in np.argsort(seconds, kind="stable"))
 
 
 def _checked(shape: ForwardShape) -> ForwardShape:
-    expected = ForwardShape.of("c" in shape.phase, *shape[1:4])
-    if shape != expected or min(shape[1:4]) < 0 or shape.query_len < 1:
+    expected = ForwardShape.of("c" in shape.phase, *shape.sizes)
+    if shape != expected or min(shape.sizes) < 0 or shape.query_len < 1:
         raise ValueError(
             f"bucket {list(shape)}: expected at least one row, and the phase {expected.phase!r} for these blocks"
         )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.steps import Steps, shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.steps import Steps, graph_array, shape_seconds
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,19 @@ class Padding:
 def measure_padding(buckets: BucketSet, steps: Steps) -> Padding:
     """Runs every step in the bucket that the lookup gives it. The steps must be within the limits."""
     cost = buckets.cost
-    forward = shape_array(buckets.forward)
-    found = buckets.assign(steps.forward)
+    forward, shapes = graph_array(buckets.forward), steps.shapes
+    found = buckets.assign(shapes)
     rows = np.array(buckets.logits)
     padded_rows = rows[np.searchsorted(rows, steps.logits)]
     n = len(forward)
     used = np.bincount(found, steps.forward_counts, n)
-    true = np.bincount(found, shape_seconds(cost, steps.forward) * steps.forward_counts, n)
+    true = np.bincount(found, shape_seconds(cost, shapes) * steps.forward_counts, n)
     padded = shape_seconds(cost, forward) * used
     logits_seconds = [float(cost.logits_seconds(sizes) @ steps.logits_counts) for sizes in (padded_rows, steps.logits)]
-    sizes = steps.forward_counts @ steps.forward, steps.forward_counts @ forward[found]
+    sizes = steps.forward_counts @ shapes, steps.forward_counts @ forward[found]
     axes = {name: _ratio(sizes[1][axis], sizes[0][axis]) for axis, name in enumerate(("query", "shared", "unique"), 1)}
+    if buckets.limits.max_selected_blocks:
+        axes["selected"] = _ratio(sizes[1][4], sizes[0][4])
     axes["logits"] = _ratio(int(padded_rows @ steps.logits_counts), int(steps.logits @ steps.logits_counts))
     return Padding(
         buckets,

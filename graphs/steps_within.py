@@ -16,8 +16,9 @@ def steps_within(steps: Steps, limits: Limits) -> Steps:
     allow are another server's (see `check_steps`).
     """
     most = limits.maximum
-    shapes = np.minimum(steps.forward, [1, steps.forward.max(initial=1), most.shared_blocks, most.unique_blocks])
+    sizes = [1, steps.forward.max(initial=1), most.shared_blocks, most.unique_blocks, most.selected_blocks]
+    shapes = np.minimum(steps.shapes, sizes)
     distinct, places = np.unique(shapes, axis=0, return_inverse=True)
     counts = np.zeros(len(distinct), np.int64)
     np.add.at(counts, places.reshape(-1), steps.forward_counts)
-    return Steps(distinct, counts, steps.logits, steps.logits_counts)
+    return Steps(distinct[:, :4], counts, steps.logits, steps.logits_counts, distinct[:, 4])

@@ -18,6 +18,8 @@ from vllm_gaudi_ucm.phase_summary import PhaseSummary
 SCHEMA = "gaudi-ucm.phase-log/1"
 COUNTS = ("requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs")
 PHASES = {phase_string(c, s, u) for c in (False, True) for s in (False, True) for u in (False, True)}
+# Written where there are any: a server without a sparse method writes what it always wrote.
+SPARSE_COUNTS = ("selected_pairs", "sparse")
 TIMES = ("plan_ms", "forward_ms", "sample_ms")
 
 logger = plugin_logger(__name__)
@@ -31,7 +33,7 @@ class PhaseLogError(ValueError):
 class StepRecord:
     """One executed step: its shape, its size, and where the time went.
 
-    A pair is one (row, token) product of one attention head that a part really computed, so the three pair counts
+    A pair is one (row, token) product of one attention head that a part really computed, so the pair counts
     compare the attention work of the parts.
     """
 
@@ -50,6 +52,9 @@ class StepRecord:
     plan_ms: float
     forward_ms: float
     sample_ms: float
+    selected_pairs: int = 0
+    sparse: int = 0
+    """Requests that attended to a selection of their context."""
 
 
 class PhaseLog:
@@ -122,17 +127,23 @@ def _create(path: Path, header: Mapping[str, Any]) -> TextIO:
 def _line(record: StepRecord) -> str:
     """The JSON line of a step; formatted by hand because json.dumps costs three times as much per step."""
     r = record
+    sparse = ""
+    if r.selected_pairs:
+        sparse += f',"selected_pairs":{r.selected_pairs}'
+    if r.sparse:
+        sparse += f',"sparse":{r.sparse}'
     return (
         f'{{"step":{r.step},"bucket":{_bucket_json(r.bucket)},"padded":{_bucket_json(r.padded)},'
         f'"requests":{r.requests},"prompts":{r.prompts},"tokens":{r.tokens},"causal_pairs":{r.causal_pairs},'
         f'"shared_pairs":{r.shared_pairs},"unique_pairs":{r.unique_pairs},"plan_ms":{r.plan_ms:.4f},'
-        f'"forward_ms":{r.forward_ms:.4f},"sample_ms":{r.sample_ms:.4f}}}\n'
+        f'"forward_ms":{r.forward_ms:.4f},"sample_ms":{r.sample_ms:.4f}{sparse}}}\n'
     )
 
 
 def _bucket_json(bucket: Bucket) -> str:
-    phase, query_len, shared_blocks, unique_blocks, logits = bucket
-    return f'["{phase}",{query_len},{shared_blocks},{unique_blocks},{logits}]'
+    phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks = bucket
+    selected = f",{selected_blocks}" if selected_blocks else ""
+    return f'["{phase}",{query_len},{shared_blocks},{unique_blocks},{logits}{selected}]'
 
 
 def _parse_header(path: Path, line: str) -> dict[str, Any]:
@@ -148,6 +159,7 @@ def _parse_line(path: Path, number: int, line: str) -> StepRecord:
     try:
         bucket, padded = _parse_bucket(fields["bucket"]), _parse_bucket(fields["padded"])
         sizes: dict[str, Any] = {name: _number(fields, name, int) for name in COUNTS}
+        sizes |= {name: _number(fields, name, int) for name in SPARSE_COUNTS if name in fields}
         sizes |= {name: float(_number(fields, name, int, float)) for name in TIMES}
         return StepRecord(
             step=_number(fields, "step", int),
@@ -179,8 +191,11 @@ def _number(fields: dict[str, Any], name: str, *types: type) -> Any:
 
 
 def _parse_bucket(value: Any) -> Bucket:
-    if isinstance(value, list) and len(value) == len(Bucket._fields):
+    if isinstance(value, list) and len(value) in (len(Bucket._fields) - 1, len(Bucket._fields)):
         phase, *sizes = value
         if isinstance(phase, str) and phase in PHASES and all(type(size) is int and size >= 0 for size in sizes):
             return Bucket(phase, *sizes)
-    raise ValueError(f"found bucket {value!r}, expected [phase, query_len, shared_blocks, unique_blocks, logits]")
+    raise ValueError(
+        f"found bucket {value!r}, expected [phase, query_len, shared_blocks, unique_blocks, logits] "
+        "and selected_blocks where there are any"
+    )

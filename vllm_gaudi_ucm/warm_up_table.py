@@ -40,14 +40,15 @@ def warm_up_table(summary: WarmUpSummary) -> Table:
     """One line per graph: forward shapes and then logits rows, each in ascending order of cost."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("graph", no_wrap=True)
-    for heading in ("query", "shared", "unique", "logits"):
+    selected = any(isinstance(record.key, ForwardShape) and record.key.selected_blocks for record in summary.records)
+    for heading in ("query", "shared", "unique", *(["selected"] if selected else []), "logits"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for heading in ("seconds", "MiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("reason", overflow="fold")
     for record in summary.records:
-        table.add_row(*_sizes(record.key), Text(record.state, STATE_STYLES[record.state]), *_figures(record))
+        table.add_row(*_sizes(record.key, selected), Text(record.state, STATE_STYLES[record.state]), *_figures(record))
     return table
 
 
@@ -60,10 +61,11 @@ def warm_up_text(summary: WarmUpSummary) -> str:
     return "\n".join([*lines, summary_line(summary)])
 
 
-def _sizes(key: GraphKey) -> list[Text | str]:
+def _sizes(key: GraphKey, selected: bool) -> list[Text | str]:
+    columns = 4 if selected else 3
     if isinstance(key, ForwardShape):
-        return [phase_text(key.phase), *(f"{size:,}" for size in key[1:]), ""]
-    return ["logits", "", "", "", f"{key:,}"]
+        return [phase_text(key.phase), *(f"{size:,}" for size in key.sizes[:columns]), ""]
+    return ["logits", *[""] * columns, f"{key:,}"]
 
 
 def _figures(record: GraphRecord) -> list[Text | str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -18,7 +19,7 @@ from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 SCHEMA = "gaudi-ucm.buckets/1"
 KEYS = ("schema", "made_for", "limits", "logits", "forward")
 # Measured or chosen when a server starts, so they differ between starts; shapes are cut to what there is.
-MEASURED = ("num_blocks", "contiguous", "max_shared_blocks")
+MEASURED = ("num_blocks", "contiguous", "max_shared_blocks", "max_selected_blocks")
 
 
 class BucketFileError(ValueError):
@@ -69,13 +70,15 @@ def read_bucket_file(path: Path) -> tuple[Limits, list[ForwardShape], list[int]]
 
 def write_bucket_file(path: Path, buckets: BucketSet, made_for: Mapping[str, Any]) -> None:
     """Write the buckets; `made_for` says for people what they were made from."""
-    forward = [list(shape) for shape in buckets.forward]
     head = {"schema": SCHEMA, "made_for": dict(made_for), "limits": asdict(buckets.limits)}
+    names = "phase, query_len, shared_blocks, unique_blocks"
+    if buckets.limits.max_selected_blocks:
+        names += ", selected_blocks (0 where missing)"
+    else:
+        del head["limits"]["max_selected_blocks"]
     text = yaml.safe_dump(head, sort_keys=False)
-    text += (
-        f"logits: {list(buckets.logits)}\nforward:  # phase, query_len, shared_blocks, unique_blocks; cheapest first\n"
-    )
-    text += "".join(f'- ["{phase}", {q}, {s}, {u}]\n' for phase, q, s, u in forward)
+    text += f"logits: {list(buckets.logits)}\nforward:  # {names}; cheapest first\n"
+    text += "".join(f"- {json.dumps(shape.to_list())}\n" for shape in buckets.forward)
     path.write_text(text, encoding="utf-8")
 
 
@@ -89,18 +92,19 @@ def _check_limits(path: Path, there: Limits, here: Limits) -> None:
             )
 
 
-def _cut(shape: ForwardShape, limits: Limits) -> tuple[int, int, int]:
+def _cut(shape: ForwardShape, limits: Limits) -> tuple[int, int, int, int]:
     maximum = limits.maximum
     return (
         min(shape.query_len, maximum.query_len),
         min(shape.shared_blocks, maximum.shared_blocks),
         min(shape.unique_blocks, maximum.unique_blocks),
+        min(shape.selected_blocks, maximum.selected_blocks),
     )
 
 
 def _limits(path: Path, value: Any) -> Limits:
-    names = [field.name for field in fields(Limits)]
-    if not isinstance(value, dict) or set(value) != set(names):
+    names = [field.name for field in fields(Limits) if field.name != "max_selected_blocks"]
+    if not isinstance(value, dict) or set(value) - {"max_selected_blocks"} != set(names):
         raise BucketFileError(f"{path}: limits: found {value!r}, expected a mapping with {', '.join(names)}")
     for name, found in value.items():
         expected = bool if name == "contiguous" else int
@@ -126,15 +130,17 @@ def _row(path: Path, entry: Any) -> int:
 
 
 def _shape(path: Path, entry: Any, limits: Limits) -> ForwardShape:
-    expected = "[phase, query_len, shared_blocks, unique_blocks]"
-    if not isinstance(entry, list) or len(entry) != 4 or any(type(size) is not int or size < 0 for size in entry[1:]):
+    sizes = entry[1:] if isinstance(entry, list) and len(entry) in (4, 5) else [None]
+    if any(type(size) is not int or size < 0 for size in sizes):
+        expected = "[phase, query_len, shared_blocks, unique_blocks] and selected_blocks where there are any"
         raise BucketFileError(f"{path}: forward: found {entry!r}, expected {expected}")
     shape = ForwardShape(*entry)
-    consistent = ForwardShape.of(str(shape.phase)[:1] == "c", *shape[1:])
+    consistent = ForwardShape.of(str(shape.phase)[:1] == "c", *shape.sizes)
     if shape != consistent or shape.query_len < 1:
         raise BucketFileError(
             f"{path}: forward: found {entry!r}, expected at least one row and the phase {consistent.phase!r}"
         )
-    if any(size > most for size, most in zip(shape[1:], limits.maximum[1:], strict=False)):
-        raise BucketFileError(f"{path}: forward: {entry!r} exceeds the file's own limits {list(limits.maximum[1:4])}")
+    most = limits.maximum.forward
+    if any(size > limit for size, limit in zip(shape.sizes, most.sizes, strict=True)):
+        raise BucketFileError(f"{path}: forward: {entry!r} exceeds the file's own limits {most.to_list()[1:]}")
     return shape

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.graphs.cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet, cheapest_fit
-from vllm_gaudi_ucm.graphs.steps import Shapes, Steps, shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.steps import Shapes, Steps, graph_array, shape_array, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.margin import logits_with_margin, with_margin
 
 # The first rounding of sizes that is tried to make a large objective small, as a share, and the factor to the next.
@@ -54,7 +54,7 @@ class Objective:
         """What the weighted steps cost in `buckets`."""
         rows = np.array(buckets.logits)
         padded = self.cost.logits_seconds(rows[np.searchsorted(rows, self.logits)])
-        forward = shape_seconds(self.cost, shape_array(buckets.forward))
+        forward = shape_seconds(self.cost, graph_array(buckets.forward))
         return float(forward[buckets.assign(self.shapes)] @ self.weights + padded @ self.logits_weights)
 
     def two_cheapest(self, shapes: Shapes) -> tuple[NDArray[np.int64], Floats, Floats]:

@@ -48,7 +48,11 @@ def check_steps(steps: Steps, limits: Limits) -> None:
     if not steps.count:
         raise LimitsError("there are no steps to choose buckets for")
     most = limits.maximum
-    seen = [*steps.forward[:, 1:].max(axis=0).tolist(), int(steps.logits.max(initial=0))]
+    seen = [
+        *steps.forward[:, 1:].max(axis=0).tolist(),
+        int(steps.logits.max(initial=0)),
+        int(steps.selected.max(initial=0)),
+    ]
     for name, size, limit in zip(most._fields[1:], seen, most[1:], strict=True):
         if size > limit:
             raise LimitsError(

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.cost import Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet, cheapest_fit
-from vllm_gaudi_ucm.graphs.steps import Steps, shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.steps import Steps, graph_array, shape_seconds
 
 Flags = NDArray[np.bool_]
 
@@ -46,8 +46,8 @@ class Demand:
     @classmethod
     def of_forward(cls, buckets: BucketSet, usage: Steps | None) -> Demand:
         """For forward shapes, by their index in `buckets.forward`."""
-        sizes = shape_array(buckets.forward)
-        used = sizes[:0] if usage is None else usage.forward
+        sizes = graph_array(buckets.forward)
+        used = sizes[:0] if usage is None else usage.shapes
         counts = np.zeros(0, np.int64) if usage is None else usage.forward_counts
         return cls(sizes, shape_seconds(buckets.cost, sizes), used, counts)
 

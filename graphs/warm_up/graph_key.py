@@ -10,5 +10,5 @@ GraphKey = ForwardShape | int
 def graph_name(key: GraphKey) -> str:
     """The key in words, for a log or an error."""
     if isinstance(key, ForwardShape):
-        return f"bucket {key.phase} {key.query_len} {key.shared_blocks} {key.unique_blocks}"
+        return f"bucket {' '.join(map(str, key.to_list()))}"
     return f"{key} logits row{'s' if key != 1 else ''}"

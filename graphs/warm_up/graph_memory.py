@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.cost import Floats
-from vllm_gaudi_ucm.graphs.steps import shape_array
+from vllm_gaudi_ucm.graphs.steps import graph_array
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
 
 # A handful of measurements does not decide as many coefficients; of all that explain them the smallest are taken.
@@ -21,8 +21,8 @@ CONVERGED = 1e-6
 class GraphMemory:
     """Bytes of graphs, from the measured ones: least squares on simple terms, kept between what was measured.
 
-    The terms of a forward shape are 1, query_len, causal x query_len, shared_blocks, query_len x shared_blocks and
-    unique_blocks: activations grow with rows, attention's bookkeeping with blocks, and every graph has a fixed part.
+    The terms of a forward shape are 1, query_len, causal x query_len, shared_blocks, query_len x shared_blocks,
+    unique_blocks and selected_blocks: activations grow with rows, attention's bookkeeping with blocks, and every graph has a fixed part.
     No coefficient is negative, so a larger shape never takes less. No prediction is below a measured shape that is
     smaller, nor above a measured one that is larger; where measurements contradict this, the larger figure counts.
 
@@ -82,12 +82,12 @@ def nonnegative_least_squares(terms: Floats, values: Floats) -> Floats:
 
 def _shape(key: GraphKey) -> NDArray[np.int64]:
     """[1, d] sizes."""
-    return shape_array([key]) if isinstance(key, ForwardShape) else np.array([[key]], np.int64)
+    return graph_array([key]) if isinstance(key, ForwardShape) else np.array([[key]], np.int64)
 
 
 def _terms(key: GraphKey) -> Floats:
     """[1, k] what memory is linear in."""
     if not isinstance(key, ForwardShape):
         return np.array([[1.0, key]])
-    causal, q, s, u = shape_array([key])[0].astype(np.float64)
-    return np.array([[1.0, q, causal * q, s, q * s, u]])
+    causal, q, s, u, selected = graph_array([key])[0].astype(np.float64)
+    return np.array([[1.0, q, causal * q, s, q * s, u, selected]])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.cost import Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.steps import shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.steps import graph_array, shape_seconds
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey, graph_name
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory
 
@@ -56,7 +56,7 @@ def fit_to_memory(buckets: BucketSet, measured: Mapping[GraphKey, int], budget_b
     memory = GraphMemory(measured)
     keys: tuple[GraphKey, ...] = (*buckets.forward, *buckets.logits)
     kept = {key: measured.get(key, memory.bytes_of(key)) for key in keys}
-    shapes, rows = shape_array(buckets.forward), np.array(buckets.logits, np.int64)
+    shapes, rows = graph_array(buckets.forward), np.array(buckets.logits, np.int64)
     kinds = [
         _Waste(buckets.forward, shapes, shape_seconds(buckets.cost, shapes), kept, measured),
         _Waste(buckets.logits, rows[:, None], np.asarray(buckets.cost.logits_seconds(rows)), kept, measured),

@@ -114,8 +114,9 @@ class ReadyBuckets:
 
     def _count(self, best: Bucket, ready: Bucket) -> None:
         """What differs is what was cold: had it been warm, it would have been found."""
-        if best[:4] != ready[:4]:
-            self._order.count(best.forward)
+        wanted = best.forward
+        if wanted != ready.forward:
+            self._order.count(wanted)
         if best.logits != ready.logits:
             self._order.count(best.logits)
 

@@ -42,7 +42,7 @@ def steps(draw: st.DrawFn, within: Limits) -> Bucket:
     most = within.maximum
     shared, unique = (draw(st.sampled_from([0, 1])) * draw(st.integers(0, most[axis])) for axis in (2, 3))
     shape = ForwardShape.of(draw(st.booleans()), draw(st.integers(1, most.query_len)), shared, unique)
-    return Bucket(*shape, draw(st.integers(0, most.logits)))
+    return shape.step(draw(st.integers(0, most.logits)))
 
 
 @st.composite

@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.metrics.metric import METRICS
 from vllm_gaudi_ucm.metrics.step_metrics import DIMENSIONS, StepMetrics, forward_label
 
 SIZES = st.integers(0, 10_000)
-SHAPES = st.builds(Bucket, st.sampled_from(["c--", "--u", "-su", "csu"]), SIZES, SIZES, SIZES, SIZES)
+SHAPES = st.builds(Bucket, st.sampled_from(["c--", "--u", "-su", "csu"]), SIZES, SIZES, SIZES, SIZES, SIZES)
 
 
 def total(name: str, **labels: str) -> str:

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.graphs.device_figures import DEVICES, device_figures
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B, ModelFigures
 
-OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks")
+OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks")
 LIMIT_NAMES = tuple(field.name for field in fields(Limits) if field.name not in OPTIONAL_LIMITS)
 LLAMA_NAME = "llama-8b"
 
@@ -42,6 +42,12 @@ def add_limit_arguments(parser: argparse.ArgumentParser, source: str) -> None:
         type=int,
         metavar="N",
         help="distinct shared blocks of a step, as ucm.graphs.max_shared_blocks",
+    )
+    group.add_argument(
+        "--max-selected-blocks",
+        type=int,
+        metavar="N",
+        help="blocks that a sparse method selects for the requests of a step; 0: none",
     )
     group.add_argument(
         "--contiguous",
@@ -97,4 +103,5 @@ def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) ->
         raise ValueError(f"{where} does not say {', '.join(wrong)}; give {options}")
     contiguous = known.get("contiguous", True) if args.contiguous is None else args.contiguous
     shared = known.get("max_shared_blocks") if args.max_shared_blocks is None else args.max_shared_blocks
-    return Limits(**values, contiguous=bool(contiguous), max_shared_blocks=shared)
+    selected = known.get("max_selected_blocks", 0) if args.max_selected_blocks is None else args.max_selected_blocks
+    return Limits(**values, contiguous=bool(contiguous), max_shared_blocks=shared, max_selected_blocks=selected)

@@ -55,7 +55,7 @@ def activation_bytes(shape: ForwardShape, cost: CostModel) -> float:
         min(shape.query_len, CAUSAL_SLICE) if "c" in shape.phase else 0, cost.block_size if shape.shared_blocks else 0
     )
     scores = shape.query_len * m.heads * keys * PARTIAL_BYTES
-    per_block = shape.unique_blocks * m.heads * (m.head_dim + 2) * PARTIAL_BYTES
+    per_block = (shape.unique_blocks + shape.selected_blocks) * m.heads * (m.head_dim + 2) * PARTIAL_BYTES
     return float(max(mlp, partials + scores + per_block))
 
 

@@ -75,9 +75,9 @@ class PlanReport:
             "traffic": self.traffic,
             "limits": asdict(self.buckets.limits),
             "graphs": self.buckets.num_graphs,
-            "forward": [list(shape) for shape in self.buckets.forward],
+            "forward": [shape.to_list() for shape in self.buckets.forward],
             "logits": list(self.buckets.logits),
-            "skeleton": {"forward": [list(s) for s in self.skeleton.forward], "logits": list(self.skeleton.logits)},
+            "skeleton": {"forward": [s.to_list() for s in self.skeleton.forward], "logits": list(self.skeleton.logits)},
             "padding": padding and padding.to_json(),
             "divided_steps": self.divided,
             "memory_bytes": {**asdict(self.memory), "total": self.memory.total, "fits": self.memory.fits},
@@ -130,11 +130,13 @@ def _show_padding(console: Any, padding: Padding, traffic: str) -> None:
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="where the time goes", title_justify="left")
     table.add_column("phase")
-    for heading in ("query", "shared", "unique", "steps", "padded / true"):
+    selected = ["selected"] if padding.buckets.limits.max_selected_blocks else []
+    for heading in ("query", "shared", "unique", *selected, "steps", "padded / true"):
         table.add_column(heading, justify="right")
     rows = padding.by_bucket()
-    for (phase, q, s, u), steps, ratio in rows[:MOST_ROWS]:
-        table.add_row(phase, f"{q:,}", f"{s:,}", f"{u:,}", f"{steps:,}", f"{ratio:.2f}x")
+    for shape, steps, ratio in rows[:MOST_ROWS]:
+        sizes = shape.sizes if selected else shape.sizes[:3]
+        table.add_row(shape.phase, *(f"{size:,}" for size in sizes), f"{steps:,}", f"{ratio:.2f}x")
     console.print(table)
     if len(rows) > MOST_ROWS:
         console.print(f"and {len(rows) - MOST_ROWS} more buckets in use")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.padding import Padding
 from vllm_gaudi_ucm.phase_log import StepRecord
 from vllm_gaudi_ucm.phase_plot import PHASE_COLOURS
@@ -53,7 +54,7 @@ def _legend(records: Sequence[StepRecord]) -> str:
 
 def _scatter(records: Sequence[StepRecord], padding: Padding | None, axis: int, name: str) -> str:
     """query_len against one kind of blocks, both on logarithmic axes that begin at 0."""
-    counts = Counter(record.bucket[:4] for record in records)
+    counts = Counter(record.bucket.forward for record in records)
     shapes = [shape for shape, _ in counts.most_common(MOST_DOTS)]
     squares = [] if padding is None else [(shape, steps, ratio) for shape, steps, ratio in padding.by_bucket()]
     everything = [*shapes, *(shape for shape, _, _ in squares)]
@@ -103,8 +104,9 @@ def _log(value: object, most: int) -> float:
     return math.log1p(int(str(value))) / math.log1p(most)
 
 
-def _name(shape: Sequence[object]) -> str:
-    return escape(f"{shape[0]} {shape[1]} / {shape[2]} / {shape[3]}")
+def _name(shape: ForwardShape) -> str:
+    phase, *sizes = shape.to_list()
+    return escape(f"{phase} {' / '.join(map(str, sizes))}")
 
 
 def _phase_table(summary: PhaseSummary) -> str:
@@ -121,13 +123,15 @@ def _phase_table(summary: PhaseSummary) -> str:
 
 def _padding_table(padding: Padding) -> str:
     rows = []
+    selected = bool(padding.buckets.limits.max_selected_blocks)
     for shape, steps, ratio in padding.by_bucket():
         width = min(300.0, 200 * (ratio - 1.0))
         bar = f'<span class="bar" style="width:{width:.0f}px;background:{PHASE_COLOURS[shape.phase]}"></span>'
-        cells = (*(f"{size:,}" for size in shape[1:]), f"{steps:,}", f"{ratio:.3f}")
+        cells = (*(f"{size:,}" for size in shape.sizes[: 4 if selected else 3]), f"{steps:,}", f"{ratio:.3f}")
         rows.append(
             f"<tr><td>{shape.phase}</td>{''.join(f'<td>{c}</td>' for c in cells)}<td class=phase>{bar}</td></tr>"
         )
-    names = ("phase", "query_len", "shared_blocks", "unique_blocks", "steps", "padded / true", "")
+    sizes = ("query_len", "shared_blocks", "unique_blocks", *(["selected_blocks"] if selected else []))
+    names = ("phase", *sizes, "steps", "padded / true", "")
     head = "".join(f"<th>{name}</th>" for name in names)
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"

@@ -69,7 +69,7 @@ def _draw_padding(axes: Axes, padding: Padding | None) -> None:
     places = np.arange(len(rows))
     axes.bar(places, [ratio for _, _, ratio in rows], color=[PHASE_COLOURS[shape.phase] for shape, _, _ in rows])
     axes.axhline(1.0, color="black", linewidth=0.8)
-    labels = [f"{shape.phase} {shape.query_len}/{shape.shared_blocks}/{shape.unique_blocks}" for shape, _, _ in rows]
+    labels = [f"{shape.phase} {'/'.join(map(str, shape.to_list()[1:]))}" for shape, _, _ in rows]
     axes.set_xticks(places, labels, rotation=90, family="monospace", fontsize=7)
     axes.set_ylim(0.9, max(ratio for _, _, ratio in rows) * 1.05)
 

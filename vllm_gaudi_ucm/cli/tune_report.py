@@ -77,7 +77,7 @@ class TuneReport:
                 name: {"graphs": padding.buckets.num_graphs, **padding.to_json()}
                 for name, padding in self.others.items()
             },
-            "forward": [list(shape) for shape in self.buckets.forward],
+            "forward": [shape.to_list() for shape in self.buckets.forward],
             "logits": list(self.buckets.logits),
         }
 
@@ -93,7 +93,7 @@ def show(report: TuneReport, output: Path | None) -> None:
     console.print(f"{report.steps.count:,} steps of {shapes:,} shapes; padded over true cost (modelled) and sizes")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy")
-    for heading in ("graphs", "cost", "query", "shared", "unique", "logits"):
+    for heading in ("graphs", "cost", *report.padding.axes):
         table.add_column(heading, justify="right")
     table.add_row(*_cells("tuned", report.padding), style="bold")
     if report.later_padding is not None:

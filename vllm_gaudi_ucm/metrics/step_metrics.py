@@ -11,7 +11,7 @@ from vllm_gaudi_ucm.metrics import metric
 from vllm_gaudi_ucm.metrics.folder import make_private, metrics_folder, remove_files
 from vllm_gaudi_ucm.metrics.metrics_file import MetricsFile, Series
 
-DIMENSIONS = ("query", "shared", "unique", "logits")
+DIMENSIONS = ("query", "shared", "unique", "logits", "selected")
 STAGES = ("plan", "forward", "sample")
 PARTS = (False, True)
 
@@ -126,6 +126,7 @@ class StepMetrics:
 
 
 def forward_label(shape: ForwardShape) -> str:
-    """`csu q512 s8 u64`: phase, rows, shared blocks, unique blocks."""
-    phase, query_len, shared_blocks, unique_blocks = shape
-    return f"{phase} q{query_len} s{shared_blocks} u{unique_blocks}"
+    """`csu q512 s8 u64`: phase, rows, shared blocks, unique blocks, and ` x16` for selected blocks where it has any."""
+    phase, query_len, shared_blocks, unique_blocks, selected_blocks = shape
+    selected = f" x{selected_blocks}" if selected_blocks else ""
+    return f"{phase} q{query_len} s{shared_blocks} u{unique_blocks}{selected}"

@@ -44,5 +44,5 @@ def cheapest_warm(warm: Iterable[GraphKey], step: Bucket) -> Bucket:
     """By trying all of them."""
     known = list(warm)
     rows = min((key for key in known if isinstance(key, int) and key >= step.logits), default=0) if step.logits else 0
-    shapes = [key for key in known if isinstance(key, ForwardShape) and dominates(Bucket(*key, rows), step)]
-    return Bucket(*min(shapes, key=COST.forward), rows)
+    shapes = [key for key in known if isinstance(key, ForwardShape) and dominates(key.step(rows), step)]
+    return min(shapes, key=COST.forward).step(rows)

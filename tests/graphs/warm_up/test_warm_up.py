@@ -116,7 +116,7 @@ def test_an_error_costs_its_bucket_and_nothing_else() -> None:
     warm_up.run_skeleton(choose_skeleton(buckets, None, 1))
     warm_up.run_all()
     assert machine.ran == [LIMITS.maximum.forward, 16, PROMPT, 4]
-    assert ready.lookup(Bucket("--u", 4, 0, 30, 4)) == Bucket(*LIMITS.maximum.forward, 4)
+    assert ready.lookup(Bucket("--u", 4, 0, 30, 4)) == LIMITS.maximum.forward.step(4)
     (failed,) = [report.ended for report in reports if report.ended and report.ended.state is GraphState.FAILED]
     assert (failed.key, failed.seconds, failed.size) == (DECODE, 2.0, 0)
     assert failed.reason == "RuntimeError: phase --- ran instead of --u"
