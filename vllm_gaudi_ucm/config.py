@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, unknown_key
 from vllm_gaudi_ucm.config_file import read_config_file
+from vllm_gaudi_ucm.config_problems import expected, problems, section
+from vllm_gaudi_ucm.sparse.config import SparseConfig, resolve_sparse_config, resolve_sparse_method
 
 ROOT = "ucm"
 
@@ -118,6 +120,27 @@ class UcmConfig(_Section):
     attention: AttentionConfig = Field(default=AttentionConfig(), description="Unified Attention.")
     graphs: GraphsConfig = Field(default=GraphsConfig(), description="Static shapes and captured graphs.")
     cpu: CpuConfig = Field(default=CpuConfig(), description="The CPU as the reference device.")
+    ucm_sparse_method: str | None = Field(
+        default=None,
+        description="Sparse method: `GSA`, `ESA`, `KVStar`, or a registered one. Without it every request is dense.",
+    )
+    ucm_sparse_config: SparseConfig = Field(default=SparseConfig(), description="Options of the sparse methods.")
+
+    @field_validator("ucm_sparse_method", mode="after")
+    @classmethod
+    def _known_method(cls, value: str | None) -> str | None:
+        return resolve_sparse_method(value, f"{ROOT}.ucm_sparse_method")
+
+    @field_validator("ucm_sparse_config", mode="before")
+    @classmethod
+    def _sections_of_methods(cls, value: Any) -> SparseConfig:
+        return resolve_sparse_config(value, f"{ROOT}.ucm_sparse_config")
+
+    @model_validator(mode="after")
+    def _sections_go_together(self) -> Self:
+        if self.ucm_sparse_method is not None:
+            self.ucm_sparse_config.options(self.ucm_sparse_method, f"{ROOT}.ucm_sparse_config")
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved values, as JSON types; `resolve_config({"ucm": config.to_dict()})` gives an equal object."""
@@ -161,7 +184,7 @@ def resolve_value(value: Any) -> UcmConfig:
     try:
         return UcmConfig.model_validate(dict(value))
     except ValidationError as error:
-        raise UcmConfigError(list(_problems(error)), source) from None
+        raise UcmConfigError(list(problems(error, UcmConfig, ROOT)), source) from None
 
 
 def describe() -> list[Row]:
@@ -179,86 +202,13 @@ def markdown_table() -> str:
     return "\n".join(lines)
 
 
-def expected(field: FieldInfo) -> str:
-    """What a field takes, in words: `integer, 16 to 8192`, `one of "auto", "reference"`, `mapping`."""
-    return " or ".join(_alternatives(field.annotation, field.metadata))
-
-
-def _alternatives(annotation: Any, metadata: list[Any]) -> Iterator[str]:
-    if annotation is type(None):
-        yield "null"
-    elif annotation is bool:
-        yield "true or false"
-    elif annotation is Path:
-        yield "path of a file"
-    elif annotation is int:
-        yield "integer" + _range(metadata)
-    elif annotation is float:
-        yield "number" + _range(metadata)
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield f"mapping with the keys {', '.join(annotation.model_fields)}"
-    elif hasattr(annotation, "__metadata__"):  # Annotated[T, ...]
-        inner, *extra = get_args(annotation)
-        yield from _alternatives(inner, extra)
-    elif getattr(annotation, "__origin__", None) is Literal:
-        values = [f'"{value}"' for value in get_args(annotation)]
-        yield values[0] if len(values) == 1 else f"one of {', '.join(values)}"
-    else:  # a union
-        for member in get_args(annotation):
-            yield from _alternatives(member, metadata)
-
-
-def _range(metadata: list[Any]) -> str:
-    """`, 16 to 8192` or `, above 0` from the bounds that pydantic keeps in `Field` or annotated-types objects."""
-    bounds: dict[str, int] = {}
-    for item in metadata:
-        for part in getattr(item, "metadata", [item]):
-            bounds.update({name: getattr(part, name) for name in ("ge", "le", "gt") if hasattr(part, name)})
-    if not bounds:
-        return ""
-    if "gt" in bounds:
-        return f", above {bounds['gt']}"
-    return f", {bounds['ge']} to {bounds['le']}" if "le" in bounds else f", at least {bounds['ge']}"
-
-
 def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
-        section = _section(field)
-        if section is None:
+        inner = section(field)
+        if inner is None:
             yield f"{prefix}.{name}", field
         else:
-            yield from _leaves(section, f"{prefix}.{name}")
-
-
-def _section(field: FieldInfo) -> type[BaseModel] | None:
-    annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _problems(error: ValidationError) -> Iterator[Problem]:
-    seen = set()
-    for detail in error.errors(include_url=False):
-        problem = _problem(detail["loc"], detail["input"])
-        # A union reports one error for each of its members; they are one problem.
-        if problem.key not in seen:
-            seen.add(problem.key)
-            yield problem
-
-
-def _problem(location: tuple[int | str, ...], found: Any) -> Problem:
-    """One of pydantic's errors, named by our key: what lies beyond a leaf is pydantic's own (members of a union)."""
-    model: type[BaseModel] = UcmConfig
-    key = ROOT
-    for depth, part in enumerate(map(str, location), start=1):
-        field = model.model_fields.get(part)
-        if field is None:
-            return unknown_key(part, key, list(model.model_fields))
-        key = f"{key}.{part}"
-        section = _section(field)
-        if section is None or depth == len(location):
-            return Problem(key, repr(found), expected(field))
-        model = section
-    return Problem(key, repr(found), "a mapping")
+            yield from _leaves(inner, f"{prefix}.{name}")
 
 
 def _show(default: Any) -> str:

@@ -27,9 +27,9 @@ class UcmConfigError(ValueError):
         )
 
     @classmethod
-    def malformed(cls, source: str, what: str) -> "UcmConfigError":
-        """Text that is neither YAML nor JSON: `what` says where and why."""
-        return cls([Problem("ucm", f"malformed {source} ({what})", "YAML, or JSON in a *.json file")])
+    def malformed(cls, source: str, what: str, key: str = "ucm") -> "UcmConfigError":
+        """Text for `key` that is neither YAML nor JSON: `what` says where and why."""
+        return cls([Problem(key, f"malformed {source} ({what})", "YAML, or JSON in a *.json file")])
 
     def __reduce__(self) -> tuple[type["UcmConfigError"], tuple[list[Problem], str]]:
         # vLLM hands errors from the engine's process to the front: the default would call us with the message.
@@ -39,9 +39,10 @@ class UcmConfigError(ValueError):
 def unknown_key(key: str, section: str, valid: list[str]) -> Problem:
     """A key that does not exist in a section, with the nearest one that does."""
     prefix = f"{section}." if section else ""
-    nearest = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
+    by_lower_case = {name.lower(): name for name in valid}
+    nearest = difflib.get_close_matches(key.lower(), by_lower_case, n=1, cutoff=0.6)
     if nearest:
-        hint = f"{prefix}{nearest[0]} (the nearest valid key)"
+        hint = f"{prefix}{by_lower_case[nearest[0]]} (the nearest valid key)"
     else:
         hint = " or ".join(f"{prefix}{name}" for name in sorted(valid))
     return Problem(f"{prefix}{key}", "an unknown key", hint)

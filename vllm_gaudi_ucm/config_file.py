@@ -1,4 +1,4 @@
-"""Reads a configuration file, YAML or JSON: the mapping itself, or under a single key `ucm`."""
+"""Reads a configuration file, YAML or JSON: the mapping itself, or under its own key alone."""
 
 import json
 from collections.abc import Hashable
@@ -23,37 +23,41 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def read_config_file(path: Path) -> Any:
-    """The file's value under `ucm`, or the whole file; an empty file is an empty mapping. Raises `UcmConfigError`."""
+def read_config_file(path: Path, key: str = "ucm") -> Any:
+    """The value of a file that was given for `key`; an empty file is an empty mapping. Raises `UcmConfigError`.
+
+    A file with the last part of `key` as its only key holds the value under it.
+    """
     path = path.expanduser()
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         what = f"file {str(path)!r} that cannot be read ({error.strerror})"
-        raise UcmConfigError([Problem("ucm", what, "the path of a YAML or JSON file")]) from error
+        raise UcmConfigError([Problem(key, what, "the path of a YAML or JSON file")]) from error
     except UnicodeDecodeError as error:
-        raise UcmConfigError.malformed(f"file {str(path)!r}", "bytes that are not UTF-8 text") from error
-    value = _parse_json(path, text) if path.suffix == ".json" else _parse_yaml(path, text)
-    if isinstance(value, dict) and list(value) == ["ucm"]:
-        value = value["ucm"]
+        raise UcmConfigError.malformed(f"file {str(path)!r}", "bytes that are not UTF-8 text", key) from error
+    value = _parse_json(path, text, key) if path.suffix == ".json" else _parse_yaml(path, text, key)
+    name = key.rpartition(".")[2]
+    if isinstance(value, dict) and list(value) == [name]:
+        value = value[name]
     return {} if value is None else value
 
 
-def _parse_yaml(path: Path, text: str) -> Any:
+def _parse_yaml(path: Path, text: str, key: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise UcmConfigError.malformed(f"file {str(path)!r}", f"{place}{error.problem}") from error
+        raise UcmConfigError.malformed(f"file {str(path)!r}", f"{place}{error.problem}", key) from error
     except yaml.YAMLError as error:
-        raise UcmConfigError.malformed(f"file {str(path)!r}", str(error)) from error
+        raise UcmConfigError.malformed(f"file {str(path)!r}", str(error), key) from error
 
 
-def _parse_json(path: Path, text: str) -> Any:
+def _parse_json(path: Path, text: str, key: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise UcmConfigError.malformed(
-            f"file {str(path)!r}", f"line {error.lineno}, column {error.colno}: {error.msg}"
+            f"file {str(path)!r}", f"line {error.lineno}, column {error.colno}: {error.msg}", key
         ) from error

@@ -11,7 +11,29 @@ from pydantic import ValidationError
 from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table, resolve_config, resolve_value
 from vllm_gaudi_ucm.config_error import UcmConfigError
 
+SECTIONS = (
+    "ucm.attention or ucm.cpu or ucm.graphs or ucm.phase_log or ucm.ucm_sparse_config or ucm.ucm_sparse_method"
+)
 README = Path(__file__).parents[2] / "README.md"
+
+BLOCK_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
+    "sparse_ratio": ([0.05, 1.0], [0.0, 1.5, "0.3", True, None], "number, above 0 and at most 1"),
+    "local_window_sz": ([1, 4], [0, 1.5, True], "integer, at least 1"),
+    "init_window_sz": ([0, 4], [-1, "1", None], "integer, at least 0"),
+    "min_blocks": ([1, 64], [0, 4.0], "integer, at least 1"),
+    "min_tokens": ([1, 4096], [0, None, "1k"], "integer, at least 1"),
+    "summary": (
+        ["mean", "minmax", "box_mean", "hash"],
+        ["max", "MEAN", None],
+        'one of "mean", "minmax", "box_mean", "hash"',
+    ),
+}
+PREFETCH_OPTIONS = {
+    "prefetch_workers": 4,
+    "max_pending_prefetch": 64,
+    "prefetch_ahead": 2,
+    "prefetch_cache_size": 1000,
+}
 
 # key -> (values that are taken, values that are refused, part of the message after "expected")
 VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
@@ -44,6 +66,28 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.graphs.recipe_cache": ([None, "recipes"], [3, True], "path of a file or null"),
     "ucm.cpu.threads": ([None, 1, 64], [0, -1, "2", 1.5, True], "integer, at least 1 or null"),
     "ucm.cpu.packed_weights": ([True, False], [0, "true", None], "true or false"),
+    "ucm.ucm_sparse_method": ([None, "GSA", "ESA", "KVStar"], [3, True, ["GSA"]], "text or null"),
+    **{f"ucm.ucm_sparse_config.GSA.{name}": values for name, values in BLOCK_OPTIONS.items()},
+    "ucm.ucm_sparse_config.GSA.reuse_steps": ([1, 8], [0, 1.0, True], "integer, at least 1"),
+    "ucm.ucm_sparse_config.GSA.reuse_layers": ([1, 4], [0, "2", None], "integer, at least 1"),
+    "ucm.ucm_sparse_config.GSA.dense_layers": (
+        [(), (0, 31)],
+        [3, None, "0"],
+        "list, each entry integer, at least 0",
+    ),
+    **{
+        f"ucm.ucm_sparse_config.GSA.{name}": (
+            [default],
+            [default + 1, 0, True, None],
+            f"{default} (the prefetch engine is not in this version)",
+        )
+        for name, default in PREFETCH_OPTIONS.items()
+    },
+    **{f"ucm.ucm_sparse_config.ESA.{name}": values for name, values in BLOCK_OPTIONS.items()},
+    "ucm.ucm_sparse_config.KVStar.checkpoint_interval": ([1, 8], [0, 8.0, "8"], "integer, at least 1"),
+    "ucm.ucm_sparse_config.KVStar.lock_duration": ([1, 16], [0, None, True], "integer, at least 1"),
+    "ucm.ucm_sparse_config.KVStar.update_threshold": ([0, 2], [-1, 2.5, None], "integer, at least 0"),
+    "ucm.ucm_sparse_config.KVStar.base_method": (["GSA", "ESA"], [], "text"),
 }
 
 
@@ -81,6 +125,16 @@ def test_bad_value_names_key_found_and_expected(key: str, value: Any) -> None:
     assert [str(problem) for problem in caught.value.problems] == [f"{key}: found {value!r}, expected {VALUES[key][2]}"]
 
 
+@pytest.mark.parametrize("entry", [-1, True, "0", 1.5])
+def test_bad_entry_of_a_list(entry: Any) -> None:
+    with pytest.raises(UcmConfigError) as caught:
+        resolve_config(nested("ucm.ucm_sparse_config.GSA.dense_layers", [0, entry]))
+    expected = "list, each entry integer, at least 0"
+    assert [(p.key, p.found, p.expected) for p in caught.value.problems] == [
+        ("ucm.ucm_sparse_config.GSA.dense_layers", repr(entry), expected)
+    ]
+
+
 def test_all_problems_at_once() -> None:
     """One error lists every problem: unknown keys at any depth, wrong types and ranges."""
     bad = {"ucm": {"attention": {"implementaton": "cpu", "causal_slice": 3}, "cpu": {"threads": 0}, "zzz": 1}}
@@ -93,7 +147,7 @@ def test_all_problems_at_once() -> None:
     )
     assert "ucm.attention.causal_slice: found 3, expected integer, 16 to 8192" in message
     assert "ucm.cpu.threads: found 0" in message
-    assert "ucm.zzz: found an unknown key, expected ucm.attention or ucm.cpu or ucm.graphs or ucm.phase_log" in message
+    assert f"ucm.zzz: found an unknown key, expected {SECTIONS}" in message
 
 
 @pytest.mark.parametrize(
@@ -103,7 +157,7 @@ def test_all_problems_at_once() -> None:
         ({"ucm": {"atention": {}}}, "ucm.atention", "ucm.attention (the nearest valid key)"),
         ({"ucm": {"cpu": {"thread": 2}}}, "ucm.cpu.thread", "ucm.cpu.threads (the nearest valid key)"),
         ({"ucm": {"cpu": {"cpu": 2}}}, "ucm.cpu.cpu", "ucm.cpu.packed_weights or ucm.cpu.threads"),
-        ({"ucm": {1: 2}}, "ucm.1", "ucm.attention or ucm.cpu or ucm.graphs or ucm.phase_log"),
+        ({"ucm": {1: 2}}, "ucm.1", SECTIONS),
     ],
 )
 def test_unknown_key(config: dict[str, Any], key: str, expected: str) -> None:

@@ -1,0 +1,1 @@
+"""UCM sparse methods: which cached blocks a request attends to."""

@@ -1,0 +1,158 @@
+"""The interface of a sparse method: hooks of the scheduler's role and hooks of the worker's role.
+
+Source: seed 000 (GSA), sections 2, 5 and 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm_gaudi_ucm.sparse.options import MethodOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from vllm_gaudi_ucm.sparse.meta import SparseMeta
+
+INVALID_SLOT = -1
+"""`estimate_num_slots_sparsed`: the method does not change how many slots a request needs."""
+
+
+class UcmSparseRole(Enum):
+    """The process a method object lives in."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+
+
+SCHEDULER_HOOKS = (
+    "register_block_size",
+    "request_begin",
+    "estimate_num_slots_sparsed",
+    "allocate_slots",
+    "build_sparse_meta",
+    "drafts_verified",
+    "request_preempted",
+    "request_finished_in_scheduler",
+)
+WORKER_HOOKS = (
+    "register_kv_caches",
+    "execute_begin",
+    "attention_begin",
+    "attention_finished",
+    "execute_finished",
+    "update_states",
+    "request_finished_in_worker",
+)
+
+
+class SparseRoleError(RuntimeError):
+    """A hook was called on a method object of the other role."""
+
+
+class UcmSparseBase:
+    """A sparse method that does nothing: every request is dense, every tensor passes through.
+
+    A method overrides what it needs, and names the model of its options as `Options`. One object serves one role; a
+    hook of the other role raises `SparseRoleError`.
+
+    Args:
+        role: where the object lives.
+        config: the method's options: a mapping, an `Options`, or None for the defaults. Raises `UcmConfigError`.
+    """
+
+    Options: ClassVar[type[MethodOptions]] = MethodOptions
+
+    def __init__(self, role: UcmSparseRole, config: Mapping[str, Any] | MethodOptions | None = None) -> None:
+        self.role = role
+        self.options = self.Options.resolve({} if config is None else config, type(self).__name__)
+        # on the object, so that hooks of the right role cost nothing and a method need not call super()
+        for hook in WORKER_HOOKS if role is UcmSparseRole.SCHEDULER else SCHEDULER_HOOKS:
+            setattr(self, hook, _refusal(type(self).__name__, hook, role))
+
+    @property
+    def selecting_method(self) -> UcmSparseBase:
+        """The method that selects: this one, or the one that it wraps."""
+        return self
+
+    # --- scheduler role ---
+
+    def register_block_size(self, block_size: int) -> None:
+        """Once, before the first request: tokens per block."""
+
+    def request_begin(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
+        """A request that may be sparse was added. Its id may be that of a request that has finished."""
+
+    def estimate_num_slots_sparsed(self, request: Request) -> int:
+        """Slots that the request needs instead of one for each token, or INVALID_SLOT for no change."""
+        return INVALID_SLOT
+
+    def allocate_slots(self, request: Request, num_slots_sparsed: int) -> Any:
+        """Allocates what `estimate_num_slots_sparsed` asked for; never called after INVALID_SLOT."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.allocate_slots: found {num_slots_sparsed} slots asked for by "
+            "estimate_num_slots_sparsed, expected INVALID_SLOT; a method that changes the number must override both"
+        )
+
+    def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
+        """Once per step, after scheduling: the selections of the step. `requests` holds at least the scheduled ones."""
+        from vllm_gaudi_ucm.sparse.meta import SparseMeta
+
+        return SparseMeta()
+
+    def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        """A step has verified the drafts of a request that is still there."""
+
+    def request_preempted(self, request_id: str) -> None:
+        """The request lost its blocks and will be computed again: nothing stored for it is valid."""
+
+    def request_finished_in_scheduler(self, request_id: str) -> None:
+        """The request finished or was aborted. Called for requests that never began, too."""
+
+    # --- worker role ---
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Once: the KV cache of each layer, by layer name."""
+
+    def execute_begin(self, step: Any) -> None:
+        """Before the forward of a step; `step` is the worker's plan of it."""
+
+    def attention_begin(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: Any,
+        output: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Before the attention of a layer; query [rows, heads, dim], key and value [rows, kv heads, dim]."""
+        return query, key, value, output
+
+    def attention_finished(self, layer_idx: int, output: Tensor | None) -> Tensor | None:
+        """After the attention of a layer; output [rows, heads, dim], or None where `attention_begin` got none."""
+        return output
+
+    def execute_finished(self) -> None:
+        """After the forward of a step."""
+
+    def update_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Before a step is planned: requests that begin, resume, were preempted or finished."""
+
+    def request_finished_in_worker(self, request_id: str) -> None:
+        """The worker has dropped the request."""
+
+
+def _refusal(method: str, hook: str, role: UcmSparseRole) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        other = UcmSparseRole.WORKER if role is UcmSparseRole.SCHEDULER else UcmSparseRole.SCHEDULER
+        raise SparseRoleError(
+            f"{method}.{hook}: found an object of the role {role.name}, expected {other.name}; "
+            f"create one with UcmSparseRole.{other.name}"
+        )
+
+    return refuse

@@ -1,0 +1,181 @@
+"""What the methods that choose blocks by their summaries share: budgets in the scheduler, a selector in the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
+from vllm_gaudi_ucm.sparse.budget import Budget, block_budget
+from vllm_gaudi_ucm.sparse.decode_rows import decode_rows
+from vllm_gaudi_ucm.sparse.meta import RequestSelection, SelectionMode, SparseMeta
+from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class Selector(Protocol):
+    """What the worker's role delegates to: the tensors of the selection."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None: ...
+
+    def begin_step(self, step: Any) -> None: ...
+
+    def attention_begin(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, metadata: Any, output: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...
+
+    def attention_finished(self, layer_idx: int, output: Tensor | None) -> Tensor | None: ...
+
+    def end_step(self) -> None: ...
+
+    def update_states(self, scheduler_output: SchedulerOutput) -> None: ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
+@dataclass
+class _Held:
+    """A budget whose selection serves several steps: windows stay, so that tokens newer than it are always live."""
+
+    budget: Budget
+    steps: int = 1
+
+
+class BlockSparse(UcmSparseBase):
+    """Selects blocks by scores. A subclass names its options; it may change `reuse_steps` and `block_scores`.
+
+    `selector` is set by the worker; without one its hooks pass every tensor through.
+    """
+
+    Options: ClassVar[type[MethodOptions]] = BlockOptions
+
+    def __init__(self, role: UcmSparseRole, config: Mapping[str, Any] | MethodOptions | None = None) -> None:
+        super().__init__(role, config)
+        self.block_options = _block_options(self)
+        self.selector: Selector | None = None
+        self.block_size: int | None = None
+        self._held: dict[str, _Held | None] = {}
+
+    @property
+    def reuse_steps(self) -> int:
+        """Steps that one selection serves."""
+        return 1
+
+    @property
+    def reuse_layers(self) -> int:
+        """Consecutive layers that share a selection."""
+        return 1
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Indices of layers without a selection."""
+        return ()
+
+    def block_scores(self, layer_idx: int, query: Tensor, candidates: Any) -> Tensor | None:
+        """Scores of the candidates of a layer, float32 [candidates]; None: by the summaries.
+
+        Runs on the device inside captured graphs: static shapes, no reads from the host.
+
+        Args:
+            layer_idx: index of the layer.
+            query: [rows, heads, dim].
+            candidates: `vllm_gaudi_ucm.sparse.device.block_selector.Candidates`.
+        """
+        return None
+
+    # --- scheduler role ---
+
+    def register_block_size(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def request_begin(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
+        self._held[request_id] = None
+
+    def request_preempted(self, request_id: str) -> None:
+        if request_id in self._held:
+            self._held[request_id] = None
+
+    def request_finished_in_scheduler(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
+
+    def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
+        """Budgets of every decode of a request that has begun and whose context is long enough."""
+        meta = SparseMeta()
+        for row in decode_rows(scheduler_output, requests):
+            if row.request_id in self._held:
+                selection = self._select(row.request_id, row.context_tokens)
+                if selection is not None:
+                    meta.requests[row.request_id] = selection
+        for request_id in scheduler_output.num_scheduled_tokens:
+            # a dense step in between (streamed input): the next selection is a new one
+            if request_id not in meta.requests:
+                self.request_preempted(request_id)
+        return meta
+
+    def _select(self, request_id: str, context_tokens: int) -> RequestSelection | None:
+        held = self._held[request_id]
+        if held is not None and held.steps < self.reuse_steps:
+            held.steps += 1
+            return RequestSelection(SelectionMode.REUSE, *held.budget)
+        budget = block_budget(context_tokens, self._known_block_size(), self.block_options)
+        self._held[request_id] = None if budget is None else _Held(budget)
+        return None if budget is None else RequestSelection(SelectionMode.SELECT, *budget)
+
+    def _known_block_size(self) -> int:
+        if self.block_size is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.build_sparse_meta: found no block size, expected register_block_size to be "
+                "called before the first step; call it once"
+            )
+        return self.block_size
+
+    # --- worker role ---
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        if self.selector is not None:
+            self.selector.register_kv_caches(kv_caches)
+
+    def execute_begin(self, step: Any) -> None:
+        if self.selector is not None:
+            self.selector.begin_step(step)
+
+    def attention_begin(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: Any,
+        output: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if self.selector is None:
+            return query, key, value, output
+        return self.selector.attention_begin(layer_idx, query, key, value, metadata, output)
+
+    def attention_finished(self, layer_idx: int, output: Tensor | None) -> Tensor | None:
+        return output if self.selector is None else self.selector.attention_finished(layer_idx, output)
+
+    def execute_finished(self) -> None:
+        if self.selector is not None:
+            self.selector.end_step()
+
+    def update_states(self, scheduler_output: SchedulerOutput) -> None:
+        if self.selector is not None:
+            self.selector.update_states(scheduler_output)
+
+    def request_finished_in_worker(self, request_id: str) -> None:
+        if self.selector is not None:
+            self.selector.forget(request_id)
+
+
+def _block_options(method: UcmSparseBase) -> BlockOptions:
+    if not isinstance(method.options, BlockOptions):
+        raise TypeError(
+            f"{type(method).__name__}.Options: found {type(method.options).__name__}, expected a subclass of BlockOptions"
+        )
+    return method.options

@@ -1,0 +1,52 @@
+"""How many blocks of a context a request attends to, and which of them need no choice: pure arithmetic.
+
+Source: seed 000 (GSA) 5.1, `_select_blocks`, clamped to the blocks that exist.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
+
+
+class Budget(NamedTuple):
+    """Logical blocks [0, sink_blocks) and [window_start, end) are live; `num_selected` of those between are chosen."""
+
+    sink_blocks: int
+    window_start: int
+    num_selected: int
+
+    @property
+    def num_candidates(self) -> int:
+        return self.window_start - self.sink_blocks
+
+
+def block_budget(context_tokens: int, block_size: int, options: BlockOptions) -> Budget | None:
+    """The budget of a context, None where it is dense: too short, or sinks and window leave nothing to choose from.
+
+    Args:
+        context_tokens: certain tokens, the new one included; drafts are not.
+        block_size: tokens per block.
+        options: ratio, windows and minima. `min_blocks` and the ratio count full blocks, sinks and window included;
+            the partial tail is attended in addition.
+    """
+    if context_tokens < options.min_tokens:
+        return None
+    full = context_tokens // block_size
+    sinks = min(options.init_window_sz, full)
+    window_start = max(sinks, full - options.local_window_sz)
+    candidates = window_start - sinks
+    if candidates == 0:
+        return None
+    live = full - candidates
+    # 0.7 * 10 is 7.000000000000001 in binary: the least excess must not cost a block
+    wanted = max(options.min_blocks, math.ceil(options.sparse_ratio * full - 1e-9))
+    return Budget(sinks, window_start, min(max(0, wanted - live), candidates))
+
+
+def shortest_sparse_context(block_size: int, options: BlockOptions) -> int:
+    """Tokens of the shortest context that has a budget."""
+    return max(options.min_tokens, (options.init_window_sz + options.local_window_sz + 1) * block_size)

@@ -1,0 +1,1 @@
+"""KVStar: a selection that stays locked over several steps."""

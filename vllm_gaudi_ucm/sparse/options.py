@@ -1,0 +1,82 @@
+"""Options of the sparse methods, by the seeds' names. Sources: seed 000 (GSA) 7.1, seed 002 (KVStar) 6.1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.config_problems import NOTE, problems
+
+_NO_PREFETCH: dict[str, Any] = {NOTE: "the prefetch engine is not in this version"}
+_PREFETCH = "Of the prefetch engine, which is not in this version: no other value is taken."
+
+
+class MethodOptions(BaseModel):
+    """Base of every method's options: strict, immutable, equal by value."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @classmethod
+    def resolve(cls, value: Any, key: str) -> Self:
+        """The options in a mapping that stands under `key`, or options as they are. Raises `UcmConfigError`."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            wanted = f"mapping with the keys {', '.join(cls.model_fields)}" if cls.model_fields else "an empty mapping"
+            raise UcmConfigError([Problem(key, repr(value), wanted)])
+        try:
+            return cls.model_validate(dict(value))
+        except ValidationError as error:
+            raise UcmConfigError(list(problems(error, cls, key))) from None
+
+
+class BlockOptions(MethodOptions):
+    """Options of every method that selects blocks by the scores of their summaries."""
+
+    sparse_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.3,
+        description="Part of the context's full blocks that is attended, sinks and local window included.",
+    )
+    local_window_sz: Annotated[int, Field(ge=1)] = Field(
+        default=2, description="Newest full blocks that are always attended, beside the partial tail."
+    )
+    init_window_sz: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="First blocks (sinks) that are always attended."
+    )
+    min_blocks: Annotated[int, Field(ge=1)] = Field(
+        default=4, description="Least number of full blocks attended, sinks and local window included."
+    )
+    # Below 2048 tokens attention is a few per cent of a step, so that a selection costs quality and saves nothing.
+    min_tokens: Annotated[int, Field(ge=1)] = Field(
+        default=2048, description="Shortest context that is sparse, in tokens; below it a request is dense."
+    )
+    summary: Literal["mean", "minmax", "box_mean", "hash"] = Field(
+        default="mean",
+        description="What is kept of a full block's keys to score it: their mean, the smallest and largest value of "
+        "each element, means of several runs of tokens, or sign codes.",
+    )
+
+
+class EsaOptions(BlockOptions):
+    """ESA chooses anew in every step and in every layer."""
+
+
+class GsaOptions(BlockOptions):
+    """GSA: a selection may serve several steps and several layers."""
+
+    reuse_steps: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="Steps that one selection serves; 1 selects anew in every step."
+    )
+    reuse_layers: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="Consecutive layers that share the selection of the first of them."
+    )
+    dense_layers: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = Field(
+        default=(), strict=False, description="Indices of layers that attend to the whole context."
+    )
+    prefetch_workers: Literal[4] = Field(default=4, description=_PREFETCH, json_schema_extra=_NO_PREFETCH)
+    max_pending_prefetch: Literal[64] = Field(default=64, description=_PREFETCH, json_schema_extra=_NO_PREFETCH)
+    prefetch_ahead: Literal[2] = Field(default=2, description=_PREFETCH, json_schema_extra=_NO_PREFETCH)
+    prefetch_cache_size: Literal[1000] = Field(default=1000, description=_PREFETCH, json_schema_extra=_NO_PREFETCH)
