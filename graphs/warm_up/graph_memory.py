@@ -22,9 +22,10 @@ class GraphMemory:
     """Bytes of graphs, from the measured ones: least squares on simple terms, kept between what was measured.
 
     The terms of a forward shape are 1, query_len, causal x query_len, shared_blocks, query_len x shared_blocks,
-    unique_blocks and selected_blocks: activations grow with rows, attention's bookkeeping with blocks, and every graph has a fixed part.
-    No coefficient is negative, so a larger shape never takes less. No prediction is below a measured shape that is
-    smaller, nor above a measured one that is larger; where measurements contradict this, the larger figure counts.
+    unique_blocks and selected_blocks: activations grow with rows, attention's bookkeeping with blocks, and every graph
+    has a fixed part. No coefficient is negative, so a larger shape never takes less. No prediction is below a measured
+    shape that is smaller, nor above a measured one that is larger; where measurements contradict this, the larger
+    figure counts.
 
     Args:
         measured: bytes by graph. Of a kind without any (forward, logits) everything is predicted to take 0.

@@ -16,7 +16,7 @@ from tests.graphs.shapes import COST
 from tests.runner.batches import Request, Step, lay_out, steps
 from tests.runner.test_static_inputs import server_limits, step_shape
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, dominates
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.graph_runner.eager import EagerRunner
 from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
@@ -134,7 +134,7 @@ def test_the_graph_is_chosen_by_forward_shape_and_the_logits_by_their_rows() -> 
     server = Server(LIMITS, [TIGHT], [3])
     plan = planned(DECODES)
     server.run(plan)
-    assert server.execution.stage(plan, np.zeros(3, np.int64)).padded == Bucket(*TIGHT, 3)
+    assert server.execution.stage(plan, np.zeros(3, np.int64)).padded == TIGHT.step(3)
     assert len(server.execution.logits(np.array([2]))) == 3
     assert len(server.execution.logits(np.array([0, 1, 2, 0]))) == LIMITS.max_num_seqs
 
@@ -188,7 +188,7 @@ def test_only_what_is_warm_is_used() -> None:
     assert server.run(plan)[:3].tolist() == expected(plan)
     assert server.execution.stage(plan, np.zeros(3, np.int64)).padded == maximum
     server.warm([TIGHT, 3])
-    assert server.execution.stage(plan, np.zeros(3, np.int64)).padded == Bucket(*TIGHT, 3)
+    assert server.execution.stage(plan, np.zeros(3, np.int64)).padded == TIGHT.step(3)
 
 
 def test_a_step_counts_once_for_each_bucket_that_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, steps
 from tests.graphs.warm_up.sets import bucket_sets, keys_of, server_buckets
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, dominates
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory
