@@ -9,7 +9,9 @@ namespace {
 constexpr int64_t SERIAL = 1024;  // scores for which waking other threads costs more than it saves
 
 // Many query vectors: both products in register blocks over transposed keys.
-void add_tile(Unit& unit, const Tile& tile) {
+void add_tile(Unit& unit, const Tile& tile, const Tile* next) {
+    const int64_t fetches = padded(unit.count, ROWS) / ROWS * (unit.dim + KEYS) / FETCH, size = tile.type == FP32 ? 4 : 2;
+    Ahead ahead{next, unit.dim * size, unit.value_dim * size, (KEYS + fetches - 1) / fetches};
     pack_keys(unit, tile);
     pack_values(unit, tile);
     for (int64_t first = 0; first < unit.count; first += ROWS) {
@@ -17,7 +19,7 @@ void add_tile(Unit& unit, const Tile& tile) {
         if (depth == 0) continue;
         for (int64_t t = 0; t < depth; t += WIDTH) {
             Floats c[ROWS][VECTORS] = {};
-            multiply(unit.query + first * unit.dim, unit.dim, unit.keys + t, KEYS, unit.dim, c);
+            multiply(unit.query + first * unit.dim, unit.dim, unit.keys + t, KEYS, unit.dim, c, ahead);
             for (int i = 0; i < ROWS; ++i)
                 for (int j = 0; j < VECTORS; ++j) store(unit.scores + i * KEYS + t + j * LANES, c[i][j]);
         }
@@ -29,21 +31,11 @@ void add_tile(Unit& unit, const Tile& tile) {
             Floats c[ROWS][VECTORS];
             for (int i = 0; i < ROWS; ++i)
                 for (int j = 0; j < VECTORS; ++j) c[i][j] = load(out + i * unit.value_width + j * LANES) * kept[i];
-            multiply(unit.scores, KEYS, unit.values + d, unit.value_width, depth, c);
+            multiply(unit.scores, KEYS, unit.values + d, unit.value_width, depth, c, ahead);
             for (int i = 0; i < ROWS; ++i)
                 for (int j = 0; j < VECTORS; ++j) store(out + i * unit.value_width + j * LANES, c[i][j]);
         }
     }
-}
-
-void prefetch(const char* from, int64_t floats) {
-    for (int64_t byte = 0; byte < floats * 4; byte += 64) __builtin_prefetch(from + byte);
-}
-
-Floats dot(const float* a, const float* b, int64_t size) {
-    Floats total = {};
-    for (int64_t i = 0; i < size; i += LANES) total += load(a + i) * load(b + i);
-    return total;
 }
 
 // Few query vectors: keys and values are read where they lie, once, and the next ones fetched meanwhile.
@@ -52,7 +44,7 @@ void add_tile_to_few(Unit& unit, const Tile& tile) {
         const float* keys[LANES];
         for (int lane = 0; lane < LANES; ++lane) {
             const int64_t next = t + lane + LANES;
-            if (next < tile.count) prefetch(tile.key[next], unit.dim);
+            if (next < tile.count) prefetch(tile.key[next], unit.dim * 4);
             keys[lane] = reinterpret_cast<const float*>(tile.key[t + lane < tile.count ? t + lane : t]);
         }
         for (int64_t i = 0; i < unit.count; ++i) {
@@ -82,21 +74,28 @@ void add_tile_to_few(Unit& unit, const Tile& tile) {
 void add_cached(Unit& unit, const Layer& layer, const Tensors& tensors, const Job& job, const Span* spans, int64_t head) {
     const bool few = unit.count <= FEW && layer.cache_type == FP32 && unit.dim % LANES == 0 && unit.value_dim % LANES == 0;
     const int64_t size = layer.cache_type == FP32 ? 4 : 2;
-    Tile tile;
-    tile.count = 0, tile.first_key = -1, tile.type = layer.cache_type;
+    Tile tiles[2], *tile = tiles, *before = nullptr;  // a tile is multiplied while the one after it is fetched
+    tiles[0].first_key = tiles[1].first_key = -1, tiles[0].type = tiles[1].type = layer.cache_type;
+    tile->count = 0;
+    const auto add = [&](const Tile& full, const Tile* next) {
+        few ? add_tile_to_few(unit, full) : add_tile(unit, full, next);
+    };
     for (int64_t s = job.span_lo; s < job.span_hi; ++s) {
         const int64_t block = spans[s].block_of(tensors.selected);
         const char* key = tensors.key_cache + (block * layer.key_block + head * layer.key_cache_head) * size;
         const char* value = tensors.value_cache + (block * layer.value_block + head * layer.value_cache_head) * size;
         for (int64_t t = spans[s].lo; t < spans[s].hi; ++t) {
-            tile.key[tile.count] = key + t * layer.key_token * size;
-            tile.value[tile.count] = value + t * layer.value_token * size;
+            tile->key[tile->count] = key + t * layer.key_token * size;
+            tile->value[tile->count] = value + t * layer.value_token * size;
             const bool last = s + 1 == job.span_hi && t + 1 == spans[s].hi;
-            if (++tile.count < KEYS && !last) continue;
-            few ? add_tile_to_few(unit, tile) : add_tile(unit, tile);
-            tile.count = 0;
+            if (++tile->count < KEYS && !last) continue;
+            if (before) add(*before, tile);
+            before = tile;
+            tile = tile == tiles ? tiles + 1 : tiles;
+            tile->count = 0;
         }
     }
+    if (before) add(*before, nullptr);
 }
 
 void add_new(Unit& unit, const Layer& layer, const Tensors& tensors, int64_t first, int64_t first_row, int64_t last_row,
@@ -112,7 +111,7 @@ void add_new(Unit& unit, const Layer& layer, const Tensors& tensors, int64_t fir
             tile.value[t] = reinterpret_cast<const char*>(
                 tensors.value + (key + t) * layer.value_row + head * layer.value_head);
         }
-        add_tile(unit, tile);
+        add_tile(unit, tile, nullptr);
     }
 }
 

@@ -6,8 +6,6 @@
 
 namespace ucm {
 
-enum Type : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
-
 // Rows rows[row_lo:row_hi] see the cached tokens of spans[span_lo:span_hi] and, if causal_first >= 0, the new tokens
 // causal_first..row; then the rows are consecutive.
 struct Job {

@@ -2,10 +2,9 @@
 #pragma once
 
 #include <cmath>
-#include <cstdlib>
 
 #include "attention_job.h"
-#include "vector.h"
+#include "memory.h"
 
 namespace ucm {
 
@@ -14,26 +13,9 @@ constexpr int VECTORS = LANES == 16 ? 4 : 2;     // of a register block ROWS x V
 constexpr int WIDTH = VECTORS * LANES;
 constexpr int ROWS = 6;
 constexpr int FEW = 8;                           // up to so many query vectors, keys are not worth transposing
-constexpr int64_t LARGEST_HEAD = 512;            // of a cache in half precision
+constexpr int FETCH = 8;                         // multiplications between two fetches of what comes next
 constexpr float SLACK = 16.0f;                   // a weight may be e^SLACK before the results so far are scaled anew
 constexpr float NOTHING = -INFINITY;
-
-inline int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
-
-// Memory of one thread, grown and kept.
-struct Scratch {
-    float* data = nullptr;
-    int64_t size = 0;
-    ~Scratch() { std::free(data); }
-    float* take(int64_t wanted) {
-        if (wanted > size) {
-            std::free(data);
-            size = padded(wanted, 1024);
-            data = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
-        }
-        return data;
-    }
-};
 
 // State of a unit: `count` query vectors, already scaled, and their un-normalised results.
 struct Unit {
@@ -58,33 +40,17 @@ struct Tile {
     }
 };
 
-inline float widen(uint16_t half) {
-    const uint32_t magnitude = (half & 0x7fffu) << 13, sign = uint32_t(half & 0x8000u) << 16;
-    float value;
-    std::memcpy(&value, &magnitude, 4);
-    value *= 0x1p112f;
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    bits = (half & 0x7c00u) == 0x7c00u ? (magnitude | 0x7f800000u) : bits;
-    bits |= sign;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
+// The keys and values of the tile after this one, fetched from memory a few tokens at a time between multiplications.
+struct Ahead {
+    const Tile* tile;  // null: none
+    int64_t key_size, value_size, tokens, token = 0;
 
-// A token's head as fp32: in place, or converted into `room`.
-inline const float* as_floats(const char* data, int64_t type, int64_t size, float* room) {
-    if (type == FP32) return reinterpret_cast<const float*>(data);
-    const uint16_t* half = reinterpret_cast<const uint16_t*>(data);
-    for (int64_t i = 0; i < size; ++i) {
-        if (type == FP16) {
-            room[i] = widen(half[i]);
-        } else {
-            const uint32_t bits = uint32_t(half[i]) << 16;
-            std::memcpy(room + i, &bits, 4);
-        }
+    void fetch() {
+        if (!tile) return;
+        for (int64_t end = token + tokens; token < end && token < tile->count; ++token)
+            prefetch(tile->key[token], key_size), prefetch(tile->value[token], value_size);
     }
-    return room;
-}
+};
 
 template <int STEP>
 inline void transpose_level(Floats* v) {
@@ -136,8 +102,10 @@ inline void pack_values(Unit& unit, const Tile& tile) {
 
 // c[ROWS][VECTORS] += a[ROWS][depth] * b[depth][WIDTH]
 inline void multiply(
-    const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, Floats (&c)[ROWS][VECTORS]) {
+    const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, Floats (&c)[ROWS][VECTORS],
+    Ahead& ahead) {
     for (int64_t k = 0; k < depth; ++k, b += b_stride) {
+        if (k % FETCH == 0) ahead.fetch();
         Floats row[VECTORS];
         for (int j = 0; j < VECTORS; ++j) row[j] = load(b + j * LANES);
         for (int i = 0; i < ROWS; ++i) {
