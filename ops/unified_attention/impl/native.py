@@ -100,7 +100,7 @@ def attend(
     """Writes the attention of one layer to `out`; False if only the reference is exact for these tensors.
 
     selected_blocks: int64 [selected], the layer's blocks of the selected part in place of the plan's.
-    Raises IndexError if a block is outside of the cache, ValueError if there are not as many as in the plan.
+    Raises IndexError if a block is outside of the cache.
     """
     library = native()
     assert library is not None, "planned for kernels that are not there"
@@ -114,7 +114,7 @@ def attend(
     tensors.query, tensors.key, tensors.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
     tensors.key_cache, tensors.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
     tensors.out = result.data_ptr()
-    selected = plan.selected if selected_blocks is None else _checked(selected_blocks, plan.selected)
+    selected = plan.selected if selected_blocks is None else selected_blocks.contiguous()
     tensors.selected = selected.data_ptr()
     status = library.ucm_attend(ctypes.byref(plan.struct), ctypes.byref(layer), ctypes.byref(tensors))
     if status == 2:
@@ -125,16 +125,6 @@ def attend(
     if status == 0 and result is not out:
         out.copy_(result)
     return status == 0
-
-
-def _checked(selected_blocks: Tensor, planned: Tensor) -> Tensor:
-    """The kernel reads as many as were planned, from this address on."""
-    if selected_blocks.shape != planned.shape or selected_blocks.dtype != torch.int64 or not selected_blocks.is_cpu:
-        raise ValueError(
-            f"unified_attention: selected_blocks is {selected_blocks.dtype} {tuple(selected_blocks.shape)} on "
-            f"{selected_blocks.device}, expected int64 {tuple(planned.shape)} on cpu, as in the selected part"
-        )
-    return selected_blocks.contiguous()
 
 
 def _layer(
