@@ -82,7 +82,7 @@ def _asked_by_engine(config: VllmConfig) -> Iterator[Asked]:
         yield f"a KV cache of dtype {dtype}", f"--kv-cache-dtype {dtype}"
 
 
-SPECULATIVE_METHODS = ("ngram",)
+SPECULATIVE_METHODS = ("ngram", "draft_model")
 
 
 def _asked_by_speculation(config: SpeculativeConfig) -> Iterator[Asked]:
@@ -98,10 +98,25 @@ def _asked_by_speculation(config: SpeculativeConfig) -> Iterator[Asked]:
         "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
         "kv_cache_dtype": config.kv_cache_dtype is not None,
         "quantization": config.quantization is not None,
+        "moe_backend": config.moe_backend is not None,
+        "attention_backend": config.attention_backend is not None,
     }
     for name, is_asked in options.items():
         if is_asked:
             yield f"the speculative option {name}={getattr(config, name)!r}", "--speculative-config"
+    if config.method == "draft_model":
+        yield from _asked_by_draft_model(config)
+
+
+def _asked_by_draft_model(config: SpeculativeConfig) -> Iterator[Asked]:
+    draft, target = config.draft_model_config, config.target_model_config
+    if draft.get_vocab_size() != target.get_vocab_size():
+        sizes = f"{draft.get_vocab_size()} tokens, the model has {target.get_vocab_size()}"
+        yield f"a draft model of another vocabulary ({sizes})", "--speculative-config"
+    if config.draft_parallel_config.tensor_parallel_size > 1:
+        yield "tensor parallelism of a draft model", "--speculative-config"
+    for feature, _ in _asked_by_model(draft):
+        yield f"{feature} of a draft model", "--speculative-config"
 
 
 def _asked_by_model(config: ModelConfig) -> Iterator[Asked]:
@@ -109,7 +124,7 @@ def _asked_by_model(config: ModelConfig) -> Iterator[Asked]:
     traits = {
         "encoder-decoder models": (name, config.is_encoder_decoder),
         "multimodal models": (name, config.is_multimodal_model),
-        "pooling models": (f"{name} or --runner", config.runner_type != "generate"),
+        "pooling models": (f"{name} or --runner", config.runner_type not in ("generate", "draft")),
         "multi-head latent attention (MLA)": (name, config.use_mla),
         "attention-free models": (name, config.is_attention_free),
         "models with recurrent state (Mamba, linear attention)": (name, config.is_hybrid or config.has_inner_state),

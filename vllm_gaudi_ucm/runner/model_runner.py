@@ -28,11 +28,14 @@ from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.runner.sampling import SamplingBatch
+from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.runner.step_record import StepClock
 from vllm_gaudi_ucm.runner.token_sampler import Grammar, SampledTokens, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.runner.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.speculation.draft_layers import load_draft_model
+from vllm_gaudi_ucm.sparse.device.selection_state import DENSE_STEP
 from vllm_gaudi_ucm.speculation.factory import make_proposer
 from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
 from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
@@ -93,6 +96,7 @@ class ModelRunner:
         self._sampling = SamplingBatch(vllm_config, self._tensors_on if self.kind == "off" else torch.device("cpu"))
         self._computed: _ComputedStep | None = None
         self._drafts: DraftTokenIds | None = None
+        self._draft_decoder: Decoder | None = None
         self.static: StaticShapes | None = None
         given = config.graphs.memory_budget
         self._memory_budget = None if given is None else int(given * GIB)
@@ -101,10 +105,12 @@ class ModelRunner:
         self.kv_caches: dict[str, torch.Tensor] = {}
 
     def load_model(self) -> None:
-        model = get_model(vllm_config=self._vllm_config)
+        draft_model = load_draft_model(self._vllm_config)
+        models = [get_model(vllm_config=self._vllm_config), *([] if draft_model is None else [draft_model])]
         if self._device.kind == "cpu" and self._config.cpu.packed_weights and self.kind != "compile":
-            logger.info("Packed %d linear layers", pack_linear_layers(model))
-        self.decoder = Decoder(cast(DecoderModel, model), self._vllm_config)
+            logger.info("Packed %d linear layers", sum(map(pack_linear_layers, models)))
+        self.decoder, *draft = (Decoder(cast(DecoderModel, model), self._vllm_config) for model in models)
+        self._draft_decoder = draft[0] if draft else None
         if self.kind == "compile":
             self.decoder.compile("hpu_backend" if self._device.kind == "hpu" else "inductor")
 
@@ -127,25 +133,37 @@ class ModelRunner:
         model_config = self._vllm_config.model_config
         self.requests = RequestTable(max_num_seqs, model_config.max_model_len, self._block_size)
         self._planner = SteadyPlanner(self._block_size, self._config.attention.causal_slice)
+        self._sparse = make_sparse_worker(
+            self._config,
+            self._vllm_config,
+            self.kv_caches,
+            self._block_size,
+            kv_cache_config.num_blocks,
+            static=self.kind != "off",
+        )
         sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         self._execution: Execution
         self._sampler: TokenSampler
         if self.kind == "off":
             attention = self._config.attention
-            self._execution = TrueShapeExecution(self.decoder, attention, self._block_size, self._tensors_on)
+            self._execution = TrueShapeExecution(
+                self.decoder, attention, self._block_size, self._tensors_on, self._sparse
+            )
             self._sampler = VllmSampler(sampler)
         else:
             self.static = self._make_static(kv_cache_config.num_blocks)
             self.static.divided_logits.reserve(self._vllm_config.num_speculative_tokens)
             self._execution, self._sampler = self.static.execution, self.static.sampler
-        self._nans = NanCounter(on_host=self.static is not None)
-        self._verification = Verification(
-            self._sampling,
-            self._sampler,
+        self._nans = NanCounter(self._sampling, on_host=self.static is not None)
+        self._verification = Verification(self._sampling, self._sampler, self.requests, self._nans.count)
+        self._proposer = make_proposer(
+            self._vllm_config,
+            self._config.attention,
+            self._draft_decoder,
             self.requests,
-            lambda logits: self._nans.count(logits, self._sampling.req_ids),
+            self._block_size,
+            self._tensors_on,
         )
-        self._proposer = make_proposer(self._vllm_config, self.requests)
         self._prompt_logprobs = PromptLogprobs(
             self._execution,
             sampler,
@@ -170,18 +188,19 @@ class ModelRunner:
             self._memory_budget = need.budget
             return need.budget + need.buffers
         free = self._device.memory().free
-        self._run_largest_step(self._vllm_config.scheduler_config.max_num_batched_tokens)
+        for decoder in filter(None, (self.decoder, self._draft_decoder)):
+            self._run_largest_step(decoder, self._vllm_config.scheduler_config.max_num_batched_tokens)
         self._device.synchronize()
         return free - self._device.memory().free
 
     @torch.inference_mode()
-    def _run_largest_step(self, num_tokens: int) -> None:
+    def _run_largest_step(self, decoder: Decoder, num_tokens: int) -> None:
         """Without attention, whose tiles bound what it takes."""
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._tensors_on)
         positions = torch.arange(num_tokens, device=self._tensors_on) % self._vllm_config.model_config.max_model_len
-        hidden = self.decoder.hidden(token_ids, positions, None)
+        hidden = decoder.hidden(token_ids, positions, None)
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
-        self.decoder.logits(hidden[:rows])
+        decoder.logits(hidden[:rows])
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -191,6 +210,8 @@ class ModelRunner:
             self.static.begin_step()
         clock = StepClock()
         self.requests.update(scheduler_output)
+        if self._sparse is not None:
+            self._sparse.update(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             if self.static is not None:
                 self.static.end_step()
@@ -219,11 +240,12 @@ class ModelRunner:
         self, step: _ComputedStep, members: list[LiveRequest], batch: BatchInput, clock: StepClock, divided: bool
     ) -> None:
         """Runs a step, or one division of it, and keeps its logits in the order of the sampler's slots."""
-        plan, slots = self._order_logits(self._planner.plan(batch), members)
+        selection = DENSE_STEP if self._sparse is None else self._sparse.step(step.scheduler_output, members, batch)
+        plan, slots = self._order_logits(self._planner.plan(batch, selection.input), members)
         token_ids = self.requests.tokens_at(members, plan.requests[plan.row_requests], plan.positions)
-        shape = self._execution.stage(plan, token_ids)
+        shape = self._execution.stage(plan, token_ids, selection.summary_blocks)
         clock.planned()
-        self._execution.forward()
+        self._forward(plan)
         step.prompt_logprobs.update(self._score_prompts(members, plan))
         yielding = [members[index] for index in plan.logits_requests.tolist()]
         if divided:
@@ -234,6 +256,14 @@ class ModelRunner:
             step.logits.compute(yielding, plan.logits_rows)
         clock.computed()
         step.divisions.append(_Computed(plan, shape, clock))
+
+    def _forward(self, plan: UnifiedPlan) -> None:
+        if self._sparse is None:
+            self._execution.forward()
+            return
+        self._sparse.method.execute_begin(plan)
+        self._execution.forward()
+        self._sparse.method.execute_finished()
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -259,7 +289,7 @@ class ModelRunner:
             return
         num_drafts = step.scheduler_output.num_spec_tokens_to_schedule
         wanted = wanted_drafts(step.requests, step.yields, self.requests, num_drafts)
-        drafts = self._proposer.propose(SampledStep(step.requests, step.batch, wanted))
+        drafts = self._proposer.propose(SampledStep(step.requests, step.batch, step.yields, wanted))
         self._drafts = DraftTokenIds([request.request_id for request in step.requests], drafts)
 
     def _record(self, step: _ComputedStep) -> None:
@@ -310,7 +340,9 @@ class ModelRunner:
         # a graph has one form: without compaction block ids spread over the whole cache, so `auto` gathers
         contiguous = self._config.attention.contiguous_pa is True
         shared = self._config.graphs.max_shared_blocks
-        limits = server_limits(self._vllm_config, self._block_size, num_blocks, contiguous, shared)
+        choices = None if self._sparse is None else self._sparse.limits
+        selected = 0 if choices is None else choices.max_selected_blocks
+        limits = server_limits(self._vllm_config, self._block_size, num_blocks, contiguous, shared, selected)
         buckets, usage = choose_buckets(self._config.graphs, self._vllm_config, limits, self._device)
         return StaticShapes(
             self.decoder,
@@ -323,4 +355,5 @@ class ModelRunner:
             usage,
             self._metrics,
             self._memory_budget,
+            self._sparse,
         )

@@ -10,14 +10,12 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm_gaudi_ucm.runner.token_sampler import Grammar
 
 
-def grammar_at(grammar: Grammar | None, position: int, req_ids: Collection[str]) -> Grammar | None:
+def grammar_at(grammar: Grammar, position: int, req_ids: Collection[str]) -> Grammar | None:
     """The grammar as of a step without drafts: one row per request of `req_ids` that has one, None if none has.
 
     The scheduler fills a draft's row with what may follow the drafts before it, and those of -1 (see StepDrafts), which
     are never reached, with everything. Source: vLLM's `StructuredOutputManager.grammar_bitmask`.
     """
-    if grammar is None:
-        return None
     scheduled, output = grammar
     drafts = scheduled.scheduled_spec_decode_tokens
     if not drafts:

@@ -17,11 +17,13 @@ class SampledStep(NamedTuple):
     """A step whose tokens are in the request table.
 
     requests: those of the step. batch: what was computed of them, `num_scheduled` with the drafts that were verified.
-    wanted: int64 [requests], how many drafts each may get; 0 for those that got no token.
+    yields: bool [requests], whether it got tokens. wanted: int64 [requests], how many drafts it may get; 0 without
+    tokens.
     """
 
     requests: Sequence[LiveRequest]
     batch: BatchInput
+    yields: NDArray[np.bool_]
     wanted: NDArray[np.int64]
 
 

@@ -59,7 +59,8 @@ class Verification:
             slots = list(self._batch.slots)
             rows = logits.at(position, slots)
             self._observe(rows)
-            sampled = self._sampler.sample(rows, self._batch, grammar_at(grammar, position, self._batch.req_ids))
+            allowed = None if grammar is None else grammar_at(grammar, position, self._batch.req_ids)
+            sampled = self._sampler.sample(rows, self._batch, allowed)
             going_on = []
             for request, (token,) in zip(slots, sampled.tokens, strict=True):
                 self._table.append_token(request, token)
