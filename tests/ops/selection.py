@@ -1,0 +1,133 @@
+"""Requests with keys in scattered blocks, and what block selection must find in them, in float64 numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, write_summaries
+from vllm_gaudi_ucm.ops.block_selection.projection import projection
+from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+
+KINDS = tuple(SummaryKind)
+
+
+@dataclass(frozen=True)
+class Case:
+    """spans: (rows, candidates) of each request with a choice; `before` rows of others lie in front of each."""
+
+    spans: tuple[tuple[int, int], ...] = ((1, 5), (3, 4), (1, 1), (2, 7))
+    before: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    block_size: int = 8
+    dtype: torch.dtype = torch.float32
+    pads: int = 3
+    poison: float = float("nan")
+    seed: int = 0
+
+
+@dataclass
+class Candidates:
+    """The arguments of `block_scores`, and of each span the (rows, entries) that they mean."""
+
+    query: Tensor
+    key_cache: Tensor
+    blocks: Tensor
+    spans: Tensor
+    first_rows: Tensor
+    num_rows: Tensor
+    max_rows: int
+    scale: float
+    meant: list[tuple[range, list[int]]]
+
+    def scores(self, kind: SummaryKind, *, summaries: Tensor | None = None) -> Tensor:
+        """Of summaries of the candidates alone, all others being whatever they are."""
+        summaries = self.summaries(kind) if summaries is None else summaries
+        rest = (self.blocks, self.spans, self.first_rows, self.num_rows, self.max_rows, self.scale)
+        return block_scores(self.query, summaries, *rest, kind)
+
+    def summaries(self, kind: SummaryKind) -> Tensor:
+        summaries = new_summaries(self.key_cache, kind)
+        write_summaries(self.key_cache, self.blocks, summaries, kind)
+        return summaries
+
+
+def build(case: Case) -> Candidates:
+    """Entries of a span in any order; rows, blocks and pads that are nobody's hold poison."""
+    random = torch.Generator().manual_seed(case.seed)
+    used = sum(candidates for _, candidates in case.spans)
+    free = (1 + torch.randperm(used + 2, generator=random)).tolist()
+    total = sum(rows + case.before for rows, _ in case.spans) + case.before
+    query = torch.full((total, case.heads, case.dim), case.poison, dtype=case.dtype)
+    cache = torch.full((used + 3, case.block_size, case.kv_heads, case.dim), case.poison, dtype=case.dtype)
+    meant, blocks, spans = [], [], []
+    row = 0
+    for span, (rows, candidates) in enumerate(case.spans):
+        row += case.before
+        query[row : row + rows] = torch.randn(rows, case.heads, case.dim, generator=random) * 2
+        mine = [free.pop() for _ in range(candidates)]
+        cache[mine] = torch.randn(candidates, case.block_size, *cache.shape[2:], generator=random).to(case.dtype)
+        meant.append((range(row, row + rows), list(range(len(blocks), len(blocks) + candidates))))
+        blocks += mine
+        spans += [span] * candidates
+        row += rows
+    first = torch.tensor([rows.start for rows, _ in meant] + [total - 1])
+    count = torch.tensor([len(rows) for rows, _ in meant] + [0])
+    ids, owners = (
+        torch.tensor(entries + [pad] * case.pads, dtype=torch.int64)
+        for entries, pad in ((blocks, 0), (spans, len(meant)))
+    )
+    most = max((rows for rows, _ in case.spans), default=1)
+    return Candidates(query, cache, ids, owners, first, count, most, case.dim**-0.5, meant)
+
+
+def expected_scores(candidates: Candidates, kind: SummaryKind) -> np.ndarray:
+    """float64 [candidates]: the definition, candidate by candidate, row by row and head by head."""
+    result = np.zeros(candidates.blocks.shape[0])
+    query, keys = candidates.query.double().numpy(), candidates.key_cache.double().numpy()
+    heads, kv_heads = query.shape[1], keys.shape[2]
+    for rows, entries in candidates.meant:
+        for row in rows:
+            for head in range(heads):
+                own = [keys[int(candidates.blocks[entry]), :, head * kv_heads // heads] for entry in entries]
+                estimates = np.array([_estimate(query[row, head], key, candidates.scale, kind) for key in own])
+                share = np.exp(estimates - estimates.max(initial=-np.inf))
+                result[entries] += share / share.sum() / (len(rows) * heads)
+    return result
+
+
+def true_mass(candidates: Candidates) -> np.ndarray:
+    """float64 [candidates]: the attention that each block gets among the candidates, averaged over rows and heads."""
+    result = np.zeros(candidates.blocks.shape[0])
+    query, keys = candidates.query.double().numpy(), candidates.key_cache.double().numpy()
+    heads, kv_heads = query.shape[1], keys.shape[2]
+    for rows, entries in candidates.meant:
+        blocks = candidates.blocks[entries].numpy()
+        for row in rows:
+            for head in range(heads):
+                scores = keys[blocks, :, head * kv_heads // heads] @ query[row, head] * candidates.scale
+                weights = np.exp(scores - scores.max()).sum(1)
+                result[entries] += weights / weights.sum() / (len(rows) * heads)
+    return result
+
+
+def _estimate(query: np.ndarray, keys: np.ndarray, scale: float, kind: SummaryKind) -> float:
+    """The block's log-mean-exp of scores, as far as the summary of its keys [tokens, dim] tells."""
+    if kind is SummaryKind.MINMAX:
+        return float(np.maximum(query * keys.min(0), query * keys.max(0)).sum() * scale)
+    boxes = np.split(keys, kind.vectors(len(keys)))
+    means = np.stack([box.mean(0) for box in boxes])
+    if kind is SummaryKind.HASH:
+        rotation = projection(keys.shape[1], torch.device("cpu")).double().numpy()
+        codes = means @ rotation.T
+        gain = (codes**2).sum(1) / np.abs(codes).sum(1)
+        gain = 2.0 ** (np.round(16 * np.log2(gain)) / 16)
+        scores = np.where(codes >= 0, 1.0, -1.0) @ (rotation @ query) * gain * scale
+    else:
+        scores = means @ query * scale
+    return float(np.log(np.exp(scores - scores.max()).mean()) + scores.max())
