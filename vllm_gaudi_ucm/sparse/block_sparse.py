@@ -21,21 +21,7 @@ if TYPE_CHECKING:
 class Selector(Protocol):
     """What the worker's role delegates to: the tensors of the selection."""
 
-    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None: ...
-
-    def begin_step(self, step: Any) -> None: ...
-
-    def attention_begin(
-        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, metadata: Any, output: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...
-
-    def attention_finished(self, layer_idx: int, output: Tensor | None) -> Tensor | None: ...
-
-    def end_step(self) -> None: ...
-
-    def update_states(self, scheduler_output: SchedulerOutput) -> None: ...
-
-    def forget(self, request_id: str) -> None: ...
+    def attention_begin(self, layer_idx: int, query: Tensor, metadata: Any) -> None: ...
 
 
 @dataclass
@@ -136,14 +122,6 @@ class BlockSparse(UcmSparseBase):
 
     # --- worker role ---
 
-    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        if self.selector is not None:
-            self.selector.register_kv_caches(kv_caches)
-
-    def execute_begin(self, step: Any) -> None:
-        if self.selector is not None:
-            self.selector.begin_step(step)
-
     def attention_begin(
         self,
         layer_idx: int,
@@ -153,29 +131,16 @@ class BlockSparse(UcmSparseBase):
         metadata: Any,
         output: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        if self.selector is None:
-            return query, key, value, output
-        return self.selector.attention_begin(layer_idx, query, key, value, metadata, output)
-
-    def attention_finished(self, layer_idx: int, output: Tensor | None) -> Tensor | None:
-        return output if self.selector is None else self.selector.attention_finished(layer_idx, output)
-
-    def execute_finished(self) -> None:
+        """Chooses the layer's blocks, which `metadata` then names."""
         if self.selector is not None:
-            self.selector.end_step()
-
-    def update_states(self, scheduler_output: SchedulerOutput) -> None:
-        if self.selector is not None:
-            self.selector.update_states(scheduler_output)
-
-    def request_finished_in_worker(self, request_id: str) -> None:
-        if self.selector is not None:
-            self.selector.forget(request_id)
+            self.selector.attention_begin(layer_idx, query, metadata)
+        return query, key, value, output
 
 
 def _block_options(method: UcmSparseBase) -> BlockOptions:
     if not isinstance(method.options, BlockOptions):
         raise TypeError(
-            f"{type(method).__name__}.Options: found {type(method.options).__name__}, expected a subclass of BlockOptions"
+            f"{type(method).__name__}.Options: found {type(method.options).__name__}, "
+            "expected a subclass of BlockOptions"
         )
     return method.options

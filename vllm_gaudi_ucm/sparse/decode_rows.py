@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_gaudi_ucm.sparse.scheduler_contract import computed_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,16 +30,9 @@ def decode_rows(scheduler_output: SchedulerOutput, requests: Mapping[str, Reques
     a context is then counted to the last token that is known, so that what is unsure lies in the local window.
     """
     drafts = scheduler_output.scheduled_spec_decode_tokens
-    for request_id, computed in _computed_tokens(scheduler_output):
+    for request_id, computed in computed_tokens(scheduler_output):
         num_drafts = len(drafts.get(request_id, ()))
         certain = scheduler_output.num_scheduled_tokens[request_id] - num_drafts
         request = requests.get(request_id)
         if certain == 1 and request is not None and computed + 1 >= request.num_tokens:
             yield DecodeRow(request_id, min(computed + 1, request.num_tokens), num_drafts)
-
-
-def _computed_tokens(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Tokens of each scheduled request that were computed before the step."""
-    cached = scheduler_output.scheduled_cached_reqs
-    new = ((request.req_id, request.num_computed_tokens) for request in scheduler_output.scheduled_new_reqs)
-    return chain(new, zip(cached.req_ids, cached.num_computed_tokens, strict=True))

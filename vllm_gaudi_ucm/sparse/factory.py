@@ -6,7 +6,7 @@ import difflib
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.config import UcmConfig
@@ -24,7 +24,7 @@ class SparseMethodError(ValueError):
 class UcmSparseFactory:
     """Creates sparse methods by name. Registering imports nothing."""
 
-    _methods: dict[str, tuple[str, str]] = {
+    _methods: ClassVar[dict[str, tuple[str, str]]] = {
         "GSA": ("vllm_gaudi_ucm.sparse.gsa", "GSA"),
         "ESA": ("vllm_gaudi_ucm.sparse.esa", "ESA"),
         "KVStar": ("vllm_gaudi_ucm.sparse.kvstar.kvstar", "KVStar"),

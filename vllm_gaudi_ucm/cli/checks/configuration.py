@@ -1,4 +1,4 @@
-"""Doctor's section on the configuration: every problem of the one given, or the values as resolved."""
+"""Doctor's sections on the configuration: every problem of the one given, or its values, and the sparse method."""
 
 import json
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.cli.checks.check import Check
+from vllm_gaudi_ucm.cli.checks.sparse import sparse_checks
 from vllm_gaudi_ucm.config import UcmConfig, resolve_value
 from vllm_gaudi_ucm.config_error import UcmConfigError
 
@@ -33,6 +34,7 @@ def configuration_checks(text: str | None) -> Iterator[Check]:
             yield Check(SECTION, problem.key, "fail", problem.found, problem.expected, f"correct it{error.source}")
         return
     yield Check(SECTION, "ucm", "ok", ", ".join(_flat(config.to_dict())))
+    yield from sparse_checks(config)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[str]:

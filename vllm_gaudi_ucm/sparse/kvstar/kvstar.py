@@ -103,7 +103,7 @@ class KVStar(BaseMethodHooks, UcmSparseBase):
         return 0 if state is None or state.position is None else state.position
 
     def _is_speculating(self, request_id: str) -> bool:
-        return any(speculative.is_speculating(request_id) for speculative in self._speculatives)
+        return any(speculative.oldest_session(request_id) for speculative in self._speculatives)
 
     # --- scheduler role ---
 
@@ -120,7 +120,10 @@ class KVStar(BaseMethodHooks, UcmSparseBase):
         self.base_sparse.request_finished_in_scheduler(request_id)
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        self.speculative.end_speculation(request_id, num_accepted)
+        session = self.speculative.oldest_session(request_id)
+        # a step in which the request was dense opened none
+        if session is not None and session.num_tokens == num_drafts:
+            self.speculative.end_speculation(request_id, num_accepted)
         self.base_sparse.drafts_verified(request_id, num_drafts, num_accepted)
 
     def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +25,8 @@ class KVStarSpeculative:
 
     def __init__(self, kvstar: KVStar) -> None:
         self.kvstar = kvstar
-        self._sessions: dict[str, SpeculativeSession] = {}
+        # oldest first: under asynchronous scheduling a step's drafts may begin before those of the last are verified
+        self._sessions: dict[str, deque[SpeculativeSession]] = {}
         kvstar.attach_speculative(self)
 
     def begin_speculation(
@@ -44,15 +46,16 @@ class KVStarSpeculative:
             raise ValueError(f"begin_speculation of request {request_id!r}: found {num_tokens} tokens, expected >= 0")
         self.kvstar.ensure_locked(request_id)
         position = self.kvstar.current_position(request_id)
-        self._sessions[request_id] = SpeculativeSession(request_id, num_tokens, position)
+        session = SpeculativeSession(request_id, num_tokens, position)
+        self._sessions.setdefault(request_id, deque()).append(session)
 
     def end_speculation(self, request_id: str, accepted_tokens: int) -> None:
-        """Drafts were verified. The lock stays, whether all, some or none of them were accepted.
+        """The oldest open drafts were verified. The lock stays, whether all, some or none of them were accepted.
 
         A request without an open speculation (it has finished, or was preempted) is left alone. Raises ValueError for
         more accepted tokens than there were.
         """
-        session = self._sessions.get(request_id)
+        session = self.oldest_session(request_id)
         if session is None:
             return
         if not 0 <= accepted_tokens <= session.num_tokens:
@@ -60,11 +63,16 @@ class KVStarSpeculative:
                 f"end_speculation of request {request_id!r}: found {accepted_tokens} accepted tokens, "
                 f"expected 0 to {session.num_tokens}"
             )
-        del self._sessions[request_id]
+        sessions = self._sessions[request_id]
+        sessions.popleft()
+        if not sessions:
+            del self._sessions[request_id]
         self.kvstar.metrics.record_speculation(session.num_tokens, accepted_tokens)
 
-    def is_speculating(self, request_id: str) -> bool:
-        return request_id in self._sessions
+    def oldest_session(self, request_id: str) -> SpeculativeSession | None:
+        """The drafts that are verified next, None where none are open."""
+        sessions = self._sessions.get(request_id)
+        return sessions[0] if sessions else None
 
     def forget(self, request_id: str) -> None:
         """The request finished, was preempted, or begins anew."""

@@ -1,0 +1,32 @@
+"""A sparse method of a third party, in one file: the method and its options."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
+from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class NewestOptions(BlockOptions):
+    """Options of the method."""
+
+    weight: float = Field(default=1.0, description="Of the newest block.")
+
+
+class Newest(BlockSparse):
+    """Prefers blocks in the order of the candidates."""
+
+    Options: ClassVar[type[MethodOptions]] = NewestOptions
+
+    def block_scores(self, layer_idx: int, query: Tensor, candidates: Any) -> Tensor | None:
+        return query.new_ones(len(candidates)).cumsum(0)
+
+
+class NoMethod:
+    """Not a method."""

@@ -1,0 +1,82 @@
+"""Our scheduler class: vLLM's, with the scheduler role of the sparse method beside it (`scheduler_config.scheduler_cls`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+from vllm_gaudi_ucm.sparse.request_options import read_extra_args
+from vllm_gaudi_ucm.sparse.scheduler_contract import attach_sparse_meta, verified_drafts
+from vllm_gaudi_ucm.sparse.scheduler_role import scheduler_role
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+logger = plugin_logger(__name__)
+
+
+class _SparseScheduling(Scheduler):
+    """Tells the method what happens to requests, and sends its selections with every step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = resolve_config(self.vllm_config.additional_config)
+        self.sparse: UcmSparseBase | None = scheduler_role(config, self.block_size, self.max_model_len)
+
+    def add_request(self, request: Request) -> None:
+        is_new = request.request_id not in self.requests  # else the next chunk of a streamed input
+        super().add_request(request)
+        if self.sparse is None or not is_new:
+            return
+        # The id may be that of a request that has finished since the last step: its end is told first.
+        self.sparse.request_finished_in_scheduler(request.request_id)
+        if _may_be_sparse(request):
+            self.sparse.request_begin(request.request_id, request.prompt_token_ids or ())
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        scheduler_output = super().schedule(*args, **kwargs)
+        if self.sparse is None:
+            return scheduler_output
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self.sparse.request_preempted(request_id)
+        for request_id in scheduler_output.finished_req_ids:
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished():
+                self.sparse.request_finished_in_scheduler(request_id)
+        attach_sparse_meta(scheduler_output, self.sparse.build_sparse_meta(scheduler_output, self.requests))
+        return scheduler_output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if self.sparse is not None and scheduler_output.scheduled_spec_decode_tokens:
+            for verified in verified_drafts(scheduler_output, model_runner_output, self.requests):
+                self.sparse.drafts_verified(*verified)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+
+def _may_be_sparse(request: Request) -> bool:
+    if request.sampling_params is None:
+        return False
+    try:
+        return read_extra_args(request.sampling_params.extra_args)
+    except ValueError as error:
+        # Refused where requests are validated; one that came another way must not end the engine.
+        logger.warning("request %s is dense: %s", request.request_id, error)
+        return False
+
+
+class UcmScheduler(_SparseScheduling):
+    """Synchronous scheduling."""
+
+
+class UcmAsyncScheduler(_SparseScheduling, AsyncScheduler):
+    """Asynchronous scheduling."""
