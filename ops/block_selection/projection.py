@@ -11,7 +11,6 @@ _SEED = 20_250_117
 _made: dict[tuple[int, torch.device], Tensor] = {}
 
 
-@torch.compiler.assume_constant_result
 def projection(dim: int, device: torch.device) -> Tensor:
     """fp32 [bits, dim] with orthonormal columns, bits = dim rounded up to whole bytes.
 
