@@ -1,4 +1,4 @@
-"""What the model is trained on, in which order: short sequences at positions from all over the range, then longer ones."""
+"""What the model is trained on: short sequences at positions from all over the range, then longer ones."""
 
 from __future__ import annotations
 
@@ -24,16 +24,10 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(
-        Task(length=128, records=16, queries=4, answers=4), sequences=16, steps=1000, first_rate=1e-3, last_rate=1e-3
-    ),
-    Stage(Task(length=512, records=64, queries=8, answers=8), sequences=4, steps=600, first_rate=1e-3, last_rate=7e-4),
-    Stage(
-        Task(length=2048, records=192, queries=16, answers=8), sequences=1, steps=400, first_rate=7e-4, last_rate=3e-4
-    ),
-    Stage(
-        Task(length=8192, records=384, queries=32, answers=8), sequences=1, steps=150, first_rate=3e-4, last_rate=5e-5
-    ),
+    Stage(Task(length=128, records=16, queries=4, answers=4), 16, steps=1000, first_rate=1e-3, last_rate=1e-3),
+    Stage(Task(length=512, records=64, queries=8, answers=8), 4, steps=600, first_rate=1e-3, last_rate=7e-4),
+    Stage(Task(length=2048, records=192, queries=16, answers=8), 1, steps=400, first_rate=7e-4, last_rate=3e-4),
+    Stage(Task(length=4096, records=320, queries=32, answers=8), 1, steps=50, first_rate=3e-4, last_rate=5e-5),
 )
 EVALUATED = (
     Task(length=512, records=64, queries=8, answers=8),
