@@ -1,0 +1,92 @@
+"""What the blocks of a step are scored by: every kind of summary, the true attention (oracle), and what needs no query."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.sparse_budget import Budget
+from benchmarks.sparse_step import Step
+from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, new_summaries, write_summaries
+from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+
+# Scores float32 [rows, blocks] of a step under a budget. Those of blocks that are no candidates do not matter.
+Method = Callable[[Step, Budget], Tensor]
+ORACLE = "oracle"
+
+
+def methods() -> dict[str, Method]:
+    """Every method by its name in the table, the summaries first."""
+    named: dict[str, Method] = {kind.value: _of_summaries(kind) for kind in SummaryKind}
+    return named | {ORACLE: oracle, "history": history, "recency": recency, "random": at_random}
+
+
+def select(scores: Tensor, step: Step, budget: Budget) -> Tensor:
+    """Bool `[rows, blocks]`: the blocks that rows attend to, live ones and those selected by `scores`."""
+    rows, width = scores.shape
+    candidates = budget.candidates(step.row_blocks, width)
+    places = torch.where(candidates.view(-1), torch.arange(rows * width), rows * width)
+    ranking = choose_blocks(scores.reshape(-1), places, rows, width, width)
+    counts = budget.num_selected(step.row_blocks, width)
+    chosen = (torch.arange(width) < counts[:, None]) & (ranking >= 0)
+    selected = torch.zeros(rows, width + 1, dtype=torch.bool)
+    selected.scatter_(1, torch.where(chosen, ranking, width), True)
+    return selected[:, :width] | budget.live(step.row_blocks, width)
+
+
+def oracle(step: Step, budget: Budget) -> Tensor:
+    """The attention itself: no selection that all heads share has a higher recall."""
+    return step.mass
+
+
+def recency(step: Step, budget: Budget) -> Tensor:
+    """The newest blocks."""
+    return torch.arange(step.num_blocks, dtype=torch.float32).expand(len(step.query), -1)
+
+
+def at_random(step: Step, budget: Budget) -> Tensor:
+    """Seeded, and different in every layer and row."""
+    generator = torch.Generator().manual_seed(step.layer)
+    return torch.rand(len(step.query), step.num_blocks, generator=generator)
+
+
+def history(step: Step, budget: Budget) -> Tensor:
+    """Half a point for each earlier row that selected the block, and up to one for being recent (seed 000, 5.2)."""
+    counts = torch.zeros(step.num_blocks)
+    scores = torch.zeros(len(step.query), step.num_blocks)
+    for row in range(len(step.query)):
+        blocks = int(step.row_blocks[row])
+        scores[row, :blocks] = 0.5 * counts[:blocks] + torch.linspace(0.1, 1.0, blocks)
+        one = Step(step.layer, step.query[row : row + 1], step.keys, step.contexts[row : row + 1], 1.0, step.block_size)
+        counts += select(scores[row : row + 1], one, budget)[0]
+    return scores
+
+
+def _of_summaries(kind: SummaryKind) -> Method:
+    def scores(step: Step, budget: Budget) -> Tensor:
+        summaries = new_summaries(step.key_cache, kind)
+        write_summaries(step.key_cache, torch.arange(1, step.num_blocks + 1), summaries, kind)
+        candidates = budget.candidates(step.row_blocks, step.num_blocks)
+        result = torch.zeros(len(step.query), step.num_blocks)
+        for row, mine in enumerate(candidates):
+            result[row, mine] = _scores_of_row(step, row, mine.nonzero()[:, 0], summaries, kind)
+        return result
+
+    return scores
+
+
+def _scores_of_row(step: Step, row: int, blocks: Tensor, summaries: Tensor, kind: SummaryKind) -> Tensor:
+    """Scores `[candidates]` of one row: a span of one row, as in a decode step."""
+    return block_scores(
+        step.query[row : row + 1],
+        summaries,
+        blocks + 1,
+        torch.zeros_like(blocks),
+        torch.zeros(1, dtype=torch.int64),
+        torch.ones(1, dtype=torch.int64),
+        1,
+        step.scale,
+        kind,
+    )

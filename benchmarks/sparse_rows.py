@@ -1,0 +1,86 @@
+"""The last tokens of a text, each decoded against a dense context: under full attention, or with some blocks only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.sparse_step import Step
+
+# What a layer's rows attend to, bool [rows, blocks]; None is everything.
+Policy = Callable[[Step], Tensor | None]
+ATTENTION = "benchmark_of_selected_blocks"
+
+_policy: ContextVar[tuple[Policy, int] | None] = ContextVar("policy", default=None)
+
+
+class DecodedRows:
+    """Rows `tokens[first:]` of a causal language model by Hugging Face, the tokens before them computed once, densely.
+
+    All rows are computed together, and each attends to what the policy says of it, in every layer: what a row leaves in
+    the cache is what decoding it with that selection would have left there.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: Any, tokens: Tensor, first: int) -> None:
+        from transformers import DynamicCache
+
+        self._model, self._tokens, self._first = model, tokens, first
+        self._cache = DynamicCache(config=model.config)
+        model.model(input_ids=tokens[None, :first], past_key_values=self._cache, use_cache=True)
+
+    @torch.inference_mode()
+    def logits(self, policy: Policy, block_size: int) -> Tensor:
+        """Float32 `[rows, vocabulary]` under a policy that is asked once for each layer."""
+        token = _policy.set((policy, block_size))
+        try:
+            rows = self._tokens[None, self._first :]
+            return self._model(input_ids=rows, past_key_values=self._cache, use_cache=True).logits[0].float()
+        finally:
+            _policy.reset(token)
+            self._cache.crop(self._first - len(self._tokens))
+
+
+def load_causal(folder: Path) -> Any:
+    """A model in float32 whose attention obeys the policy."""
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION)
+    return model.eval()
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query `[1, heads, rows, dim]`, key and value `[1, kv_heads, tokens, dim]` -> `[1, rows, heads, dim]`."""
+    active = _policy.get()
+    if active is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attention_mask, is_causal=attention_mask is None, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+    policy, block_size = active
+    rows, tokens = query.shape[2], key.shape[2]
+    contexts = torch.arange(tokens - rows + 1, tokens + 1)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    step = Step(module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), contexts, scale, block_size)
+    mask = torch.arange(tokens) < contexts[:, None]
+    blocks = policy(step)
+    if blocks is not None:
+        mask &= blocks.repeat_interleave(block_size, dim=1)[:, :tokens]
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
