@@ -1,4 +1,4 @@
-"""Our scheduler class: vLLM's, with the scheduler role of the sparse method beside it (`scheduler_config.scheduler_cls`)."""
+"""Our scheduler classes (`scheduler_config.scheduler_cls`): vLLM's, and the scheduler role of the sparse method."""
 
 from __future__ import annotations
 

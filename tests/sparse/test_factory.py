@@ -1,0 +1,138 @@
+"""The registry: our methods, third parties' methods, and what is refused."""
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sparse.third_party import Newest, NewestOptions
+from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.sparse import factory
+from vllm_gaudi_ucm.sparse.base import UcmSparseRole
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
+from vllm_gaudi_ucm.sparse.esa import ESA
+from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.gsa import GSA
+from vllm_gaudi_ucm.sparse.kvstar.kvstar import KVStar
+from vllm_gaudi_ucm.sparse.options import GsaOptions
+
+HERE = "tests.sparse.third_party"
+WORKER, SCHEDULER = UcmSparseRole.WORKER, UcmSparseRole.SCHEDULER
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers ends with it."""
+    monkeypatch.setattr(UcmSparseFactory, "_methods", dict(UcmSparseFactory._methods))
+    yield
+
+
+def test_our_methods() -> None:
+    assert UcmSparseFactory.known_methods() == ["GSA", "ESA", "KVStar"]
+    for name, wanted in (("GSA", GSA), ("ESA", ESA), ("KVStar", KVStar)):
+        assert type(UcmSparseFactory.create_sparse_method(name, WORKER)) is wanted
+
+
+def test_usage_example_of_the_gsa_seed() -> None:
+    """Seed 000, 9, as written, import paths aside."""
+    kv_caches: dict[str, torch.Tensor] = {}
+    layer_idx, metadata = 0, None
+    query, key, value = torch.ones(1, 2, 4), torch.ones(1, 1, 4), torch.ones(1, 1, 4)
+    gsa: Any = UcmSparseFactory.create_sparse_method(
+        "GSA", UcmSparseRole.WORKER, {"sparse_ratio": 0.3, "prefetch_workers": 4}
+    )
+    gsa.register_kv_caches(kv_caches)
+    q, k, v, output = gsa.attention_begin(layer_idx, query, key, value, metadata)
+    output = gsa.attention_finished(layer_idx, output)
+    assert (q is query, k is key, v is value, output) == (True, True, True, None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"sparse_ratio": 0.5},
+        GsaOptions(sparse_ratio=0.5),
+        {"ucm_sparse_config": {"GSA": {"sparse_ratio": 0.5}}},
+        {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"sparse_ratio": 0.5}}},
+        resolve_config({"ucm": {"ucm_sparse_config": {"GSA": {"sparse_ratio": 0.5}}}}),
+    ],
+)
+def test_every_form_of_a_configuration(config: Any) -> None:
+    assert UcmSparseFactory.create_sparse_method("GSA", SCHEDULER, config).options == GsaOptions(sparse_ratio=0.5)
+
+
+@pytest.mark.parametrize("config", [None, {}, {"ucm_sparse_method": "GSA"}])
+def test_defaults(config: Any) -> None:
+    assert UcmSparseFactory.create_sparse_method("GSA", SCHEDULER, config).options == GsaOptions()
+
+
+def test_unknown_options_are_refused() -> None:
+    """covers: C4"""
+    with pytest.raises(UcmConfigError, match=r"GSA\.sparse_rato: found an unknown key, expected GSA\.sparse_ratio"):
+        UcmSparseFactory.create_sparse_method("GSA", SCHEDULER, {"sparse_rato": 0.5})
+    with pytest.raises(UcmConfigError, match="prefetch engine is not in this version"):
+        UcmSparseFactory.create_sparse_method("GSA", SCHEDULER, {"prefetch_workers": 8})
+    with pytest.raises(UcmConfigError, match="found 3, expected mapping with the keys sparse_ratio"):
+        UcmSparseFactory.create_sparse_method("GSA", SCHEDULER, 3)  # type: ignore[arg-type]
+
+
+def test_unknown_method_names_the_known_and_the_nearest() -> None:
+    with pytest.raises(
+        SparseMethodError, match="found 'KVSta', expected one of GSA, ESA, KVStar; the nearest is KVStar"
+    ):
+        UcmSparseFactory.create_sparse_method("KVSta", SCHEDULER)
+
+
+def test_method_of_a_third_party() -> None:
+    """Registered at run time; its options are checked, and its scores are its own."""
+    UcmSparseFactory.register_sparse_method("Newest", HERE, "Newest")
+    UcmSparseFactory.register_sparse_method("Newest", HERE, "Newest")  # twice the same is no conflict
+    config = resolve_config(
+        {"ucm": {"ucm_sparse_method": "Newest", "ucm_sparse_config": {"Newest": {"weight": 2.0, "min_blocks": 9}}}}
+    )
+    method = UcmSparseFactory.create_sparse_method("Newest", WORKER, config)
+    assert isinstance(method, BlockSparse)
+    assert type(method).__qualname__ == Newest.__qualname__
+    assert method.options.model_dump() == NewestOptions(weight=2.0, min_blocks=9).model_dump()
+    scores = method.block_scores(0, torch.zeros(1, 2, 4), [5, 6, 7])
+    assert scores is not None
+    assert scores.tolist() == [1, 2, 3]
+    assert GSA(WORKER).block_scores(0, torch.zeros(1, 2, 4), [5]) is None
+
+
+def test_method_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by an entry point: every process knows it, and none imports it before it is used."""
+    point = EntryPoint("Newest", f"{HERE}:Newest", factory.ENTRY_POINTS)
+    monkeypatch.setattr(factory, "entry_points", lambda group: [point] if group == factory.ENTRY_POINTS else [])
+    assert UcmSparseFactory.known_methods() == ["GSA", "ESA", "KVStar", "Newest"]
+    method = UcmSparseFactory.create_sparse_method("KVStar", SCHEDULER, {"base_method": "Newest", "weight": 3.0})
+    assert method.selecting_method.options.model_dump()["weight"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "message"),
+    [
+        ("no.such.module", "Method", r"no\.such\.module\.Method cannot be loaded"),
+        (HERE, "Nothing", "Nothing cannot be loaded"),
+        (HERE, "NoMethod", "expected a subclass of UcmSparseBase"),
+    ],
+)
+def test_method_that_cannot_be_used(module: str, name: str, message: str) -> None:
+    """Registering imports nothing; using it says what is wrong, in the configuration, too."""
+    UcmSparseFactory.register_sparse_method("Theirs", module, name)
+    with pytest.raises(SparseMethodError, match=message):
+        UcmSparseFactory.create_sparse_method("Theirs", SCHEDULER)
+    with pytest.raises(UcmConfigError, match=rf"ucm\.ucm_sparse_method: found 'Theirs'.*{message}"):
+        resolve_config({"ucm": {"ucm_sparse_method": "Theirs"}})
+    with pytest.raises(UcmConfigError, match=rf"ucm\.ucm_sparse_config\.Theirs: .*{message}"):
+        resolve_config({"ucm": {"ucm_sparse_config": {"Theirs": {}}}})
+    with pytest.raises(UcmConfigError, match=rf"KVStar\.base_method: found 'Theirs'.*{message}"):
+        resolve_config({"ucm": {"ucm_sparse_config": {"KVStar": {"base_method": "Theirs"}}}})
+
+
+def test_name_that_is_taken() -> None:
+    with pytest.raises(SparseMethodError, match="'GSA': found .*gsa.GSA registered already, expected a name that is"):
+        UcmSparseFactory.register_sparse_method("GSA", HERE, "Newest")
