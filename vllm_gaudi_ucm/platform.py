@@ -14,6 +14,8 @@ from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
 from vllm_gaudi_ucm.features import UnsupportedFeatureError, UnsupportedRequestError, refuse_unsupported
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.sparse.request_options import read_extra_args
+from vllm_gaudi_ucm.sparse.scheduler_choice import use_sparse_scheduler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +57,7 @@ class UcmPlatform(Platform):
 
         merge_into_vllm()
         check_versions()
-        resolve_config(vllm_config.additional_config)
+        config = resolve_config(vllm_config.additional_config)
         refuse_unsupported(vllm_config)
         give_engine_time_to_stop(vllm_config)
         if cls.device_type == "hpu":
@@ -65,6 +67,8 @@ class UcmPlatform(Platform):
         if vllm_config.scheduler_config.async_scheduling:
             logger.info("Asynchronous scheduling is off: a step's tokens are needed to plan the next one.")
             vllm_config.scheduler_config.async_scheduling = False
+        if config.ucm_sparse_method is not None:
+            use_sparse_scheduler(vllm_config)
         compilation = vllm_config.compilation_config
         if compilation.mode != CompilationMode.NONE:
             logger.info("torch.compile and CUDA graphs are off, whatever --compilation-config says.")
@@ -101,6 +105,7 @@ class UcmPlatform(Platform):
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
         """Refuses sampling parameters that would be ignored; the client gets the message, other requests go on."""
+        read_extra_args(getattr(params, "extra_args", None))
         for name in ("prompt_logprob_token_ids", "thinking_token_budget"):
             if getattr(params, name, None) is not None:
                 raise UnsupportedRequestError(name)

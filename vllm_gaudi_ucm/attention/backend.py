@@ -6,7 +6,7 @@ The runner builds the metadata (runner/staging.py); nothing here looks at a batc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import (
@@ -25,6 +25,10 @@ from vllm_gaudi_ucm.memory.kv_cache import split_key_value
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
 
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+    from vllm_gaudi_ucm.sparse.device.selection_tensors import LayerSelection
+
 # 128 tokens: Gaudi's vectors are 128 bf16 wide (gaudi-api.md), and fewer blocks make planning cheaper everywhere
 DEFAULT_BLOCK_SIZE = 128
 
@@ -34,10 +38,16 @@ class UnifiedAttentionMetadata(AttentionMetadata):
     """One step's attention, the same for every layer.
 
     slots: int64 [rows], where the new K and V go. parts: what the rows see, prepared once per step.
+    sparse: the worker side of a sparse method, whose hooks run around the attention of each layer.
+    summary_blocks: int64 [n], blocks that are full and to be summarised.
+    selection: the choices of the step; None: every request is dense.
     """
 
     slots: torch.Tensor
     parts: PreparedParts
+    sparse: UcmSparseBase | None = None
+    summary_blocks: torch.Tensor | None = None
+    selection: LayerSelection | None = None
 
 
 class UnifiedAttentionBackend(AttentionBackend):
@@ -113,6 +123,8 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
+        # place among the model's attention layers; the runner sets it
+        self.layer_index = 0
         self._kv_cache: torch.Tensor | None = None
         self._views: tuple[torch.Tensor, torch.Tensor]
 
@@ -136,7 +148,19 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
             return output.zero_()
         key_cache, value_cache = self._split(kv_cache)
         write_kv(key, value, key_cache, value_cache, attn_metadata.slots)
-        return unified_attention(query, key, value, key_cache, value_cache, attn_metadata.parts, self.scale, out=output)
+        sparse, parts = attn_metadata.sparse, attn_metadata.parts
+        if sparse is None:
+            return unified_attention(query, key, value, key_cache, value_cache, parts, self.scale, out=output)
+        query, key, value, output = sparse.attention_begin(self.layer_index, query, key, value, attn_metadata, output)
+        chosen = None
+        if (selection := attn_metadata.selection) is not None:
+            chosen = selection.chosen
+            if chosen is None and selection.dense_parts is not None:
+                parts = selection.dense_parts
+        unified_attention(
+            query, key, value, key_cache, value_cache, parts, self.scale, out=output, selected_blocks=chosen
+        )
+        return sparse.attention_finished(self.layer_index, output)
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the layer's keys and values. The cache is bound once, so they need not be made in every step."""

@@ -30,7 +30,12 @@ DEFAULT_FIGURES = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
 
 
 def server_limits(
-    vllm_config: VllmConfig, block_size: int, num_blocks: int, contiguous: bool, max_shared_blocks: int | None
+    vllm_config: VllmConfig,
+    block_size: int,
+    num_blocks: int,
+    contiguous: bool,
+    max_shared_blocks: int | None,
+    max_selected_blocks: int = 0,
 ) -> Limits:
     """The largest step that vLLM's scheduler makes with this configuration; raises LimitsError where none fits.
 
@@ -47,6 +52,7 @@ def server_limits(
         num_blocks=num_blocks,
         contiguous=contiguous,
         max_shared_blocks=max_shared_blocks,
+        max_selected_blocks=max_selected_blocks,
     )
 
 

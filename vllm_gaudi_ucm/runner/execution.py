@@ -12,6 +12,9 @@ from vllm_gaudi_ucm.graphs.bucket import Bucket
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
 
 
+NO_BLOCKS: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
 class StepShape(NamedTuple):
     """The shape that a step has, and the one that it runs in."""
 
@@ -25,8 +28,10 @@ class Execution(Protocol):
     def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
         """Indices of the requests that run together: one group, or more where no shape holds the whole step."""
 
-    def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> StepShape:
-        """Copies a plan to the device."""
+    def stage(
+        self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
+    ) -> StepShape:
+        """Copies a plan to the device. summary_blocks: int64 [n], to be summarised once the step's K/V are written."""
 
     def forward(self) -> None:
         """Computes the hidden states of all rows of the staged step, and writes their K/V."""

@@ -36,7 +36,7 @@ class SelectionPlan(NamedTuple):
     """A step's choices. A span is a request that has one; spans are in flat order.
 
     first_rows, num_rows: int64 [spans] its rows in the flat batch.
-    modes, counts, thresholds, slots: int64 [spans], as in SelectionInput.
+    modes, counts, thresholds, choice_slots: int64 [spans], as in SelectionInput.
     candidate_blocks: int64 [candidates] physical block ids. candidate_spans: int64 [candidates].
     candidate_numbers: int64 [candidates] logical block number in the request.
     choice_spans, choice_ranks: int64 [selected] the block that ranks so in the choice of that span.
@@ -47,7 +47,7 @@ class SelectionPlan(NamedTuple):
     modes: NDArray[np.int64]
     counts: NDArray[np.int64]
     thresholds: NDArray[np.int64]
-    slots: NDArray[np.int64]
+    choice_slots: NDArray[np.int64]
     candidate_blocks: NDArray[np.int64]
     candidate_spans: NDArray[np.int64]
     candidate_numbers: NDArray[np.int64]
@@ -83,7 +83,7 @@ def plan_selection(
         modes=selection.modes[sparse],
         counts=counts,
         thresholds=selection.thresholds[sparse],
-        slots=selection.slots[sparse],
+        choice_slots=selection.slots[sparse],
         candidate_blocks=block_tables[sparse[spans], numbers].astype(np.int64),
         candidate_spans=spans,
         candidate_numbers=numbers,

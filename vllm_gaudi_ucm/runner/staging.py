@@ -19,6 +19,10 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     UniquePart,
 )
 from vllm_gaudi_ucm.runner.batch_plan import CausalPlan, SharedPlan, UnifiedPlan, UniquePlan
+from vllm_gaudi_ucm.runner.selection_plan import SelectionPlan
+from vllm_gaudi_ucm.sparse.device.selection_arrays import SelectionArrays
+from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.device.selection_tensors import SelectionTensors
 
 ContiguousPa = Literal["auto"] | bool
 
@@ -40,6 +44,7 @@ class StagedStep:
     slots: torch.Tensor
     parts: AttentionParts
     bucket: Bucket
+    selection: SelectionTensors | None = None
 
 
 def true_shape(plan: UnifiedPlan, unique_blocks: int) -> Bucket:
@@ -50,6 +55,7 @@ def true_shape(plan: UnifiedPlan, unique_blocks: int) -> Bucket:
         shared_blocks=0 if plan.shared is None else len(plan.shared.blocks),
         unique_blocks=unique_blocks,
         logits=len(plan.logits_rows),
+        selected_blocks=0 if plan.selection is None else len(plan.selection.choice_spans),
     )
 
 
@@ -60,18 +66,24 @@ class Staging:
         device: where the model runs.
         contiguous_pa: read the unique blocks as one contiguous slice of the cache (True), gather them by id (False), or
             choose by the bytes to move ("auto"), so that prefix caching and contiguous KV work together.
+        limits: of choices, where a sparse method is on.
     """
 
-    def __init__(self, device: torch.device, contiguous_pa: ContiguousPa = "auto") -> None:
+    def __init__(
+        self, device: torch.device, contiguous_pa: ContiguousPa = "auto", limits: SelectionLimits | None = None
+    ) -> None:
         self._device = device
+        self._limits = limits
         self._contiguous_pa = contiguous_pa
 
     def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> StagedStep:
         unique = None if plan.unique is None else self._unique(plan.unique, plan.num_single)
+        selection = None if plan.selection is None else self._selection(plan.selection)
         parts = AttentionParts(
             causal=None if plan.causal is None else self._causal(plan.causal),
             shared=None if plan.shared is None else self._shared(plan.shared, plan.row_requests),
             unique=unique,
+            selected=None if selection is None else selection.chosen_part(),
         )
         return StagedStep(
             token_ids=self._tensor(token_ids),
@@ -79,7 +91,17 @@ class Staging:
             slots=self._tensor(plan.slots),
             parts=parts,
             bucket=true_shape(plan, 0 if unique is None else len(unique.rows)),
+            selection=selection,
         )
+
+    def blocks(self, blocks: NDArray[np.int64]) -> torch.Tensor:
+        """Block ids on the device."""
+        return self._tensor(blocks)
+
+    def _selection(self, plan: SelectionPlan) -> SelectionTensors:
+        assert self._limits is not None, "a choice without a sparse method"
+        arrays = SelectionArrays.of(plan, self._limits)
+        return SelectionTensors.of({name: self._tensor(array) for name, array in arrays._asdict().items()}, self._limits)
 
     def _causal(self, plan: CausalPlan) -> CausalPart:
         return CausalPart(self._tensor(plan.groups), tuple(CausalSlice(*bounds) for bounds in plan.slices))

@@ -16,14 +16,16 @@ from vllm_gaudi_ucm.graphs.graph_runner.base import GraphRunner, StaticFunction
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 from vllm_gaudi_ucm.runner.batch_division import divide_batch
-from vllm_gaudi_ucm.runner.execution import StepShape
+from vllm_gaudi_ucm.runner.execution import NO_BLOCKS, StepShape
 from vllm_gaudi_ucm.runner.staging import true_shape
 from vllm_gaudi_ucm.runner.static_inputs import StaticInputs
+from vllm_gaudi_ucm.sparse.device.step_metadata import step_metadata
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.limits import Limits
     from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.runner.decoder import Decoder
+    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
 
 Stage = Callable[[str], AbstractContextManager[None]]
 """A region of device work that becomes one recipe; the label names it in reports."""
@@ -43,6 +45,7 @@ class StaticExecution:
         make_runner: the kind of graphs.
         stage: entered around everything that runs on the device.
         pin_memory: see StaticInputs.
+        sparse: a sparse method, where one is on.
     """
 
     def __init__(
@@ -54,13 +57,16 @@ class StaticExecution:
         make_runner: Callable[[StaticFunction], GraphRunner],
         stage: Stage,
         pin_memory: bool = False,
+        sparse: SparseWorker | None = None,
     ) -> None:
         self.ready = ready
+        self._sparse = sparse
         self._decoder = decoder
         self._stage = stage
         limits: Limits = ready.buckets.limits
         self._block_size, self._contiguous = limits.block_size, limits.contiguous
-        self._inputs = StaticInputs(limits, causal_slice, device, pin_memory)
+        choices = None if sparse is None else sparse.limits
+        self._inputs = StaticInputs(limits, causal_slice, device, pin_memory, choices)
         self._hidden, self._logits = _outputs(decoder, limits, device)
         self._forward_graphs = make_runner(self._run_forward)
         self._logits_graphs = make_runner(self._run_logits)
@@ -79,10 +85,12 @@ class StaticExecution:
     def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
         return divide_batch(batch, self._block_size, self.ready.buckets.limits.most_shared_blocks)
 
-    def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> StepShape:
+    def stage(
+        self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
+    ) -> StepShape:
         true = true_shape(plan, self._unique_blocks(plan))
         self._shape = StepShape(true, self.ready.lookup(true))
-        self._flat = self._inputs.fill(self._shape.padded, plan, token_ids)
+        self._flat = self._inputs.fill(self._shape.padded, plan, token_ids, summary_blocks)
         return self._shape
 
     def forward(self) -> None:
@@ -111,7 +119,7 @@ class StaticExecution:
         flat = self._inputs.fill_pads(shape)
         with self._stage("forward"):
             self._forward_graphs.capture(shape, (flat, shape))
-        self._shape = StepShape(Bucket(*shape, 0), Bucket(*shape, 0))
+        self._shape = StepShape(shape.step(0), shape.step(0))
 
     def warm_logits(self, rows: int) -> torch.Tensor:
         """Captures and executes the graph of so many logits rows; returns the logits, float32 [rows, vocabulary]."""
@@ -121,9 +129,23 @@ class StaticExecution:
         return self._logits[:rows]
 
     def _run_forward(self, flat: torch.Tensor, shape: ForwardShape) -> None:
-        token_ids, positions, slots, parts = self._inputs.split(flat, shape)
-        metadata = UnifiedAttentionMetadata(slots, prepare(parts, self._block_size, implementation="reference"))
-        self._hidden[: shape.query_len].copy_(self._decoder.hidden(token_ids, positions, metadata))
+        inputs = self._inputs.split(flat, shape)
+        if self._sparse is None:
+            parts = prepare(inputs.parts, self._block_size, implementation="reference")
+            metadata = UnifiedAttentionMetadata(inputs.slots, parts)
+        else:
+            metadata = step_metadata(
+                inputs.slots,
+                inputs.parts,
+                self._block_size,
+                "reference",
+                self._sparse.method,
+                inputs.summary_blocks,
+                inputs.selection,
+                dense_layers=self._sparse.has_dense_layers,
+            )
+        hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata)
+        self._hidden[: shape.query_len].copy_(hidden)
 
     def _run_logits(self, rows: torch.Tensor) -> None:
         self._logits[: len(rows)].copy_(self._decoder.logits(self._hidden.index_select(0, rows)))

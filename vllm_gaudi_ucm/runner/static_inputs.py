@@ -21,6 +21,16 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     UniquePart,
 )
 from vllm_gaudi_ucm.runner.batch_plan import SharedPlan, UnifiedPlan, UniquePlan
+from vllm_gaudi_ucm.runner.selection_plan import SelectionPlan
+from vllm_gaudi_ucm.sparse.device.selection_arrays import (
+    CANDIDATE_ARRAYS,
+    CHOICE_ARRAYS,
+    SPAN_ARRAYS,
+    SelectionArrays,
+    pad_values,
+)
+from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.device.selection_tensors import SelectionTensors
 
 NO_GROUP = -1
 
@@ -29,19 +39,23 @@ class ForwardInputs(NamedTuple):
     """What the forward of a bucket reads.
 
     token_ids, positions, slots: int64 [query_len].
+    summary_blocks: int64 [blocks] to be summarised, where a sparse method is on.
+    selection: the choices of the step, in shapes with selected blocks.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     parts: AttentionParts
+    summary_blocks: torch.Tensor | None = None
+    selection: SelectionTensors | None = None
 
 
 class _Layout:
     """Where each array of a forward shape lies in its flat tensor: name -> (first, shape)."""
 
-    def __init__(self, shape: ForwardShape, limits: Limits) -> None:
-        q, s, u = shape[1:]
+    def __init__(self, shape: ForwardShape, limits: Limits, choices: SelectionLimits | None) -> None:
+        q, s, u = shape.query_len, shape.shared_blocks, shape.unique_blocks
         self.places: dict[str, tuple[slice, tuple[int, ...]]] = {}
         self.size = 0
         self._add((q,), "token_ids", "positions", "slots")
@@ -56,6 +70,13 @@ class _Layout:
             self._add((u,), "unique_rows", "unique_hi")
         if u and not limits.contiguous:
             self._add((u,), "unique_blocks")
+        if choices is not None:
+            self._add((choices.summaries(q),), "summary_blocks")
+        if k := shape.selected_blocks:
+            assert choices is not None, "selected blocks without a sparse method"
+            self._add((choices.spans(q),), *SPAN_ARRAYS)
+            self._add((choices.candidates(q, k),), *CANDIDATE_ARRAYS)
+            self._add((k,), *CHOICE_ARRAYS)
 
     def _add(self, shape: tuple[int, ...], *names: str) -> None:
         for name in names:
@@ -78,13 +99,22 @@ class StaticInputs:
         causal_slice: rows per slice of the causal part.
         device: where the model runs.
         pin_memory: whether the host buffer is pinned, so that the host goes on while it is copied.
+        choices: sizes of the choices of a sparse method, where one is on.
     """
 
-    def __init__(self, limits: Limits, causal_slice: int, device: torch.device, pin_memory: bool = False) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        causal_slice: int,
+        device: torch.device,
+        pin_memory: bool = False,
+        choices: SelectionLimits | None = None,
+    ) -> None:
         self._limits = limits
+        self._choices = choices
         self._causal_slice = causal_slice
         self._device = device
-        size = max(_Layout(limits.maximum.forward, limits).size, limits.max_num_seqs)
+        size = max(_Layout(limits.maximum.forward, limits, choices).size, limits.max_num_seqs)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pin_memory)
         self._array: NDArray[np.int64] = self._host.numpy()
         # the end of the last copy; without pinned memory a copy has ended when it returns
@@ -94,7 +124,13 @@ class StaticInputs:
         self._layouts: dict[ForwardShape, _Layout] = {}
         self._flat: dict[ForwardShape | int, torch.Tensor] = {}
 
-    def fill(self, bucket: Bucket, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> torch.Tensor:
+    def fill(
+        self,
+        bucket: Bucket,
+        plan: UnifiedPlan,
+        token_ids: NDArray[np.int64],
+        summary_blocks: NDArray[np.int64] | tuple[()] = (),
+    ) -> torch.Tensor:
         """Copies a step into the flat tensor of its bucket, which must dominate it, and returns that."""
         self._wait_for_copy()
         arrays = self._arrays(bucket.forward)
@@ -107,6 +143,10 @@ class StaticInputs:
             _fill_shared(arrays, plan.shared, plan.row_requests)
         if "unique_hi" in arrays:
             self._fill_unique(arrays, plan.unique)
+        if "summary_blocks" in arrays:
+            _pad(arrays["summary_blocks"], summary_blocks, DUMMY_BLOCK)
+        if "choice_spans" in arrays:
+            self._fill_selection(arrays, plan.selection)
         return self._copy(bucket.forward, self._layout(bucket.forward).size)
 
     def fill_pads(self, shape: ForwardShape) -> torch.Tensor:
@@ -116,6 +156,8 @@ class StaticInputs:
             array.fill(NO_GROUP if name == "groups" else 0)
             if name == "shared_hi":
                 self._arrays(shape)["row_spans"].fill(len(array) - 1)
+        if shape.selected_blocks:
+            self._fill_selection(self._arrays(shape), None)
         return self._copy(shape, self._layout(shape).size)
 
     def fill_logits_rows(self, logits: int, rows: NDArray[np.int64]) -> torch.Tensor:
@@ -132,10 +174,28 @@ class StaticInputs:
             shared=self._shared(shape, tensors) if "shared_hi" in tensors else None,
             unique=self._unique(shape, tensors) if "unique_hi" in tensors else None,
         )
-        phase = phase_string(*(part is not None for part in parts))
+        phase = phase_string(*(part is not None for part in parts[:3]))
         if phase != shape.phase:
             raise ValueError(f"bucket {list(shape)}: its tensors make the phase {phase!r}")
-        return ForwardInputs(tensors["token_ids"], tensors["positions"], tensors["slots"], parts)
+        selection = None
+        if shape.selected_blocks:
+            assert self._choices is not None
+            selection = SelectionTensors.of(tensors, self._choices)
+            parts = parts._replace(selected=selection.chosen_part())
+        return ForwardInputs(
+            tensors["token_ids"],
+            tensors["positions"],
+            tensors["slots"],
+            parts,
+            tensors.get("summary_blocks"),
+            selection,
+        )
+
+    def _fill_selection(self, arrays: dict[str, NDArray[np.int64]], plan: SelectionPlan | None) -> None:
+        assert self._choices is not None
+        real = {} if plan is None else SelectionArrays.of(plan, self._choices)._asdict()
+        for name, pad in pad_values(len(arrays["first_rows"]), self._choices).items():
+            _pad(arrays[name], real.get(name, ()), pad)
 
     def _fill_unique(self, arrays: dict[str, NDArray[np.int64]], plan: UniquePlan | None) -> None:
         rows, hi, blocks = arrays["unique_rows"], arrays["unique_hi"], arrays.get("unique_blocks")
@@ -170,7 +230,7 @@ class StaticInputs:
     def _layout(self, shape: ForwardShape) -> _Layout:
         found = self._layouts.get(shape)
         if found is None:
-            found = self._layouts[shape] = _Layout(shape, self._limits)
+            found = self._layouts[shape] = _Layout(shape, self._limits, self._choices)
         return found
 
     def _causal(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> CausalPart:

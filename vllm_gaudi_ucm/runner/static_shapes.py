@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.decoder import Decoder
     from vllm_gaudi_ucm.runner.graph_kind import GraphKind
+    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
 
 logger = plugin_logger(__name__)
 
@@ -49,6 +50,7 @@ class StaticShapes:
         buckets, usage: from `choose_buckets`.
         metrics: takes warm-up, bypasses and recipes.
         memory_budget: bytes that graphs may take; None: whatever the device has.
+        sparse: a sparse method, where one is on.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class StaticShapes:
         usage: Steps | None,
         metrics: StepMetrics,
         memory_budget: int | None,
+        sparse: SparseWorker | None = None,
     ) -> None:
         self._config = config.graphs
         self._device = device
@@ -80,6 +83,7 @@ class StaticShapes:
             runner_maker(kind),
             self.stages,
             device.pins_host_memory,
+            sparse,
         )
         self.divided_logits = DividedLogits(self.execution, tensors_on, self.stages)
         self.sampler = StaticSampler(vllm_config, tensors_on, buckets.limits.max_num_seqs, self.stages, self.bypassed)

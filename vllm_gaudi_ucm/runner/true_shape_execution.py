@@ -10,13 +10,16 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, prepare
-from vllm_gaudi_ucm.runner.execution import StepShape
+from vllm_gaudi_ucm.runner.execution import NO_BLOCKS, StepShape
 from vllm_gaudi_ucm.runner.staging import StagedStep, Staging
+from vllm_gaudi_ucm.sparse.device.step_metadata import step_metadata
+from vllm_gaudi_ucm.sparse.meta import SelectionMode
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.config import AttentionConfig
     from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.runner.decoder import Decoder
+    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
 
 
 class TrueShapeExecution:
@@ -27,6 +30,7 @@ class TrueShapeExecution:
         config: kernels of attention, and how the unique part reads the cache.
         block_size: tokens per cache block.
         device: where the model runs.
+        sparse: a sparse method, where one is on.
 
     Raises:
         ValueError: kernels that are not for this device, or cannot be built here.
@@ -35,12 +39,20 @@ class TrueShapeExecution:
     # rows whose logits are computed in one call: all logits of a long prompt at once would be gigabytes
     max_logits = 1024
 
-    def __init__(self, decoder: Decoder, config: AttentionConfig, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: AttentionConfig,
+        block_size: int,
+        device: torch.device,
+        sparse: SparseWorker | None = None,
+    ) -> None:
         self._decoder = decoder
         self._implementation = _checked(config.implementation, device)
         self._block_size = block_size
         self._device = device
-        self._staging = Staging(device, config.contiguous_pa)
+        self._sparse = sparse
+        self._staging = Staging(device, config.contiguous_pa, None if sparse is None else sparse.limits)
         self._staged: StagedStep
         self._metadata: UnifiedAttentionMetadata
         self._hidden: torch.Tensor
@@ -48,11 +60,26 @@ class TrueShapeExecution:
     def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
         return [np.arange(len(batch.num_scheduled))]
 
-    def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> StepShape:
-        self._staged = self._staging.stage(plan, token_ids)
-        parts = prepare(self._staged.parts, self._block_size, implementation=self._implementation)
-        self._metadata = UnifiedAttentionMetadata(self._staged.slots, parts)
-        return StepShape(self._staged.bucket, self._staged.bucket)
+    def stage(
+        self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
+    ) -> StepShape:
+        staged = self._staged = self._staging.stage(plan, token_ids)
+        if self._sparse is None:
+            parts = prepare(staged.parts, self._block_size, implementation=self._implementation)
+            self._metadata = UnifiedAttentionMetadata(staged.slots, parts)
+        else:
+            self._metadata = step_metadata(
+                staged.slots,
+                staged.parts,
+                self._block_size,
+                self._implementation,
+                self._sparse.method,
+                self._staging.blocks(summary_blocks) if len(summary_blocks) else None,
+                staged.selection,
+                reused=plan.selection is not None and bool((plan.selection.modes == SelectionMode.REUSE).all()),
+                dense_layers=self._sparse.has_dense_layers,
+            )
+        return StepShape(staged.bucket, staged.bucket)
 
     def forward(self) -> None:
         self._hidden = self._decoder.hidden(self._staged.token_ids, self._staged.positions, self._metadata)

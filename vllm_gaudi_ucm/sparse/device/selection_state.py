@@ -1,0 +1,157 @@
+"""The host's side of block selection: from the scheduler's decisions to what a step's plan chooses among."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.runner.selection_plan import DENSE, SelectionInput
+from vllm_gaudi_ucm.sparse.device.choice_slots import ChoiceSlots
+from vllm_gaudi_ucm.sparse.device.summary_queue import SummaryQueue
+from vllm_gaudi_ucm.sparse.meta import SelectionMode
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.runner.batch_plan import BatchInput
+    from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
+    from vllm_gaudi_ucm.sparse.meta import RequestSelection
+
+
+class StepSelection(NamedTuple):
+    """What a step's plan chooses among (None: every request is dense), and the blocks to summarise in it.
+
+    summary_blocks: int64 [n] physical block ids.
+    """
+
+    input: SelectionInput | None
+    summary_blocks: NDArray[np.int64]
+
+
+DENSE_STEP = StepSelection(None, np.zeros(0, np.int64))
+
+
+class SelectionState:
+    """Follows every block that is written and every choice that is stored.
+
+    Args:
+        num_blocks: of the KV cache.
+        limits: sizes of choices.
+        bounded: whether a step has room for `limits.summaries` only; at true shapes it has as many as it needs.
+    """
+
+    def __init__(self, num_blocks: int, limits: SelectionLimits, bounded: bool) -> None:
+        self.summaries = SummaryQueue(num_blocks)
+        self.slots = ChoiceSlots(limits.max_num_seqs, limits.width)
+        self.fallbacks = 0
+        self._limits = limits
+        self._bounded = bounded
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests that have ended, begin, or were preempted: nothing stored is theirs."""
+        self.slots.forget(request_ids)
+
+    def step(
+        self,
+        request_ids: Sequence[str],
+        batch: BatchInput,
+        num_drafts: NDArray[np.int64],
+        decisions: Mapping[str, RequestSelection],
+    ) -> StepSelection:
+        """Once per step (or division of one), before it is planned.
+
+        Args:
+            request_ids: of the scheduled requests, in the order of `batch`.
+            batch: their tokens and blocks.
+            num_drafts: [requests] how many of a request's new tokens may turn out wrong.
+            decisions: what the scheduler says of sparse requests.
+        """
+        is_full = self._follow(batch, num_drafts)
+        rows = int(batch.num_scheduled.sum())
+        summary_blocks = self.summaries.take(self._limits.summaries(rows) if self._bounded else None)
+        sparse = [index for index, request_id in enumerate(request_ids) if request_id in decisions]
+        if not sparse:
+            return StepSelection(None, summary_blocks)
+        selection = _all_dense(batch)
+        # entries of a table beyond the request's tokens are undefined: only those of full blocks are read
+        open_blocks = is_full.copy()
+        open_blocks[is_full] = self.summaries.ready[batch.block_tables[is_full]]
+        room = self._limits.max_selected_blocks
+        for index in sparse:
+            decision = decisions[request_ids[index]]
+            slot = self.slots.slot(request_ids[index], request_ids)
+            room -= self._decide(selection, index, slot, decision, open_blocks[index], room)
+        if (selection.modes == DENSE).all():
+            return StepSelection(None, summary_blocks)
+        return StepSelection(selection, summary_blocks)
+
+    def _follow(self, batch: BatchInput, num_drafts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Applies what this step writes; returns [requests, width] which blocks are then full of certain tokens."""
+        block_size = self._limits.block_size
+        number = np.arange(batch.block_tables.shape[1])
+        end = batch.num_computed + batch.num_scheduled
+        first, last = batch.num_computed // block_size, (end - 1) // block_size
+        is_written = (number >= first[:, None]) & (number <= last[:, None])
+        self.summaries.written(batch.block_tables[is_written])
+        is_full = number < ((end - num_drafts) // block_size)[:, None]
+        self.summaries.full(batch.block_tables[is_full])
+        return is_full
+
+    def _decide(
+        self,
+        selection: SelectionInput,
+        index: int,
+        slot: int,
+        decision: RequestSelection,
+        open_blocks: NDArray[np.bool_],
+        room: int,
+    ) -> int:
+        """Fills in the entry of one request; returns how many blocks it chooses."""
+        mode = SelectionMode(decision.mode)
+        stored = int(self.slots.num_stored[slot])
+        if not stored:
+            mode = SelectionMode.SELECT
+        width = len(open_blocks)
+        if mode == SelectionMode.REUSE:
+            candidates = self.slots.candidates[slot, :width].copy()
+            count = min(decision.num_selected, stored)
+        else:
+            candidates = open_blocks.copy()
+            candidates[: decision.sink_blocks] = False
+            candidates[decision.window_start :] = False
+            count = min(decision.num_selected, int(candidates.sum()), self._limits.most)
+        if not self._fits(count, int(candidates.sum()), room):
+            self.slots.num_stored[slot] = 0
+            return 0
+        self._store(slot, mode, candidates, count)
+        selection.modes[index], selection.counts[index] = mode, count
+        selection.thresholds[index], selection.slots[index] = decision.update_threshold, slot
+        selection.candidates[index] = candidates
+        return count
+
+    def _fits(self, count: int, candidates: int, room: int) -> bool:
+        """Whether a request can be sparse in this step; without candidates its whole context is attended anyway."""
+        if count == 0:
+            return False
+        fits = count <= room and candidates <= self._limits.most_candidates(count)
+        self.fallbacks += not fits
+        return fits
+
+    def _store(self, slot: int, mode: SelectionMode, candidates: NDArray[np.bool_], count: int) -> None:
+        """What the device will have stored after the step."""
+        if mode == SelectionMode.REUSE:
+            return
+        stored = min(int(candidates.sum()), self._limits.most)
+        if mode == SelectionMode.CHECK and self.slots.num_stored[slot] >= count:
+            # kept or replaced: only the device knows, so no more is used than both have
+            stored = min(stored, int(self.slots.num_stored[slot]))
+        self.slots.num_stored[slot] = stored
+        self.slots.candidates[slot] = False
+        self.slots.candidates[slot, : len(candidates)] = candidates
+
+
+def _all_dense(batch: BatchInput) -> SelectionInput:
+    requests, width = batch.block_tables.shape
+    numbers = np.zeros((3, requests), np.int64)
+    return SelectionInput(np.full(requests, DENSE, np.int64), *numbers, np.zeros((requests, width), np.bool_))

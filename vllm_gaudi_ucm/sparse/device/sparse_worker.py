@@ -1,0 +1,149 @@
+"""The worker's side of a sparse method: what the runner asks of it in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
+from vllm_gaudi_ucm.sparse.budget import block_budget
+from vllm_gaudi_ucm.sparse.device.block_selector import BlockSelector, SelectionLayer
+from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.device.selection_state import DENSE_STEP, SelectionState, StepSelection
+from vllm_gaudi_ucm.sparse.scheduler_contract import sparse_meta_of
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_gaudi_ucm.runner.batch_plan import BatchInput
+    from vllm_gaudi_ucm.runner.request_table import LiveRequest
+    from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
+
+
+class ServerSizes(NamedTuple):
+    """What the tensors of a choice are sized by.
+
+    max_rows: rows of a decode with its drafts. num_blocks: of the KV cache. static: graphs of fixed shapes.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_rows: int
+    block_size: int
+    num_blocks: int
+    static: bool
+
+
+class SelectionCounts(NamedTuple):
+    """Totals since the start.
+
+    kept, replaced: checkpoints, one for each layer and request. chosen_mass, mass: estimated attention of what was
+    chosen, and of all that competed. fallbacks: requests that were dense in a step for want of room.
+    """
+
+    kept: int
+    replaced: int
+    chosen_mass: float
+    mass: float
+    fallbacks: int
+
+
+class SparseWorker:
+    """Drives the hooks of a method, and for one that chooses blocks its state on host and device.
+
+    Args:
+        method: in the role WORKER.
+        layers: the model's attention layers by name, in the model's order.
+        sizes: of the server.
+    """
+
+    def __init__(self, method: UcmSparseBase, layers: dict[str, SelectionLayer], sizes: ServerSizes) -> None:
+        self.method = method
+        self.limits: SelectionLimits | None = None
+        self.selector: BlockSelector | None = None
+        self.state: SelectionState | None = None
+        method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
+        selecting = method.selecting_method
+        if isinstance(selecting, BlockSparse):
+            self._select_blocks(selecting, list(layers.values()), sizes)
+
+    def _select_blocks(self, method: BlockSparse, layers: Sequence[SelectionLayer], sizes: ServerSizes) -> None:
+        options = method.block_options
+        self.limits = selection_limits(options, sizes)
+        self.state = SelectionState(sizes.num_blocks, self.limits, bounded=sizes.static)
+        self.selector = method.selector = BlockSelector(
+            layers,
+            SummaryKind(options.summary),
+            self.limits,
+            method.reuse_layers,
+            method.dense_layers,
+            method.block_scores,
+        )
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return self.selector is not None and None in self.selector.leaders
+
+    def update(self, scheduler_output: SchedulerOutput) -> None:
+        """Before a step is planned. Requests that finish, begin or resume have no choice stored: ids are used again."""
+        finished = scheduler_output.finished_req_ids
+        for request_id in finished:
+            self.method.request_finished_in_worker(request_id)
+        if self.state is not None:
+            self.state.forget(finished)
+            self.state.forget(scheduler_output.preempted_req_ids or ())
+            self.state.forget(new.req_id for new in scheduler_output.scheduled_new_reqs)
+            self.state.forget(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        self.method.update_states(scheduler_output)
+
+    def step(
+        self, scheduler_output: SchedulerOutput, requests: Sequence[LiveRequest], batch: BatchInput
+    ) -> StepSelection:
+        """What the step, or a division of it, chooses among."""
+        if self.state is None:
+            return DENSE_STEP
+        request_ids = [request.request_id for request in requests]
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        num_drafts = np.fromiter((len(drafts.get(key, ())) for key in request_ids), np.int64, len(request_ids))
+        meta = sparse_meta_of(scheduler_output)
+        return self.state.step(request_ids, batch, num_drafts, {} if meta is None else meta.requests)
+
+    def counts(self) -> SelectionCounts | None:
+        """Reads the device, so not in every step; None for a method that does not choose blocks."""
+        if self.selector is None or self.state is None:
+            return None
+        kept, replaced = self.selector.checks.tolist()
+        chosen, mass = self.selector.recall.tolist()
+        return SelectionCounts(kept, replaced, chosen, mass, self.state.fallbacks)
+
+
+def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimits:
+    """How large the choices of a server can be."""
+    longest = block_budget(max(sizes.max_model_len, options.min_tokens), sizes.block_size, options)
+    most = max(1, 0 if longest is None else longest.num_selected)
+    room = sizes.max_num_seqs * most
+    if sizes.static:
+        # requests that share blocks may choose more than there are; a graph for all of these would hardly ever be used
+        room = max(most, min(room, sizes.num_blocks))
+    return SelectionLimits(
+        sparse_ratio=options.sparse_ratio,
+        # the newest block may become full and the tail begin in the same step
+        live_blocks=options.init_window_sz + options.local_window_sz + 1,
+        most=most,
+        width=-(-sizes.max_model_len // sizes.block_size),
+        max_num_seqs=sizes.max_num_seqs,
+        max_rows=sizes.max_rows,
+        max_selected_blocks=room,
+        block_size=sizes.block_size,
+    )
+
+
+def summary_share(options: BlockOptions, block_size: int, head_size: int, key_bytes: int) -> float:
+    """Bytes of a block's summaries over the bytes of its keys and values."""
+    kind = SummaryKind(options.summary)
+    width = kind.width(head_size) * (1 if kind is SummaryKind.HASH else key_bytes)
+    return kind.vectors(block_size) * width / (2 * block_size * head_size * key_bytes)

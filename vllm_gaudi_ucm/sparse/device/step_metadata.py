@@ -1,0 +1,42 @@
+"""What the attention layers of a step read where a sparse method is on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare
+from vllm_gaudi_ucm.sparse.device.selection_tensors import LayerSelection, SelectionTensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+    from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+
+
+def step_metadata(
+    slots: torch.Tensor,
+    parts: AttentionParts,
+    block_size: int,
+    implementation: str,
+    sparse: UcmSparseBase | None,
+    summary_blocks: torch.Tensor | None = None,
+    selection: SelectionTensors | None = None,
+    *,
+    reused: bool = False,
+    dense_layers: bool = False,
+) -> UnifiedAttentionMetadata:
+    """Prepares the parts of a step, for dense layers too where there are any.
+
+    See UnifiedAttentionMetadata and LayerSelection for the arguments.
+    """
+    prepared = prepare(parts, block_size, implementation=implementation)
+    choices = None
+    if selection is not None:
+        dense_parts = None
+        if dense_layers:
+            whole = parts._replace(selected=selection.candidates_part(block_size))
+            dense_parts = prepare(whole, block_size, implementation=implementation)
+        choices = LayerSelection(selection, dense_parts, reused)
+    return UnifiedAttentionMetadata(slots, prepared, sparse, summary_blocks, choices)
