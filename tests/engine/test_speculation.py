@@ -1,0 +1,242 @@
+"""With drafts, right or wrong, every request gets what it gets without them, in fewer steps where they are right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import RequestOutput, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.texts import SHORT
+from tests.engine.tiny_models import VOCAB, make_config, make_model
+from tests.speculation.oracle_proposer import OracleProposer
+
+RNG = random.Random(8)
+MAX_TOKENS = 20
+NUM_DRAFTS = 4
+NGRAM = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "num_gpu_blocks_override": 100,
+}
+STATIC = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 14, "warm_up": "full"}}
+
+
+def tokens(count: int) -> list[int]:
+    return [RNG.randrange(3, VOCAB) for _ in range(count)]
+
+
+COMMON = tokens(64)
+# around the block size, longer than a step, with a common beginning, and all in the cache the second time
+PROMPTS = [tokens(count) for count in (1, 2, 15, 16, 17, 33, 120)]
+PROMPTS += [COMMON + tokens(3), COMMON[:32] + tokens(9), COMMON]
+# what a sampler does differently from token to token
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "repetition_penalty": 1.6, "logprobs": 5},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "seed": 6, "top_p": 0.9, "logprobs": 1},
+    {"temperature": 0.0, "prompt_logprobs": 3},
+    {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": list(range(0, VOCAB, 3))},
+    {"temperature": 0.0, "allowed_token_ids": [4, 5, 6, 90], "logprobs": 2},
+    {"temperature": 0.7, "seed": 11, "stop_token_ids": list(range(0, VOCAB, 7))},
+    {"temperature": 0.0, "max_tokens": 1},
+]
+
+
+class Steps:
+    """Counts the steps of an engine, the requests that got tokens in them, and these tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.steps = self.requests = self.tokens = 0
+        self._sample = engine.runner.sample_tokens
+        engine.runner.sample_tokens = self._counted  # type: ignore[method-assign]
+
+    def _counted(self, grammar_output: Any) -> Any:
+        output = self._sample(grammar_output)
+        self.steps += 1
+        self.requests += sum(1 for sampled in output.sampled_token_ids if sampled)
+        self.tokens += sum(map(len, output.sampled_token_ids))
+        return output
+
+
+@pytest.fixture(scope="module")
+def plain_engine(tiny_llama: Path) -> Iterator[Engine]:
+    with Engine(tiny_llama, **OPTIONS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def ngram_engine(tiny_llama: Path) -> Iterator[Engine]:
+    with Engine(tiny_llama, **OPTIONS, speculative_config=NGRAM) as engine:
+        yield engine
+        engine.check_idle()
+
+
+@pytest.fixture(scope="module")
+def static_engine(tiny_llama: Path) -> Iterator[Engine]:
+    """Steps with more than 16 shared blocks run in parts."""
+    ucm = {"graphs": {**STATIC["graphs"], "max_shared_blocks": 16}}
+    with Engine(tiny_llama, ucm, **OPTIONS, speculative_config=NGRAM) as engine:
+        yield engine
+        assert engine.runner.static is not None
+        assert engine.runner.static.stages.new_recipes == 0
+        engine.check_idle()
+
+
+@pytest.fixture(scope="module")
+def expected(plain_engine: Engine) -> list[Answer]:
+    return plain_engine.greedy(PROMPTS, MAX_TOKENS)
+
+
+@pytest.fixture(params=["ngram_engine", "static_engine"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """With n-gram drafts, at true shapes and at static ones."""
+    found: Engine = request.getfixturevalue(request.param)
+    return found
+
+
+def test_ngram_drafts_change_no_token(engine: Engine, expected: list[Answer]) -> None:
+    """Chunks and decodes beside verification, twice, so that prefixes are cached. covers: A2 A3 A6"""
+    for _ in range(2):
+        assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_drafts_change_no_token(
+    engine: Engine, expected: list[Answer], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that are right for a random while, beside chunks, and in steps that run in parts. covers: A2 A6"""
+    rng = random.Random(seed)
+    taken = _spy_on_divided_logits(engine, monkeypatch)
+    texts = {tuple(prompt): answer.tokens for prompt, answer in zip(PROMPTS, expected, strict=True)}
+    monkeypatch.setattr(engine.runner, "_proposer", OracleProposer(texts, rng))
+    count = Steps(engine)
+    arrivals = [rng.randrange(12) for _ in PROMPTS]
+    assert_same(engine.staggered(PROMPTS, arrivals, MAX_TOKENS), expected)
+    assert count.tokens == MAX_TOKENS * len(PROMPTS)
+    assert count.requests < 0.8 * count.tokens
+    assert bool(taken) == (engine.runner.static is not None)
+
+
+def _spy_on_divided_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Positions of drafts whose logits were taken from what the parts of a step left."""
+    taken: list[int] = []
+    if engine.runner.static is None:
+        return taken
+    divided = engine.runner.static.divided_logits
+    take = divided.take
+
+    def spy(slots: Any, position: int) -> Any:
+        taken.append(position)
+        return take(slots, position)
+
+    monkeypatch.setattr(divided, "take", spy)
+    return taken
+
+
+def results(output: RequestOutput) -> list[Any]:
+    return [(list(sample.token_ids), sample.finish_reason, sample.stop_reason) for sample in output.outputs]
+
+
+def scores(output: RequestOutput) -> list[float]:
+    """Every logprob, of the prompt and of the sample, with the tokens that they belong to."""
+    lists = [output.prompt_logprobs or [], output.outputs[0].logprobs or []]
+    entries = [entry for found in lists for entry in found if entry is not None]
+    return [number for entry in entries for token in sorted(entry) for number in (token, entry[token].logprob)]
+
+
+def test_every_way_to_sample(engine: Engine, plain_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds, penalties, min_tokens, stops in the middle of drafts and logprobs of several tokens. covers: A6"""
+    params = [SamplingParams(**{"max_tokens": 12, **asked}) for asked in ASKED]
+    prompts = PROMPTS[: len(params)]
+    wanted = plain_engine.generate(prompts, params)
+    # beyond a stop the oracle knows no better than anybody
+    texts = {
+        tuple(prompt): [*output.outputs[0].token_ids, 3, 3, 3, 3]
+        for prompt, output in zip(prompts, wanted, strict=True)
+    }
+    monkeypatch.setattr(engine.runner, "_proposer", OracleProposer(texts, random.Random(1), wrong=0.3))
+    for asked, one, other in zip(ASKED, engine.generate(prompts, params), wanted, strict=True):
+        assert results(one) == results(other), asked
+        assert scores(one) == pytest.approx(scores(other), abs=1e-3), asked
+
+
+def test_ngrams_of_a_text_that_repeats_save_steps(ngram_engine: Engine, plain_engine: Engine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, allowed_token_ids=[4], ignore_eos=True)
+    count = Steps(ngram_engine)
+    (output,) = ngram_engine.generate([[4] * 9], params)
+    assert list(output.outputs[0].token_ids) == [4] * 60
+    assert count.steps <= 1 + -(-59 // (NUM_DRAFTS + 1)) + 1
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preemption(tiny_llama: Path, expected: list[Answer], caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is far too small for all. covers: A3 A6 A7"""
+    options = {**OPTIONS, "num_gpu_blocks_override": 19, "enable_prefix_caching": caching}
+    texts = {tuple(prompt): answer.tokens for prompt, answer in zip(PROMPTS, expected, strict=True)}
+    with Engine(tiny_llama, **options, speculative_config=NGRAM) as engine:
+        monkeypatch.setattr(engine.runner, "_proposer", OracleProposer(texts, random.Random(2), wrong=0.3))
+        assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
+        engine.check_idle()
+        assert engine.preemptions > 0
+
+
+def test_a_draft_model_that_is_the_target_is_always_right(tiny_llama: Path, expected: list[Answer]) -> None:
+    """Chunked prompts, cached prefixes and decodes: its K/V are there wherever the target's are. covers: A3"""
+    draft = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": NUM_DRAFTS}
+    with Engine(tiny_llama, **OPTIONS, speculative_config=draft) as engine:
+        for _ in range(2):
+            count = Steps(engine)
+            assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
+            # the first token, then five in each step
+            assert count.requests <= len(PROMPTS) * (1 + -(-(MAX_TOKENS - 1) // (NUM_DRAFTS + 1))) + 2
+        engine.check_idle()
+
+
+def test_another_draft_model(tiny_llama: Path, tmp_path: Path, expected: list[Answer]) -> None:
+    """Of other sizes, in a cache that preempts."""
+    config = make_config("llama", num_hidden_layers=1, hidden_size=32, num_key_value_heads=1)
+    draft = {
+        "method": "draft_model",
+        "model": str(make_model(tmp_path / "draft", config, seed=3)),
+        "num_speculative_tokens": 2,
+        "max_model_len": 100,
+    }
+    options = {**OPTIONS, "num_gpu_blocks_override": 19}
+    with Engine(tiny_llama, **options, speculative_config=draft) as engine:
+        assert set(engine.runner.kv_caches) > {"draft_model.model.layers.0.self_attn.attn"}
+        assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
+        assert engine.preemptions > 0
+        engine.check_idle()
+
+
+def test_structured_outputs(tiny_text_model: Path) -> None:
+    """A draft model that knows nothing of the grammar, beside free requests. covers: A18"""
+    wanted = [
+        StructuredOutputsParams(regex=r"[A-Z]{3}-\d{4}"),
+        StructuredOutputsParams(choice=["positive", "negative"]),
+        StructuredOutputsParams(regex=r"(ab){12}"),
+    ]
+    params = [SamplingParams(temperature=0.0, max_tokens=30, structured_outputs=entry) for entry in wanted]
+    params[1:1] = [SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)]
+    params += [SamplingParams(temperature=1.0, seed=4, max_tokens=30, structured_outputs=wanted[0])]
+    options = {**OPTIONS, "skip_tokenizer_init": False, "structured_outputs_config": {"backend": "xgrammar"}}
+    draft = {"method": "draft_model", "model": str(tiny_text_model), "num_speculative_tokens": 3}
+    found, counts = [], []
+    for ucm, speculation in (({}, None), ({}, NGRAM), ({}, draft), (STATIC, NGRAM)):
+        with Engine(tiny_text_model, ucm, **options, speculative_config=speculation) as engine:
+            count = Steps(engine)
+            found.append([results(output) for output in engine.generate(SHORT[:5], params)])
+            counts.append(count)
+            engine.check_idle()
+    assert found[1:] == [found[0]] * 3
+    assert counts[1].requests < counts[0].requests
+    assert counts[2].requests < counts[0].requests
