@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
 
@@ -57,6 +57,11 @@ class Limits:
                 f"limit max_shared_blocks is {self.max_shared_blocks}, expected at least {least}: "
                 f"the blocks of one request of {self.max_model_len} tokens"
             )
+
+    @property
+    def dense(self) -> Limits:
+        """The same limits without selected blocks."""
+        return replace(self, max_selected_blocks=0)
 
     @property
     def blocks_per_request(self) -> int:

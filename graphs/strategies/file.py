@@ -37,6 +37,7 @@ def from_file(request: BucketRequest) -> BucketSet:
     path, limits = request.path, request.limits
     limits_there, forward, logits = read_bucket_file(path)
     _check_limits(path, limits_there, limits)
+    _check_selected(path, limits_there, limits)
     cut = {ForwardShape.of("c" in s.phase, *_cut(s, limits)) for s in forward}
     rows = {min(row, limits.max_num_seqs) for row in logits}
     buckets = BucketSet(without_unreachable(cut, limits, request.cost), rows, limits, request.cost)
@@ -90,6 +91,15 @@ def _check_limits(path: Path, there: Limits, here: Limits) -> None:
                 f"{path}: made for {field.name} {found}, the server has {expected}; "
                 f"start the server with {found}, or tune again for {expected}"
             )
+
+
+def _check_selected(path: Path, there: Limits, here: Limits) -> None:
+    """Cut to a smaller limit shapes are still useful; without any, every sparse step would run in the maximum."""
+    if here.max_selected_blocks and not there.max_selected_blocks:
+        raise BucketFileError(
+            f"{path}: made for a server without a sparse method, this one selects up to {here.max_selected_blocks} "
+            "blocks; tune again on a log with selected blocks, or start the server without the file"
+        )
 
 
 def _cut(shape: ForwardShape, limits: Limits) -> tuple[int, int, int, int]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import product
 
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.ladder import with_rungs
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.reach import without_unreachable
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 
-AXES = ("decode", "prompt", "shared", "unique", "logits")
+AXES = ("decode", "prompt", "shared", "unique", "logits", "selected")
 # More values along a dimension than this are never useful, and without a count of graphs they would multiply.
 MAX_VALUES = 12
 
@@ -22,13 +23,14 @@ Ladder = Callable[[str, int, int], list[int]]
 
 @dataclass(frozen=True)
 class Grid:
-    """Number of values along each axis: rows of steps without and with a causal part, blocks, logits rows."""
+    """Number of values along each axis: rows of steps without and with a causal part, blocks, logits rows, selected."""
 
     decode: int = 1
     prompt: int = 1
     shared: int = 1
     unique: int = 1
     logits: int = 1
+    selected: int = 1
 
     def finer(self, axis: str) -> Grid:
         return Grid(**{name: getattr(self, name) + (name == axis) for name in AXES})
@@ -43,7 +45,7 @@ def grid_buckets(request: BucketRequest, ladder: Ladder) -> BucketSet:
     best = BucketSet((), (), request.limits, request.cost)
     if limit is not None and limit < best.num_graphs:
         raise ValueError(f"max_graphs is {limit}, expected at least {best.num_graphs}: the configured maximum")
-    grid, open_axes = Grid(), list(AXES)
+    grid, open_axes = Grid(), [axis for axis in AXES if axis != "selected" or request.limits.max_selected_blocks]
     while open_axes:
         for axis in list(open_axes):
             finer = grid.finer(axis) if best.forward[1:] else grid
@@ -62,7 +64,9 @@ def grid_buckets(request: BucketRequest, ladder: Ladder) -> BucketSet:
 
 def _make(request: BucketRequest, grid: Grid, ladder: Ladder) -> BucketSet:
     limits, cost = request.limits, request.cost
-    shapes = without_unreachable(_shapes(limits, grid, ladder), limits, cost)
+    shapes = without_unreachable(_shapes(limits, grid, ladder), limits.dense, cost)
+    if limits.max_selected_blocks:
+        shapes = with_rungs(shapes, [0, *ladder("selected", limits.max_selected_blocks, grid.selected)], cost)
     return BucketSet(shapes, ladder("logits", limits.max_num_seqs, grid.logits), limits, cost)
 
 

@@ -32,6 +32,8 @@ def _along(cost: Cost, axis: str, sizes: np.ndarray) -> Floats:
         return cost.logits_seconds(sizes)
     if axis == "shared":
         return cost.forward_seconds(False, 2, sizes, 0)
+    if axis == "selected":
+        return cost.forward_seconds(False, 1, 0, 0, sizes)
     if axis == "unique":
         return cost.forward_seconds(False, 1, 0, sizes)
     return cost.forward_seconds(axis == "prompt", sizes, 0, 0)

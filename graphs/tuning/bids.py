@@ -62,7 +62,7 @@ class Ascent:
     """Climbs the dual over some candidates.
 
     Args:
-        candidates: [m, 4]. k: how many of them may be chosen.
+        candidates: [m, d]. k: how many of them may be chosen.
         most: [n] what each step may bid at most.
     """
 

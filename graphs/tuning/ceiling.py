@@ -19,7 +19,7 @@ MAX_BOXES = 150_000
 
 
 class Ceiling(NamedTuple):
-    """most: no shape earns more. shapes: [found, 4] ones that earn more than the fee. surplus: [found] theirs."""
+    """most: no shape earns more. shapes: [found, d] ones that earn more than the fee. surplus: [found] theirs."""
 
     most: float
     shapes: Shapes
@@ -51,7 +51,7 @@ class CeilingSearch:
 
     def __init__(self, objective: Objective, bids: Floats, fee: float, tolerance: float) -> None:
         self._objective, self._bids, self._fee, self._tolerance = objective, bids, fee, tolerance
-        self._axes = [np.unique(objective.shapes[:, axis]) for axis in range(4)]
+        self._axes = [np.unique(objective.shapes[:, axis]) for axis in range(objective.shapes.shape[1])]
         self._places = np.stack(
             [np.searchsorted(sizes, objective.shapes[:, axis]) for axis, sizes in enumerate(self._axes)], axis=1
         )
@@ -60,7 +60,7 @@ class CeilingSearch:
 
     def run(self) -> Ceiling:
         """The ceiling; it is loose where the count of boxes was not enough."""
-        boxes = Boxes(np.zeros((1, 4), np.int64), np.array([[len(sizes) - 1 for sizes in self._axes]]))
+        boxes = Boxes(np.zeros((1, len(self._axes)), np.int64), np.array([[len(sizes) - 1 for sizes in self._axes]]))
         seen, highest, most = 0, self._fee, 0.0
         while len(boxes.low):
             seen += len(boxes.low)
@@ -71,7 +71,7 @@ class CeilingSearch:
             is_open &= (boxes.low < boxes.high).any(axis=1) & (seen < MAX_BOXES)
             most = max(most, float(limits[~is_open].max(initial=0.0)))
             boxes = self._halves(boxes.take(is_open))
-        shapes = np.concatenate([np.zeros((0, 4), np.int64), *self._shapes])
+        shapes = np.concatenate([self._objective.shapes[:0], *self._shapes])
         shapes, first = np.unique(shapes, axis=0, return_index=True)
         return Ceiling(max(most, highest), shapes, np.concatenate([np.zeros(0), *self._surplus])[first])
 
@@ -89,7 +89,7 @@ class CeilingSearch:
             low, top = boxes.low[chunk], boxes.high[chunk]
             steps = np.flatnonzero((self._bids > lowest[start]) & (self._places <= top.max(axis=0)).all(axis=1))
             fits = np.ones((len(low), len(steps)), bool)
-            for axis in range(4):
+            for axis in range(len(self._axes)):
                 fits &= self._places[None, steps, axis] <= top[:, axis, None]
             box, place = np.nonzero(fits)
             joins = np.maximum(low[box], self._places[steps[place]])
@@ -113,9 +113,9 @@ class CeilingSearch:
     def _halves(self, boxes: Boxes) -> Boxes:
         """Each box cut in two on the axis along which its cost grows most."""
         rows = np.arange(len(boxes.low))
-        growth = np.full((len(rows), 4), -1.0)
+        growth = np.full((len(rows), len(self._axes)), -1.0)
         highest = self._seconds(boxes.high)
-        for axis in range(4):
+        for axis in range(len(self._axes)):
             lower = boxes.high.copy()
             lower[:, axis] = boxes.low[:, axis]
             width = boxes.high[:, axis] - boxes.low[:, axis]

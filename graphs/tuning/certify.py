@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.cost import Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.steps import Shapes, shape_array
+from vllm_gaudi_ucm.graphs.steps import Shapes, graph_array
 from vllm_gaudi_ucm.graphs.tuning.bids import Ascent, Bids, first_bids
 from vllm_gaudi_ucm.graphs.tuning.ceiling import Ceiling, CeilingSearch
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.rows import least_rows_seconds
-from vllm_gaudi_ucm.graphs.tuning.search import Report, Search
+from vllm_gaudi_ucm.graphs.tuning.search import Report, Search, to_shapes
 from vllm_gaudi_ucm.graphs.tuning.surplus import surpluses
 
 # Rounds end when the gap is no more than this, or after so many: a round of 10,000 steps takes 2 to 5 seconds.
@@ -79,7 +78,7 @@ class _Rounds:
         self._rows = least_rows_seconds(objective, max_graphs - 1)
         coarse = self._coarse
         self._search = Search(coarse.shapes, coarse.weights, coarse.cost, coarse.maximum)
-        chosen = shape_array(buckets.forward)
+        chosen = graph_array(buckets.forward)[:, : objective.shapes.shape[1]]
         self._chosen, _ = self._search.settle(chosen[(chosen != objective.maximum).any(axis=1)])
         self._seconds = objective.padded_seconds(buckets)
         self._bound = self._bound_of(self._coarse.seconds, 0.0)
@@ -124,8 +123,7 @@ class _Rounds:
             return
         shapes = self._search.exchanged(self._chosen, candidates, self._objective.shapes, self._objective.weights)
         shapes, _ = self._search.settle(shapes)
-        forward = [ForwardShape.of(bool(c), q, s, u) for c, q, s, u in shapes.tolist()]
-        buckets = BucketSet(forward, self._buckets.logits, self._buckets.limits, self._objective.cost)
+        buckets = BucketSet(to_shapes(shapes), self._buckets.logits, self._buckets.limits, self._objective.cost)
         seconds = self._objective.padded_seconds(buckets)
         if seconds < self._seconds:
             self._buckets, self._seconds, self._chosen = buckets, seconds, shapes

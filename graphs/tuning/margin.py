@@ -19,26 +19,29 @@ FAR_SHARE = 0.02
 def with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[Shapes, NDArray[np.float64]]:
     """(shapes, weights): the observed ones, and a share `margin` of the weight on larger ones near them.
 
+    Shapes are [n, 5] with a sparse method, else [n, 4].
     Most of the margin lies on observed shapes whose sizes grew by a random factor (log-normal, about a quarter), a
     fiftieth of it on sizes anywhere between the observed ones and the limits. The same steps give the same margin.
     """
+    observed = steps.shapes if limits.max_selected_blocks else steps.forward
     if margin == 0.0:
-        return steps.forward, steps.forward_counts.astype(np.float64)
+        return observed, steps.forward_counts.astype(np.float64)
     rng = np.random.default_rng(0)
     shares = steps.forward_counts / steps.count
-    near = steps.forward[rng.choice(len(steps.forward), NEAR_POINTS, p=shares)]
-    factors = np.exp(np.abs(rng.normal(0.0, SPREAD, (NEAR_POINTS, 3))))
+    near = observed[rng.choice(len(observed), NEAR_POINTS, p=shares)]
+    sizes = observed.shape[1] - 1
+    factors = np.exp(np.abs(rng.normal(0.0, SPREAD, (NEAR_POINTS, sizes))))
     near = _resized(near, np.ceil(near[:, 1:] * factors) + 1, limits)
-    far = steps.forward[rng.choice(len(steps.forward), FAR_POINTS)]
+    far = observed[rng.choice(len(observed), FAR_POINTS)]
     reach = _maxima(far, limits) / np.maximum(far[:, 1:], 1)
-    far = _resized(far, np.ceil(far[:, 1:] * reach ** rng.random((FAR_POINTS, 3))), limits)
+    far = _resized(far, np.ceil(far[:, 1:] * reach ** rng.random((FAR_POINTS, sizes))), limits)
     weight = margin * steps.count
     weights = [
         steps.forward_counts * (1.0 - margin),
         np.full(NEAR_POINTS, weight * (1.0 - FAR_SHARE) / NEAR_POINTS),
         np.full(FAR_POINTS, weight * FAR_SHARE / FAR_POINTS),
     ]
-    return np.concatenate([steps.forward, near, far]), np.concatenate(weights)
+    return np.concatenate([observed, near, far]), np.concatenate(weights)
 
 
 def logits_with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -59,7 +62,7 @@ def _resized(shapes: Shapes, sizes: NDArray[np.float64], limits: Limits) -> Shap
 
 def _maxima(shapes: Shapes, limits: Limits) -> NDArray[np.int64]:
     most = limits.maximum
-    maxima = np.empty((len(shapes), 3), np.int64)
+    maxima = np.empty((len(shapes), shapes.shape[1] - 1), np.int64)
     maxima[:, 0] = np.where(shapes[:, 0] > 0, most.query_len, limits.max_decode_rows)
-    maxima[:, 1:] = most.shared_blocks, most.unique_blocks
+    maxima[:, 1:] = most.forward.sizes[1 : shapes.shape[1] - 1]
     return maxima

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.graphs.cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet, cheapest_fit
-from vllm_gaudi_ucm.graphs.steps import Shapes, Steps, graph_array, shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.steps import Shapes, Steps, graph_array, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.margin import logits_with_margin, with_margin
 
 # The first rounding of sizes that is tried to make a large objective small, as a share, and the factor to the next.
@@ -22,9 +22,9 @@ WIDER = 1.3
 class Objective:
     """Weighted forward shapes and logits rows. A weight is a number of steps, not always a whole one.
 
-    shapes: [n, 4] distinct, in ascending order of seconds. seconds, weights: [n].
+    shapes: [n, d] distinct, in ascending order of seconds; d is 5 with a sparse method, else 4. seconds, weights: [n].
     logits: [m] ascending rows, the last one max_num_seqs. logits_weights: [m].
-    maximum: [1, 4] the configured maximum, which is always one of the shapes that have graphs.
+    maximum: [1, d] the configured maximum, which is always one of the shapes that have graphs.
     """
 
     shapes: Shapes
@@ -42,7 +42,7 @@ class Objective:
         logits, logits_weights = logits_with_margin(steps, limits, margin)
         seconds = shape_seconds(cost, shapes)
         order = np.argsort(seconds, kind="stable")
-        maximum = shape_array([limits.maximum.forward])
+        maximum = graph_array([limits.maximum.forward])[:, : shapes.shape[1]]
         return cls(shapes[order], seconds[order], weights[order], logits, logits_weights, maximum, cost)
 
     @property

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.lookup import cheapest_fit
 from vllm_gaudi_ucm.graphs.steps import Shapes, shape_seconds
@@ -27,6 +28,11 @@ LEAST_GAIN = 2e-4
 CUTS = 8
 
 
+def to_shapes(found: Shapes) -> list[ForwardShape]:
+    """Rows as forward shapes."""
+    return [ForwardShape.of(bool(causal), *sizes) for causal, *sizes in found.tolist()]
+
+
 class Split(NamedTuple):
     """The best cut of a cluster in two: what it saves, and the members of one side."""
 
@@ -38,8 +44,8 @@ class Search:
     """Covers of weighted points by shapes: clusters, whose shape is the join (largest size in each dimension).
 
     Args:
-        points: [n, 4] observed shapes. counts: [n].
-        fixed: [f, 4] shapes that are there anyway and do not count; one of them dominates every point.
+        points: [n, d] observed shapes, d = 4, or 5 with selected blocks. counts: [n].
+        fixed: [f, d] shapes that are there anyway and do not count; one of them dominates every point.
     """
 
     def __init__(self, points: Shapes, counts: NDArray[np.int64] | Floats, cost: Cost, fixed: Shapes) -> None:
@@ -49,7 +55,7 @@ class Search:
         self.fixed = fixed
 
     def run(self, k: int, report: Report = lambda done: None) -> Shapes:
-        """[<= k, 4] shapes, without the fixed ones: split, merge, then exchange shapes for better ones in rounds."""
+        """[<= k, d] shapes, without the fixed ones: split, merge, then exchange shapes for better ones in rounds."""
         if k < 1:
             return self.points[:0]
         joins, weights = self.clusters(max(MAX_CLUSTERS, OVERSPLIT * k))
@@ -111,7 +117,7 @@ class Search:
         return np.concatenate([penalties[::-1], np.zeros(k)])[:k]
 
     def merge(self, clusters: list[Indices], k: int) -> tuple[Shapes, Shapes, Floats]:
-        """[<= k, 4] joins, always of the two clusters whose join costs least; every join on the way, and its price."""
+        """[<= k, d] joins, always of the two clusters whose join costs least; every join on the way, and its price."""
         shapes = np.array([self.points[members].max(axis=0) for members in clusters])
         weights = np.array([self.counts[members].sum() for members in clusters])
         penalty = self._penalties(shapes, weights, shapes, weights)
@@ -154,7 +160,7 @@ class Search:
         """Shapes near those chosen: what a cut of a cluster along one dimension leaves, and joins of two."""
         ordered, _ = self._ordered(shapes)
         found = cheapest_fit(ordered, self.points)
-        near = [np.maximum(shapes[:, None], shapes[None]).reshape(-1, 4)]
+        near = [np.maximum(shapes[:, None], shapes[None]).reshape(-1, shapes.shape[1])]
         for index in range(len(ordered)):
             points = self.points[found == index]
             if len(points) < 2:

@@ -26,7 +26,7 @@ def surpluses(objective: Objective, bids: Floats, candidates: Shapes) -> Floats:
         end = np.searchsorted(objective.seconds, seconds[chunk[-1]] * (1.0 + 1e-12), side="right")
         steps = np.flatnonzero(bids[:end] > seconds[chunk[0]])
         fits = np.ones((len(chunk), len(steps)), bool)
-        for axis in range(4):
+        for axis in range(candidates.shape[1]):
             fits &= candidates[chunk, axis, None] >= objective.shapes[None, steps, axis]
         gain = np.clip(bids[steps] - seconds[chunk, None], 0.0, None)
         found[chunk] = (gain * fits) @ objective.weights[steps]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.rows import best_rows
-from vllm_gaudi_ucm.graphs.tuning.search import Report, Search
+from vllm_gaudi_ucm.graphs.tuning.search import Report, Search, to_shapes
 
 DEFAULT_MARGIN = 0.05
 # The configured maximum, for the forward graph and for the logits.
@@ -40,7 +39,7 @@ def tune(
     search = Search(objective.shapes, objective.weights, cost, objective.maximum)
     rows = _divide(objective, max_graphs, search)
     found = search.run(max_graphs - len(rows) - 1, report)
-    return BucketSet([ForwardShape.of(bool(c), q, s, u) for c, q, s, u in found.tolist()], rows, limits, cost)
+    return BucketSet(to_shapes(found), rows, limits, cost)
 
 
 def check_steps(steps: Steps, limits: Limits) -> None:

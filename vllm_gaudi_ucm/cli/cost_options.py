@@ -104,4 +104,6 @@ def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) ->
     contiguous = known.get("contiguous", True) if args.contiguous is None else args.contiguous
     shared = known.get("max_shared_blocks") if args.max_shared_blocks is None else args.max_shared_blocks
     selected = known.get("max_selected_blocks", 0) if args.max_selected_blocks is None else args.max_selected_blocks
+    if type(selected) is not int:
+        raise ValueError(f"{where} has max_selected_blocks {selected!r}, expected a number; give --max-selected-blocks")
     return Limits(**values, contiguous=bool(contiguous), max_shared_blocks=shared, max_selected_blocks=selected)

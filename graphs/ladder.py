@@ -1,0 +1,36 @@
+"""The sizes of the selected part for buckets that are chosen without knowing the traffic: the rungs of a ladder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.cost import Cost
+from vllm_gaudi_ucm.graphs.steps import graph_array, shape_seconds
+
+# A rung is no graph of its own where the rung above costs at most this share more: beside a long prompt the selected
+# part is small, whatever its size. At 64 graphs the product of all shapes and four rungs leaves 14 shapes and costs the
+# trace mixes twice as much as without these graphs, which leaves 34.
+NEEDLESS = 0.1
+
+
+def with_rungs(shapes: Iterable[ForwardShape], rungs: Sequence[int], cost: Cost) -> list[ForwardShape]:
+    """Every shape at every rung, less the needless ones.
+
+    What selected blocks cost is added to what the rest of a step costs, so the cheapest bucket of a step is the
+    cheapest one for its other sizes, at the smallest rung that it has and that is enough.
+
+    Args:
+        shapes: without selected blocks.
+        rungs: ascending, the first 0; the last one is always kept.
+    """
+    found = []
+    for shape in shapes:
+        at_rungs = [shape.with_selected(rung) for rung in rungs]
+        seconds = shape_seconds(cost, graph_array(at_rungs)).tolist()
+        above = float("inf")
+        for each, its_seconds in zip(reversed(at_rungs), reversed(seconds), strict=True):
+            if above > (1.0 + NEEDLESS) * its_seconds:
+                found.append(each)
+                above = its_seconds
+    return found
