@@ -11,9 +11,7 @@ from pydantic import ValidationError
 from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table, resolve_config, resolve_value
 from vllm_gaudi_ucm.config_error import UcmConfigError
 
-SECTIONS = (
-    "ucm.attention or ucm.cpu or ucm.graphs or ucm.phase_log or ucm.ucm_sparse_config or ucm.ucm_sparse_method"
-)
+SECTIONS = "ucm.attention or ucm.cpu or ucm.graphs or ucm.phase_log or ucm.ucm_sparse_config or ucm.ucm_sparse_method"
 README = Path(__file__).parents[2] / "README.md"
 
 BLOCK_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {

@@ -1,7 +1,6 @@
 """The sections of `ucm_sparse_config`: inline and from files, ours and third parties', alone and together."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,9 @@ ucm_sparse_config:
 
 
 @pytest.fixture(autouse=True)
-def third_party(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def third_party(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UcmSparseFactory, "_methods", dict(UcmSparseFactory._methods))
     UcmSparseFactory.register_sparse_method("Newest", "tests.sparse.third_party", "Newest")
-    yield
 
 
 def sparse(method: str | None = None, **sections: Any) -> UcmConfig:
@@ -86,9 +84,7 @@ def test_sections_that_are_no_mapping(value: Any) -> None:
 
 
 def test_unknown_method() -> None:
-    with pytest.raises(
-        UcmConfigError, match=r"ucm_sparse_method: found 'gsa', expected GSA \(the nearest known method"
-    ):
+    with pytest.raises(UcmConfigError, match=r"method: found 'gsa', expected GSA \(the nearest known method"):
         sparse("gsa")
     assert problems(gsa={}) == ["gsa: found an unknown key, expected ucm.ucm_sparse_config.GSA (the nearest valid key)"]
     assert problems(Other={"a": 1})[0].startswith("Other: found an unknown key, expected")

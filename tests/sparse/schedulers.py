@@ -84,22 +84,25 @@ def request(request_id: str, num_tokens: int, *, max_tokens: int = 50, start: in
 def run_step(scheduler: Any, drafts: int = 0, accepted: int = 0) -> SchedulerOutput:
     """Schedules, computes nothing, hands back tokens (with the accepted drafts), and proposes drafts for the next."""
     output: SchedulerOutput = scheduler.schedule()
-    finish_step(scheduler, output, drafts, accepted)
+    finish_step(scheduler, output, sampled_ids(scheduler, output), drafts, accepted)
     return output
 
 
-def finish_step(scheduler: Any, output: SchedulerOutput, drafts: int = 0, accepted: int = 0) -> None:
+def sampled_ids(scheduler: Any, output: SchedulerOutput) -> set[str]:
+    """Requests that get a token from a step that was just scheduled: chunks that do not end a prompt get none."""
+    return {name for name in output.num_scheduled_tokens if not scheduler.requests[name].is_prefill_chunk}
+
+
+def finish_step(scheduler: Any, output: SchedulerOutput, sampled: set[str], drafts: int = 0, accepted: int = 0) -> None:
+    """The second half of `run_step`."""
     ids = list(output.num_scheduled_tokens)
     tokens: list[list[int]] = []
-    for request_id in ids:
-        scheduled = output.scheduled_spec_decode_tokens.get(request_id, [])
-        done = request_id in scheduler.requests and scheduler.requests[request_id].is_prefill_chunk
-        tokens.append([] if done else [1] * (1 + min(accepted, len(scheduled))))
+    for name in ids:
+        num_drafts = len(output.scheduled_spec_decode_tokens.get(name, []))
+        tokens.append([1] * (1 + min(accepted, num_drafts)) if name in sampled else [])
+    places = {name: index for index, name in enumerate(ids)}
     scheduler.update_from_output(
-        output,
-        ModelRunnerOutput(
-            req_ids=ids, req_id_to_index={name: index for index, name in enumerate(ids)}, sampled_token_ids=tokens
-        ),
+        output, ModelRunnerOutput(req_ids=ids, req_id_to_index=places, sampled_token_ids=tokens)
     )
     if drafts:
         scheduler.update_draft_token_ids(DraftTokenIds(ids, [[2] * drafts for _ in ids]))

@@ -1,6 +1,5 @@
 """The registry: our methods, third parties' methods, and what is refused."""
 
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -24,10 +23,9 @@ WORKER, SCHEDULER = UcmSparseRole.WORKER, UcmSparseRole.SCHEDULER
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers ends with it."""
     monkeypatch.setattr(UcmSparseFactory, "_methods", dict(UcmSparseFactory._methods))
-    yield
 
 
 def test_our_methods() -> None:
@@ -134,5 +132,5 @@ def test_method_that_cannot_be_used(module: str, name: str, message: str) -> Non
 
 
 def test_name_that_is_taken() -> None:
-    with pytest.raises(SparseMethodError, match="'GSA': found .*gsa.GSA registered already, expected a name that is"):
+    with pytest.raises(SparseMethodError, match=r"'GSA': found .*gsa\.GSA registered already, expected a name that is"):
         UcmSparseFactory.register_sparse_method("GSA", HERE, "Newest")

@@ -28,5 +28,12 @@ class Newest(BlockSparse):
         return query.new_ones(len(candidates)).cumsum(0)
 
 
+class Frugal(BlockSparse):
+    """Wants fewer slots, which no scheduler of ours gives it."""
+
+    def estimate_num_slots_sparsed(self, request: Any) -> int:
+        return 3
+
+
 class NoMethod:
     """Not a method."""
