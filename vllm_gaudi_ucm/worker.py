@@ -24,6 +24,7 @@ from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.runner.graph_kind import graph_kind, options_without_effect
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
+from vllm_gaudi_ucm.runner.sparse_setup import summaries_per_block
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -85,7 +86,11 @@ class UcmWorker(WorkerBase):
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache, measured after the largest steps have shown what they take."""
-        return kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps)
+        budget = kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps)
+        if self.cache_config.kv_cache_memory_bytes is not None:
+            return budget
+        # a block's summaries lie beside it
+        return int(budget / (1 + summaries_per_block(self._ucm, self.get_kv_cache_spec())))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         # the block size is final only now

@@ -92,19 +92,22 @@ def test_below_the_minimum_and_when_switched_off_every_bit_is_dense(
     with Engine(tiny_llama, config, **OPTIONS) as engine:
         found = [engine.generate([prompt], off)[0].outputs[0] for prompt in PROMPTS[4:6]]
     assert [list(answer.token_ids) for answer in found] == [answer.tokens for answer in expected]
-    assert [[entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)] for answer in found] == [
-        answer.logprobs for answer in expected
-    ]
+    assert [
+        [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
+        for answer in found
+    ] == [answer.logprobs for answer in expected]
 
 
 @pytest.mark.parametrize("name", ["GSA", "KVStar"])
-def test_preempted_requests_end_like_others(tiny_llama: Path, dense: list[Answer], name: str) -> None:
+def test_preempted_requests_end_like_others(tiny_llama: Path, name: str) -> None:
     """covers: C5. A cache so small that requests lose their blocks, and take other ones."""
-    with Engine(tiny_llama, ucm(name, 1.0), **OPTIONS, num_gpu_blocks_override=40) as engine:
-        found = engine.staggered(PROMPTS, [0] * len(PROMPTS), 30)
-        assert engine.preemptions
-        engine.check_idle()
-    assert_same(found, dense)
+    growing, found = [tokens(60 + 3 * count) for count in range(6)], []
+    for config in ({}, ucm(name, 1.0)):
+        with Engine(tiny_llama, config, **OPTIONS, num_gpu_blocks_override=34) as engine:
+            found.append(engine.greedy(growing, 90))
+            assert engine.preemptions
+            engine.check_idle()
+    assert_same(found[1], found[0])
 
 
 def test_aborted_requests_leave_nothing(tiny_llama: Path, dense: list[Answer]) -> None:

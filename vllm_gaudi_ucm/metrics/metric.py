@@ -33,6 +33,24 @@ SKELETON_SECONDS = Metric(
 )
 WAITS = Metric("gaudi_ucm_warm_up_waits", "counter", (), "Steps that waited for a graph that was being warmed.")
 WAIT_SECONDS = Metric("gaudi_ucm_warm_up_wait_seconds", "counter", (), "Seconds that steps waited for such graphs.")
+SELECTIONS = Metric(
+    "gaudi_ucm_sparse_selections", "counter", ("mode",), "Sparse requests of steps, by how their blocks were chosen."
+)
+SPARSE_BLOCKS = Metric(
+    "gaudi_ucm_sparse_blocks", "counter", ("state",), "Blocks of sparse requests: of their contexts, and attended."
+)
+SPARSE_FALLBACKS = Metric(
+    "gaudi_ucm_sparse_fallbacks", "counter", (), "Requests that were dense in a step for want of room for their choice."
+)
+CHECKPOINTS = Metric(
+    "gaudi_ucm_sparse_checkpoints", "counter", ("result",), "Checks of stored choices, by layer and request."
+)
+ATTENTION_MASS = Metric(
+    "gaudi_ucm_sparse_attention_mass",
+    "counter",
+    ("state",),
+    "Estimated attention of the blocks that competed in the last layer that chooses, and of those chosen among them.",
+)
 
 METRICS = (
     STEPS,
@@ -47,4 +65,9 @@ METRICS = (
     SKELETON_SECONDS,
     WAITS,
     WAIT_SECONDS,
+    SELECTIONS,
+    SPARSE_BLOCKS,
+    SPARSE_FALLBACKS,
+    CHECKPOINTS,
+    ATTENTION_MASS,
 )

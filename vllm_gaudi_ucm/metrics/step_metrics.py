@@ -10,6 +10,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.metrics import metric
 from vllm_gaudi_ucm.metrics.folder import make_private, metrics_folder, remove_files
 from vllm_gaudi_ucm.metrics.metrics_file import MetricsFile, Series
+from vllm_gaudi_ucm.metrics.sparse_metrics import SparseMetrics
 
 DIMENSIONS = ("query", "shared", "unique", "logits", "selected")
 STAGES = ("plan", "forward", "sample")
@@ -45,6 +46,10 @@ class StepMetrics:
         self._graphs: dict[ForwardShape | int, Series] = {}
         self._bypasses: dict[str, Series] = {}
         self._gauges: dict[tuple[str, ...], Series] = {}
+
+    def sparse(self) -> SparseMetrics:
+        """The series of a sparse method; a server without one shows none."""
+        return SparseMetrics(self._file)
 
     @classmethod
     def of_engine(cls, instance_id: str, engine: int) -> StepMetrics:

@@ -16,6 +16,7 @@ from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.memory.kv_cache import dummy_kv_cache
 from vllm_gaudi_ucm.runner.attention_layers import bind_kv_caches, kv_cache_specs
 from vllm_gaudi_ucm.runner.bucket_choice import cost_model, server_limits
+from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.runner.static_execution import StaticExecution
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.config import UcmConfig
     from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.graphs.cost import CostModel
+    from vllm_gaudi_ucm.graphs.limits import Limits
     from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
     from vllm_gaudi_ucm.runner.decoder import Decoder
     from vllm_gaudi_ucm.runner.graph_kind import GraphKind
@@ -71,8 +74,15 @@ def _measure(
     """
     specs = kv_cache_specs(vllm_config)
     tensors_on = device.torch_device()
-    bind_kv_caches(vllm_config, dummy_kv_cache(specs, tensors_on))
-    ready = ReadyBuckets(_largest_buckets(vllm_config, config, device, specs))
+    caches = dummy_kv_cache(specs, tensors_on)
+    bind_kv_caches(vllm_config, caches)
+    block_size, num_blocks = _largest_cache(device, specs)
+    sparse = make_sparse_worker(config, vllm_config, caches, block_size, num_blocks, static=True)
+    choices = None if sparse is None else sparse.limits
+    selected = 0 if choices is None else choices.max_selected_blocks
+    shared = config.graphs.max_shared_blocks
+    limits = server_limits(vllm_config, block_size, num_blocks, False, shared, selected)
+    ready = ReadyBuckets(_largest_buckets(limits, cost_model(vllm_config, device, block_size)))
     free = device.memory().free
     execution = StaticExecution(
         decoder,
@@ -81,6 +91,7 @@ def _measure(
         tensors_on,
         runner_maker(kind),
         lambda label: nullcontext(),
+        sparse=sparse,
     )
     buffers = max(0, free - device.memory().free) + _sampling_bytes(execution, vllm_config)
     measured: dict[GraphKey, int] = {}
@@ -94,22 +105,21 @@ def _measure(
         device.synchronize()
         measured[key] = max(0, free - device.memory().free)
     bind_kv_caches(vllm_config, {name: torch.empty(0, device=tensors_on) for name in specs})
-    del execution
+    del execution, sparse
     gc.collect()
     device.empty_cache()
     return measured, buffers
 
 
-def _largest_buckets(
-    vllm_config: VllmConfig, config: UcmConfig, device: Device, specs: dict[str, KVCacheSpec]
-) -> BucketSet:
-    """The configured maximum and the largest step of decodes, the maximum last."""
+def _largest_cache(device: Device, specs: dict[str, KVCacheSpec]) -> tuple[int, int]:
+    """Tokens per block, and how many blocks would fill the free memory."""
     block_bytes = sum(spec.page_size_bytes for spec in specs.values())
-    block_size = next(iter(specs.values())).block_size
-    num_blocks = max(2, device.memory().free // block_bytes)
-    limits = server_limits(vllm_config, block_size, num_blocks, False, config.graphs.max_shared_blocks)
-    decodes = limits.phase_maximum(causal=False, shared=True, unique=True)
-    return BucketSet([decodes], [], limits, cost_model(vllm_config, device, block_size))
+    return next(iter(specs.values())).block_size, max(2, device.memory().free // block_bytes)
+
+
+def _largest_buckets(limits: Limits, cost: CostModel) -> BucketSet:
+    """The configured maximum and the largest step of decodes, the maximum last."""
+    return BucketSet([limits.phase_maximum(causal=False, shared=True, unique=True)], [], limits, cost)
 
 
 def _sampling_bytes(execution: StaticExecution, vllm_config: VllmConfig) -> int:

@@ -28,11 +28,13 @@ from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.runner.sampling import SamplingBatch
+from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.runner.step_record import StepClock
 from vllm_gaudi_ucm.runner.token_sampler import Grammar, SampledTokens, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.runner.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.sparse.device.selection_state import DENSE_STEP
 from vllm_gaudi_ucm.speculation.draft_layers import load_draft_model
 from vllm_gaudi_ucm.speculation.factory import make_proposer
 from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
@@ -131,12 +133,23 @@ class ModelRunner:
         model_config = self._vllm_config.model_config
         self.requests = RequestTable(max_num_seqs, model_config.max_model_len, self._block_size)
         self._planner = SteadyPlanner(self._block_size, self._config.attention.causal_slice)
+        self._sparse = make_sparse_worker(
+            self._config,
+            self._vllm_config,
+            self.kv_caches,
+            self._block_size,
+            kv_cache_config.num_blocks,
+            static=self.kind != "off",
+        )
+        self._sparse_metrics = None if self._sparse is None else metrics.sparse()
         sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         self._execution: Execution
         self._sampler: TokenSampler
         if self.kind == "off":
             attention = self._config.attention
-            self._execution = TrueShapeExecution(self.decoder, attention, self._block_size, self._tensors_on)
+            self._execution = TrueShapeExecution(
+                self.decoder, attention, self._block_size, self._tensors_on, self._sparse
+            )
             self._sampler = VllmSampler(sampler)
         else:
             self.static = self._make_static(kv_cache_config.num_blocks)
@@ -198,6 +211,8 @@ class ModelRunner:
             self.static.begin_step()
         clock = StepClock()
         self.requests.update(scheduler_output)
+        if self._sparse is not None:
+            self._sparse.update(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             if self.static is not None:
                 self.static.end_step()
@@ -226,11 +241,12 @@ class ModelRunner:
         self, step: _ComputedStep, members: list[LiveRequest], batch: BatchInput, clock: StepClock, divided: bool
     ) -> None:
         """Runs a step, or one division of it, and keeps its logits in the order of the sampler's slots."""
-        plan, slots = self._order_logits(self._planner.plan(batch), members)
+        selection = DENSE_STEP if self._sparse is None else self._sparse.step(step.scheduler_output, members, batch)
+        plan, slots = self._order_logits(self._planner.plan(batch, selection.input), members)
         token_ids = self.requests.tokens_at(members, plan.requests[plan.row_requests], plan.positions)
-        shape = self._execution.stage(plan, token_ids)
+        shape = self._execution.stage(plan, token_ids, selection.summary_blocks)
         clock.planned()
-        self._execution.forward()
+        self._forward(plan)
         step.prompt_logprobs.update(self._score_prompts(members, plan))
         yielding = [members[index] for index in plan.logits_requests.tolist()]
         if divided:
@@ -241,6 +257,14 @@ class ModelRunner:
             step.logits.compute(yielding, plan.logits_rows)
         clock.computed()
         step.divisions.append(_Computed(plan, shape, clock))
+
+    def _forward(self, plan: UnifiedPlan) -> None:
+        if self._sparse is None:
+            self._execution.forward()
+            return
+        self._sparse.method.execute_begin(plan)
+        self._execution.forward()
+        self._sparse.method.execute_finished()
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -273,10 +297,14 @@ class ModelRunner:
         """Every division ran in a shape of its own; sampling belongs to the last."""
         for computed in step.divisions:
             computed.clock.sampled(took_part=computed is step.divisions[-1])
-            record = computed.clock.record(self._phase_log.summary.steps, computed.plan, computed.shape)
+            record = computed.clock.record(
+                self._phase_log.summary.steps, computed.plan, computed.shape, self._block_size
+            )
             self._phase_log.append(record)
             self._metrics.step(record.bucket, record.padded)
             self._metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
+        if self._sparse is not None and self._sparse_metrics is not None:
+            self._sparse.report(self._sparse_metrics)
 
     def _output(self, step: _ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
         """Requests in the sampler's order first, so that a request's index is its entry of tokens and logprobs."""
@@ -317,7 +345,9 @@ class ModelRunner:
         # a graph has one form: without compaction block ids spread over the whole cache, so `auto` gathers
         contiguous = self._config.attention.contiguous_pa is True
         shared = self._config.graphs.max_shared_blocks
-        limits = server_limits(self._vllm_config, self._block_size, num_blocks, contiguous, shared)
+        choices = None if self._sparse is None else self._sparse.limits
+        selected = 0 if choices is None else choices.max_selected_blocks
+        limits = server_limits(self._vllm_config, self._block_size, num_blocks, contiguous, shared, selected)
         buckets, usage = choose_buckets(self._config.graphs, self._vllm_config, limits, self._device)
         return StaticShapes(
             self.decoder,
@@ -330,4 +360,5 @@ class ModelRunner:
             usage,
             self._metrics,
             self._memory_budget,
+            self._sparse,
         )

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.graph_runner.base import GraphRunner, StaticFunction
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare

@@ -9,6 +9,7 @@ import numpy as np
 from vllm_gaudi_ucm.phase_log import StepRecord
 from vllm_gaudi_ucm.runner.batch_plan import CausalPlan, SharedPlan, UnifiedPlan
 from vllm_gaudi_ucm.runner.execution import StepShape
+from vllm_gaudi_ucm.runner.selection_plan import SelectionPlan
 
 
 class StepClock:
@@ -26,7 +27,8 @@ class StepClock:
         """The end; a division of a step that others followed took no part in sampling."""
         self._marks.append(time.perf_counter() if took_part else self._marks[-1])
 
-    def record(self, step: int, plan: UnifiedPlan, shape: StepShape) -> StepRecord:
+    def record(self, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
+        """block_size: tokens of a block, which a selected block has all of."""
         plan_ms, forward_ms, sample_ms = (1e3 * np.diff(self._marks)).tolist()
         return StepRecord(
             step=step,
@@ -41,7 +43,15 @@ class StepClock:
             plan_ms=plan_ms,
             forward_ms=forward_ms,
             sample_ms=sample_ms,
+            selected_pairs=0
+            if plan.selection is None
+            else int(plan.selection.counts @ plan.selection.num_rows) * block_size,
+            sparse=0 if plan.selection is None else len(plan.selection.counts),
         )
+
+
+def _selected_pairs(plan: SelectionPlan | None, block_size: int) -> int:
+    return 0 if plan is None else int(plan.counts @ plan.num_rows) * block_size
 
 
 def _causal_pairs(plan: CausalPlan | None) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.api import unified_attention
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, plan_batch
@@ -21,7 +22,6 @@ from vllm_gaudi_ucm.sparse.device.block_selector import BlockSelector, Selection
 from vllm_gaudi_ucm.sparse.device.selection_state import SelectionState
 from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, selection_limits
 from vllm_gaudi_ucm.sparse.device.step_metadata import step_metadata
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 from vllm_gaudi_ucm.sparse.meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 
@@ -181,6 +181,8 @@ class OneLayer:
         return BatchInput(computed, new, computed + new, tables)
 
 
-def select(budget: tuple[int, int, int], mode: SelectionMode = SelectionMode.SELECT, threshold: int = 0) -> RequestSelection:
+def select(
+    budget: tuple[int, int, int], mode: SelectionMode = SelectionMode.SELECT, threshold: int = 0
+) -> RequestSelection:
     """A decision from (sink_blocks, window_start, num_selected)."""
     return RequestSelection(mode, *budget, threshold)

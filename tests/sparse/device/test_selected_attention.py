@@ -61,12 +61,20 @@ def test_a_small_budget_attends_to_live_and_chosen_blocks_and_to_nothing_else(st
     prefill(layer, "a", 80)
     prefill(layer, "b", 50)
     for step in range(9):
-        members = [Member("x", 4 * step, 4), decide(layer, Member("a", 80 + step, 1)), decide(layer, Member("b", 50 + step, 1))]
+        members = [
+            Member("x", 4 * step, 4),
+            decide(layer, Member("a", 80 + step, 1)),
+            decide(layer, Member("b", 50 + step, 1)),
+        ]
         seen = layer.step(members)
         for member in members[1:]:
             chosen = seen[member.request_id].chosen
             assert chosen is not None and member.decision is not None
-            sink, window, count = member.decision.sink_blocks, member.decision.window_start, member.decision.num_selected
+            sink, window, count = (
+                member.decision.sink_blocks,
+                member.decision.window_start,
+                member.decision.num_selected,
+            )
             assert len(set(chosen)) == count and all(sink <= block < window for block in chosen)
             end = (member.computed + 1 + 3) // 4
             live = {*range(sink), *range(window, end)}

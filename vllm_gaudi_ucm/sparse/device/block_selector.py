@@ -49,6 +49,19 @@ class Candidates(NamedTuple):
     width: int
 
 
+class DeviceCounts(NamedTuple):
+    """Totals since the start.
+
+    kept, replaced: checks, one for each layer and request. chosen_mass, mass: estimated attention of what was chosen,
+    and of all that competed, in the last layer that chooses.
+    """
+
+    kept: int
+    replaced: int
+    chosen_mass: float
+    mass: float
+
+
 Score = Callable[[int, torch.Tensor, Candidates], torch.Tensor | None]
 """(layer, query [rows, heads, dim], candidates) -> float32 [candidates], or None for the scores of the summaries."""
 
@@ -87,6 +100,10 @@ class BlockSelector:
         self._stored = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.checks = torch.zeros(2, dtype=torch.int64, device=device)
         self.recall = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+
+    def counts(self) -> DeviceCounts:
+        """Reads the device: not to be called while graphs are captured, nor in every step."""
+        return DeviceCounts(*self.checks.tolist(), *self.recall.tolist())
 
     @property
     def bytes(self) -> int:
@@ -163,7 +180,7 @@ class BlockSelector:
         )
 
     def _measure(self, scores: torch.Tensor, ranking: torch.Tensor, t: SelectionTensors) -> None:
-        """Adds to `recall`: the estimated attention mass of chosen candidates, and of all; in one layer, to be cheap."""
+        """Adds to `recall` the estimated attention mass of chosen candidates, and of all; in one layer, to be cheap."""
         mass = scores.new_zeros(t.num_spans * t.width + 1).index_copy_(0, t.candidate_places, scores)
         mass[-1] = 0
         numbers = ranking.view(-1).index_select(0, t.choice_places).clamp_min(0)
@@ -179,4 +196,3 @@ def _leaders(num_layers: int, reuse_layers: int, dense_layers: Sequence[int]) ->
         group = [member for member in range(first, layer + 1) if member not in dense_layers]
         leaders.append(None if layer in dense_layers else group[0])
     return leaders
-

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.runner.selection_plan import DENSE, SelectionInput
 from vllm_gaudi_ucm.sparse.device.choice_slots import ChoiceSlots
+from vllm_gaudi_ucm.sparse.device.selection_totals import SelectionTotals
 from vllm_gaudi_ucm.sparse.device.summary_queue import SummaryQueue
 from vllm_gaudi_ucm.sparse.meta import SelectionMode
 
@@ -44,7 +45,7 @@ class SelectionState:
     def __init__(self, num_blocks: int, limits: SelectionLimits, bounded: bool) -> None:
         self.summaries = SummaryQueue(num_blocks)
         self.slots = ChoiceSlots(limits.max_num_seqs, limits.width)
-        self.fallbacks = 0
+        self.totals = SelectionTotals()
         self._limits = limits
         self._bounded = bounded
 
@@ -78,10 +79,15 @@ class SelectionState:
         open_blocks = is_full.copy()
         open_blocks[is_full] = self.summaries.ready[batch.block_tables[is_full]]
         room = self._limits.max_selected_blocks
+        context_blocks = -(-(batch.num_computed + batch.num_scheduled) // self._limits.block_size)
         for index in sparse:
             decision = decisions[request_ids[index]]
             slot = self.slots.slot(request_ids[index], request_ids)
-            room -= self._decide(selection, index, slot, decision, open_blocks[index], room)
+            chosen = self._decide(selection, index, slot, decision, open_blocks[index], room)
+            if chosen:
+                mode, candidates = SelectionMode(int(selection.modes[index])), int(selection.candidates[index].sum())
+                self.totals.add(mode, int(context_blocks[index]), candidates, chosen)
+            room -= chosen
         if (selection.modes == DENSE).all():
             return StepSelection(None, summary_blocks)
         return StepSelection(selection, summary_blocks)
@@ -135,7 +141,7 @@ class SelectionState:
         if count == 0:
             return False
         fits = count <= room and candidates <= self._limits.most_candidates(count)
-        self.fallbacks += not fits
+        self.totals.fallbacks += not fits
         return fits
 
     def _store(self, slot: int, mode: SelectionMode, candidates: NDArray[np.bool_], count: int) -> None:

@@ -54,9 +54,7 @@ class SelectionTensors(NamedTuple):
     def chosen_part(self) -> SelectedPart:
         """The selected part of layers that choose; which blocks these are is each layer's own."""
         blocks = torch.zeros_like(self.choice_spans)
-        return SelectedPart(
-            blocks, self.choice_spans, self.choice_hi, self.first_rows, self.num_rows, self.max_rows
-        )
+        return SelectedPart(blocks, self.choice_spans, self.choice_hi, self.first_rows, self.num_rows, self.max_rows)
 
     def candidates_part(self, block_size: int) -> SelectedPart:
         """The selected part of dense layers: every candidate."""

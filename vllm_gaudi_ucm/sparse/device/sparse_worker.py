@@ -18,10 +18,15 @@ from vllm_gaudi_ucm.sparse.scheduler_contract import sparse_meta_of
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from vllm_gaudi_ucm.metrics.sparse_metrics import SparseMetrics
     from vllm_gaudi_ucm.runner.batch_plan import BatchInput
     from vllm_gaudi_ucm.runner.request_table import LiveRequest
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
+
+
+# Reading the device's counts waits for the device, which after sampling has nothing left to do but this.
+STEPS_PER_READ = 16
 
 
 class ServerSizes(NamedTuple):
@@ -38,20 +43,6 @@ class ServerSizes(NamedTuple):
     static: bool
 
 
-class SelectionCounts(NamedTuple):
-    """Totals since the start.
-
-    kept, replaced: checkpoints, one for each layer and request. chosen_mass, mass: estimated attention of what was
-    chosen, and of all that competed. fallbacks: requests that were dense in a step for want of room.
-    """
-
-    kept: int
-    replaced: int
-    chosen_mass: float
-    mass: float
-    fallbacks: int
-
-
 class SparseWorker:
     """Drives the hooks of a method, and for one that chooses blocks its state on host and device.
 
@@ -66,6 +57,7 @@ class SparseWorker:
         self.limits: SelectionLimits | None = None
         self.selector: BlockSelector | None = None
         self.state: SelectionState | None = None
+        self._steps = 0
         method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
         selecting = method.selecting_method
         if isinstance(selecting, BlockSparse):
@@ -112,13 +104,14 @@ class SparseWorker:
         meta = sparse_meta_of(scheduler_output)
         return self.state.step(request_ids, batch, num_drafts, {} if meta is None else meta.requests)
 
-    def counts(self) -> SelectionCounts | None:
-        """Reads the device, so not in every step; None for a method that does not choose blocks."""
+    def report(self, metrics: SparseMetrics) -> None:
+        """After a step; what the device has counted is read now and then, because that waits for it."""
         if self.selector is None or self.state is None:
-            return None
-        kept, replaced = self.selector.checks.tolist()
-        chosen, mass = self.selector.recall.tolist()
-        return SelectionCounts(kept, replaced, chosen, mass, self.state.fallbacks)
+            return
+        metrics.totals(self.state.totals)
+        self._steps += 1
+        if self._steps % STEPS_PER_READ == 0:
+            metrics.device(self.selector.counts())
 
 
 def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimits:
