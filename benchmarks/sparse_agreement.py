@@ -19,7 +19,7 @@ from benchmarks.sparse_rows import DecodedRows, Policy
 
 def policy_of(method: Method, budget: Budget) -> Policy:
     """Every layer attends to the blocks that the method selects for it."""
-    return lambda step: select(method(step, budget), step, budget)
+    return lambda step: select(method.scores(step, budget), step, budget)
 
 
 def everything(step: object) -> None:

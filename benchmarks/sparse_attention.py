@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--operations", action="store_true", help="choose with several operations, not in one call")
     options = parser.parse_args()
     torch.manual_seed(0)
     print(describe_machine() + f", {torch.get_num_threads()} threads")
@@ -70,7 +71,7 @@ def main() -> None:
     for model in MODELS:
         for requests in options.requests:
             for context in options.contexts:
-                figures = measure(Workload(model, requests, context), options.repeats)
+                figures = measure(Workload(model, requests, context, not options.operations), options.repeats)
                 rows.append({"model": str(model), "requests": requests, "context": context, **figures})
                 print(
                     f"{model!s:<13}{requests:>9}{context:>9}{figures['dense_ms']:>10.2f}"

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks
+from vllm_gaudi_ucm.ops.block_selection.impl.native_selection import Candidates, NativeSelection
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
@@ -59,11 +61,12 @@ class Contender:
 class Workload:
     """Requests of equal context in scattered blocks, in as many layers as fit, so that none stays in the CPU's caches.
 
+    one_call: a choice is one call of the native selection, where there is one, and else several operations.
     Summaries are random, not means of the random keys: these would nearly be zero.
     """
 
-    def __init__(self, model: Model, requests: int, context: int) -> None:
-        self.model, self.requests, self.blocks = model, requests, context // BLOCK_SIZE
+    def __init__(self, model: Model, requests: int, context: int, one_call: bool = True) -> None:
+        self.model, self.requests, self.blocks, self.one_call = model, requests, context // BLOCK_SIZE, one_call
         count = requests * self.blocks
         self.tables = 1 + torch.randperm(count).view(requests, self.blocks)
         self.spans = torch.arange(requests)
@@ -113,7 +116,7 @@ class Workload:
         attend, choose = self._attention(parts), self._choice(chosen)
 
         def fresh() -> Inputs:
-            return self._tokens(rows)._replace(locked=choose(0, self._tokens(1).query))
+            return self._tokens(rows)._replace(locked=choose(0, self._tokens(1).query).clone())
 
         return Contender(fresh, lambda layer, new: attend(layer, new, new.locked))
 
@@ -137,12 +140,25 @@ class Workload:
     def _choice(self, chosen: int) -> Callable[[int, Tensor], Tensor]:
         """A layer's blocks; what depends on the step alone is made here."""
         candidates = self.tables[:, 1:-1].contiguous()
-        width = candidates.shape[1]
+        width, scale = candidates.shape[1], self.model.dim**-0.5
         owners, places = self.spans.repeat_interleave(width), torch.arange(self.requests * width)
-        step = candidates.flatten(), owners, self.spans, torch.ones_like(self.spans), 1, self.model.dim**-0.5, KIND
+        blocks, ones = candidates.flatten(), torch.ones_like(self.spans)
+        if native() is not None and self.one_call:
+            choices, owner = torch.arange(self.requests * chosen), self.spans.repeat_interleave(chosen)
+            span = self.spans, ones, 0 * ones, chosen * ones, 0 * ones, self.spans
+            step = Candidates(blocks, owners, places, *span, choices, owner, ones[owner], blocks, width, chosen)
+            selection, checks = NativeSelection(step), torch.zeros(2, dtype=torch.int64)
+            stored = torch.zeros(self.layers, self.requests, chosen, dtype=torch.int64)
+
+            def choose_at_once(layer: int, query: Tensor) -> Tensor:
+                ids = selection.choose(query, self.summaries[layer], stored[layer], scale, KIND, checks)
+                assert ids is not None
+                return ids
+
+            return choose_at_once
 
         def choose(layer: int, query: Tensor) -> Tensor:
-            scores = block_scores(query, self.summaries[layer], *step)
+            scores = block_scores(query, self.summaries[layer], blocks, owners, self.spans, ones, 1, scale, KIND)
             return candidates.gather(1, choose_blocks(scores, places, self.requests, width, chosen)).flatten()
 
         return choose

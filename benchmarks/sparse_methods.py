@@ -1,8 +1,9 @@
-"""What the blocks of a step are scored by: every kind of summary, the true attention (oracle), and what needs no query."""
+"""What blocks are scored by: every kind of summary, the true attention (oracle), and what needs no query."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,15 +13,27 @@ from benchmarks.sparse_step import Step
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, new_summaries, write_summaries
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 
-# Scores float32 [rows, blocks] of a step under a budget. Those of blocks that are no candidates do not matter.
-Method = Callable[[Step, Budget], Tensor]
 ORACLE = "oracle"
 
 
-def methods() -> dict[str, Method]:
-    """Every method by its name in the table, the summaries first."""
-    named: dict[str, Method] = {kind.value: _of_summaries(kind) for kind in SummaryKind}
-    return named | {ORACLE: oracle, "history": history, "recency": recency, "random": at_random}
+@dataclass(frozen=True)
+class Method:
+    """Scores float32 `[rows, blocks]` of a step under a budget; those of no candidates do not matter."""
+
+    name: str
+    scores: Callable[[Step, Budget], Tensor]
+    depends_on_ratio: bool = False
+
+
+def all_methods() -> tuple[Method, ...]:
+    """Every method of the table, the summaries first."""
+    return (
+        *(Method(kind.value, _of_summaries(kind)) for kind in SummaryKind),
+        Method(ORACLE, oracle),
+        Method("history", history, depends_on_ratio=True),
+        Method("recency", recency),
+        Method("random", at_random),
+    )
 
 
 def select(scores: Tensor, step: Step, budget: Budget) -> Tensor:

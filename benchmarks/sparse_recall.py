@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,21 +12,24 @@ from benchmarks.sparse_methods import Method, select
 from benchmarks.sparse_rows import DecodedRows
 from benchmarks.sparse_step import Step
 
-# Recall of each layer, by method and budget.
-Recalls = dict[str, dict[float, list[float]]]
+# Recall of each layer, by method and ratio.
+Recalls = dict[tuple[str, float], list[float]]
 
 
 def measure_recall(
-    rows: DecodedRows, sampled: Tensor, methods: Mapping[str, Method], budgets: Sequence[Budget], block_size: int
+    rows: DecodedRows, sampled: Tensor, methods: Sequence[Method], budgets: Sequence[Budget], block_size: int
 ) -> Recalls:
-    """Averages over the `sampled` rows (int64) of one dense pass; the attention of all query heads counts the same."""
-    found: Recalls = {name: {budget.ratio: [] for budget in budgets} for name in methods}
+    """Averages over the `sampled` rows (int64) of one dense pass. The budgets differ in their ratio only."""
+    found: Recalls = {(method.name, budget.ratio): [] for method in methods for budget in budgets}
 
     def record(step: Step) -> None:
         few = Step(step.layer, step.query[sampled], step.keys, step.contexts[sampled], step.scale, step.block_size)
-        for name, method in methods.items():
+        for method in methods:
+            scores = method.scores(few, budgets[0])
             for budget in budgets:
-                found[name][budget.ratio].append(recall(few, select(method(few, budget), few, budget)))
+                if method.depends_on_ratio:
+                    scores = method.scores(few, budget)
+                found[method.name, budget.ratio].append(recall(few, select(scores, few, budget)))
 
     rows.logits(record, block_size)
     return found

@@ -35,6 +35,13 @@ class DecodedRows:
         model.model(input_ids=tokens[None, :first], past_key_values=self._cache, use_cache=True)
 
     @torch.inference_mode()
+    def advance(self, count: int) -> None:
+        """Adds `count` of the rows, computed densely, to the context."""
+        rows = self._tokens[None, self._first : self._first + count]
+        self._model.model(input_ids=rows, past_key_values=self._cache, use_cache=True)
+        self._first += count
+
+    @torch.inference_mode()
     def logits(self, policy: Policy, block_size: int) -> Tensor:
         """Float32 `[rows, vocabulary]` under a policy that is asked once for each layer."""
         token = _policy.set((policy, block_size))
@@ -68,19 +75,18 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """query `[1, heads, rows, dim]`, key and value `[1, kv_heads, tokens, dim]` -> `[1, rows, heads, dim]`."""
     active = _policy.get()
-    if active is None:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attention_mask, is_causal=attention_mask is None, scale=scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2), None
-    policy, block_size = active
-    rows, tokens = query.shape[2], key.shape[2]
-    contexts = torch.arange(tokens - rows + 1, tokens + 1)
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    step = Step(module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), contexts, scale, block_size)
-    mask = torch.arange(tokens) < contexts[:, None]
-    blocks = policy(step)
-    if blocks is not None:
-        mask &= blocks.repeat_interleave(block_size, dim=1)[:, :tokens]
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    mask = attention_mask
+    if active is not None:
+        policy, block_size = active
+        rows, tokens = query.shape[2], key.shape[2]
+        contexts = torch.arange(tokens - rows + 1, tokens + 1)
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        step = Step(module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), contexts, scale, block_size)
+        mask = torch.arange(tokens) < contexts[:, None]
+        blocks = policy(step)
+        if blocks is not None:
+            mask &= blocks.repeat_interleave(block_size, dim=1)[:, :tokens]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+    )
     return out.transpose(1, 2), None

@@ -11,10 +11,6 @@ PATTERNS = (
     "torch-*.dist-info/**/LICENSE",
     "numpy-*.dist-info/**/LICENSE*",
 )
-    "tvm_ffi/3rdparty/libbacktrace/*Opticks.txt",
-    "torch-*.dist-info/**/LICENSE",
-    "numpy-*.dist-info/**/LICENSE*",
-)
 SYSTEM = (Path("/usr/share/common-licenses/GPL-3"), Path("/usr/share/common-licenses/GPL-2"))
 SMALLEST = 32_768
 
