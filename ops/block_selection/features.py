@@ -1,8 +1,10 @@
 """The four kinds of summary as one product: features of a query times features of a block estimate its scores.
 
-`mean` and `box_mean`: q . mean of the block's tokens, of each run of tokens. `minmax`: Quest's bound (arXiv 2406.10774)
-sum(max(q * min, q * max)) = min(q, 0) . min + max(q, 0) . max. `hash`: q . k ~ gain * (R q) . sign(R k) with
-gain = |k|^2 / sum(|R k|), which is exact for q = k (RaBitQ, arXiv 2405.12497); the query is not quantised.
+`mean`: q . mean of the block's keys. `box_mean`: q . k of the keys farthest from the mean, and q . mean of the rest,
+each a box of its own. What makes a block stand out for a query is mostly a single token, which a mean of many hides.
+`minmax`: q . middle + |q| . (max - min) / 4, halfway from the middle to Quest's bound (arXiv 2406.10774).
+`hash`: as `box_mean` with q . k ~ gain * (R q) . sign(R k), gain = |k|^2 / sum(|R k|), which is exact for q = k
+(RaBitQ, arXiv 2405.12497); the query is not quantised.
 """
 
 from __future__ import annotations
@@ -17,28 +19,52 @@ from vllm_gaudi_ucm.ops.block_selection.summary_kind import BITS_PER_BYTE, Summa
 _STEPS_PER_OCTAVE = 16
 _BYTE_OF_ONE = 128
 
+# How far `minmax` goes from the middle to the bound, which no key reaches in every element. Measured as attention found
+# in SmolLM2's layers: 0.5 beats 1 at blocks of 16, 64 and 128 (10 % of the blocks of 16: 89.6 % to 88.6 %).
+_TOWARDS_BOUND = 0.5
+
+# The box of the rest counts as so many keys. Measured at blocks of 16, 64 and 128: 32 and 64 find within 0.2 % of what
+# the true number finds, so summaries need not carry it.
+REST_WEIGHT = 32
+
 
 def summarise(keys: Tensor, kind: SummaryKind) -> Tensor:
     """Keys [blocks, block_size, kv_heads, dim] of full blocks -> [blocks, vectors, kv_heads, width], to be rounded."""
     if kind is SummaryKind.MINMAX:
         return torch.stack((keys.amin(1), keys.amax(1)), dim=1)
-    boxes = kind.vectors(keys.shape[1])
-    means = keys.float().unflatten(1, (boxes, -1)).mean(2)
-    return _encode(means) if kind is SummaryKind.HASH else means
+    vectors = _boxes(keys.float(), kind.vectors(keys.shape[1]))
+    return _encode(vectors) if kind is SummaryKind.HASH else vectors
+
+
+def _boxes(keys: Tensor, boxes: int) -> Tensor:
+    """Keys [blocks, block_size, kv_heads, dim] -> [blocks, boxes, kv_heads, dim]: the mean of each box.
+
+    The first box holds all keys but the boxes - 1 that are, for their head, farthest from the mean of all.
+    """
+    mean = keys.mean(1, keepdim=True)
+    if boxes == 1:
+        return mean
+    far = (keys - mean).square().sum(-1).topk(boxes - 1, dim=1).indices
+    outliers = keys.gather(1, far[..., None].expand(-1, -1, -1, keys.shape[-1]))
+    size = keys.shape[1]
+    rest = (mean * size - outliers.sum(1, keepdim=True)) / (size - boxes + 1)
+    return torch.cat((rest, outliers), dim=1)
 
 
 def query_features(query: Tensor, kind: SummaryKind) -> Tensor:
     """Query [rows, heads, dim] -> fp32 [rows, heads, features]."""
     wide = query.float()
     if kind is SummaryKind.MINMAX:
-        return torch.cat((wide.clamp(max=0), wide.clamp(min=0)), dim=-1)
+        negative, positive = wide.clamp(max=0), wide.clamp(min=0)
+        near, far = (1 - _TOWARDS_BOUND) / 2, (1 + _TOWARDS_BOUND) / 2
+        return torch.cat((far * negative + near * positive, near * negative + far * positive), dim=-1)
     if kind is SummaryKind.HASH:
         return wide @ projection(query.shape[-1], query.device).T
     return wide
 
 
 def block_features(summaries: Tensor, kind: SummaryKind) -> Tensor:
-    """Summaries [blocks, vectors, kv_heads, width] -> fp32 [blocks, boxes, kv_heads, features]."""
+    """Summaries [blocks, vectors, kv_heads, width] -> fp32 [blocks, boxes, kv_heads, features]; box 0 is the rest."""
     if kind is SummaryKind.MINMAX:
         return summaries.float().transpose(1, 2).flatten(2).unsqueeze(1)
     return _decode(summaries) if kind is SummaryKind.HASH else summaries.float()

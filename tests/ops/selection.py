@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, write_summaries
+from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT
 from vllm_gaudi_ucm.ops.block_selection.projection import projection
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 
@@ -119,9 +120,12 @@ def true_mass(candidates: Candidates) -> np.ndarray:
 def _estimate(query: np.ndarray, keys: np.ndarray, scale: float, kind: SummaryKind) -> float:
     """The block's log-mean-exp of scores, as far as the summary of its keys [tokens, dim] tells."""
     if kind is SummaryKind.MINMAX:
-        return float(np.maximum(query * keys.min(0), query * keys.max(0)).sum() * scale)
-    boxes = np.split(keys, kind.vectors(len(keys)))
-    means = np.stack([box.mean(0) for box in boxes])
+        bound = np.maximum(query * keys.min(0), query * keys.max(0)).sum()
+        return float((bound + query @ (keys.min(0) + keys.max(0)) / 2) / 2 * scale)
+    far = np.argsort(-((keys - keys.mean(0)) ** 2).sum(1), kind="stable")[: kind.vectors(len(keys)) - 1]
+    rest = [token for token in range(len(keys)) if token not in far]
+    means = np.concatenate([keys[rest].mean(0, keepdims=True), keys[far]])
+    weights = np.array([REST_WEIGHT, *[1] * len(far)]) / (REST_WEIGHT + len(far))
     if kind is SummaryKind.HASH:
         rotation = projection(keys.shape[1], torch.device("cpu")).double().numpy()
         codes = means @ rotation.T
@@ -130,4 +134,4 @@ def _estimate(query: np.ndarray, keys: np.ndarray, scale: float, kind: SummaryKi
         scores = np.where(codes >= 0, 1.0, -1.0) @ (rotation @ query) * gain * scale
     else:
         scores = means @ query * scale
-    return float(np.log(np.exp(scores - scores.max()).mean()) + scores.max())
+    return float(np.log(weights @ np.exp(scores - scores.max())) + scores.max())

@@ -136,11 +136,22 @@ def test_views_of_a_cache_and_their_shapes(kind: SummaryKind, block_size: int) -
     torch.testing.assert_close(summaries, dense)
 
 
-def test_a_code_of_a_hash_is_as_small_as_a_mean() -> None:
-    """At block 128: sixteen codes take the bytes of one mean in bf16, and a byte each for their gains."""
+def test_bytes_of_summaries() -> None:
+    """At block 128 and dim 64, of the bytes of the keys in bf16: what a cache of summaries costs."""
     cache = torch.zeros(3, 128, 2, 64, dtype=torch.bfloat16)
-    mean, codes = (new_summaries(cache, kind) for kind in (SummaryKind.MEAN, SummaryKind.HASH))
-    assert codes.nbytes == mean.nbytes + 16 * 2 * 3
+    vectors = {kind: new_summaries(cache, kind).nbytes * 128 / cache.nbytes for kind in KINDS}
+    assert vectors == {"mean": 1, "minmax": 2, "box_mean": 4, "hash": 8 * 9 / 128}
+
+
+@pytest.mark.parametrize("kind", [SummaryKind.BOX_MEAN, SummaryKind.HASH])
+def test_one_outstanding_token_is_found(kind: SummaryKind) -> None:
+    """A needle: one token of a long block that the query asks for, which the mean of the block hides."""
+    candidates = build(Case(spans=((1, 20),), heads=2, kv_heads=2, dim=32, block_size=128))
+    row, block = candidates.meant[0][0].start, int(candidates.blocks[7])
+    needle = 3 * candidates.key_cache[block, 5]
+    candidates.key_cache[block, 5], candidates.query[row] = needle, needle / 4
+    assert int(candidates.scores(kind)[:20].argmax()) == 7
+    assert true_mass(candidates).argmax() == 7
 
 
 def test_the_operation_imports_neither_vllm_nor_an_accelerator() -> None:

@@ -7,7 +7,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.features import block_features, query_features, summarise
+from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, block_features, query_features, summarise
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 
 NEG_INF = float("-inf")
@@ -95,9 +95,12 @@ def _of_own_span(folded: Tensor, boxes: Tensor, spans: Tensor) -> Tensor:
 
 
 def _log_mean_exp(estimates: Tensor) -> Tensor:
-    """Over the boxes [blocks, boxes, ...]; boxes are of equal size, so that of the tokens follows."""
+    """Over the boxes [blocks, boxes, ...], weighted by the keys that they stand for."""
     boxes = estimates.shape[1]
-    return estimates[:, 0] if boxes == 1 else estimates.logsumexp(1) - log(boxes)
+    if boxes == 1:
+        return estimates[:, 0]
+    singles = estimates[:, 1:].logsumexp(1)
+    return torch.logaddexp(estimates[:, 0] + log(REST_WEIGHT), singles) - log(REST_WEIGHT + boxes - 1)
 
 
 def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor:
