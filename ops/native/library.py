@@ -25,7 +25,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ucm_lanes": (_INT, ()),
     "ucm_attend": (_INT, (_POINTER, _POINTER, _POINTER)),
     "ucm_block_scores": (_INT, (_POINTER,)),
-    "ucm_choose_blocks": (_INT, (_POINTER, _POINTER, *[_INT] * 4, _POINTER)),
+    "ucm_choose_blocks": (_INT, (_POINTER,)),
+    "ucm_select_blocks": (_INT, (_POINTER,)),
 }
 
 

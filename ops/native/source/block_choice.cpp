@@ -6,6 +6,10 @@
 #include <functional>
 #include <vector>
 
+#include "block_selection.h"
+
+using namespace ucm;
+
 namespace {
 
 constexpr int64_t SERIAL = 1 << 13;  // candidates for which waking other threads costs more than it saves
@@ -23,22 +27,29 @@ uint64_t rank(float score, int64_t number) {
 
 }  // namespace
 
-// out [spans, most]: block numbers from the highest score on, then -1. Returns 2 if a place is outside of the table.
-extern "C" int64_t ucm_choose_blocks(
-    const float* scores, const int64_t* places, int64_t candidates, int64_t spans, int64_t width, int64_t most, int64_t* out) {
-    std::vector<std::vector<uint64_t>> ranks(spans);
-    for (int64_t c = 0; c < candidates; ++c) {
-        if (places[c] < 0 || places[c] > spans * width) return 2;
-        if (places[c] < spans * width) ranks[places[c] / width].push_back(rank(scores[c], places[c] % width));
+namespace ucm {
+
+bool choose_blocks(const Choosing& task) {
+    const int64_t places = task.spans * task.width, most = task.most;
+    std::vector<std::vector<uint64_t>> ranks(task.spans);
+    for (int64_t c = 0; c < task.candidates; ++c) {
+        const int64_t place = task.places[c];
+        if (place < 0 || place > places) return false;
+        if (place < places) ranks[place / task.width].push_back(rank(task.scores[c], place % task.width));
     }
-#pragma omp parallel for if (candidates > SERIAL)
-    for (int64_t s = 0; s < spans; ++s) {
+#pragma omp parallel for if (task.candidates > SERIAL)
+    for (int64_t s = 0; s < task.spans; ++s) {
         auto& mine = ranks[s];
         const int64_t found = std::min<int64_t>(most, mine.size());
         std::nth_element(mine.begin(), mine.begin() + found, mine.end(), std::greater<uint64_t>());
         std::sort(mine.begin(), mine.begin() + found, std::greater<uint64_t>());
         for (int64_t i = 0; i < most; ++i)
-            out[s * most + i] = i < found ? int64_t(0xffffffffu - uint32_t(mine[i])) : -1;
+            task.out[s * most + i] = i < found ? int64_t(0xffffffffu - uint32_t(mine[i])) : -1;
     }
-    return 0;
+    return true;
 }
+
+}  // namespace ucm
+
+// 0: done. 2: a place is outside of the table.
+extern "C" int64_t ucm_choose_blocks(const Choosing* task) { return choose_blocks(*task) ? 0 : 2; }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <vector>
 
+#include "block_selection.h"
 #include "memory.h"
 
 using namespace ucm;
@@ -10,16 +11,6 @@ using namespace ucm;
 namespace {
 
 constexpr int64_t SERIAL = 1 << 17;  // products for which waking other threads costs more than it saves
-
-struct Scoring {
-    const float* query;
-    const char* summaries;  // [blocks, vectors, kv_heads, dim], dense
-    const int64_t *blocks, *spans, *first_rows, *num_rows;
-    float* out;  // [candidates]
-    int64_t query_row, query_head, rows, heads, kv_heads, dim, vectors, type, num_blocks, candidates, num_spans;
-    int64_t bounds;  // whether the two vectors are the smallest and the largest values (Quest), not means of tokens
-    float scale;
-};
 
 // The candidates by span: those of span s are order[starts[s]:starts[s + 1]].
 struct Order {
@@ -57,14 +48,9 @@ void load_query(const Scoring& task, int64_t span, int64_t head, Unit& unit) {
     for (int64_t i = 0; i < unit.queries; ++i) {
         const float* from = task.query + (task.first_rows[span] + i / group) * task.query_row +
                             (head * group + i % group) * task.query_head;
-        for (int64_t d = 0; d < unit.depth; ++d) {
-            const float x = d < task.dim ? from[d] * task.scale : 0.0f;
-            float* to = unit.query + i * 2 * unit.depth + d;
-            // against the smallest and the largest values, or all of it against a mean
-            to[0] = task.bounds ? std::fmin(x, 0.0f) : x;
-            to[unit.depth] = task.bounds ? std::fmax(x, 0.0f) : x;
-            if (x != x) to[0] = to[unit.depth] = x;
-        }
+        for (int64_t v = 0; v < (task.bounds ? 2 : 1); ++v)
+            for (int64_t d = 0; d < unit.depth; ++d)
+                unit.query[(i * 2 + v) * unit.depth + d] = d < task.dim ? from[v * task.dim + d] * task.scale : 0.0f;
     }
 }
 
@@ -162,16 +148,16 @@ void run(const Scoring& task, const Order& by, int64_t span, int64_t head, float
 
 }  // namespace
 
-// 0: done. 2: a block, a span or a row is outside of its tensor; nothing is written.
-extern "C" int64_t ucm_block_scores(const Scoring* task) {
+namespace ucm {
+
+bool score_blocks(const Scoring& task) {
     Order by;
-    if (!make_order(*task, by)) return 2;
-    const int64_t heads = task->kv_heads, size = task->candidates;
+    if (!make_order(task, by)) return false;
+    const int64_t heads = task.kv_heads, size = task.candidates;
     std::vector<float> mass(heads * size, 0.0f);
-    const bool serial = size * task->vectors * task->heads * task->dim < SERIAL;
+    const bool serial = size * task.vectors * task.heads * task.dim < SERIAL;
 #pragma omp parallel for schedule(dynamic, 1) if (!serial)
-    for (int64_t u = 0; u < task->num_spans * heads; ++u)
-        run(*task, by, u / heads, u % heads, mass.data() + u % heads * size);
+    for (int64_t u = 0; u < task.num_spans * heads; ++u) run(task, by, u / heads, u % heads, mass.data() + u % heads * size);
     for (int64_t i = 0; i < size; ++i) {
         float total = 0.0f;
         bool broken = false;
@@ -179,7 +165,12 @@ extern "C" int64_t ucm_block_scores(const Scoring* task) {
             broken = broken || mass[head * size + i] < 0.0f;
             total += mass[head * size + i];
         }
-        task->out[by.order[i]] = broken ? 1.0f : total;
+        task.out[by.order[i]] = broken ? 1.0f : total;
     }
-    return 0;
+    return true;
 }
+
+}  // namespace ucm
+
+// 0: done. 2: a block, a span or a row is outside of its tensor; nothing is written.
+extern "C" int64_t ucm_block_scores(const Scoring* task) { return score_blocks(*task) ? 0 : 2; }
