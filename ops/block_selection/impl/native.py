@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
+from math import log
 
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.features import query_features
+from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, query_features
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 from vllm_gaudi_ucm.ops.native.library import native
 
@@ -23,7 +24,7 @@ OUTSIDE = 2  # status: an id is outside of its tensor
 class Scoring(ctypes.Structure):
     """`Scoring` of source/block_selection.h; tensors: query, summaries, blocks, spans, first_rows, num_rows, out."""
 
-    _fields_ = (("tensors", c_void_p * 7), ("sizes", c_int64 * 12), ("scale", c_float))
+    _fields_ = (("tensors", c_void_p * 7), ("sizes", c_int64 * 12), ("scale", c_float), ("first_more", c_float))
 
 
 class Choosing(ctypes.Structure):
@@ -80,7 +81,9 @@ def scores(
     # kept here: a temporary copy must outlive the call
     tensors = [query, summaries, *(ids.contiguous() for ids in (blocks, spans, first_rows, num_rows)), out]
     sizes = layer_sizes(query, summaries, len(blocks), len(first_rows), kind)
-    task = Scoring((c_void_p * 7)(*(tensor.data_ptr() for tensor in tensors)), (c_int64 * 12)(*sizes), scale)
+    task = Scoring(
+        (c_void_p * 7)(*(tensor.data_ptr() for tensor in tensors)), (c_int64 * 12)(*sizes), scale, log(REST_WEIGHT)
+    )
     if library.ucm_block_scores(ctypes.byref(task)) == OUTSIDE:
         raise IndexError(
             f"block_scores: a block, a span or a row is outside of {summaries.shape[0]} blocks, {len(first_rows)} "

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int64, c_void_p
+from math import log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT
 from vllm_gaudi_ucm.ops.block_selection.impl.native import OUTSIDE, Choosing, Scoring, covers, layer_sizes, readable
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 from vllm_gaudi_ucm.ops.native.library import native
@@ -78,6 +80,7 @@ class NativeSelection:
         self._chosen = torch.zeros(selected, dtype=torch.int64)
         task = self._task = _Selecting(num_slots=0, selected=selected)
         ids = [tensor.data_ptr() for tensor in (c.blocks, c.spans, c.first_rows, c.num_rows)]
+        task.scoring.first_more = log(REST_WEIGHT)
         task.scoring.tensors = (c_void_p * 7)(None, None, *ids, self._scores.data_ptr())
         sizes = (c_int64 * 4)(len(c.places), spans, c.width, c.most)
         task.choosing = Choosing(self._scores.data_ptr(), c.places.data_ptr(), sizes, self._ranking.data_ptr())

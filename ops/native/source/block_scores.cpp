@@ -79,7 +79,7 @@ void estimate(const Scoring& task, const Order& by, int64_t head, int64_t at, Un
             const float* query = unit.query + (i * 2 + (task.bounds ? v : 0)) * unit.depth;
             for (int lane = 0; lane < LANES; ++lane) parts[lane] = dot(query, from[lane], unit.depth);
             float* to = unit.estimates + (i * boxes + (task.bounds ? 0 : v)) * unit.width + at;
-            const Floats found = sum_each(parts);
+            const Floats found = sum_each(parts) + (v == 0 && boxes > 1 ? task.first_more : 0.0f);
             store(to, task.bounds && v == 1 ? load(to) + found : found);
         }
     }

@@ -13,6 +13,7 @@ struct Scoring {
     int64_t query_row, query_head, rows, heads, kv_heads, dim, vectors, type, num_blocks, candidates, num_spans;
     int64_t bounds;  // whether both vectors of a block are one estimate (smallest and largest values), not one each
     float scale;
+    float first_more;  // added to the estimate of the first of several boxes: the log of how many keys it counts as
 };
 
 struct Choosing {
