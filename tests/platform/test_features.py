@@ -120,6 +120,49 @@ def test_one_error_names_everything(llama: Path) -> None:
         assert name in str(error.value)
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+SPECULATION: list[tuple[str, dict[str, Any]]] = [
+    ("the speculative method suffix", {"method": "suffix", "num_speculative_tokens": 2}),
+    ("rejection_sample_method='block'", {**NGRAM, "rejection_sample_method": "block"}),
+    ("draft_sample_method='probabilistic'", {**NGRAM, "draft_sample_method": "probabilistic"}),
+    ("parallel_drafting", {**NGRAM, "parallel_drafting": True}),
+    ("disable_padded_drafter_batch", {**NGRAM, "disable_padded_drafter_batch": True}),
+    ("kv_cache_dtype='fp8'", {**NGRAM, "kv_cache_dtype": "fp8"}),
+]
+
+
+@pytest.mark.parametrize(("feature", "options"), SPECULATION, ids=[case[0] for case in SPECULATION])
+def test_speculative_decoding_that_is_refused(
+    llama: Path, feature: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """covers: A18"""
+    # its package is not needed to refuse it
+    monkeypatch.setattr("vllm.config.speculative.has_arctic_inference", lambda: True)
+    with pytest.raises(UnsupportedFeatureError, match="not support") as error:
+        start(llama, speculative_config=options)
+    assert feature in str(error.value)
+    assert "--speculative-config" in str(error.value)
+
+
+def test_draft_models_that_are_refused(llama: Path, tmp_path: Path) -> None:
+    """covers: A18"""
+    window = save_config(tmp_path / "window", "MistralForCausalLM", "mistral", sliding_window=64)
+    words = save_config(tmp_path / "words", "LlamaForCausalLM", "llama", vocab_size=300)
+    for model, feature in ((window, "sliding-window attention of a draft model"), (words, "another vocabulary")):
+        options = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+        with pytest.raises((UnsupportedFeatureError, ValueError), match=r"not support|vocabulary") as error:
+            start(llama, speculative_config=options)
+        assert feature in str(error.value) or "same vocabulary size" in str(error.value)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculative_decoding_that_is_supported(llama: Path, method: str) -> None:
+    options = NGRAM if method == "ngram" else {"method": method, "model": str(llama), "num_speculative_tokens": 2}
+    config = start(llama, speculative_config=options)
+    assert config.num_speculative_tokens == 2
+    assert not config.scheduler_config.async_scheduling
+
+
 def test_what_is_supported_starts(llama: Path) -> None:
     config = start(llama, enable_prefix_caching=True, dtype="bfloat16", max_num_seqs=4)
     assert config.parallel_config.worker_cls == "vllm_gaudi_ucm.worker.UcmWorker"

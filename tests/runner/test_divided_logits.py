@@ -76,3 +76,20 @@ def test_a_part_without_logits_does_nothing_on_the_device(parts: list[list[int]]
     divided = Divided()
     divided.run(parts)
     assert divided.stages == ["divided logits"] * stages
+
+
+@given(st.lists(divisions(), min_size=1, max_size=3))
+def test_drafts_have_a_buffer_for_each_position(parts: list[list[list[int]]]) -> None:
+    """Positions are put part by part, and taken in any order. covers: A9"""
+    divided = Divided()
+    divided.logits.reserve(len(parts) - 1)
+    for position, slots in enumerate(parts):
+        for part in slots:
+            rows = torch.full((bucket_of(len(part)), WIDTH), np.nan)
+            rows[: len(part)] = torch.tensor(part, dtype=torch.float32)[:, None] * 10 + position
+            divided.logits.put(rows, np.array(part, np.int64), sum(map(len, slots)), position)
+    for position, slots in enumerate(parts):
+        order = [slot for part in slots for slot in part]
+        found = divided.logits.take(np.array(order, np.int64), position)
+        assert len(found) == bucket_of(len(order))
+        assert found[: len(order), 0].tolist() == [slot * 10.0 + position for slot in order]

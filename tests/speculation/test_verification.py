@@ -54,7 +54,7 @@ PARAMS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_any_drafts_give_the_tokens_of_no_drafts(rng: random.Random, at_once: bool) -> None:
     """Many requests side by side, drafts right for a random while: seeds, penalties and min_tokens go on exactly."""
@@ -119,7 +119,7 @@ def test_unseeded_sampling_with_drafts_keeps_the_distribution() -> None:
     draft = int(first.argmax())
     second = torch.softmax(random_logits([*prompt, draft]), -1)
     counts = torch.zeros(2, VOCAB)
-    rounds = 1600
+    rounds = 800
     for _ in range(rounds // 8):
         world = World()
         for i in range(8):

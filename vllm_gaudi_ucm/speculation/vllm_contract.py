@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,5 +40,8 @@ def propose_ngrams(
     threads = numba.get_num_threads()
     # more of them do not pay (vLLM caps them at one), and they would take the cores of the model
     numba.set_num_threads(1)
-    batch_propose_numba(rows, num_tokens, token_ids, min_n, max_n, max_model_len, drafts.shape[1], drafts, num_drafts)
+    # an array, which numba compiles for as well as for the list that the annotation says
+    batch_propose_numba(
+        cast(Any, rows), num_tokens, token_ids, min_n, max_n, max_model_len, drafts.shape[1], drafts, num_drafts
+    )
     numba.set_num_threads(threads)
