@@ -82,7 +82,9 @@ def _encode(vectors: Tensor) -> Tensor:
 
 def _decode(codes: Tensor) -> Tensor:
     """uint8 [..., width] -> fp32 [..., bits]: gain * sign of each direction."""
-    signs = ((codes[..., :-1, None] & _places(codes.device)) != 0).flatten(-2).float() * 2 - 1
+    every_byte = torch.arange(1 << BITS_PER_BYTE, device=codes.device).to(torch.uint8)
+    signs_of_byte = ((every_byte[:, None] & _places(codes.device)) != 0).float() * 2 - 1
+    signs = signs_of_byte[codes[..., :-1].int()].flatten(-2)
     return signs * torch.exp2((codes[..., -1:].float() - _BYTE_OF_ONE) / _STEPS_PER_OCTAVE)
 
 
