@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 def phase_string(causal: bool, shared: bool, unique: bool) -> str:
@@ -21,11 +21,6 @@ class ForwardShape(NamedTuple):
     shared_blocks: int
     unique_blocks: int
     selected_blocks: int = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        # `q, s, u = shape[1:]` is right where there is no selected part; remove when the runner has one.
-        found = tuple.__getitem__(self, index)
-        return found[:3] if index == slice(1, None) and not self.selected_blocks else found
 
     @classmethod
     def of(

@@ -30,7 +30,9 @@ def with_rungs(shapes: Iterable[ForwardShape], rungs: Sequence[int], cost: Cost)
         seconds = shape_seconds(cost, graph_array(at_rungs)).tolist()
         above = float("inf")
         for each, its_seconds in zip(reversed(at_rungs), reversed(seconds), strict=True):
-            if above > (1.0 + NEEDLESS) * its_seconds:
+            # decodes of requests that are not sparse must not pay for those that are
+            is_dense_decode = not each.selected_blocks and "c" not in each.phase
+            if is_dense_decode or above > (1.0 + NEEDLESS) * its_seconds:
                 found.append(each)
                 above = its_seconds
     return found

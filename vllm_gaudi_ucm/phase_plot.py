@@ -26,7 +26,7 @@ PHASE_COLOURS = {
     "--u": "#0072B2",
     "---": "#999999",
 }
-PART_COLOURS = {"causal": "#E69F00", "shared": "#009E73", "unique": "#0072B2"}
+PART_COLOURS = {"causal": "#E69F00", "shared": "#009E73", "unique": "#0072B2", "selected": "#CC79A7"}
 
 
 class PlotUnavailable(RuntimeError):
@@ -112,9 +112,10 @@ def _draw_by_phase(axes: Axes, summary: PhaseSummary) -> None:
 
 
 def _draw_by_part(axes: Axes, summary: PhaseSummary) -> None:
-    """Attention work of the three parts."""
+    """Attention work of the parts."""
     shares = summary.total().attention_shares()
-    bars = axes.barh(list(shares)[::-1], list(shares.values())[::-1], 0.55, color=list(PART_COLOURS.values())[::-1])
+    colours = [PART_COLOURS[part] for part in shares]
+    bars = axes.barh(list(shares)[::-1], list(shares.values())[::-1], 0.55, color=colours[::-1])
     axes.bar_label(bars, [f" {share:.1%}" for share in list(shares.values())[::-1]], fontsize=9)
     axes.set_xlim(0, max(*shares.values(), 0.01) * 1.25)
     axes.xaxis.set_major_formatter(_percent)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 # Step times are counted in logarithmic classes, sixteen per doubling: a median within 2.2 % from bounded memory.
 CLASSES_PER_DOUBLING = 16
 SMALLEST_MS = 1e-3
+PAIRS = ("causal_pairs", "shared_pairs", "unique_pairs", "selected_pairs")
+SUMS = ("steps", "requests", "prompts", "tokens", *PAIRS, "sparse", "plan_ms", "forward_ms", "sample_ms")
 
 
 @dataclass(slots=True)
@@ -26,6 +28,8 @@ class PhaseTotals:
     causal_pairs: int = 0
     shared_pairs: int = 0
     unique_pairs: int = 0
+    selected_pairs: int = 0
+    sparse: int = 0
     plan_ms: float = 0.0
     forward_ms: float = 0.0
     sample_ms: float = 0.0
@@ -52,17 +56,23 @@ class PhaseTotals:
 
     @property
     def pairs(self) -> int:
-        """Attention work of one head: (row, token) products of the three parts."""
-        return self.causal_pairs + self.shared_pairs + self.unique_pairs
+        """Attention work of one head: (row, token) products of all parts."""
+        return self.causal_pairs + self.shared_pairs + self.unique_pairs + self.selected_pairs
 
     def attention_shares(self) -> dict[str, float]:
-        """Fraction of the attention work that each part did; all zero when there was none."""
+        """Fraction of the attention work that each part did; all zero when there was none.
+
+        The selected part is named where it did any.
+        """
         pairs = self.pairs or 1
-        return {
+        shares = {
             "causal": self.causal_pairs / pairs,
             "shared": self.shared_pairs / pairs,
             "unique": self.unique_pairs / pairs,
         }
+        if self.selected_pairs:
+            shares["selected"] = self.selected_pairs / pairs
+        return shares
 
     def add(self, record: StepRecord) -> None:
         """Count one step."""
@@ -73,6 +83,8 @@ class PhaseTotals:
         self.causal_pairs += record.causal_pairs
         self.shared_pairs += record.shared_pairs
         self.unique_pairs += record.unique_pairs
+        self.selected_pairs += record.selected_pairs
+        self.sparse += record.sparse
         self.plan_ms += record.plan_ms
         self.forward_ms += record.forward_ms
         self.sample_ms += record.sample_ms
@@ -81,9 +93,7 @@ class PhaseTotals:
 
     def merge(self, other: PhaseTotals) -> None:
         """Add the sums of another phase to these."""
-        for name in ("steps", "requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("plan_ms", "forward_ms", "sample_ms"):
+        for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for index, count in other.time_classes.items():
             self.time_classes[index] = self.time_classes.get(index, 0) + count
@@ -149,6 +159,7 @@ def _phase_json(phase: str, totals: PhaseTotals, total: PhaseTotals) -> dict[str
         "causal_pairs": totals.causal_pairs,
         "shared_pairs": totals.shared_pairs,
         "unique_pairs": totals.unique_pairs,
+        **({"selected_pairs": totals.selected_pairs, "sparse": totals.sparse} if total.selected_pairs else {}),
         "attention_shares": _rounded(totals.attention_shares()),
     }
 

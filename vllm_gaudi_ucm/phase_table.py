@@ -11,7 +11,7 @@ from rich.text import Text
 
 from vllm_gaudi_ucm.phase_summary import PhaseSummary, PhaseTotals
 
-PART_COLOURS = {"causal": "dark_orange", "shared": "green3", "unique": "dodger_blue2"}
+PART_COLOURS = {"causal": "dark_orange", "shared": "green3", "unique": "dodger_blue2", "selected": "medium_purple"}
 BAR_WIDTH = 32
 EIGHTHS = " ▏▎▍▌▋▊▉"
 MEANING = {
@@ -30,7 +30,7 @@ def summary_table(summary: PhaseSummary) -> Table:
     """One line per phase, most steps first, and the totals below."""
     total = summary.total()
     table = Table(box=box.SIMPLE_HEAD, show_footer=len(summary.by_phase) > 1, pad_edge=False, padding=0)
-    headings = ("steps", "share", "tokens", "mean ms", "p50 ms", "time", "causal", "shared", "unique")
+    headings = ("steps", "share", "tokens", "mean ms", "p50 ms", "time", *total.attention_shares())
     table.add_column("phase", footer="all", no_wrap=True)
     for heading, footer in zip(headings, _cells(total, total), strict=True):
         table.add_column(heading, footer=footer, justify="right", no_wrap=True)
@@ -66,7 +66,7 @@ def phase_bars(summary: PhaseSummary) -> Table:
 def phase_text(phase: str) -> Text:
     """The phase string with each part in its colour."""
     text = Text()
-    for letter, colour in zip(phase, PART_COLOURS.values(), strict=True):
+    for letter, colour in zip(phase, PART_COLOURS.values(), strict=False):
         text.append(letter, style=f"bold {colour}" if letter != "-" else "dim")
     return text
 
@@ -89,7 +89,7 @@ def _cells(totals: PhaseTotals, total: PhaseTotals) -> list[str]:
         f"{totals.mean_ms:.2f}",
         f"{totals.p50_ms:.2f}",
         f"{totals.ms / (total.ms or 1.0):.1%}",
-        *(f"{share:.1%}" if share else "-" for share in shares.values()),
+        *(f"{shares[part]:.1%}" if shares.get(part) else "-" for part in total.attention_shares()),
     ]
 
 

@@ -127,10 +127,10 @@ def test_plan_and_server_choose_the_same(
     argv += [f"--{key.replace('_', '-')}={value}" for key, value in limits.items()]
     planned = plan(capsys, "--model", tmp_path, *argv)
     buckets, usage, graphs = served(3400, **options)
-    assert planned["forward"] == [list(shape) for shape in buckets.forward]
+    assert planned["forward"] == [shape.to_list() for shape in buckets.forward]
     assert planned["logits"] == list(buckets.logits)
     skeleton = choose_skeleton(buckets, usage, graphs.skeleton)
-    assert planned["skeleton"] == {"forward": [list(s) for s in skeleton.forward], "logits": skeleton.logits}
+    assert planned["skeleton"] == {"forward": [s.to_list() for s in skeleton.forward], "logits": skeleton.logits}
     assert planned["limits"]["max_shared_blocks"] == buckets.limits.max_shared_blocks
     assert planned["limits"]["contiguous"] == buckets.limits.contiguous
 

@@ -107,7 +107,7 @@ def test_the_file_holds_what_the_report_says(log: Path, tmp_path: Path, capsys: 
     assert set(value["other_strategies"]) == {"exponential", "linear", "padding_aware"}
     limits, forward, logits = read_bucket_file(file)
     assert limits == MIXES["chat"].limits
-    assert [list(shape) for shape in forward] == value["forward"]
+    assert [shape.to_list() for shape in forward] == value["forward"]
     assert logits == value["logits"]
 
 

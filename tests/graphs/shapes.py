@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
@@ -24,6 +26,13 @@ ODD_LIMITS = {
 }
 
 
+# The same servers with a sparse method, which selects few blocks or many.
+SPARSE_LIMITS = {
+    name: replace(within, max_selected_blocks=most)
+    for (name, within), most in zip(ODD_LIMITS.items(), [25, 1, 60, 1, 2, 30_000, 300, 4], strict=True)
+}
+
+
 @st.composite
 def limits(draw: st.DrawFn) -> Limits:
     return Limits(
@@ -33,6 +42,7 @@ def limits(draw: st.DrawFn) -> Limits:
         draw(st.sampled_from([1, 16, 128])),
         draw(st.integers(2, 200)),
         draw(st.booleans()),
+        max_selected_blocks=draw(st.sampled_from([0, 0, 1, 50, 400])),
     )
 
 
@@ -41,7 +51,8 @@ def steps(draw: st.DrawFn, within: Limits) -> Bucket:
     """A shape no larger than the maximum, whether or not such a step could occur."""
     most = within.maximum
     shared, unique = (draw(st.sampled_from([0, 1])) * draw(st.integers(0, most[axis])) for axis in (2, 3))
-    shape = ForwardShape.of(draw(st.booleans()), draw(st.integers(1, most.query_len)), shared, unique)
+    selected = draw(st.integers(0, most.selected_blocks))
+    shape = ForwardShape.of(draw(st.booleans()), draw(st.integers(1, most.query_len)), shared, unique, selected)
     return shape.step(draw(st.integers(0, most.logits)))
 
 

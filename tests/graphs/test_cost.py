@@ -14,7 +14,8 @@ from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.device_figures import DEVICES, device_figures
 from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B, ModelFigures
 
-SIZES = st.tuples(st.booleans(), st.integers(1, 9000), st.integers(0, 9000), st.integers(0, 9000))
+BLOCKS = st.integers(0, 9000)
+SIZES = st.tuples(st.booleans(), st.integers(1, 9000), BLOCKS, BLOCKS, BLOCKS)
 LLAMA_CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 32,
@@ -51,9 +52,22 @@ def test_a_long_prompt_is_bound_by_flops() -> None:
 def test_arrays_and_single_steps_agree_and_no_logits_cost_nothing() -> None:
     cost = CostModel(DEVICES["h200"], LLAMA_8B, 128)
     buckets = [Bucket("csu", 70, 9, 400, 20), Bucket("--u", 1, 0, 8, 1), Bucket("c--", 2000, 0, 0, 0)]
-    columns = np.array([("c" in b.phase, *b[1:4]) for b in buckets]).T
+    buckets.append(Bucket("-su", 20, 3, 40, 0, 70))
+    columns = np.array([("c" in b.phase, *b.forward.sizes) for b in buckets]).T
     assert cost.forward_seconds(*columns).tolist() == [cost.forward(bucket) for bucket in buckets]
     assert cost.step(buckets[2]) == cost.forward(buckets[2])
+
+
+def test_a_selected_block_costs_what_a_unique_one_does_and_its_scores() -> None:
+    """And the same beside any other size; without a selected part nothing changes."""
+    cost = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
+    alone = cost.selected_seconds(500)
+    unique = cost.forward(Bucket("--u", 4, 0, 500, 0)) - cost.forward(Bucket("---", 4, 0, 0, 0))
+    assert unique < alone < 1.15 * unique
+    for bucket in (Bucket("--u", 4, 0, 9, 0), Bucket("csu", 2000, 90, 800, 0)):
+        more = cost.forward(bucket._replace(selected_blocks=500)) - cost.forward(bucket)
+        assert more == pytest.approx(alone, rel=1e-9)
+    assert cost.selected_seconds(0) == 0.0
 
 
 def test_figures_of_a_model_come_from_its_config() -> None:

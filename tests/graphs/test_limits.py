@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from tests.graphs.shapes import ODD_LIMITS, limits
+from tests.graphs.shapes import ODD_LIMITS, SPARSE_LIMITS, limits
 from vllm_gaudi_ucm.graphs.bucket import Bucket
 from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 
@@ -30,7 +30,9 @@ def test_the_maximum_names_every_part() -> None:
 def test_every_phase_is_within_the_maximum(within: Limits) -> None:
     for parts in [(c, s, u) for c in (False, True) for s in (False, True) for u in (False, True)]:
         top = within.phase_maximum(*parts)
-        assert all(size <= most for size, most in zip(top[1:], within.maximum[1:], strict=False))
+        assert all(size <= most for size, most in zip(top.sizes, within.maximum.forward.sizes, strict=True))
+        assert top.selected_blocks == 0
+        assert within.phase_maximum(*parts, selected=True).selected_blocks == within.max_selected_blocks
         assert top.query_len >= 1
 
 
@@ -48,6 +50,24 @@ def test_what_cannot_occur_is_not_allowed() -> None:
     gathered = Limits(512, 8, 4096, 128, 100, contiguous=False)
     assert gathered.allows(True, 64, 50, 49)
     assert not gathered.allows(True, 64, 50, 50)  # distinct blocks of a cache that has 99
+
+
+@pytest.mark.parametrize("name", SPARSE_LIMITS)
+def test_selected_blocks_go_with_any_step_up_to_their_limit(name: str) -> None:
+    """Several requests may choose the same block, so the cache does not bound them. covers: C16."""
+    within = SPARSE_LIMITS[name]
+    most = within.max_selected_blocks
+    assert within.maximum.selected_blocks == most
+    assert within.allows(False, 1, 0, 1, most)
+    assert not within.allows(False, 1, 0, 1, most + 1)
+    assert not within.dense.allows(False, 1, 0, 1, 1)
+    assert within.dense == ODD_LIMITS[name]
+    assert within.dense.maximum.selected_blocks == 0
+
+
+def test_a_negative_limit_of_selected_blocks_is_named() -> None:
+    with pytest.raises(LimitsError, match="max_selected_blocks is -1, expected 0"):
+        Limits(8, 8, 8, 8, 8, max_selected_blocks=-1)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +78,29 @@ def test_the_maximum_is_always_there(name: str) -> None:
     assert buckets.lookup(Bucket("--u", 1, 0, 1, 1)) == within.maximum
 
 
+def test_a_step_takes_the_smallest_selected_part_that_is_enough() -> None:
+    """A dense step takes none where it can; another is never cut to fewer blocks. covers: C13."""
+    within = replace(LIMITS, max_selected_blocks=64)
+    decode = ForwardShape("--u", 16, 0, 50)
+    buckets = BucketSet([decode, decode.with_selected(8), decode.with_selected(64)], [4], within, COST)
+    assert buckets.selected == (0, 8, 64)
+    for selected, found in ((0, 0), (1, 8), (8, 8), (9, 64), (64, 64)):
+        assert buckets.lookup(Bucket("--u", 3, 0, 9, 3, selected)) == decode.with_selected(found).step(4)
+    assert buckets.lookup(Bucket("c-u", 3, 0, 9, 3, 0)) == within.maximum._replace(logits=4)
+    with pytest.raises(LimitsError, match="selected_blocks 65 > 64"):
+        buckets.lookup(Bucket("--u", 3, 0, 9, 3, 65))
+    with pytest.raises(LimitsError, match="selected_blocks 1 > 0"):
+        BucketSet([decode], [4], LIMITS, COST).lookup(Bucket("--u", 3, 0, 9, 3, 1))
+
+
+def test_a_shape_and_its_logits_rows_make_a_bucket() -> None:
+    shape = ForwardShape("-su", 4, 3, 2, 7)
+    assert shape.step(4) == Bucket("-su", 4, 3, 2, 4, 7)
+    assert shape.step(4).forward == shape
+    assert shape.to_list() == ["-su", 4, 3, 2, 7]
+    assert shape.with_selected(0).to_list() == ["-su", 4, 3, 2]
+
+
 def test_a_step_beyond_the_limits_names_the_dimension() -> None:
     buckets = BucketSet((), (), LIMITS, COST)
     with pytest.raises(LimitsError, match="query_len 257 > 256"):
@@ -84,8 +109,10 @@ def test_a_step_beyond_the_limits_names_the_dimension() -> None:
         buckets.lookup(Bucket("c--", 20, 0, 0, 17))
 
 
-@pytest.mark.parametrize("shape", [("--u", 4, 3, 5), ("csu", 0, 1, 1), ("c-u", 4, 0, -1), ("x--", 4, 0, 0)])
-def test_a_shape_that_contradicts_itself_is_refused(shape: tuple[str, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    "shape", [("--u", 4, 3, 5), ("csu", 0, 1, 1), ("c-u", 4, 0, -1), ("x--", 4, 0, 0), ("c--", 4, 0, 0, -1)]
+)
+def test_a_shape_that_contradicts_itself_is_refused(shape: Any) -> None:
     with pytest.raises(ValueError, match="expected"):
         BucketSet([ForwardShape(*shape)], (), LIMITS, COST)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
+from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, SPARSE_LIMITS
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
@@ -40,6 +41,31 @@ def test_buckets_are_reachable_and_counted(strategy: str, name: str, max_graphs:
     assert buckets.num_graphs <= max_graphs
     assert buckets.lookup(within.maximum) == within.maximum
     assert_all_reachable(buckets)
+
+
+@pytest.mark.parametrize("max_graphs", [2, 7, 64])
+@pytest.mark.parametrize("name", SPARSE_LIMITS)
+@pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
+def test_buckets_with_selected_blocks_are_reachable_and_counted(strategy: str, name: str, max_graphs: int) -> None:
+    """covers: A17, B1, B4."""
+    within = SPARSE_LIMITS[name]
+    buckets = build_buckets(strategy, BucketRequest(within, COST, max_graphs))
+    assert buckets.num_graphs <= max_graphs
+    assert buckets.lookup(within.maximum) == within.maximum
+    assert_all_reachable(buckets)
+
+
+@pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
+def test_other_sizes_keep_their_graphs_beside_a_ladder(strategy: str) -> None:
+    """A decode has graphs with and without a selected part, a long prompt one for both."""
+    within = Limits(2048, 64, 8192, 128, 3000, contiguous=False, max_selected_blocks=1024)
+    buckets = build_buckets(strategy, BucketRequest(within, COST, 64))
+    assert buckets.num_graphs > 48
+    assert len({shape.with_selected(0) for shape in buckets.forward}) >= 12
+    assert {0, 1024} <= set(buckets.selected)
+    decode, prompt = Bucket("--u", 4, 0, 100, 4), Bucket("c--", 2048, 0, 0, 1)
+    assert buckets.lookup(decode).selected_blocks == 0
+    assert COST.step(buckets.lookup(prompt)) <= 1.2 * COST.step(buckets.lookup(prompt)._replace(selected_blocks=0))
 
 
 @pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
@@ -119,6 +145,8 @@ def test_another_size_of_cache_is_no_other_server(bucket_file: Path, blocks: int
         ("max_model_len: 2048", "length: 2048", "expected a mapping with max_num_batched_tokens"),
         ('["csu", 256,', '["csu", 257,', "exceeds the file's own limits"),
         ('["csu", 256,', '["cs-", 256,', "the phase 'csu'"),
+        ("119, 120]", "119, 120, 1]", "exceeds the file's own limits [256, 119, 120]"),
+        ("119, 120]", "119, 120, 0, 0]", "and selected_blocks where there are any"),
         ('["csu", 256,', '["csu",', "expected [phase, query_len, shared_blocks, unique_blocks]"),
         ("logits: [", "logits: [-4, ", "logits: found -4"),
         ("forward:", "forward: []\nx:", "unknown key 'x'"),
@@ -134,6 +162,22 @@ def test_a_bad_file_is_one_clear_error(bucket_file: Path, old: str, new: str, me
     assert message in str(caught.value)
     assert str(bucket_file) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_a_sparse_server(tmp_path: Path, bucket_file: Path) -> None:
+    """The fifth size is written where it is not 0; a server without a sparse method cuts it."""
+    path, within = tmp_path / "sparse.yaml", replace(LIMITS, max_selected_blocks=40)
+    written = build_buckets("padding_aware", BucketRequest(within, COST, 40))
+    write_bucket_file(path, written, {})
+    assert "selected" not in bucket_file.read_text()
+    found = build_buckets("file", BucketRequest(within, COST, path=path))
+    assert (found.forward, found.logits) == (written.forward, written.logits)
+    smaller = build_buckets("file", BucketRequest(replace(within, max_selected_blocks=7), COST, path=path))
+    assert smaller.selected[-1] == 7
+    dense = build_buckets("file", BucketRequest(LIMITS, COST, path=path))
+    assert dense.selected == (0,)
+    with pytest.raises(BucketFileError, match="made for a server without a sparse method, this one selects up to 40"):
+        build_buckets("file", BucketRequest(within, COST, path=bucket_file))
 
 
 def test_a_file_with_too_many_graphs_or_no_file(bucket_file: Path, tmp_path: Path) -> None:

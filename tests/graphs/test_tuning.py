@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,6 +109,45 @@ def test_the_same_steps_give_the_same_buckets_and_the_log_is_not_all_there_is() 
     assert measure_padding(without, steps).seconds <= measure_padding(with_margin, steps).seconds
 
 
+def sparse_steps(seed: int, count: int) -> list[Bucket]:
+    """Most decodes select blocks, more of them the more rows they have."""
+    rng = np.random.default_rng(seed)
+    return [
+        step._replace(selected_blocks=int(rng.integers(0, 3 * step.logits)) if rng.random() < 0.8 else 0)
+        for step in random_steps(seed, count)
+    ]
+
+
+@pytest.mark.parametrize("max_graphs", [2, 3, 8, 40])
+def test_steps_with_selected_blocks_are_tuned(max_graphs: int) -> None:
+    """covers: B1, B4."""
+    within, steps = replace(LIMITS, max_selected_blocks=200), Steps.of(sparse_steps(7, 300))
+    buckets = tune(steps, within, COST, max_graphs)
+    assert buckets.num_graphs <= max_graphs
+    assert buckets.lookup(within.maximum) == within.maximum
+    padding = measure_padding(buckets, steps)
+    assert padding.used.sum() == 300
+    assert padding.axes["selected"] >= 1
+    if max_graphs == 40:
+        assert padding.ratio < 1.15
+        assert {0, 200} < set(buckets.selected)
+
+
+def test_one_count_of_selected_blocks_is_met_exactly() -> None:
+    within, step = replace(LIMITS, max_selected_blocks=200), Bucket("--u", 3, 0, 7, 3, 12)
+    buckets = tune(Steps.of([step] * 50), within, COST, 4, margin=0.0)
+    assert buckets.lookup(step).selected_blocks == 12
+    assert measure_padding(buckets, Steps.of([step])).axes["selected"] == 1
+
+
+def test_a_limit_of_selected_blocks_alone_changes_no_other_size() -> None:
+    """Dense steps on a server with a sparse method get the buckets of one without."""
+    steps, within = Steps.of(random_steps(8, 200)), replace(LIMITS, max_selected_blocks=200)
+    dense, sparse = (tune(steps, limits, COST, 12, margin=0.0) for limits in (LIMITS, within))
+    assert dense.forward[:-1] == sparse.forward[:-1]
+    assert dense.logits == sparse.logits
+
+
 def test_every_fraction_of_the_work_is_reported_once() -> None:
     seen: list[float] = []
     tune(Steps.of(random_steps(1, 200)), LIMITS, COST, 16, report=seen.append)
@@ -128,6 +168,8 @@ def test_odd_limits_are_tuned(name: str) -> None:
 def test_steps_beyond_the_limits_and_no_steps_are_refused() -> None:
     with pytest.raises(LimitsError, match="query_len 300, the limits allow 256"):
         tune(Steps.of([Bucket("c--", 300, 0, 0, 1)]), LIMITS, COST, 8)
+    with pytest.raises(LimitsError, match="selected_blocks 1, the limits allow 0"):
+        tune(Steps.of([Bucket("--u", 3, 0, 1, 1, 1)]), LIMITS, COST, 8)
     with pytest.raises(LimitsError, match="no steps"):
         tune(Steps.of([]), LIMITS, COST, 8)
     with pytest.raises(ValueError, match="max_graphs is 1"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.metrics.exposition import scrape
-from vllm_gaudi_ucm.graphs.bucket import Bucket
+from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.metrics.metric import METRICS
 from vllm_gaudi_ucm.metrics.step_metrics import DIMENSIONS, StepMetrics, forward_label
 
@@ -22,6 +22,12 @@ SHAPES = st.builds(Bucket, st.sampled_from(["c--", "--u", "-su", "csu"]), SIZES,
 def total(name: str, **labels: str) -> str:
     text = ",".join(f'{label}="{value}"' for label, value in sorted({"engine": "0", **labels}.items()))
     return f"gaudi_ucm_{name}{{{text}}}"
+
+
+def test_a_graph_with_selected_blocks_has_a_label_of_its_own() -> None:
+    shape = ForwardShape("-su", 8, 4, 16)
+    assert forward_label(shape) == "-su q8 s4 u16"
+    assert forward_label(shape.with_selected(64)) == "-su q8 s4 u16 x64"
 
 
 @given(st.lists(st.tuples(SHAPES, SHAPES), max_size=30))

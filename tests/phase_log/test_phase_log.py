@@ -14,6 +14,11 @@ from tests.phase_log.records import HEADER, mixed_steps, step, write_log
 from vllm_gaudi_ucm.graphs.bucket import Bucket
 from vllm_gaudi_ucm.phase_log import SCHEMA, PhaseLog, PhaseLogError, StepRecord, read_phase_log
 
+OLD_FIELDS = (
+    *("step", "bucket", "padded", "requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs"),
+    *("plan_ms", "forward_ms", "sample_ms"),
+)
+
 
 def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "phases.jsonl"
@@ -25,6 +30,21 @@ def test_round_trip(tmp_path: Path) -> None:
     assert len(records) == 51
     assert records[-1] == record
     assert isinstance(records[-1].padded, Bucket)
+
+
+def test_a_sparse_step_is_read_back(tmp_path: Path) -> None:
+    """Its numbers are written where there are any: a log without sparse steps is what it was."""
+    path = tmp_path / "phases.jsonl"
+    true, padded = Bucket("-su", 4, 2, 9, 4, 30), Bucket("-su", 8, 4, 16, 8, 64)
+    sparse = StepRecord(1, true, padded, 4, 0, 4, 0, 5, 6, 0.5, 31.5, 2.0, selected_pairs=960, sparse=3)
+    padded_alone = StepRecord(2, true._replace(selected_blocks=0), padded, 4, 0, 4, 0, 5, 6, 0.5, 31.5, 2.0)
+    write_log(path, [step(0), sparse, padded_alone])
+    assert read_phase_log(path)[1] == [step(0), sparse, padded_alone]
+    _, dense, *lines = path.read_text().splitlines()
+    assert list(json.loads(dense)) == [*OLD_FIELDS]
+    assert json.loads(lines[0])["bucket"] == ["-su", 4, 2, 9, 4, 30]
+    assert json.loads(lines[1])["bucket"] == ["-su", 4, 2, 9, 4]
+    assert json.loads(lines[1])["padded"] == ["-su", 8, 4, 16, 8, 64]
 
 
 def test_times_survive_to_a_tenth_of_a_microsecond(tmp_path: Path) -> None:
@@ -78,20 +98,30 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, cut: int) -> None:
         ("[1, 2]", "expected a JSON object"),
         ('{"step":1}', "'bucket'"),
         (None, "'tokens'"),
+        (('"sample_ms"', '"sparse":-1,"sample_ms"'), "'sparse' is -1"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path: Path, bad: str | None, says: str) -> None:
+def test_a_malformed_line_is_named(tmp_path: Path, bad: str | tuple[str, str] | None, says: str) -> None:
     path = tmp_path / "phases.jsonl"
     write_log(path, mixed_steps(10))
     lines = path.read_text().splitlines()
-    lines[4] = bad if bad is not None else lines[4].replace('"tokens":40', '"tokens":-40')
+    lines[4] = bad if isinstance(bad, str) else lines[4].replace(*(bad or ('"tokens":40', '"tokens":-40')))
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(PhaseLogError, match=f"phases.jsonl:5: .*{says}"):
         read_phase_log(path)
 
 
 @pytest.mark.parametrize(
-    "bucket", [["xyz", 1, 1, 1, 1], ["csu", 1, 1, 1], ["csu", 1, -1, 1, 1], "csu", [3, 1, 1, 1, 1]]
+    "bucket",
+    [
+        ["xyz", 1, 1, 1, 1],
+        ["csu", 1, 1, 1],
+        ["csu", 1, -1, 1, 1],
+        "csu",
+        [3, 1, 1, 1, 1],
+        ["csu", 1, 1, 1, 1, -1],
+        ["csu", *[1] * 6],
+    ],
 )
 def test_a_bucket_that_is_none_is_named(tmp_path: Path, bucket: object) -> None:
     path = tmp_path / "phases.jsonl"

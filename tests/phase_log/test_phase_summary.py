@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,21 @@ def test_attention_shares_add_up_and_survive_no_work() -> None:
     shares = PhaseSummary([step(0, pairs=(1, 2, 5))]).total().attention_shares()
     assert shares == {"causal": 0.125, "shared": 0.25, "unique": 0.625}
     assert set(PhaseSummary([step(0, "---", pairs=(0, 0, 0))]).total().attention_shares().values()) == {0.0}
+
+
+def test_the_selected_part_is_named_where_it_worked() -> None:
+    records = [step(0, pairs=(1, 2, 5)), replace(step(1, "--u", pairs=(0, 0, 4)), selected_pairs=8, sparse=2)]
+    summary = PhaseSummary(records)
+    assert summary.total().attention_shares() == {"causal": 0.05, "shared": 0.1, "unique": 0.45, "selected": 0.4}
+    assert (summary.total().selected_pairs, summary.total().sparse) == (8, 2)
+    assert [phase["selected_pairs"] for phase in summary.to_json()["phases"]] == [8, 0]
+    lines = summary_text(summary).splitlines()
+    assert lines[0].split()[-1] == "selected"
+    assert next(line for line in lines if line.strip().startswith("--u")).split()[-1] == "66.7%"
+    assert next(line for line in lines if line.strip().startswith("csu")).split()[-1] == "-"
+    assert "unique 45.0%, selected 40.0%" in summary_text(summary)
+    assert max(len(line) for line in lines) <= 110
+    assert "selected" not in summary_text(PhaseSummary(records[:1]))
 
 
 def test_json_is_plain_and_its_shares_add_up() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey, graph_name
 from vllm_gaudi_ucm.graphs.warm_up.progress import Stage, WarmUpProgress
 from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
 from vllm_gaudi_ucm.warm_up_report import WarmUpReport
@@ -107,6 +107,7 @@ def test_the_table_shows_every_graph_and_why_it_is_missing() -> None:
         skeleton_seconds=3.75,
     )
     lines = [line.split() for line in warm_up_text(summary).splitlines()]
+    assert lines[0][:6] == ["graph", "query", "shared", "unique", "logits", "state"]
     assert ["-su", "16", "20", "1,000", "warm", "1.25", "3"] in lines
     assert ["c--", "512", "0", "0", "dropped", "does", "[not]", "fit"] in lines
     assert ["logits", "8", "failed", "0.50", "RuntimeError:", "no"] in lines
@@ -115,3 +116,21 @@ def test_the_table_shows_every_graph_and_why_it_is_missing() -> None:
         "3 of 6 graphs are warm after 5.5 s, the first 2 after 3.8 s; they take 2.00 GiB, 1 cold, 1 dropped, 1 failed"
     )
     assert warm_up_text(summary).splitlines()[-1] == summary_line(summary)
+
+
+def test_the_table_has_a_column_of_selected_blocks_where_a_graph_has_any() -> None:
+    records = (
+        GraphRecord(DECODE, GraphState.WARM, 1.25, 3 * 2**20),
+        GraphRecord(DECODE.with_selected(4000), GraphState.DROPPED, reason="no room"),
+        GraphRecord(8, GraphState.COLD),
+    )
+    lines = [line.split() for line in warm_up_text(WarmUpSummary(records, 1, 1.0)).splitlines()]
+    assert lines[0][:6] == ["graph", "query", "shared", "unique", "selected", "logits"]
+    assert ["-su", "16", "20", "1,000", "0", "warm", "1.25", "3"] in lines
+    assert ["-su", "16", "20", "1,000", "4,000", "dropped", "no", "room"] in lines
+    assert ["logits", "8", "cold"] in lines
+
+
+def test_a_graph_with_selected_blocks_is_named_with_them() -> None:
+    assert graph_name(DECODE) == "bucket -su 16 20 1000"
+    assert graph_name(DECODE.with_selected(40)) == "bucket -su 16 20 1000 40"

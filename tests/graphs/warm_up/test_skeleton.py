@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,6 +51,18 @@ def test_more_buckets_never_cost_the_usage_more(data: st.DataObject) -> None:
         costs.append(measure_padding(BucketSet(*skeleton, buckets.limits, COST), usage).seconds)
     alone = measure_padding(BucketSet((), (), buckets.limits, COST), usage).seconds
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in zip([alone, *costs], costs, strict=False))
+
+
+def test_the_first_graphs_of_a_sparse_server_hold_its_largest_selection() -> None:
+    """Then come those that steps are expected in: dense decodes do not stay in a selected part. covers: B1."""
+    within = replace(LIMITS, max_selected_blocks=4000)
+    buckets = server_buckets(within, 40)
+    dense, sparse = Bucket("--u", 4, 0, 30, 4), Bucket("--u", 4, 0, 30, 4, 4000)
+    skeleton = choose_skeleton(buckets, Steps.of([dense] * 99), 2)
+    assert skeleton.forward[0].selected_blocks == 4000
+    warm = BucketSet(*skeleton, within, COST)
+    assert dominates(warm.lookup(sparse), sparse)
+    assert warm.lookup(dense).selected_blocks == 0
 
 
 @pytest.mark.parametrize("strategy", ["padding_aware", "exponential", "linear"])
