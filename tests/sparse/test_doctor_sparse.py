@@ -53,3 +53,4 @@ def test_options_without_effect() -> None:
 def test_part_of_the_report() -> None:
     found = [check for check in configuration_checks('{"ucm_sparse_method": "ESA"}') if check.section == SECTION]
     assert [check.name for check in found] == ["ucm.ucm_sparse_method", "ESA", "contexts that are sparse"]
+    assert "ucm_sparse_method=null" in list(configuration_checks("{}"))[-1].found

@@ -35,4 +35,4 @@ def decode_rows(scheduler_output: SchedulerOutput, requests: Mapping[str, Reques
         certain = scheduler_output.num_scheduled_tokens[request_id] - num_drafts
         request = requests.get(request_id)
         if certain == 1 and request is not None and computed + 1 >= request.num_tokens:
-            yield DecodeRow(request_id, min(computed + 1, request.num_tokens), num_drafts)
+            yield DecodeRow(request_id, request.num_tokens, num_drafts)
