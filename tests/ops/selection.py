@@ -66,7 +66,9 @@ def build(case: Case) -> Candidates:
     total = sum(rows + case.before for rows, _ in case.spans) + case.before
     query = torch.full((total, case.heads, case.dim), case.poison, dtype=case.dtype)
     cache = torch.full((used + 3, case.block_size, case.kv_heads, case.dim), case.poison, dtype=case.dtype)
-    meant, blocks, spans = [], [], []
+    meant: list[tuple[range, list[int]]] = []
+    blocks: list[int] = []
+    spans: list[int] = []
     row = 0
     for span, (rows, candidates) in enumerate(case.spans):
         row += case.before
