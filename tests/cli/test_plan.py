@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,3 +214,36 @@ def test_what_does_not_fit_exits_with_1_or_says_why(log: Path, capsys: pytest.Ca
     assert "leave the option out" in capsys.readouterr().err
     assert cli.main(["plan", "--strategy", "trace"]) == 2
     assert "needs --log or --mix" in capsys.readouterr().err
+
+
+def test_a_server_with_a_sparse_method_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    value = plan(capsys, "--max-selected-blocks", 512, "--max-graphs", 48)
+    assert value["limits"]["max_selected_blocks"] == 512
+    assert value["graphs"] <= 48
+    assert {len(shape) for shape in value["forward"]} == {4, 5}
+    assert value["skeleton"]["forward"][0][4] == 512
+    assert cli.main(["plan", "--max-selected-blocks", "512", "--max-graphs", "48"]) == 0
+    assert "128 shared blocks per step, 512 selected" in capsys.readouterr().out
+    assert cli.main(["plan", "--max-selected-blocks", "-1"]) == 2
+    assert "max_selected_blocks is -1" in capsys.readouterr().err
+
+
+def test_a_log_with_selected_blocks_goes_all_the_way(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the log to a bucket file, a plan and a page."""
+    path, file, page = tmp_path / "phases.jsonl", tmp_path / "buckets.yaml", tmp_path / "steps.html"
+    edited(log, path, ["-su", 4, 2, 9, 4, 300], max_selected_blocks=500)
+    assert cli.main(["tune", str(path), "--max-graphs", "12", "--gap", "1", "-o", str(file)]) == 0
+    assert re.search(r"unique +selected +logits", capsys.readouterr().out)
+    value = plan(capsys, "--log", path, "--buckets", file)
+    assert value["limits"]["max_selected_blocks"] == 500
+    assert max(shape[4] for shape in value["forward"] if len(shape) == 5) == 500
+    assert value["padding"]["size_ratios"]["selected"] >= 1
+    assert cli.main(["plan", "--log", str(path), "--buckets", str(file)]) == 0
+    assert re.search(r"unique +selected +steps", capsys.readouterr().out)
+    assert cli.main(["plot", str(path), "--buckets", str(file), "-o", str(page)]) == 0
+    assert "-su 4 / 2 / 9 / 300" in page.read_text()
+    assert "<th>selected_blocks</th>" in page.read_text()
+    assert cli.main(["plan", "--log", str(edited(log, path, ["-su", 4, 2, 9, 4], max_selected_blocks="many"))]) == 2
+    assert "max_selected_blocks 'many', expected a number" in capsys.readouterr().err

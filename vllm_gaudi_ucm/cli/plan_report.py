@@ -94,10 +94,11 @@ def show(report: PlanReport) -> None:
     console = Console(highlight=False)
     limits, buckets, memory = report.buckets.limits, report.buckets, report.memory
     console.print(f"{report.model} on {report.cost.device.name}; every figure is modelled", style="bold", markup=False)
+    selected = f", {limits.max_selected_blocks:,} selected" if limits.max_selected_blocks else ""
     console.print(
         f"limits    {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests per step,"
         f"\n          {limits.max_model_len} tokens per request, {limits.num_blocks:,} blocks of {limits.block_size},"
-        f"\n          {limits.most_shared_blocks:,} shared blocks per step"
+        f"\n          {limits.most_shared_blocks:,} shared blocks per step{selected}"
     )
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
     console.print(f"graphs    {buckets.num_graphs}: {counts} ({report.strategy})")
