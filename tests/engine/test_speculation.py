@@ -11,10 +11,12 @@ import pytest
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.texts import SHORT
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 from tests.speculation.oracle_proposer import OracleProposer
+from vllm_gaudi_ucm.features import UnsupportedFeatureError
 
 RNG = random.Random(8)
 MAX_TOKENS = 20
@@ -216,6 +218,39 @@ def test_another_draft_model(tiny_llama: Path, tmp_path: Path, expected: list[An
         assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
         assert engine.preemptions > 0
         engine.check_idle()
+
+
+def drafts_on_card(model: str, prompts: list[list[int]], texts: list[list[int]]) -> dict[str, Any]:
+    """What an engine of the simulated card answers with drafts that are right for a random while, and its counts."""
+    from habana_frameworks.torch.simulator import card
+
+    options = {**OPTIONS, "dtype": "float32"}
+    ucm = {"graphs": {"mode": "capture", "warm_up": "full", "max_graphs": 10, "max_shared_blocks": 16}}
+    known = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
+    with Engine(Path(model), ucm, **options, speculative_config=NGRAM) as engine:
+        warm = [card.compilations, card.captures, card.bypasses]
+        engine.runner._proposer = OracleProposer(known, random.Random(5))
+        count = Steps(engine)
+        answers = [answer.tokens for answer in engine.greedy(prompts, MAX_TOKENS)]
+        served = [card.compilations, card.captures, card.bypasses]
+    return {"answers": answers, "warm": warm, "served": served, "requests": count.requests, "tokens": count.tokens}
+
+
+def test_verification_on_the_simulated_card(tiny_llama: Path, expected: list[Answer], tmp_path: Path) -> None:
+    """In HPU graphs, once warm, no position of the drafts compiles anything. covers: B5"""
+    texts = [answer.tokens for answer in expected]
+    found = run_on_card(drafts_on_card, tmp_path, model=str(tiny_llama), prompts=PROMPTS, texts=texts).result
+    assert found["answers"] == texts
+    assert found["requests"] < 0.8 * found["tokens"]
+    assert found["warm"][1] > 0
+    assert found["served"] == found["warm"]
+
+
+def test_a_draft_model_with_graphs_is_refused(tiny_llama: Path) -> None:
+    """covers: A18"""
+    draft = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedFeatureError, match=r"a draft model with graphs \(eager\)"):
+        Engine(tiny_llama, STATIC, **OPTIONS, speculative_config=draft)
 
 
 def test_structured_outputs(tiny_text_model: Path) -> None:

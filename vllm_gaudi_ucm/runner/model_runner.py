@@ -105,8 +105,10 @@ class ModelRunner:
         self.kv_caches: dict[str, torch.Tensor] = {}
 
     def load_model(self) -> None:
+        models = [get_model(vllm_config=self._vllm_config)]
         draft_model = load_draft_model(self._vllm_config)
-        models = [get_model(vllm_config=self._vllm_config), *([] if draft_model is None else [draft_model])]
+        if draft_model is not None:
+            models.append(draft_model)
         if self._device.kind == "cpu" and self._config.cpu.packed_weights and self.kind != "compile":
             logger.info("Packed %d linear layers", sum(map(pack_linear_layers, models)))
         self.decoder, *draft = (Decoder(cast(DecoderModel, model), self._vllm_config) for model in models)
@@ -198,8 +200,8 @@ class ModelRunner:
     def _run_largest_step(self, decoder: Decoder, num_tokens: int) -> None:
         """Without attention, whose tiles bound what it takes."""
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._tensors_on)
-        positions = torch.arange(num_tokens, device=self._tensors_on) % self._vllm_config.model_config.max_model_len
-        hidden = decoder.hidden(token_ids, positions, None)
+        # any position does
+        hidden = decoder.hidden(token_ids, token_ids, None)
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
         decoder.logits(hidden[:rows])
 

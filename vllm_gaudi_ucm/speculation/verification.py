@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.runner.token_sampler import Grammar, SampledTokens
@@ -51,24 +52,32 @@ class Verification:
 
         logits: of the step. drafts: of the step. grammar: the whole step's.
         """
+        sampled = self._sample(logits, 0, grammar)
+        if not drafts.tokens:
+            return sampled
         index = {request: slot for slot, request in enumerate(self._batch.slots)}
         tokens: list[list[int]] = [[] for _ in index]
         scores = []
-        position = 0
-        while True:
-            slots = list(self._batch.slots)
-            rows = logits.at(position, slots)
-            self._observe(rows)
-            allowed = None if grammar is None else grammar_at(grammar, position, self._batch.req_ids)
-            sampled = self._sampler.sample(rows, self._batch, allowed)
+        for position in count(1):
+            members = [index[request] for request in self._batch.slots]
+            scores.append((members, sampled.logprobs))
             going_on = []
-            for request, (token,) in zip(slots, sampled.tokens, strict=True):
-                self._table.append_token(request, token)
-                tokens[index[request]].append(token)
-                if token in drafts.tokens.get(request.request_id, ())[position : position + 1]:
+            for request, slot, (token,) in zip(self._batch.slots, members, sampled.tokens, strict=True):
+                tokens[slot].append(token)
+                if token in drafts.tokens.get(request.request_id, ())[position - 1 : position]:
                     going_on.append(request)
-            scores.append(([index[request] for request in slots], sampled.logprobs))
             if not going_on:
-                return SampledTokens(tokens, join_logprobs(scores))
+                break
             self._batch.sync(going_on)
-            position += 1
+            sampled = self._sample(logits, position, grammar)
+        return SampledTokens(tokens, join_logprobs(scores))
+
+    def _sample(self, logits: StepLogits, position: int, grammar: Grammar | None) -> SampledTokens:
+        """One token for each slot, written to the table."""
+        rows = logits.at(position, self._batch.slots)
+        self._observe(rows)
+        allowed = None if grammar is None else grammar_at(grammar, position, self._batch.req_ids)
+        sampled = self._sampler.sample(rows, self._batch, allowed)
+        for request, (token,) in zip(self._batch.slots, sampled.tokens, strict=True):
+            self._table.append_token(request, token)
+        return sampled
