@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.impl import reference
+from vllm_gaudi_ucm.ops.block_selection.impl import native, reference
 from vllm_gaudi_ucm.ops.block_selection.projection import projection
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 
@@ -54,6 +54,8 @@ def block_scores(
     max_rows: int,
     scale: float,
     kind: SummaryKind,
+    *,
+    implementation: str = "auto",
 ) -> Tensor:
     """fp32 [candidates] in 0 to 1: the share of its span's attention that each block is estimated to get.
 
@@ -66,19 +68,27 @@ def block_scores(
     first_rows, num_rows: int64 [spans], rows `first_rows[i]` to `first_rows[i] + num_rows[i]` of the query.
     max_rows: host-side, no span has more rows.
     A block whose estimate is not finite has score 1 and takes no part in the softmax of the others.
+    implementation: `reference`, or `auto` for the native kernels where they can be used and else the reference.
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
     """
     if not torch.compiler.is_compiling():
         _check_scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, kind)
+        if _try_native(implementation, query):
+            found = native.scores(query, summaries, blocks, spans, first_rows, num_rows, scale, kind)
+            if found is not None:
+                return found
     return reference.scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
 
 
-def choose_blocks(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor:
+def choose_blocks(
+    scores: Tensor, places: Tensor, num_spans: int, width: int, most: int, *, implementation: str = "auto"
+) -> Tensor:
     """int64 [num_spans, most]: logical block numbers by descending score, equal ones by number; then -1.
 
     scores: floats [candidates]. A NaN comes first, so a broken candidate is not overlooked.
     places: int64 [candidates], span * width + logical block number for a candidate that may be chosen, each at most
         once, and num_spans * width for one that may not. There may be fewer of a span than `most`.
+    implementation: as of `block_scores`.
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
     """
     if not torch.compiler.is_compiling():
@@ -86,6 +96,10 @@ def choose_blocks(scores: Tensor, places: Tensor, num_spans: int, width: int, mo
         _check("choose_blocks", "places", places, tuple(scores.shape), (torch.int64,), scores.device)
         if min(num_spans, width, most) < 0:
             raise ValueError(f"choose_blocks: {num_spans=}, {width=}, {most=}, expected none below 0")
+        if _try_native(implementation, scores):
+            found = native.choose(scores, places, num_spans, width, most)
+            if found is not None:
+                return found
     return reference.choose(scores, places, num_spans, width, most)
 
 
@@ -109,6 +123,12 @@ def keep_or_replace(
         for name, tensor in (("counts", counts), ("modes", modes), ("thresholds", thresholds)):
             _check(operation, name, tensor, (stored.shape[0],), (torch.int64,), stored.device)
     return reference.keep_or_replace(stored, fresh, counts, modes, thresholds, width)
+
+
+def _try_native(implementation: str, tensor: Tensor) -> bool:
+    if implementation not in ("auto", "reference"):
+        raise ValueError(f"block_selection: implementation {implementation!r} is unknown, choose 'auto' or 'reference'")
+    return implementation == "auto" and tensor.device.type == "cpu"
 
 
 def _check_scores(

@@ -46,11 +46,13 @@ class Candidates:
     scale: float
     meant: list[tuple[range, list[int]]]
 
-    def scores(self, kind: SummaryKind, *, summaries: Tensor | None = None) -> Tensor:
+    def scores(
+        self, kind: SummaryKind, *, summaries: Tensor | None = None, implementation: str = "reference"
+    ) -> Tensor:
         """Of summaries of the candidates alone, all others being whatever they are."""
         summaries = self.summaries(kind) if summaries is None else summaries
         rest = (self.blocks, self.spans, self.first_rows, self.num_rows, self.max_rows, self.scale)
-        return block_scores(self.query, summaries, *rest, kind)
+        return block_scores(self.query, summaries, *rest, kind, implementation=implementation)
 
     def summaries(self, kind: SummaryKind) -> Tensor:
         summaries = new_summaries(self.key_cache, kind)

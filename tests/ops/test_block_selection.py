@@ -46,15 +46,15 @@ def assert_scores(found: torch.Tensor, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("few_spans", [0, 32])
+@pytest.mark.parametrize(("implementation", "few_spans"), [("auto", 32), ("reference", 0), ("reference", 32)])
 @given(case=cases())
 @COMMON
-def test_scores_equal_their_definition(kind: SummaryKind, few_spans: int, case: Case) -> None:
+def test_scores_equal_their_definition(kind: SummaryKind, implementation: str, few_spans: int, case: Case) -> None:
     """covers: C13, C14, C15, C16. Rows of mixed batches, spans of several rows, any GQA ratio, poisoned pads."""
     candidates = build(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "FEW_SPANS", few_spans)
-        found = candidates.scores(kind)
+        found = candidates.scores(kind, implementation=implementation)
     assert_scores(found, expected_scores(candidates, kind))
     for _, entries in candidates.meant:
         if entries:
@@ -178,12 +178,13 @@ def test_hashes_are_the_same_in_every_process() -> None:
 
 @pytest.mark.parametrize("kind", [SummaryKind.MEAN, SummaryKind.MINMAX, SummaryKind.BOX_MEAN])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_broken_block_comes_first_and_disturbs_no_other(kind: SummaryKind, bad: float) -> None:
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+def test_a_broken_block_comes_first_and_disturbs_no_other(kind: SummaryKind, bad: float, implementation: str) -> None:
     candidates = build(Case())
     expected = candidates.scores(kind)
     broken = candidates.meant[1][1][2]
     candidates.key_cache[candidates.blocks[broken], 1] = bad
-    found = candidates.scores(kind)
+    found = candidates.scores(kind, implementation=implementation)
     assert found[broken] == 1
     others = [entry for entry in range(len(found)) if candidates.spans[entry] != 1]
     torch.testing.assert_close(found[others], expected[others])
@@ -227,6 +228,7 @@ def test_traces_as_one_graph(kind: SummaryKind) -> None:
         ({"num_rows": torch.zeros(1, dtype=torch.int64)}, r"num_rows is .* expected torch.int64 \(2\)"),
         ({"blocks": torch.zeros(4, dtype=torch.int64, device="meta")}, "blocks is .* on meta, expected .* on cpu"),
         ({"max_rows": 0}, "max_rows is 0"),
+        ({"implementation": "fast"}, "implementation 'fast' is unknown, choose 'auto' or 'reference'"),
         ({"kind": SummaryKind.MINMAX}, "summaries have 1 vectors, expected 2 for minmax"),
     ],
 )

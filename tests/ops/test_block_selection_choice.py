@@ -15,9 +15,10 @@ SELECT, REUSE, CHECK = 0, 1, 2
 SCORES = st.sampled_from([0.0, 0.125, 0.5, 1.0, -2.0, float("-inf"), float("inf"), -3.4e38])
 
 
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
 @given(data=st.data(), num_spans=st.integers(0, 4), width=st.integers(0, 9), most=st.integers(0, 12))
 @COMMON
-def test_choice_equals_a_sort(data: st.DataObject, num_spans: int, width: int, most: int) -> None:
+def test_choice_equals_a_sort(implementation: str, data: st.DataObject, num_spans: int, width: int, most: int) -> None:
     """covers: C13. Never more than there are, never a block that does not exist, ties by number."""
     subset = st.dictionaries(st.integers(0, max(0, width - 1)), SCORES, max_size=width)
     wanted = [data.draw(subset) if width else {} for _ in range(num_spans)]
@@ -26,7 +27,7 @@ def test_choice_equals_a_sort(data: st.DataObject, num_spans: int, width: int, m
     entries = data.draw(st.permutations(entries))
     places = torch.tensor([place for place, _ in entries], dtype=torch.int64)
     scores = torch.tensor([score for _, score in entries], dtype=torch.float32)
-    found = choose_blocks(scores, places, num_spans, width, most)
+    found = choose_blocks(scores, places, num_spans, width, most, implementation=implementation)
     assert tuple(found.shape) == (num_spans, most)
     lowest = torch.finfo(torch.float32).min
     for span, some in enumerate(wanted):
@@ -34,9 +35,12 @@ def test_choice_equals_a_sort(data: st.DataObject, num_spans: int, width: int, m
         assert found[span].tolist() == ranking + [-1] * (most - len(ranking))
 
 
-def test_a_candidate_without_a_number_for_a_score_comes_first() -> None:
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+def test_a_candidate_without_a_number_for_a_score_comes_first(implementation: str) -> None:
     scores = torch.tensor([0.5, float("nan"), 0.25])
-    assert choose_blocks(scores, torch.tensor([3, 1, 0]), 1, 4, 3).tolist() == [[1, 3, 0]]
+    assert choose_blocks(scores, torch.tensor([3, 1, 0]), 1, 4, 3, implementation=implementation).tolist() == [
+        [1, 3, 0]
+    ]
 
 
 def test_scores_of_low_precision() -> None:
