@@ -59,7 +59,15 @@ def test_pretty_report(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert all(
         word in out
-        for word in ("platform plugin", "versions", "configuration", "device", "static shapes", "no problem found")
+        for word in (
+            "platform plugin",
+            "versions",
+            "configuration",
+            "device",
+            "static shapes",
+            "null: every request is dense",
+            "no problem found",
+        )
     )
 
 
@@ -71,7 +79,15 @@ def test_pretty_report_of_a_problem(quick: type[FakeProbe], capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "broken", ["PluginChecks", "version_checks", "configuration_checks", "device_checks", "static_shape_checks"]
+    "broken",
+    [
+        "PluginChecks",
+        "version_checks",
+        "configuration_checks",
+        "device_checks",
+        "static_shape_checks",
+        "sparse_checks",
+    ],
 )
 def test_no_section_can_crash_the_doctor(
     quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str

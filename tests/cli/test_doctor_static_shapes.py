@@ -12,7 +12,7 @@ from tests.phase_log.records import mixed_steps, write_log
 from vllm_gaudi_ucm.cli import doctor
 from vllm_gaudi_ucm.cli.checks.check import Check
 from vllm_gaudi_ucm.cli.checks.static_shapes import static_shape_checks
-from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
@@ -89,5 +89,8 @@ def test_a_log_without_steps(tmp_path: Path) -> None:
     assert rows(trace=path)["ucm.graphs.trace"].found.endswith("a log without steps")
 
 
-def test_a_configuration_with_problems_has_no_such_rows() -> None:
-    assert list(doctor._static_shapes('{"graphs": {"mode": "fast"}}', "cpu")) == []
+def test_a_configuration_with_problems_has_no_rows_but_those() -> None:
+    def crash(config: UcmConfig) -> list[Check]:
+        raise AssertionError(f"asked about {config}")
+
+    assert list(doctor._of_config('{"graphs": {"mode": "fast"}}', crash)) == []

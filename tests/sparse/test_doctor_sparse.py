@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from vllm_gaudi_ucm.cli import doctor
 from vllm_gaudi_ucm.cli.checks.check import Check
-from vllm_gaudi_ucm.cli.checks.configuration import configuration_checks
 from vllm_gaudi_ucm.cli.checks.sparse import SECTION, sparse_checks
 from vllm_gaudi_ucm.config import resolve_config
 
@@ -50,7 +53,35 @@ def test_options_without_effect() -> None:
     assert (found.status, found.advice) == ("warn", "set ucm.ucm_sparse_method to ESA, or remove the section")
 
 
-def test_part_of_the_report() -> None:
-    found = [check for check in configuration_checks('{"ucm_sparse_method": "ESA"}') if check.section == SECTION]
-    assert [check.name for check in found] == ["ucm.ucm_sparse_method", "ESA", "contexts that are sparse"]
-    assert "ucm_sparse_method=null" in list(configuration_checks("{}"))[-1].found
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the sections that look at the configuration."""
+    monkeypatch.setattr(doctor, "PluginChecks", lambda: SimpleNamespace(rows=lambda: ()))
+    monkeypatch.setattr(doctor, "detect_device", lambda: None)
+    for section in ("version_checks", "thread_checks"):
+        monkeypatch.setattr(doctor, section, lambda: ())
+
+
+def section_of(text: str) -> list[Check]:
+    return [check for check in doctor.examine(text).checks if check.section == SECTION]
+
+
+@pytest.mark.usefixtures("quick")
+def test_section_of_the_report() -> None:
+    """covers: C24"""
+    assert [check.name for check in section_of('{"ucm_sparse_method": "ESA"}')] == [
+        "ucm.ucm_sparse_method",
+        "ESA",
+        "contexts that are sparse",
+    ]
+    assert [check.found for check in section_of("{}")] == ["null: every request is dense"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_wrong_options_are_rows_of_the_configuration() -> None:
+    """covers: C19"""
+    text = '{"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"sparse_ration": 0.2}}}'
+    assert section_of(text) == []
+    (problem,) = [check for check in doctor.examine(text).checks if check.status == "fail"]
+    assert (problem.section, problem.name) == ("configuration", "ucm.ucm_sparse_config.GSA.sparse_ration")
+    assert "sparse_ratio" in problem.expected

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -23,8 +23,10 @@ from vllm_gaudi_ucm.cli.checks.check import Check, guarded
 from vllm_gaudi_ucm.cli.checks.configuration import configuration_checks, resolve_text
 from vllm_gaudi_ucm.cli.checks.machine import device_checks, thread_checks
 from vllm_gaudi_ucm.cli.checks.plugins import PluginChecks
+from vllm_gaudi_ucm.cli.checks.sparse import sparse_checks
 from vllm_gaudi_ucm.cli.checks.static_shapes import static_shape_checks
 from vllm_gaudi_ucm.cli.checks.versions import version_checks
+from vllm_gaudi_ucm.config import UcmConfig
 from vllm_gaudi_ucm.config_error import UcmConfigError
 from vllm_gaudi_ucm.device.detect import detect_device
 
@@ -77,17 +79,20 @@ def examine(config: str | None) -> Examination:
     if device is not None:
         checks += guarded("device", lambda: device_checks(device))
     checks += guarded("device", thread_checks)
-    checks += guarded("static shapes", lambda: _static_shapes(config, device))
+    checks += guarded("static shapes", lambda: _of_config(config, lambda ucm: static_shape_checks(ucm, device)))
+    checks += guarded("sparse", lambda: _of_config(config, sparse_checks))
     for section in plugins:
         first += guarded("platform plugin", section.rows)
     return Examination(device, first + checks)
 
 
-def _static_shapes(text: str | None, device: str | None) -> Iterable[Check]:
+def _of_config(text: str | None, section: Callable[[UcmConfig], Iterable[Check]]) -> Iterable[Check]:
+    """The rows of a section that looks at the resolved configuration."""
     try:
-        return static_shape_checks(resolve_text(text), device)
+        config = resolve_text(text)
     except UcmConfigError:
         return ()  # the section on the configuration has a row for every problem
+    return section(config)
 
 
 def _device() -> str | None:

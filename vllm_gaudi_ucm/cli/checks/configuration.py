@@ -1,4 +1,4 @@
-"""Doctor's sections on the configuration: every problem of the one given, or its values, and the sparse method."""
+"""Doctor's section on the configuration: every problem of the one given, or its values."""
 
 import json
 from collections.abc import Iterator
@@ -6,10 +6,8 @@ from typing import Any
 
 from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.cli.checks.check import Check
-from vllm_gaudi_ucm.cli.checks.sparse import sparse_checks
 from vllm_gaudi_ucm.config import UcmConfig, resolve_value
 from vllm_gaudi_ucm.config_error import UcmConfigError
-from vllm_gaudi_ucm.sparse.config import SparseConfig
 
 SECTION = "configuration"
 
@@ -35,8 +33,6 @@ def configuration_checks(text: str | None) -> Iterator[Check]:
             yield Check(SECTION, problem.key, "fail", problem.found, problem.expected, f"correct it{error.source}")
         return
     yield Check(SECTION, "ucm", "ok", ", ".join(_flat(config.to_dict())))
-    if config.ucm_sparse_method is not None or config.ucm_sparse_config != SparseConfig():
-        yield from sparse_checks(config)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
