@@ -25,7 +25,7 @@ def options(**changes: Any) -> BlockOptions:
         ({"sparse_ratio": 0.05, "min_blocks": 10}, Budget(1, 98, 7)),
         ({"local_window_sz": 20}, Budget(1, 80, 9)),
         ({"init_window_sz": 0}, Budget(0, 98, 28)),
-        ({"init_window_sz": 40}, Budget(40, 98, 0)),
+        ({"init_window_sz": 40}, Budget(40, 98, 1)),  # the windows are more than the budget: one more, to choose at all
     ],
 )
 def test_effect_of_each_option(changes: dict[str, Any], budget: Budget) -> None:
@@ -77,9 +77,9 @@ def test_budget_keeps_its_promises(tokens: int, block_size: int, chosen: BlockOp
         return
     assert budget.sink_blocks == chosen.init_window_sz
     assert budget.window_start == full - chosen.local_window_sz
-    assert 0 <= budget.num_selected <= budget.num_candidates == budget.window_start - budget.sink_blocks
+    assert 1 <= budget.num_selected <= budget.num_candidates == budget.window_start - budget.sink_blocks
     attended = full - budget.num_candidates + budget.num_selected
     wanted = max(chosen.min_blocks, math.ceil(Fraction(chosen.sparse_ratio) * full - Fraction(1, 10**8)))
     assert min(full, wanted) <= attended or budget.num_selected == budget.num_candidates
-    if budget.num_selected:
-        assert attended <= max(chosen.min_blocks, math.ceil(Fraction(chosen.sparse_ratio) * full))
+    live = full - budget.num_candidates
+    assert attended <= max(chosen.min_blocks, math.ceil(Fraction(chosen.sparse_ratio) * full), live + 1)

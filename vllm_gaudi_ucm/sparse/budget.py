@@ -44,7 +44,8 @@ def block_budget(context_tokens: int, block_size: int, options: BlockOptions) ->
     live = full - candidates
     # 0.7 * 10 is 7.000000000000001 in binary: the least excess must not cost a block
     wanted = max(options.min_blocks, math.ceil(options.sparse_ratio * full - 1e-9))
-    return Budget(sinks, window_start, min(max(0, wanted - live), candidates))
+    # at least one: a context whose windows are its whole budget would not be chosen from at all
+    return Budget(sinks, window_start, min(max(1, wanted - live), candidates))
 
 
 def shortest_sparse_context(block_size: int, options: BlockOptions) -> int:

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.api import unified_attention
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, plan_batch
+from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.runner.staging import Staging, true_shape
 from vllm_gaudi_ucm.runner.static_inputs import StaticInputs
 from vllm_gaudi_ucm.sparse.device.block_selector import BlockSelector, SelectionLayer
@@ -141,7 +141,8 @@ class OneLayer:
             self._name_chosen(seen, flat, plan, chosen)
         return seen
 
-    def _name_chosen(self, seen, flat, plan, chosen) -> None:  # type: ignore[no-untyped-def]
+    def _name_chosen(self, seen: dict[str, Seen], flat: list[Member], plan: UnifiedPlan, chosen: torch.Tensor) -> None:
+        assert plan.selection is not None
         starts = plan.query_start.tolist()
         for span, first in enumerate(plan.selection.first_rows.tolist()):
             member = flat[starts.index(first)]

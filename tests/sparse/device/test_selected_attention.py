@@ -69,13 +69,15 @@ def test_a_small_budget_attends_to_live_and_chosen_blocks_and_to_nothing_else(st
         seen = layer.step(members)
         for member in members[1:]:
             chosen = seen[member.request_id].chosen
-            assert chosen is not None and member.decision is not None
+            assert chosen is not None
+            assert member.decision is not None
             sink, window, count = (
                 member.decision.sink_blocks,
                 member.decision.window_start,
                 member.decision.num_selected,
             )
-            assert len(set(chosen)) == count and all(sink <= block < window for block in chosen)
+            assert len(set(chosen)) == count
+            assert all(sink <= block < window for block in chosen)
             end = (member.computed + 1 + 3) // 4
             live = {*range(sink), *range(window, end)}
             assert_close(seen[member.request_id].output, layer.dense(member, live | set(chosen)))
@@ -89,7 +91,8 @@ def test_the_rows_of_a_verification_share_one_choice(static: bool) -> None:
     member = decide(layer, Member("a", 80, 4, drafts=3))
     seen = layer.step([member, Member("b", 0, 5)])
     chosen, decision = seen["a"].chosen, member.decision
-    assert chosen is not None and decision is not None
+    assert chosen is not None
+    assert decision is not None
     live = {*range(decision.sink_blocks), *range(decision.window_start, 21)}
     assert_close(seen["a"].output, layer.dense(member, live | set(chosen)))
     assert_close(seen["b"].output, layer.dense(Member("b", 0, 5)))
@@ -103,7 +106,8 @@ def test_a_reused_choice_stays_and_the_newest_tokens_are_always_seen(static: boo
     first = decide(layer, Member("a", 80, 1))
     kept = layer.step([first])["a"].chosen
     decision = first.decision
-    assert kept and decision is not None
+    assert kept
+    assert decision is not None
     for step in range(1, 12):
         budget = (decision.sink_blocks, decision.window_start, decision.num_selected)
         member = Member("a", 80 + step, 1, decision=select(budget, SelectionMode.REUSE))
@@ -113,7 +117,7 @@ def test_a_reused_choice_stays_and_the_newest_tokens_are_always_seen(static: boo
         assert_close(seen.output, layer.dense(member, live | set(kept)))
 
 
-@pytest.mark.parametrize("threshold, keeps", [(0, False), (100, True)])
+@pytest.mark.parametrize(("threshold", "keeps"), [(0, False), (100, True)])
 def test_a_check_keeps_the_stored_choice_within_the_threshold(threshold: int, keeps: bool) -> None:
     """covers: C18"""
     layer = OneLayer(options(), seed=3)
@@ -125,13 +129,15 @@ def test_a_check_keeps_the_stored_choice_within_the_threshold(threshold: int, ke
         assert budget is not None
         check = select(budget, SelectionMode.CHECK, threshold)
         chosen = layer.step([Member("a", 100 + step, 1, decision=check)])["a"].chosen
-        assert chosen is not None and stored is not None
+        assert chosen is not None
+        assert stored is not None
         # a longer context has a larger budget: what is kept may be followed by more
         differs |= not set(stored) <= set(chosen)
         stored = chosen
     assert differs is not keeps
     kept, replaced = layer.selector.checks.tolist()
-    assert kept + replaced == 7 and (replaced == 0) is keeps
+    assert kept + replaced == 7
+    assert (replaced == 0) is keeps
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -158,7 +164,8 @@ def test_a_block_of_another_request_loses_its_summary() -> None:
     member = decide(layer, Member("b", 76, 1))
     seen = layer.step([member])["b"]
     decision = member.decision
-    assert seen.chosen and decision is not None
+    assert seen.chosen
+    assert decision is not None
     live = {*range(decision.sink_blocks), *range(decision.window_start, 20)}
     assert_close(seen.output, layer.dense(member, live | set(seen.chosen)))
     full = layer.tables["b"][:19]
@@ -175,7 +182,8 @@ def test_a_request_that_takes_an_id_again_has_no_choice_stored() -> None:
     # the scheduler would say SELECT; a worker that knows no choice selects in any case
     member = decide(layer, Member("a", 60, 1), SelectionMode.REUSE)
     chosen = layer.step([member])["a"].chosen
-    assert chosen is not None and member.decision is not None
+    assert chosen is not None
+    assert member.decision is not None
     assert all(block < member.decision.window_start for block in chosen)
 
 

@@ -130,7 +130,17 @@ class BlockSelector:
         if leader is None:
             selection.chosen = None
         elif leader == layer_idx:
-            selection.chosen = self._choose(layer_idx, query, selection)
+            selection.chosen = self._choose_at_once(layer_idx, query, selection)
+            if selection.chosen is None:
+                selection.chosen = self._choose(layer_idx, query, selection)
+
+    def _choose_at_once(self, layer_idx: int, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor | None:
+        """By one native call; None where there is none for this layer."""
+        if selection.native is None or self._score is not None:
+            return None
+        recall = self.recall if layer_idx == self._measured else None
+        layer, summaries, stored = self._layers[layer_idx], self._summaries[layer_idx], self._stored[layer_idx]
+        return selection.native.choose(query, summaries, stored, layer.scale, self._kind, self.checks, recall)
 
     def _choose(self, layer_idx: int, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
         t = selection.tensors

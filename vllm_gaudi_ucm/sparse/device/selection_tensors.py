@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_gaudi_ucm.ops.block_selection.impl.native_selection import Candidates, NativeSelection
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
 from vllm_gaudi_ucm.sparse.device.selection_arrays import SelectionArrays
@@ -80,14 +81,23 @@ class LayerSelection:
 
     tensors: of the step. dense_parts: the step's parts for dense layers, where there are such layers.
     reused: whether every request uses its stored choice, so that nothing is scored.
+    at_once: whether a layer's choice may be one native call, on a CPU and outside of graphs.
     chosen: int64 [selected] the blocks of the current layer; None: it is dense.
     """
 
     tensors: SelectionTensors
     dense_parts: PreparedParts | None = None
     reused: bool = False
+    at_once: bool = False
     chosen: torch.Tensor | None = None
     block_table: torch.Tensor = field(init=False)
+    native: NativeSelection | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.block_table = self.tensors.block_table()
+        t = self.tensors
+        self.block_table = t.block_table()
+        if self.at_once:
+            spans = t.first_rows, t.num_rows, t.modes, t.counts, t.thresholds, t.choice_slots
+            candidates = t.candidate_blocks, t.candidate_spans, t.candidate_places
+            choices = t.choice_places, t.choice_spans, t.choice_hi
+            self.native = NativeSelection(Candidates(*candidates, *spans, *choices, self.block_table, t.width, t.most))

@@ -73,7 +73,7 @@ class SparseWorker:
             self.limits,
             method.reuse_layers,
             method.dense_layers,
-            method.block_scores,
+            method.block_scores if type(method).block_scores is not BlockSparse.block_scores else None,
         )
 
     @property

@@ -38,5 +38,5 @@ def step_metadata(
         if dense_layers:
             whole = parts._replace(selected=selection.candidates_part(block_size))
             dense_parts = prepare(whole, block_size, implementation=implementation)
-        choices = LayerSelection(selection, dense_parts, reused)
+        choices = LayerSelection(selection, dense_parts, reused, at_once=prepared.implementation == "native")
     return UnifiedAttentionMetadata(slots, prepared, sparse, summary_blocks, choices)

@@ -1,0 +1,66 @@
+"""Sparse methods on the simulated card, in HPU graphs: the CPU's tokens, and nothing compiled once warm."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+
+from tests.engine.hpu_process import run_on_card
+from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.tiny_models import VOCAB
+
+RNG = random.Random(6)
+PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (5, 60, 130, 220)]
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 320,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+    "num_gpu_blocks_override": 80,
+}
+WINDOWS = {"min_tokens": 32, "local_window_sz": 1, "min_blocks": 2, "sparse_ratio": 0.4}
+METHODS: dict[str, dict[str, Any]] = {
+    "GSA": {**WINDOWS, "dense_layers": [0]},
+    "ESA": {**WINDOWS, "summary": "hash"},
+    "KVStar": {**WINDOWS, "checkpoint_interval": 3, "summary": "minmax"},
+}
+
+
+def ucm(method: str) -> dict[str, Any]:
+    return {"ucm_sparse_method": method, "ucm_sparse_config": {method: METHODS[method]}}
+
+
+def serve(model: str, methods: list[str]) -> dict[str, Any]:
+    """Answers of each method, and the card's counts when warm and in the end."""
+    found = {}
+    for method in methods:
+        graphs = {"mode": "capture", "warm_up": "full", "max_graphs": 20}
+        with Engine(Path(model), {**ucm(method), "graphs": graphs}, **OPTIONS) as engine:
+            from habana_frameworks.torch.simulator import card
+
+            warm = card.compilations, card.captures, card.bypasses
+            answers = engine.staggered(PROMPTS, [0, 1, 3, 7], 20)
+            served = card.compilations, card.captures, card.bypasses
+            assert engine.runner.static is not None
+            selected = max(bucket.selected_blocks for bucket in engine.runner.static.execution.ready.buckets.forward)
+            found[method] = {
+                "answers": [dataclasses.asdict(answer) for answer in answers],
+                "warm": warm,
+                "served": served,
+                "selected": selected,
+            }
+    return found
+
+
+def test_tokens_and_compilations(tiny_llama: Path, tmp_path: Path) -> None:
+    """covers: B1 C16 C17"""
+    found = run_on_card(serve, tmp_path, model=str(tiny_llama), methods=list(METHODS)).result
+    for method, run in found.items():
+        with Engine(tiny_llama, ucm(method), **OPTIONS) as engine:
+            expected = engine.staggered(PROMPTS, [0, 1, 3, 7], 20)
+        assert_same([Answer(**answer) for answer in run["answers"]], expected)
+        assert run["served"] == run["warm"], method
+        assert run["selected"] > 0
+        assert run["warm"][1] > 0
