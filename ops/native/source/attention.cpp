@@ -1,75 +1,12 @@
 // Unified Attention over a paged cache: new tokens, shared and unique blocks in one online softmax, fp32 inside.
 // Tokens that a row does not see are never read for it; a score or result that is not finite is reported.
-#include "attention_tile.h"
+#include "attention_products.h"
 
 using namespace ucm;
 
 namespace {
 
 constexpr int64_t SERIAL = 1024;  // scores for which waking other threads costs more than it saves
-
-// Many query vectors: both products in register blocks over transposed keys.
-void add_tile(Unit& unit, const Tile& tile, const Tile* next) {
-    const int64_t fetches = padded(unit.count, ROWS) / ROWS * (unit.dim + KEYS) / FETCH, size = tile.type == FP32 ? 4 : 2;
-    Ahead ahead{next, unit.dim * size, unit.value_dim * size, (KEYS + fetches - 1) / fetches};
-    pack_keys(unit, tile);
-    pack_values(unit, tile);
-    for (int64_t first = 0; first < unit.count; first += ROWS) {
-        const int64_t depth = tile.limit(first + ROWS - 1, unit.group);
-        if (depth == 0) continue;
-        for (int64_t t = 0; t < depth; t += WIDTH) {
-            Floats c[ROWS][VECTORS] = {};
-            multiply(unit.query + first * unit.dim, unit.dim, unit.keys + t, KEYS, unit.dim, c, ahead);
-            for (int i = 0; i < ROWS; ++i)
-                for (int j = 0; j < VECTORS; ++j) store(unit.scores + i * KEYS + t + j * LANES, c[i][j]);
-        }
-        float kept[ROWS];
-        for (int i = 0; i < ROWS; ++i)
-            kept[i] = weigh(unit, first + i, unit.scores + i * KEYS, tile.limit(first + i, unit.group), padded(depth, LANES));
-        for (int64_t d = 0; d < unit.value_width; d += WIDTH) {
-            float* out = unit.out + first * unit.value_width + d;
-            Floats c[ROWS][VECTORS];
-            for (int i = 0; i < ROWS; ++i)
-                for (int j = 0; j < VECTORS; ++j) c[i][j] = load(out + i * unit.value_width + j * LANES) * kept[i];
-            multiply(unit.scores, KEYS, unit.values + d, unit.value_width, depth, c, ahead);
-            for (int i = 0; i < ROWS; ++i)
-                for (int j = 0; j < VECTORS; ++j) store(out + i * unit.value_width + j * LANES, c[i][j]);
-        }
-    }
-}
-
-// Few query vectors: keys and values are read where they lie, once, and the next ones fetched meanwhile.
-void add_tile_to_few(Unit& unit, const Tile& tile) {
-    for (int64_t t = 0; t < tile.count; t += LANES) {
-        const float* keys[LANES];
-        for (int lane = 0; lane < LANES; ++lane) {
-            const int64_t next = t + lane + LANES;
-            if (next < tile.count) prefetch(tile.key[next], unit.dim * 4);
-            keys[lane] = reinterpret_cast<const float*>(tile.key[t + lane < tile.count ? t + lane : t]);
-        }
-        for (int64_t i = 0; i < unit.count; ++i) {
-            Floats parts[LANES];
-            for (int lane = 0; lane < LANES; ++lane) parts[lane] = dot(unit.query + i * unit.dim, keys[lane], unit.dim);
-            store(unit.scores + i * KEYS + t, sum_each(parts));
-        }
-    }
-    for (int64_t i = 0; i < unit.count; ++i) {
-        float* out = unit.out + i * unit.value_width;
-        const float* weights = unit.scores + i * KEYS;
-        const float kept = weigh(unit, i, unit.scores + i * KEYS, tile.count, padded(tile.count, LANES));
-        for (int64_t d = 0; d < unit.value_dim; d += WIDTH) {
-            const int vectors = unit.value_dim - d < WIDTH ? int((unit.value_dim - d) / LANES) : VECTORS;
-            Floats c[VECTORS] = {};
-            for (int j = 0; j < vectors; ++j) c[j] = load(out + d + j * LANES) * kept;
-            for (int64_t t = 0; t < tile.count; ++t) {
-                const float* value = reinterpret_cast<const float*>(tile.value[t]) + d;
-                const Floats weight = all(weights[t]);
-                for (int j = 0; j < vectors; ++j) c[j] += weight * load(value + j * LANES);
-            }
-            for (int j = 0; j < vectors; ++j) store(out + d + j * LANES, c[j]);
-        }
-    }
-}
 
 void add_cached(Unit& unit, const Layer& layer, const Tensors& tensors, const Job& job, const Span* spans, int64_t head) {
     const bool few = unit.count <= FEW && layer.cache_type == FP32 && unit.dim % LANES == 0 && unit.value_dim % LANES == 0;

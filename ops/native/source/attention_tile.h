@@ -40,15 +40,19 @@ struct Tile {
     }
 };
 
-// The keys and values of the tile after this one, fetched from memory a few tokens at a time between multiplications.
+// The keys and values of the tile after this one, fetched from memory a few at a time between multiplications.
 struct Ahead {
     const Tile* tile;  // null: none
-    int64_t key_size, value_size, tokens, token = 0;
+    int64_t key_size, value_size, pace, at = 0;
+
+    // calls: how often `fetch` is called, about, while this tile is multiplied
+    Ahead(const Tile* next, int64_t key_bytes, int64_t value_bytes, int64_t calls)
+        : tile(next), key_size(key_bytes), value_size(value_bytes), pace((2 * KEYS + calls - 1) / calls) {}
 
     void fetch() {
         if (!tile) return;
-        for (int64_t end = token + tokens; token < end && token < tile->count; ++token)
-            prefetch(tile->key[token], key_size), prefetch(tile->value[token], value_size);
+        for (int64_t end = at + pace; at < end && at < 2 * tile->count; ++at)
+            at % 2 ? prefetch(tile->value[at / 2], value_size) : prefetch(tile->key[at / 2], key_size);
     }
 };
 
@@ -71,7 +75,7 @@ inline void transpose_level(Floats* v) {
 }
 
 // keys[d][t], zeros beyond the tile's tokens.
-inline void pack_keys(Unit& unit, const Tile& tile) {
+inline void pack_keys(Unit& unit, const Tile& tile, Ahead& ahead) {
     float room[LANES][LARGEST_HEAD];
     for (int64_t t = 0; t < KEYS; t += LANES) {
         const float* rows[LANES];
@@ -80,6 +84,7 @@ inline void pack_keys(Unit& unit, const Tile& tile) {
         int64_t d = 0;
         for (; d + LANES <= unit.dim; d += LANES) {
             Floats v[LANES];
+            ahead.fetch();
             for (int lane = 0; lane < LANES; ++lane) v[lane] = rows[lane] ? load(rows[lane] + d) : Floats{};
             transpose_level<LANES / 2>(v);
             for (int lane = 0; lane < LANES; ++lane) store(unit.keys + (d + lane) * KEYS + t, v[lane]);
@@ -100,15 +105,15 @@ inline void pack_values(Unit& unit, const Tile& tile) {
     }
 }
 
-// c[ROWS][VECTORS] += a[ROWS][depth] * b[depth][WIDTH]
-inline void multiply(
-    const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, Floats (&c)[ROWS][VECTORS],
-    Ahead& ahead) {
-    for (int64_t k = 0; k < depth; ++k, b += b_stride) {
+// c[R][VECTORS] += a[R][depth] * b[depth][WIDTH], where b(k) is row k of b.
+template <int R, typename B>
+inline void multiply(const float* a, int64_t a_stride, B b, int64_t depth, Floats (&c)[R][VECTORS], Ahead& ahead) {
+    for (int64_t k = 0; k < depth; ++k) {
         if (k % FETCH == 0) ahead.fetch();
+        const float* from = b(k);
         Floats row[VECTORS];
-        for (int j = 0; j < VECTORS; ++j) row[j] = load(b + j * LANES);
-        for (int i = 0; i < ROWS; ++i) {
+        for (int j = 0; j < VECTORS; ++j) row[j] = load(from + j * LANES);
+        for (int i = 0; i < R; ++i) {
             const Floats x = all(a[i * a_stride + k]);
             for (int j = 0; j < VECTORS; ++j) c[i][j] += x * row[j];
         }
