@@ -26,6 +26,7 @@ ROWS = [
     "Recompilations and bypasses",
     "Warm-up",
     "Time by stage",
+    "Sparse methods",
 ]
 NAME = re.compile(r"\bgaudi_ucm_\w+")
 
@@ -38,6 +39,7 @@ def exported(folder: Path) -> dict[str, dict[str, set[str]]]:
     metrics.times(1.0, 2.0, 3.0)
     metrics.bypass("some reason")
     metrics.warm_up(1, 2, 3.0, 1.0)
+    metrics.sparse()
     found: dict[str, dict[str, set[str]]] = {}
     for key in scrape(folder):
         name, _, labels = key.partition("{")
