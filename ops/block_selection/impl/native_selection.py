@@ -70,8 +70,9 @@ class NativeSelection:
     """
 
     def __init__(self, candidates: Candidates) -> None:
-        c = Candidates(*(item.contiguous() if isinstance(item, Tensor) else item for item in candidates))
+        c = Candidates._make(item.contiguous() if isinstance(item, Tensor) else item for item in candidates)
         self._candidates = c
+        self._layer: tuple[object, ...] | None = None
         spans, selected = len(c.first_rows), len(c.choice_spans)
         if len(c.table) < spans * c.width:
             raise ValueError(f"block table has {len(c.table)} places, expected {spans} x {c.width} and a pad")
@@ -106,18 +107,19 @@ class NativeSelection:
         recall: float64 [2], estimated mass of the chosen and of all candidates, added to; None: not asked for.
         Raises IndexError for an id outside of its tensor.
         """
-        library = native()
-        if library is None or not covers(summaries, kind):
-            return None
-        if stored.shape[1] != self._candidates.most or not stored.is_contiguous():
-            raise ValueError(
-                f"stored rankings are {tuple(stored.shape)}, expected dense [slots, {self._candidates.most}]"
-            )
-        query, task = readable(query, kind), self._task
-        scoring = task.scoring
-        scoring.tensors[0], scoring.tensors[1] = query.data_ptr(), summaries.data_ptr()
-        sizes = layer_sizes(query, summaries, len(self._scores), len(self._ranking), kind)
-        scoring.sizes, scoring.scale = (c_int64 * 12)(*sizes), scale
+        query, task, library = readable(query, kind), self._task, native()
+        # the layers of a model are mostly alike
+        layer = (kind, summaries.dtype, *((t.shape, t.stride()) for t in (query, summaries, stored)))
+        if layer != self._layer:
+            if library is None or not covers(summaries, kind):
+                return None
+            self._check(stored)
+            sizes = layer_sizes(query, summaries, len(self._scores), len(self._ranking), kind)
+            task.scoring.sizes = (c_int64 * 12)(*sizes)
+            self._layer = layer
+        assert library is not None, "the layer before had one"
+        task.scoring.tensors[0], task.scoring.tensors[1] = query.data_ptr(), summaries.data_ptr()
+        task.scoring.scale = scale
         task.stored, task.num_slots, task.checks = stored.data_ptr(), stored.shape[0], checks.data_ptr()
         task.recall = None if recall is None else recall.data_ptr()
         if library.ucm_select_blocks(ctypes.byref(task)) == OUTSIDE:
@@ -127,3 +129,9 @@ class NativeSelection:
                 f"or {stored.shape[0]} slots"
             )
         return self._chosen
+
+    def _check(self, stored: Tensor) -> None:
+        if stored.shape[1] != self._candidates.most or not stored.is_contiguous():
+            raise ValueError(
+                f"stored rankings are {tuple(stored.shape)}, expected dense [slots, {self._candidates.most}]"
+            )
