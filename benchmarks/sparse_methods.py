@@ -77,7 +77,7 @@ def history(step: Step, budget: Budget) -> Tensor:
     return scores
 
 
-def _of_summaries(kind: SummaryKind) -> Method:
+def _of_summaries(kind: SummaryKind) -> Callable[[Step, Budget], Tensor]:
     def scores(step: Step, budget: Budget) -> Tensor:
         summaries = new_summaries(step.key_cache, kind)
         write_summaries(step.key_cache, torch.arange(1, step.num_blocks + 1), summaries, kind)

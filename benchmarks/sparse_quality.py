@@ -67,8 +67,9 @@ def text_recalls(
     """Recalls by block size, and the last `steps` rows of the text, for the divergence."""
     from transformers import AutoTokenizer
 
+    tokenizer = AutoTokenizer.from_pretrained(model)
     text = read_text(path)[: 8 * context]
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(model)(text)["input_ids"][:context])
+    tokens = torch.tensor(tokenizer(text, truncation=True, max_length=context)["input_ids"])
     if len(tokens) < context:
         raise SystemExit(f"--text {path} has {len(tokens)} tokens, expected at least --context {context}")
     last = min(LAST, context // 2)

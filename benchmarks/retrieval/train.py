@@ -68,7 +68,7 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, rate:
     logits = answer_logits(model, batch)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.answers.flatten())
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.item(), (logits.argmax(-1) == batch.answers).float().mean().item()
