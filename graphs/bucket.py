@@ -46,7 +46,8 @@ class ForwardShape(NamedTuple):
 
     def to_list(self) -> list[str | int]:
         """For files and JSON: selected blocks are written only where there are any."""
-        return list(self) if self.selected_blocks else list(self)[:4]
+        sizes = self.sizes if self.selected_blocks else self.sizes[:3]
+        return [self.phase, *sizes]
 
 
 class Bucket(NamedTuple):

@@ -71,12 +71,12 @@ def read_bucket_file(path: Path) -> tuple[Limits, list[ForwardShape], list[int]]
 
 def write_bucket_file(path: Path, buckets: BucketSet, made_for: Mapping[str, Any]) -> None:
     """Write the buckets; `made_for` says for people what they were made from."""
-    head = {"schema": SCHEMA, "made_for": dict(made_for), "limits": asdict(buckets.limits)}
-    names = "phase, query_len, shared_blocks, unique_blocks"
+    names, limits = "phase, query_len, shared_blocks, unique_blocks", asdict(buckets.limits)
     if buckets.limits.max_selected_blocks:
         names += ", selected_blocks (0 where missing)"
     else:
-        del head["limits"]["max_selected_blocks"]
+        del limits["max_selected_blocks"]
+    head = {"schema": SCHEMA, "made_for": dict(made_for), "limits": limits}
     text = yaml.safe_dump(head, sort_keys=False)
     text += f"logits: {list(buckets.logits)}\nforward:  # {names}; cheapest first\n"
     text += "".join(f"- {json.dumps(shape.to_list())}\n" for shape in buckets.forward)

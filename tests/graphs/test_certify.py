@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
-from tests.graphs.test_tuning import MAXIMUM, random_steps, seconds_of
+from tests.graphs.test_tuning import MAXIMUM, random_steps, seconds_of, sparse_steps
 from vllm_gaudi_ucm.graphs.bucket import Bucket
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.padding import measure_padding
@@ -211,3 +212,14 @@ def test_many_logits_rows_are_grouped_on_the_safe_side() -> None:
         reached = float(COST.logits_seconds(tops[np.searchsorted(tops, objective.logits)]) @ objective.logits_weights)
         assert least[k - 1] <= reached <= best.total[k - 1] * (1 + 1e-9)
         assert reached <= 1.02 * least[k - 1]
+
+
+def test_the_proof_holds_with_selected_blocks() -> None:
+    """Five sizes: the bound is below the cost, and the rounds make the buckets no worse."""
+    within, steps = replace(LIMITS, max_selected_blocks=200), Steps.of(sparse_steps(2, 40))
+    objective, buckets = Objective.of(steps, within, COST, 0.0), tune(steps, within, COST, 10, 0.0)
+    certified = certify(objective, buckets, 10, gap=0.01)
+    assert certified.buckets.num_graphs <= 10
+    assert certified.bound <= certified.seconds <= objective.padded_seconds(buckets)
+    assert certified.gap < 0.15
+    assert certified.seconds == pytest.approx(measure_padding(certified.buckets, steps).seconds)
