@@ -122,7 +122,7 @@ def sparse_steps(seed: int, count: int) -> list[Bucket]:
 def test_steps_with_selected_blocks_are_tuned(max_graphs: int) -> None:
     """covers: B1, B4."""
     within, steps = replace(LIMITS, max_selected_blocks=200), Steps.of(sparse_steps(7, 100))
-    buckets = tune(steps, within, COST, max_graphs)
+    buckets = tune(steps, within, COST, max_graphs, margin=0.0)
     assert buckets.num_graphs <= max_graphs
     assert buckets.lookup(within.maximum) == within.maximum
     padding = measure_padding(buckets, steps)
@@ -130,7 +130,8 @@ def test_steps_with_selected_blocks_are_tuned(max_graphs: int) -> None:
     assert padding.axes["selected"] >= 1
     if max_graphs == 24:
         assert padding.ratio < 1.15
-        assert {0, 200} < set(buckets.selected)
+        assert len(buckets.selected) > 2
+        assert buckets.selected[-1] == 200
 
 
 def test_one_count_of_selected_blocks_is_met_exactly() -> None:
