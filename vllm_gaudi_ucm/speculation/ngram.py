@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from vllm_gaudi_ucm.speculation.vllm_contract import propose_ngrams
+from vllm_gaudi_ucm.speculation.vllm_contract import propose_ngram
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.request_table import RequestTable
@@ -29,28 +27,17 @@ class NgramProposer:
 
     def __init__(self, table: RequestTable, num_drafts: int, min_n: int, max_n: int) -> None:
         self._table = table
-        self._min_n, self._max_n = min_n, max_n
-        self._num_drafts = num_drafts
+        self._lengths = min_n, max_n
         # numba compiles now, and not in a request's step
-        self._search(np.zeros(1, np.int64))
+        propose_ngram(table.token_ids[0, :1], *self._lengths, table.max_model_len, num_drafts)
 
     def propose(self, step: SampledStep) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in step.requests]
-        index = step.wanted.nonzero()[0]
-        if not len(index):
-            return drafts
-        rows = np.array([step.requests[i].row for i in index.tolist()], np.int64)
-        found, counts = self._search(rows)
-        for i, row in zip(index.tolist(), rows.tolist(), strict=True):
-            drafts[i] = found[row, : min(counts[row], step.wanted[i])].tolist()
-        return drafts
+        return [
+            self._search(request.row, most) if most else []
+            for request, most in zip(step.requests, step.wanted.tolist(), strict=True)
+        ]
 
-    def _search(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The drafts by row of the table, int32 [table rows, drafts], and how many there are."""
+    def _search(self, row: int, most: int) -> list[int]:
         table = self._table
-        drafts = np.zeros((len(table.num_tokens), self._num_drafts), np.int32)
-        counts = np.zeros(len(table.num_tokens), np.int32)
-        propose_ngrams(
-            rows, table.num_tokens, table.token_ids, self._min_n, self._max_n, table.max_model_len, drafts, counts
-        )
-        return drafts, counts
+        tokens = table.token_ids[row, : table.num_tokens[row]]
+        return propose_ngram(tokens, *self._lengths, table.max_model_len, most).tolist()
