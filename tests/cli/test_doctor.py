@@ -65,6 +65,7 @@ def test_healthy_machine() -> None:
     assert report["config"]["attention"]["causal_slice"] == 512
     names = {check["name"] for check in report["checks"]}
     assert {"Python", "vllm", "torch", "transformers", "triton", "memory", "cores", "threads"} <= names
+    assert row(report, "ucm.ucm_sparse_method")["section"] == "sparse"
     assert seconds < 60, "a person waits for this (about 6 s on an idle machine)"
 
 
