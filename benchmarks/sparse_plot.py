@@ -40,7 +40,8 @@ def plot(results: Sequence[Result], path: Path, title: str) -> None:
         _over_layers(row[1], of_size)
         _over_budget(row[2], of_size, "right")
         row[0].set_title(f"blocks of {size} tokens", fontsize=9, loc="left")
-    grid[0][0].legend(fontsize=7, frameon=False)
+    lines, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
     figure.savefig(path)
 
 
