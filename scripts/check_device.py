@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -63,16 +64,28 @@ def reference_tokens(model: LlamaForCausalLM, prompts: list[list[int]], device: 
     return found
 
 
-def engine_tokens(folder: str, prompts: list[list[int]], dtype: str, log: Path) -> tuple[list[list[int]], float]:
+# Every block is chosen, so the tokens are those of dense attention; every part of a selection runs.
+ALL_BLOCKS = {"sparse_ratio": 1.0, "min_tokens": 256}
+METHODS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "GSA": {"ucm_sparse_config": {"GSA": {**ALL_BLOCKS, "dense_layers": [0], "reuse_layers": 2}}},
+    "ESA": {"ucm_sparse_config": {"ESA": {**ALL_BLOCKS, "summary": "hash"}}},
+    "KVStar": {"ucm_sparse_config": {"KVStar": {**ALL_BLOCKS, "summary": "minmax"}}},
+}
+
+
+def engine_tokens(folder: str, prompts: list[list[int]], method: str, log: Path) -> tuple[list[list[int]], float]:
+    sparse = {} if method == "dense" else {"ucm_sparse_method": method, **METHODS[method]}
     llm = LLM(
         folder,
-        dtype=dtype,
+        dtype="float32",
         skip_tokenizer_init=True,
         max_model_len=2048,
         max_num_seqs=8,
         max_num_batched_tokens=512,
         kv_cache_memory_bytes=256 << 20,
-        additional_config={"ucm": {"phase_log": str(log)}},
+        block_size=32 if sparse else None,
+        additional_config={"ucm": {"phase_log": str(log), "graphs": {"max_graphs": 32, "warm_up": "full"}, **sparse}},
     )
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -93,14 +106,21 @@ def main() -> int:
         model = make_model(folder)
         expected = reference_tokens(model, prompts, device)
         del model
-        log = Path(folder) / "phases.jsonl"
-        tokens, seconds = engine_tokens(folder, prompts, "float32", log)
-        equal = sum(a == b for a, b in zip(tokens, expected, strict=True))
-        total = sum(map(len, prompts)) + NEW_TOKENS * len(prompts)
-        print(f"{equal} of {len(prompts)} prompts equal Hugging Face's greedy tokens; {total / seconds:.0f} tokens/s")
-        _, steps = read_phase_log(log)
-        print(f"phases seen: {sorted({step.bucket.phase for step in steps})}")
-    return 0 if equal == len(prompts) else 1
+        wrong = 0
+        for method in METHODS:
+            log = Path(folder) / f"{method}.jsonl"
+            tokens, seconds = engine_tokens(folder, prompts, method, log)
+            equal = sum(a == b for a, b in zip(tokens, expected, strict=True))
+            wrong += len(prompts) - equal
+            total = sum(map(len, prompts)) + NEW_TOKENS * len(prompts)
+            _, steps = read_phase_log(log)
+            print(
+                f"{method}: {equal} of {len(prompts)} prompts equal Hugging Face's greedy tokens; "
+                f"{total / seconds:.0f} tokens/s; phases {sorted({step.bucket.phase for step in steps})}; "
+                f"{sum(step.sparse for step in steps)} sparse decodes",
+                flush=True,
+            )
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.runner.graph_kind import graph_kind, options_without_effect
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
-from vllm_gaudi_ucm.runner.sparse_setup import summaries_per_block
+from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -143,6 +143,8 @@ class UcmWorker(WorkerBase):
         shared = self._ucm.graphs.max_shared_blocks
         if static and shared is None:
             shared = default_shared_blocks(self.model_config.max_model_len, self.cache_config.block_size)
+        block_size = self.cache_config.block_size
+        selected = max_selected_blocks(self._ucm, self.vllm_config, block_size, num_blocks, static)
         return {
             "model": self.model_config.model,
             "device": self._device.name(),
@@ -155,4 +157,5 @@ class UcmWorker(WorkerBase):
             # at true shapes "auto" chooses in every step, and no step is divided; a graph has one form
             "contiguous": contiguous is True if static else contiguous,
             "max_shared_blocks": shared if static else None,
+            **({"max_selected_blocks": selected} if selected else {}),
         }

@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tiny_models import VOCAB

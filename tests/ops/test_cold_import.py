@@ -34,6 +34,8 @@ ROOMS = (
     *modules_of("graph_runner"),
     *modules_of("warm_up"),
     "vllm_gaudi_ucm.ops.kv_cache.api",
+    "vllm_gaudi_ucm.ops.block_selection.api",
+    "vllm_gaudi_ucm.ops.block_selection.impl.reference",
     "vllm_gaudi_ucm.ops.unified_attention.api",
     "vllm_gaudi_ucm.ops.host_memory.api",
     "vllm_gaudi_ucm.ops.native.library",

@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
     CausalPart,
     CausalSlice,
+    SelectedPart,
     SharedGroup,
     SharedPart,
     UniquePart,
@@ -56,11 +57,12 @@ def pad(batch: Batch, pads: Pads, content: float) -> Batch:
     total = batch.query.shape[0] + pads.rows
     tensors = [_rows(tensor, pads.rows, content) for tensor in (batch.query, batch.key, batch.value)]
     query, key, value = tensors
-    causal, shared, unique = batch.parts
+    causal, shared, unique, selected = batch.parts
     parts = AttentionParts(
         _pad_causal(causal, total, pads) if causal or "c" in pads.phase else None,
         _pad_shared(shared, total, len(batch.requests), pads) if shared or "s" in pads.phase else None,
         _pad_unique(unique, total, pads) if unique or "u" in pads.phase else None,
+        None if selected is None else _pad_selected(selected, pads),
     )
     seen = batch.seen + [None] * pads.rows
     return replace(batch, query=query, key=key, value=value, parts=parts, seen=seen)
@@ -72,6 +74,18 @@ def _rows(tensor: Tensor, count: int, content: float) -> Tensor:
 
 def _append(tensor: Tensor, count: int, content: int) -> Tensor:
     return torch.cat([tensor, tensor.new_full((count,), content)])
+
+
+def _pad_selected(part: SelectedPart, pads: Pads) -> SelectedPart:
+    """Entries of a last span that has no rows."""
+    last = part.first_rows.shape[0]
+    return part._replace(
+        blocks=_append(part.blocks, pads.unique, 0),
+        spans=_append(part.spans, pads.unique, last),
+        hi=_append(part.hi, pads.unique, 0),
+        first_rows=_append(part.first_rows, 1, 0),
+        num_rows=_append(part.num_rows, 1, 0),
+    )
 
 
 def _pad_causal(part: CausalPart | None, total: int, pads: Pads) -> CausalPart:

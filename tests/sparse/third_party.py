@@ -25,7 +25,7 @@ class Newest(BlockSparse):
     Options: ClassVar[type[MethodOptions]] = NewestOptions
 
     def block_scores(self, layer_idx: int, query: Tensor, candidates: Any) -> Tensor | None:
-        return query.new_ones(len(candidates)).cumsum(0)
+        return query.new_ones(candidates.blocks.shape[0]).cumsum(0)
 
 
 class Frugal(BlockSparse):

@@ -151,16 +151,19 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         sparse, parts = attn_metadata.sparse, attn_metadata.parts
         if sparse is None:
             return unified_attention(query, key, value, key_cache, value_cache, parts, self.scale, out=output)
-        query, key, value, output = sparse.attention_begin(self.layer_index, query, key, value, attn_metadata, output)
+        index = self.layer_index
+        query, key, value, place = sparse.attention_begin(index, query, key, value, attn_metadata, output)
         chosen = None
         if (selection := attn_metadata.selection) is not None:
             chosen = selection.chosen
             if chosen is None and selection.dense_parts is not None:
                 parts = selection.dense_parts
-        unified_attention(
-            query, key, value, key_cache, value_cache, parts, self.scale, out=output, selected_blocks=chosen
+        found = unified_attention(
+            query, key, value, key_cache, value_cache, parts, self.scale, out=place, selected_blocks=chosen
         )
-        return sparse.attention_finished(self.layer_index, output)
+        finished = sparse.attention_finished(index, found)
+        # vLLM's layer reads what it gave
+        return output if finished is output or finished is None else output.copy_(finished)
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the layer's keys and values. The cache is bound once, so they need not be made in every step."""

@@ -39,9 +39,7 @@ class CachedContexts(NamedTuple):
         return self._plan_behind_prefix() or self._plan_all()
 
     def _plan_all(self) -> CachedParts:
-        pairs = context_pairs(
-            self.context, self.requests, self.block_tables, self.block_size, left_out=self.left_out
-        )
+        pairs = context_pairs(self.context, self.requests, self.block_tables, self.block_size, left_out=self.left_out)
         shared = shared_pairs(pairs, self.num_single)
         return plan_shared(pairs, shared, self.query_start), plan_unique(pairs, shared)
 

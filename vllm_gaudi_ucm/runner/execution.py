@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.graphs.bucket import Bucket
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
 
-
 NO_BLOCKS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 

@@ -119,9 +119,11 @@ def _largest_cache(device: Device, specs: dict[str, KVCacheSpec]) -> tuple[int, 
 
 def _largest_buckets(limits: Limits, cost: CostModel) -> BucketSet:
     """The configured maximum and the largest step of decodes, the maximum last."""
-    return BucketSet([limits.phase_maximum(causal=False, shared=True, unique=True)], [], limits, cost)
+    decodes = limits.phase_maximum(causal=False, shared=True, unique=True, selected=True)
+    return BucketSet([decodes], [], limits, cost)
 
 
 def _sampling_bytes(execution: StaticExecution, vllm_config: VllmConfig) -> int:
     """Logits of divided steps (float32), and the history that penalties read (int32), for every request."""
-    return 4 * execution.max_logits * (execution.logits_width + vllm_config.model_config.max_model_len)
+    logits = execution.logits_width * (1 + vllm_config.num_speculative_tokens)
+    return 4 * execution.max_logits * (logits + vllm_config.model_config.max_model_len)

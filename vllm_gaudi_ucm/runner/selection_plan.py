@@ -29,7 +29,8 @@ class SelectionInput(NamedTuple):
 
     def take(self, index: NDArray[np.int64]) -> SelectionInput:
         """The entries of these requests."""
-        return SelectionInput(*(array[index] for array in self))
+        modes, counts, thresholds, slots, candidates = self
+        return SelectionInput(modes[index], counts[index], thresholds[index], slots[index], candidates[index])
 
 
 class SelectionPlan(NamedTuple):

@@ -11,8 +11,9 @@ from vllm_gaudi_ucm.runner.attention_layers import attention_layers
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.device.block_selector import SelectionLayer
-from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, SparseWorker, summary_share
+from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, SparseWorker, selection_limits, summary_share
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.speculation.draft_layers import is_draft_layer
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
     from vllm_gaudi_ucm.config import UcmConfig
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 
 def make_sparse_worker(
@@ -38,7 +40,40 @@ def make_sparse_worker(
     if config.ucm_sparse_method is None:
         return None
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
-    sizes = ServerSizes(
+    sizes = _sizes(vllm_config, block_size, num_blocks, static)
+    return SparseWorker(method, _layers(vllm_config, kv_caches), sizes)
+
+
+def max_selected_blocks(
+    config: UcmConfig, vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bool
+) -> int:
+    """Blocks that all requests of a step can choose; 0 for a method that chooses none."""
+    options = _block_options(config)
+    if options is None:
+        return 0
+    return selection_limits(options, _sizes(vllm_config, block_size, num_blocks, static)).max_selected_blocks
+
+
+def summaries_per_block(config: UcmConfig, specs: Mapping[str, KVCacheSpec]) -> float:
+    """Bytes of a block's summaries over the bytes of its keys and values; 0 for a method without summaries."""
+    options = _block_options(config)
+    if options is None:
+        return 0.0
+    spec = cast("AttentionSpec", next(iter(specs.values())))
+    return summary_share(options, spec.block_size, spec.head_size, spec.dtype.itemsize)
+
+
+def _block_options(config: UcmConfig) -> BlockOptions | None:
+    """Options of the method that chooses blocks, None where there is none."""
+    if config.ucm_sparse_method is None:
+        return None
+    method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
+    selecting = method.selecting_method
+    return selecting.block_options if isinstance(selecting, BlockSparse) else None
+
+
+def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bool) -> ServerSizes:
+    return ServerSizes(
         max_model_len=vllm_config.model_config.max_model_len,
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         max_rows=1 + vllm_config.num_speculative_tokens,
@@ -46,26 +81,15 @@ def make_sparse_worker(
         num_blocks=num_blocks,
         static=static,
     )
-    return SparseWorker(method, _layers(vllm_config, kv_caches), sizes)
-
-
-def summaries_per_block(config: UcmConfig, specs: Mapping[str, KVCacheSpec]) -> float:
-    """Bytes of a block's summaries over the bytes of its keys and values; 0 for a method without summaries."""
-    if config.ucm_sparse_method is None:
-        return 0.0
-    method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
-    selecting = method.selecting_method
-    if not isinstance(selecting, BlockSparse):
-        return 0.0
-    spec = cast("AttentionSpec", next(iter(specs.values())))
-    return summary_share(selecting.block_options, spec.block_size, spec.head_size, spec.dtype.itemsize)
 
 
 def _layers(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, SelectionLayer]:
     """The layers in the model's order, which is the order they register in; tells each its place."""
     layers = {}
-    for index, (name, layer) in enumerate(attention_layers(vllm_config).items()):
-        implementation = cast("UnifiedAttentionImpl", layer.impl)  # type: ignore[attr-defined]  # of every attention layer
+    # a draft model's layers stand behind the target's, and are dense
+    target = (item for item in attention_layers(vllm_config).items() if not is_draft_layer(item[0]))
+    for index, (name, layer) in enumerate(target):
+        implementation = cast("UnifiedAttentionImpl", layer.impl)
         implementation.layer_index = index
         keys, _ = split_key_value(kv_caches[name], implementation.head_size)
         layers[name] = SelectionLayer(keys, implementation.scale)

@@ -101,7 +101,9 @@ class Staging:
     def _selection(self, plan: SelectionPlan) -> SelectionTensors:
         assert self._limits is not None, "a choice without a sparse method"
         arrays = SelectionArrays.of(plan, self._limits)
-        return SelectionTensors.of({name: self._tensor(array) for name, array in arrays._asdict().items()}, self._limits)
+        return SelectionTensors.of(
+            {name: self._tensor(array) for name, array in arrays._asdict().items()}, self._limits
+        )
 
     def _causal(self, plan: CausalPlan) -> CausalPart:
         return CausalPart(self._tensor(plan.groups), tuple(CausalSlice(*bounds) for bounds in plan.slices))

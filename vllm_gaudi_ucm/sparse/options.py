@@ -54,9 +54,10 @@ class BlockOptions(MethodOptions):
         default=2048, description="Shortest context that is sparse, in tokens; below it a request is dense."
     )
     summary: Literal["mean", "minmax", "box_mean", "hash"] = Field(
-        default="mean",
+        # in attention mass at blocks of 16 to 128 tokens nothing else came as close to the exact choice
+        default="box_mean",
         description="What is kept of a full block's keys to score it: their mean, the smallest and largest value of "
-        "each element, means of several runs of tokens, or sign codes.",
+        "each element, the keys farthest from the mean and the mean of the rest, or sign codes of these.",
     )
 
 

@@ -20,6 +20,7 @@ def read_extra_args(extra_args: Mapping[str, Any] | None) -> bool:
         if isinstance(key, str) and key.startswith(_PREFIX) and key != SWITCH:
             raise ValueError(f"extra_args[{key!r}]: found an unknown key, expected {SWITCH!r}; correct or remove it")
     switch = extra_args.get(SWITCH, True)
-    if not isinstance(switch, bool):
+    # vLLM's server takes JSON's true and false in `vllm_xargs` as 1 and 0
+    if not isinstance(switch, int) or switch not in (0, 1):
         raise ValueError(f"extra_args[{SWITCH!r}]: found {switch!r}, expected true or false")
-    return switch
+    return bool(switch)

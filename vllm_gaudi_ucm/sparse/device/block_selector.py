@@ -192,7 +192,8 @@ class BlockSelector:
     def _measure(self, scores: torch.Tensor, ranking: torch.Tensor, t: SelectionTensors) -> None:
         """Adds to `recall` the estimated attention mass of chosen candidates, and of all; in one layer, to be cheap."""
         mass = scores.new_zeros(t.num_spans * t.width + 1).index_copy_(0, t.candidate_places, scores)
-        mass[-1] = 0
+        # the place of pads; assigning a number would copy it from the host, which no graph captures
+        mass[-1:].zero_()
         numbers = ranking.view(-1).index_select(0, t.choice_places).clamp_min(0)
         chosen = mass.index_select(0, t.choice_spans * t.width + numbers) * (t.choice_hi > 0)
         self.recall += torch.stack((chosen.sum(), mass.sum())).to(self.recall.dtype)

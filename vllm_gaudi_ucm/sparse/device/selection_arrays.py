@@ -37,7 +37,12 @@ class SelectionArrays(NamedTuple):
     def of(cls, plan: SelectionPlan, limits: SelectionLimits) -> SelectionArrays:
         """The real entries of a step."""
         return cls(
-            *(getattr(plan, name) for name in SPAN_ARRAYS),
+            plan.first_rows,
+            plan.num_rows,
+            plan.modes,
+            plan.counts,
+            plan.thresholds,
+            plan.choice_slots,
             plan.candidate_blocks,
             plan.candidate_spans,
             plan.candidate_spans * limits.width + plan.candidate_numbers,

@@ -159,5 +159,6 @@ class SelectionState:
 
 def _all_dense(batch: BatchInput) -> SelectionInput:
     requests, width = batch.block_tables.shape
-    numbers = np.zeros((3, requests), np.int64)
-    return SelectionInput(np.full(requests, DENSE, np.int64), *numbers, np.zeros((requests, width), np.bool_))
+    counts, thresholds, slots = np.zeros((3, requests), np.int64)
+    candidates = np.zeros((requests, width), np.bool_)
+    return SelectionInput(np.full(requests, DENSE, np.int64), counts, thresholds, slots, candidates)
