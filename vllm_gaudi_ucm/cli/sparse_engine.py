@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from vllm_gaudi_ucm.device.detect import detect_device
 
 if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
     from vllm_gaudi_ucm.runner.model_runner import ModelRunner
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.device.block_selector import SelectionLayer
@@ -52,36 +54,16 @@ class SparseEngine:
     """
 
     def __init__(self, settings: EngineSettings, ucm: Mapping[str, Any], true_shapes: bool) -> None:
-        from vllm.config.logging import LoggingConfig
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.logger import configure_logging
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
 
-        from vllm_gaudi_ucm.cli.sparse_forced_tokens import ForcedTokens
-
-        logging_config = LoggingConfig(log_level=settings.log_level)  # type: ignore[arg-type]  # checked by pydantic
-        configure_logging(logging_config)
-        graphs = {"graphs": {"mode": "off"} if true_shapes else {"warm_up": "full"}}
-        arguments = EngineArgs(
-            model=str(settings.model),
-            # vLLM would turn a float32 model into float16, for which most CPUs have no arithmetic.
-            dtype="float32" if detect_device() == "cpu" else "bfloat16",
-            skip_tokenizer_init=True,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=1,
-            max_num_batched_tokens=min(PROMPT_CHUNK, settings.max_model_len),
-            block_size=settings.block_size,  # type: ignore[arg-type]  # checked by our platform
-            num_gpu_blocks_override=-(-settings.max_model_len // settings.block_size) + SPARE_BLOCKS,
-            disable_log_stats=True,
-            logging_config=logging_config,
-            use_tqdm_on_load=False,
-            logits_processors=[ForcedTokens] if true_shapes else None,
-            additional_config={"ucm": {**graphs, **ucm}},
-        )
-        config = arguments.create_engine_config()
+        try:
+            config = _engine_args(settings, ucm, true_shapes).create_engine_config()
+            executor = Executor.get_class(config)
+            self._engine: Any = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
+        except RuntimeError as error:
+            raise ValueError(f"MODEL: the engine did not start with {settings.model} ({error})") from error
         self.vllm_config = config
-        self._engine: Any = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         self._requests = 0
 
     def __enter__(self) -> Self:
@@ -112,7 +94,7 @@ class SparseEngine:
 
         caches, found = self.runner.kv_caches, []
         for name, layer in attention_layers(self.vllm_config).items():
-            implementation: Any = layer.impl  # type: ignore[attr-defined]  # of every attention layer
+            implementation: Any = layer.impl
             keys, _ = split_key_value(caches[name], implementation.head_size)
             found.append(SelectionLayer(keys, implementation.scale))
         return found
@@ -149,6 +131,34 @@ class SparseEngine:
                 _take(reply, output.outputs[0], end - begin)
                 begin = end
         return reply
+
+
+def _engine_args(settings: EngineSettings, ucm: Mapping[str, Any], true_shapes: bool) -> EngineArgs:
+    from vllm.config.logging import LoggingConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.logger import configure_logging
+
+    from vllm_gaudi_ucm.cli.sparse_forced_tokens import ForcedTokens
+
+    logging_config = LoggingConfig(log_level=settings.log_level)  # type: ignore[arg-type]  # checked by pydantic
+    configure_logging(logging_config)
+    graphs = {"graphs": {"mode": "off"} if true_shapes else {"warm_up": "full"}}
+    return EngineArgs(
+        model=str(settings.model),
+        # vLLM would turn a float32 model into float16, for which most CPUs have no arithmetic.
+        dtype="float32" if detect_device() == "cpu" else "bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=1,
+        max_num_batched_tokens=min(PROMPT_CHUNK, settings.max_model_len),
+        block_size=settings.block_size,
+        num_gpu_blocks_override=-(-settings.max_model_len // settings.block_size) + SPARE_BLOCKS,
+        disable_log_stats=True,
+        logging_config=logging_config,
+        use_tqdm_on_load=False,
+        logits_processors=[ForcedTokens] if true_shapes else None,
+        additional_config={"ucm": {**graphs, **ucm}},
+    )
 
 
 def _take(reply: Reply, completion: Any, seconds: float) -> None:

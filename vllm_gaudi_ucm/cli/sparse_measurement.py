@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_gaudi_ucm.cli.sparse_engine import EngineSettings, Reply, SparseEngine
 from vllm_gaudi_ucm.cli.sparse_report_cases import Case
+from vllm_gaudi_ucm.device.detect import detect_device
 
 SWITCHED_OFF = {"ucm_sparse": False}
 # of a sparse and a dense answer in turn: on a machine that others use both then meet the same load
@@ -122,8 +123,6 @@ def _decode_tokens_per_s(*replies: Reply) -> float:
 
 def _runs_true_shapes() -> bool:
     """Whether a server would run steps at their true shapes here."""
-    from vllm_gaudi_ucm.device.detect import detect_device
-
     return detect_device() == "cpu"
 
 

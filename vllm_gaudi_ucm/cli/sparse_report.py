@@ -12,11 +12,13 @@ from vllm_gaudi_ucm.cli.sparse_measurement import Measurement, measure, num_step
 from vllm_gaudi_ucm.cli.sparse_report_cases import Case, check_length, make_cases
 from vllm_gaudi_ucm.cli.sparse_report_table import SparseReport, write_text
 from vllm_gaudi_ucm.cli.task_progress import task_progress
+from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 
 METHODS = ("GSA", "ESA", "KVStar")
 RATIOS = (0.05, 0.1, 0.3)
 BLOCK_SIZE = 128
+"""The server's own default."""
 MIN_ANSWER = 3
 """Tokens: one from the prompt, and the steps whose median is the decode speed."""
 
@@ -62,13 +64,14 @@ def run(args: argparse.Namespace) -> int:
     _check_outputs(args)
     prompt, max_model_len = _read_prompt(args)
     check_length(cases, len(prompt), args.block_size, f"PROMPT_FILE {args.text}")
+    device = detect_device()
+    if device is None:
+        raise ValueError("the plugin is not active here; `gaudi-ucm doctor` says why")
     level = "INFO" if args.verbose else "ERROR"
     settings = EngineSettings(args.model, max_model_len, args.block_size, level)
     rows = _measure_all(cases, settings, prompt, args.max_tokens)
-    from vllm_gaudi_ucm.device.detect import detect_device
-
     report = SparseReport(
-        args.model.resolve().name, args.text.name, detect_device(), len(prompt), args.max_tokens, args.block_size, rows
+        args.model.resolve().name, args.text.name, device, len(prompt), args.max_tokens, args.block_size, rows
     )
     report.write()
     _write_files(args, report)

@@ -60,7 +60,8 @@ def make_cases(
     sections = {} if config is None else read_config_file(config, "ucm.ucm_sparse_config")
     resolve_config({"ucm": {"ucm_sparse_config": sections}})
     cases = [Case(DENSE)]
-    grid = itertools.product(dict.fromkeys(methods), dict.fromkeys(summaries or [None]), sorted(set(ratios)))
+    kinds: Sequence[str | None] = summaries or [None]
+    grid = itertools.product(dict.fromkeys(methods), dict.fromkeys(kinds), sorted(set(ratios)))
     for method, summary, ratio in grid:
         changes = {"sparse_ratio": ratio, "summary": summary, "min_tokens": min_tokens}
         given = {name: value for name, value in changes.items() if value is not None}

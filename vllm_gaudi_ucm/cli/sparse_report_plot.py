@@ -89,6 +89,7 @@ def _draw_by_ratio(
         points = [(100 * row.attended, scale * figure(row)) for row in rows]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3.5, label=name, **_style(index))
     axes.axhline(100 if percent else 1, color="#999999", linewidth=0.8)
+    axes.set_xlim(left=0)
     axes.set_title(f"{title}, %" if percent else title, loc="left", fontsize=9)
     axes.set_xlabel("tokens attended, % of the context", fontsize=8)
     _clean(axes)
