@@ -71,9 +71,12 @@ class Measurement:
         return sum(self.best) / len(self.best)
 
 
-def num_steps(prompt: int, max_tokens: int, cases: int, chunk: int) -> int:
-    """Steps of all cases together, about: the progress bar's whole."""
-    return cases * (-(-prompt // chunk) + (2 * ROUNDS + 1) * max_tokens)
+def num_steps(cases: Sequence[Case], prompt: int, max_tokens: int, chunk: int) -> int:
+    """Steps of all cases together, for a prompt of so many tokens computed in chunks."""
+    sparse = sum(case.options is not None for case in cases)
+    # a prompt that is cached takes one step
+    answers = len(cases) + sparse * 2 * ROUNDS
+    return len(cases) * (-(-prompt // chunk) - 1) + answers * max_tokens
 
 
 def measure(

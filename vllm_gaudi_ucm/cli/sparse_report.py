@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure_all(cases: list[Case], settings: EngineSettings, prompt: list[int], max_tokens: int) -> list[Measurement]:
-    whole, done, rows = num_steps(len(prompt), max_tokens, len(cases), PROMPT_CHUNK), 0, []
+    whole, done, rows = num_steps(cases, len(prompt), max_tokens, PROMPT_CHUNK), 0, []
     with task_progress("measuring") as progress:
 
         def on_step() -> None:
