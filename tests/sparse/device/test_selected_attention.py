@@ -19,7 +19,7 @@ TOLERANCE = 128 * 8 * 2.0**-24
 
 
 def options(**given: Any) -> BlockOptions:
-    return BlockOptions(**{"sparse_ratio": 0.3, "min_tokens": 8, "min_blocks": 1, "local_window_sz": 1, **given})
+    return BlockOptions(**{"sparse_ratio": 0.3, "min_tokens": 8, "min_blocks": 1, "local_window_sz": 1, "summary": "mean", **given})
 
 
 def decide(layer: OneLayer, member: Member, mode: SelectionMode = SelectionMode.SELECT) -> Member:
@@ -170,6 +170,24 @@ def test_a_block_of_another_request_loses_its_summary() -> None:
     assert_close(seen.output, layer.dense(member, live | set(seen.chosen)))
     full = layer.tables["b"][:19]
     assert torch.allclose(layer.selector._summaries[0][full, 0], layer.keys[full].mean(1))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_blocks_with_two_owners_are_read_and_never_written(static: bool) -> None:
+    """covers: C10. Requests that share a prefix choose in it each for itself, and leave it as it is."""
+    layer = OneLayer(options(), static=static)
+    prefill(layer, "a", 80)
+    shared = layer.tables["a"][:15]
+    layer.tables["b"] = list(shared)
+    layer.step([Member("b", 60, 12)])
+    kept = layer.keys[shared].clone(), layer.values[shared].clone(), layer.selector._summaries[0][shared].clone()
+    for step in range(5):
+        members = [decide(layer, Member("a", 80 + step, 1)), decide(layer, Member("b", 72 + step, 1))]
+        seen = layer.step(members)
+        assert all(set(seen[member.request_id].chosen or ()) & set(range(15)) for member in members)
+    assert all(layer.state.summaries.ready[block] for block in shared)
+    now = layer.keys[shared], layer.values[shared], layer.selector._summaries[0][shared]
+    assert all(torch.equal(one, other) for one, other in zip(now, kept, strict=True))
 
 
 def test_a_request_that_takes_an_id_again_has_no_choice_stored() -> None:
