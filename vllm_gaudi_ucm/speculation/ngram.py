@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.speculation.vllm_contract import propose_ngram
+from vllm_gaudi_ucm.compat import propose_ngram
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.request_table import RequestTable
