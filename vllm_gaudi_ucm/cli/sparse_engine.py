@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from vllm_gaudi_ucm.device.detect import detect_device
-
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
@@ -25,12 +23,18 @@ SPARE_BLOCKS = 4
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the engines of a report have in common. max_model_len: tokens of prompt and answer."""
+    """What the engines of a report have in common. device: hpu, cuda or cpu. max_model_len: of prompt and answer."""
 
     model: Path
+    device: str
     max_model_len: int
     block_size: int
     log_level: str = "ERROR"
+
+    @property
+    def serves_true_shapes(self) -> bool:
+        """Whether a server would run steps at their true shapes there."""
+        return self.device == "cpu"
 
 
 @dataclass
@@ -146,7 +150,7 @@ def _engine_args(settings: EngineSettings, ucm: Mapping[str, Any], true_shapes: 
     return EngineArgs(
         model=str(settings.model),
         # vLLM would turn a float32 model into float16, for which most CPUs have no arithmetic.
-        dtype="float32" if detect_device() == "cpu" else "bfloat16",
+        dtype="float32" if settings.device == "cpu" else "bfloat16",
         skip_tokenizer_init=True,
         max_model_len=settings.max_model_len,
         max_num_seqs=1,

@@ -10,7 +10,6 @@ from typing import Any
 
 from vllm_gaudi_ucm.cli.sparse_engine import EngineSettings, Reply, SparseEngine
 from vllm_gaudi_ucm.cli.sparse_report_cases import Case
-from vllm_gaudi_ucm.device.detect import detect_device
 
 SWITCHED_OFF = {"ucm_sparse": False}
 # of a sparse and a dense answer in turn: on a machine that others use both then meet the same load
@@ -90,7 +89,7 @@ def measure(
 
     prompt: token ids. max_tokens: of the answer, at least 3. on_step: called after every step of an engine.
     """
-    with SparseEngine(settings, case.ucm, true_shapes=_runs_true_shapes()) as engine:
+    with SparseEngine(settings, case.ucm, true_shapes=settings.serves_true_shapes) as engine:
         free = engine.answer(prompt, max_tokens, on_step)
         prefill = len(prompt) / free.first_token_s
         if case.options is None:
@@ -103,7 +102,7 @@ def measure(
             sparse.append(engine.answer(prompt, max_tokens, on_step))
             dense.append(engine.answer(prompt, max_tokens, on_step, SWITCHED_OFF))
         expected = dense[0].tokens
-        followed = _follow(engine, prompt, expected, on_step) if _runs_true_shapes() else None
+        followed = _follow(engine, prompt, expected, on_step) if settings.serves_true_shapes else None
     if followed is None:
         with SparseEngine(settings, case.ucm, true_shapes=True) as engine:
             followed = _follow(engine, prompt, expected, on_step)
@@ -122,11 +121,6 @@ def measure(
 def _decode_tokens_per_s(*replies: Reply) -> float:
     """From the median step: a machine that others use stalls now and then."""
     return 1.0 / median(seconds for reply in replies for seconds in reply.step_s)
-
-
-def _runs_true_shapes() -> bool:
-    """Whether a server would run steps at their true shapes here."""
-    return detect_device() == "cpu"
 
 
 def _follow(

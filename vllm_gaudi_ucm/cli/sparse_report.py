@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if device is None:
         raise ValueError("the plugin is not active here; `gaudi-ucm doctor` says why")
     level = "INFO" if args.verbose else "ERROR"
-    settings = EngineSettings(args.model, max_model_len, args.block_size, level)
+    settings = EngineSettings(args.model, device, max_model_len, args.block_size, level)
     rows = _measure_all(cases, settings, prompt, args.max_tokens)
     report = SparseReport(
         args.model.resolve().name, args.text.name, device, len(prompt), args.max_tokens, args.block_size, rows
