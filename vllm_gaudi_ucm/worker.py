@@ -47,9 +47,6 @@ class UcmWorker(WorkerBase):
         self._device = get_device(self.current_platform.device_type)
         graphs = self._ucm.graphs
         kind = graph_kind(self._ucm, self._device.kind, lazy_mode(), self.model_config.enforce_eager)
-        speculative = self.vllm_config.speculative_config
-        if kind != "off" and speculative is not None and speculative.method == "draft_model":
-            raise UnsupportedFeatureError(f"a draft model with graphs ({kind})", "--speculative-config")
         for key in options_without_effect(graphs, kind, self._device.kind):
             logger.warning("%s has no effect on %s with graphs %r", key, self._device.kind, kind)
         if graphs.recipe_cache is not None:

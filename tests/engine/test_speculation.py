@@ -16,10 +16,10 @@ from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.texts import SHORT
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 from tests.speculation.oracle_proposer import OracleProposer
-from vllm_gaudi_ucm.features import UnsupportedFeatureError
 
 RNG = random.Random(8)
 MAX_TOKENS = 20
+MIB = 1 << 20
 NUM_DRAFTS = 4
 NGRAM = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 OPTIONS: dict[str, Any] = {
@@ -191,19 +191,31 @@ def test_preemption(tiny_llama: Path, expected: list[Answer], caching: bool, mon
         assert engine.preemptions > 0
 
 
-def test_a_draft_model_that_is_the_target_is_always_right(tiny_llama: Path, expected: list[Answer]) -> None:
-    """Chunked prompts, cached prefixes and decodes: its K/V are there wherever the target's are. covers: A3"""
+# every prompt's first token, then five in each step
+ALL_RIGHT = len(PROMPTS) * (1 + -(-(MAX_TOKENS - 1) // (NUM_DRAFTS + 1))) + 2
+
+
+@pytest.mark.parametrize("max_shared_blocks", [None, 16])
+def test_a_draft_model_that_is_the_target_is_always_right(
+    tiny_llama: Path, expected: list[Answer], max_shared_blocks: int | None
+) -> None:
+    """Chunked prompts, cached prefixes and decodes: its K/V are there wherever the target's are. At static shapes no
+    recipe is new after warm-up, and its passes run in parts as the target's steps do. covers: A3 B5"""
     draft = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": NUM_DRAFTS}
-    with Engine(tiny_llama, **OPTIONS, speculative_config=draft) as engine:
+    ucm = {} if max_shared_blocks is None else {"graphs": {**STATIC["graphs"], "max_shared_blocks": max_shared_blocks}}
+    with Engine(tiny_llama, ucm, **OPTIONS, speculative_config=draft) as engine:
         for _ in range(2):
             count = Steps(engine)
             assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
-            # the first token, then five in each step
-            assert count.requests <= len(PROMPTS) * (1 + -(-(MAX_TOKENS - 1) // (NUM_DRAFTS + 1))) + 2
+            assert count.requests <= ALL_RIGHT
+        if engine.runner.static is not None:
+            assert engine.runner.static.stages.new_recipes == 0
+            assert any("draft model" in reason for reason in engine.runner.static._reasons)
         engine.check_idle()
 
 
-def test_another_draft_model(tiny_llama: Path, tmp_path: Path, expected: list[Answer]) -> None:
+@pytest.mark.parametrize("ucm", [{}, {"graphs": {**STATIC["graphs"], "max_graphs": 6}}], ids=["true_shapes", "static"])
+def test_another_draft_model(tiny_llama: Path, tmp_path: Path, expected: list[Answer], ucm: dict[str, Any]) -> None:
     """Of other sizes, in a cache that preempts."""
     config = make_config("llama", num_hidden_layers=1, hidden_size=32, num_key_value_heads=1)
     draft = {
@@ -213,44 +225,59 @@ def test_another_draft_model(tiny_llama: Path, tmp_path: Path, expected: list[An
         "max_model_len": 100,
     }
     options = {**OPTIONS, "num_gpu_blocks_override": 19}
-    with Engine(tiny_llama, **options, speculative_config=draft) as engine:
+    with Engine(tiny_llama, ucm, **options, speculative_config=draft) as engine:
         assert set(engine.runner.kv_caches) > {"draft_model.model.layers.0.self_attn.attn"}
         assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
         assert engine.preemptions > 0
         engine.check_idle()
 
 
-def drafts_on_card(model: str, prompts: list[list[int]], texts: list[list[int]]) -> dict[str, Any]:
-    """What an engine of the simulated card answers with drafts that are right for a random while, and its counts."""
+def on_card(model: str, prompts: list[list[int]], texts: list[list[int]]) -> dict[str, Any]:
+    """What engines of a small simulated card answer with drafts that are right for a random while, and with their own
+    model for drafts, and their counts."""
     from habana_frameworks.torch.simulator import card
 
-    options = {**OPTIONS, "dtype": "float32"}
-    ucm = {"graphs": {"mode": "capture", "warm_up": "full", "max_graphs": 10, "max_shared_blocks": 16}}
+    card.free_bytes = card.total_bytes = 64 * MIB
+    card.bytes_per_capture = MIB
     known = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
-    with Engine(Path(model), ucm, **options, speculative_config=NGRAM) as engine:
+    draft = {"method": "draft_model", "model": model, "num_speculative_tokens": NUM_DRAFTS}
+    return {"ngram": answers_on_card(model, NGRAM, known), "draft_model": answers_on_card(model, draft, known)}
+
+
+def answers_on_card(model: str, speculation: dict[str, Any], known: dict[tuple[int, ...], list[int]]) -> dict[str, Any]:
+    """Of one engine, whose cache is sized by what graphs leave."""
+    from habana_frameworks.torch.simulator import card
+
+    options = {**OPTIONS, "dtype": "float32", "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.9}
+    ucm = {"graphs": {"mode": "capture", "warm_up": "full", "max_graphs": 10, "max_shared_blocks": 16}}
+    with Engine(Path(model), ucm, **options, speculative_config=speculation) as engine:
+        assert engine.runner.static is not None
+        sizes = [record.size for record in engine.runner.static.summary().records if record.size]
         warm = [card.compilations, card.captures, card.bypasses]
-        engine.runner._proposer = OracleProposer(known, random.Random(5))
+        if speculation is NGRAM:
+            engine.runner._proposer = OracleProposer(known, random.Random(5))
         count = Steps(engine)
-        answers = [answer.tokens for answer in engine.greedy(prompts, MAX_TOKENS)]
+        answers = [answer.tokens for answer in engine.greedy(list(known), MAX_TOKENS)]
         served = [card.compilations, card.captures, card.bypasses]
-    return {"answers": answers, "warm": warm, "served": served, "requests": count.requests, "tokens": count.tokens}
+        budget = engine.runner._memory_budget
+    counts = {"sizes": sizes, "budget": budget, "requests": count.requests, "tokens": count.tokens}
+    return {"answers": answers, "warm": warm, "served": served, **counts}
 
 
-def test_verification_on_the_simulated_card(tiny_llama: Path, expected: list[Answer], tmp_path: Path) -> None:
-    """In HPU graphs, once warm, no position of the drafts compiles anything. covers: B5"""
+def test_drafts_on_the_simulated_card(tiny_llama: Path, expected: list[Answer], tmp_path: Path) -> None:
+    """In HPU graphs, once warm, neither a position of the drafts nor a pass of a draft model compiles anything; that
+    model's graphs have their memory. covers: B5 B7"""
     texts = [answer.tokens for answer in expected]
-    found = run_on_card(drafts_on_card, tmp_path, model=str(tiny_llama), prompts=PROMPTS, texts=texts).result
-    assert found["answers"] == texts
-    assert found["requests"] < 0.8 * found["tokens"]
-    assert found["warm"][1] > 0
-    assert found["served"] == found["warm"]
-
-
-def test_a_draft_model_with_graphs_is_refused(tiny_llama: Path) -> None:
-    """covers: A18"""
-    draft = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": 2}
-    with pytest.raises(UnsupportedFeatureError, match=r"a draft model with graphs \(eager\)"):
-        Engine(tiny_llama, STATIC, **OPTIONS, speculative_config=draft)
+    found = run_on_card(on_card, tmp_path, model=str(tiny_llama), prompts=PROMPTS, texts=texts).result
+    for one in found.values():
+        assert one["answers"] == texts
+        assert one["served"] == one["warm"]
+    assert found["ngram"]["requests"] < 0.8 * found["ngram"]["tokens"]
+    assert found["draft_model"]["requests"] <= ALL_RIGHT
+    # two captures for each bucket; the budget is what the largest three buckets take, twice
+    assert len(found["draft_model"]["sizes"]) > 2
+    assert min(found["draft_model"]["sizes"]) > 1.9 * MIB
+    assert found["draft_model"]["budget"] > 1.9 * 2 * 3 * MIB
 
 
 def test_structured_outputs(tiny_text_model: Path) -> None:

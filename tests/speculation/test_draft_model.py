@@ -15,7 +15,7 @@ from vllm import SamplingParams
 
 from tests.runner.scheduling import Known, new_request, step_output
 from tests.speculation.draft_scheduler import DraftScheduler
-from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
 from vllm_gaudi_ucm.runner.request_table import RequestTable
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
@@ -37,11 +37,18 @@ class FakeDraftModel:
 
     max_logits = 64
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: RequestTable, rng: random.Random | None = None) -> None:
         self.kv: dict[int, int] = {}
         self.forwards = 0
         self._table = table
+        self._rng = rng
         self._plan: UnifiedPlan
+
+    def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
+        """In parts at random, in order, as static shapes do."""
+        count = len(batch.num_scheduled)
+        at = self._rng.randint(0, count) if self._rng is not None else 0
+        return [part for part in np.split(np.arange(count), [at]) if len(part)]
 
     def stage(self, plan: UnifiedPlan, token_ids: NDArray[np.int64]) -> None:
         self._plan = plan
@@ -52,7 +59,9 @@ class FakeDraftModel:
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         said = [next_token(self._context(int(row))) for row in rows]
-        return torch.nn.functional.one_hot(torch.tensor(said), VOCAB).float()
+        logits = torch.nn.functional.one_hot(torch.tensor(said), VOCAB).float()
+        # a bucket has more rows, of garbage
+        return torch.cat([logits, torch.full((2, VOCAB), torch.nan)])
 
     def context(self, row: int, count: int) -> list[int | None]:
         """What the blocks of a table's row hold of its first tokens."""
@@ -78,7 +87,7 @@ class World:
         self.rng = rng
         self.table = RequestTable(3, MAX_MODEL_LEN, BLOCK_SIZE)
         self.scheduler = DraftScheduler(rng, BLOCK_SIZE, MAX_MODEL_LEN)
-        self.model = FakeDraftModel(self.table)
+        self.model = FakeDraftModel(self.table, rng)
         self.draft_model_len = draft_model_len
         self._proposer = DraftModelProposer(cast(Any, self.model), self.table, BLOCK_SIZE, draft_model_len)
 

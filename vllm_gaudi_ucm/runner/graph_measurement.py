@@ -46,14 +46,19 @@ class GraphMemoryNeed(NamedTuple):
 
 
 def graph_memory_need(
-    decoder: Decoder, vllm_config: VllmConfig, config: UcmConfig, device: Device, kind: GraphKind
+    decoder: Decoder,
+    vllm_config: VllmConfig,
+    config: UcmConfig,
+    device: Device,
+    kind: GraphKind,
+    draft_model: Decoder | None = None,
 ) -> GraphMemoryNeed:
-    """From the largest graphs of prompts, of decodes and of logits, which are really run.
+    """From the largest graphs of prompts, of decodes and of logits, which are really run, of both models.
 
     Raises:
         MemoryBudgetError: `ucm.graphs.memory_budget` does not hold these.
     """
-    measured, buffers = _measure(decoder, vllm_config, config, device, kind)
+    measured, buffers = _measure(decoder, vllm_config, config, device, kind, draft_model)
     given = config.graphs.memory_budget
     if given is None:
         largest = DEFAULT_FACTOR * sum(measured.values())
@@ -65,7 +70,12 @@ def graph_memory_need(
 
 @torch.inference_mode()
 def _measure(
-    decoder: Decoder, vllm_config: VllmConfig, config: UcmConfig, device: Device, kind: GraphKind
+    decoder: Decoder,
+    vllm_config: VllmConfig,
+    config: UcmConfig,
+    device: Device,
+    kind: GraphKind,
+    draft_model: Decoder | None,
 ) -> tuple[dict[GraphKey, int], int]:
     """Bytes by graph, the configured maximum first, and bytes of buffers.
 
@@ -84,28 +94,33 @@ def _measure(
     limits = server_limits(vllm_config, block_size, num_blocks, False, shared, selected)
     ready = ReadyBuckets(_largest_buckets(limits, cost_model(vllm_config, device, block_size)))
     free = device.memory().free
-    execution = StaticExecution(
-        decoder,
-        ready,
-        config.attention.causal_slice,
-        tensors_on,
-        runner_maker(kind),
-        lambda label: nullcontext(),
-        sparse=sparse,
-    )
-    buffers = max(0, free - device.memory().free) + _sampling_bytes(execution, vllm_config)
+    make_runner = runner_maker(kind)
+    executions = [
+        StaticExecution(
+            model,
+            ready,
+            config.attention.causal_slice,
+            tensors_on,
+            make_runner,
+            lambda label: nullcontext(),
+            sparse=sparse if model is decoder else None,
+        )
+        for model in filter(None, (decoder, draft_model))
+    ]
+    buffers = max(0, free - device.memory().free) + _sampling_bytes(executions[0], vllm_config)
     measured: dict[GraphKey, int] = {}
     keys: list[GraphKey] = [*reversed(ready.buckets.forward), ready.maximum[1]]
     for key in keys:
         free = device.memory().free
-        if isinstance(key, ForwardShape):
-            execution.warm_forward(key)
-        else:
-            execution.warm_logits(key)
+        for execution in executions:
+            if isinstance(key, ForwardShape):
+                execution.warm_forward(key)
+            else:
+                execution.warm_logits(key)
         device.synchronize()
         measured[key] = max(0, free - device.memory().free)
     bind_kv_caches(vllm_config, {name: torch.empty(0, device=tensors_on) for name in specs})
-    del execution, sparse
+    del execution, executions, sparse
     gc.collect()
     device.empty_cache()
     return measured, buffers

@@ -114,7 +114,8 @@ class ModelRunner:
         self.decoder, *draft = (Decoder(cast(DecoderModel, model), self._vllm_config) for model in models)
         self._draft_decoder = draft[0] if draft else None
         if self.kind == "compile":
-            self.decoder.compile("hpu_backend" if self._device.kind == "hpu" else "inductor")
+            for decoder in (self.decoder, *draft):
+                decoder.compile("hpu_backend" if self._device.kind == "hpu" else "inductor")
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return kv_cache_specs(self._vllm_config)
@@ -166,6 +167,7 @@ class ModelRunner:
             self.requests,
             self._block_size,
             self._tensors_on,
+            self.static,
         )
         self._prompt_logprobs = PromptLogprobs(
             self._execution,
@@ -187,7 +189,9 @@ class ModelRunner:
     def measure_steps(self) -> int:
         """Bytes that steps take beside the KV cache, after the largest have really run."""
         if self.kind != "off":
-            need = graph_memory_need(self.decoder, self._vllm_config, self._config, self._device, self.kind)
+            need = graph_memory_need(
+                self.decoder, self._vllm_config, self._config, self._device, self.kind, self._draft_decoder
+            )
             self._memory_budget = need.budget
             return need.budget + need.buffers
         free = self._device.memory().free
@@ -363,4 +367,5 @@ class ModelRunner:
             self._metrics,
             self._memory_budget,
             self._sparse,
+            self._draft_decoder,
         )

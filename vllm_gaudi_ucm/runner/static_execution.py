@@ -37,6 +37,9 @@ class StaticExecution:
     The forward graph leaves its hidden states in a buffer for the largest step and the logits graph reads rows of
     that, so neither depends on the other's bucket.
 
+    Without a sparse method nothing is selected, whatever the buckets have room for: a draft model is dense beside a
+    target that is not. Buckets that differ in selected blocks alone are then one graph.
+
     Args:
         decoder: the model.
         ready: the buckets, and which of them are warm.
@@ -63,13 +66,15 @@ class StaticExecution:
         self._sparse = sparse
         self._decoder = decoder
         self._stage = stage
-        limits: Limits = ready.buckets.limits
-        self._block_size, self._contiguous = limits.block_size, limits.contiguous
         choices = None if sparse is None else sparse.limits
+        self._selects = choices is not None
+        limits: Limits = ready.buckets.limits if self._selects else ready.buckets.limits.dense
+        self._block_size, self._contiguous = limits.block_size, limits.contiguous
         self._inputs = StaticInputs(limits, causal_slice, device, pin_memory, choices)
         self._hidden, self._logits = _outputs(decoder, limits, device)
         self._forward_graphs = make_runner(self._run_forward)
         self._logits_graphs = make_runner(self._run_logits)
+        self._captured: set[ForwardShape] = set()
         self._flat: torch.Tensor
         self._shape: StepShape
 
@@ -89,7 +94,10 @@ class StaticExecution:
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
     ) -> StepShape:
         true = true_shape(plan, self._unique_blocks(plan))
-        self._shape = StepShape(true, self.ready.lookup(true))
+        padded = self.ready.lookup(true)
+        if padded.selected_blocks and not self._selects:
+            padded = padded._replace(selected_blocks=0)
+        self._shape = StepShape(true, padded)
         self._flat = self._inputs.fill(self._shape.padded, plan, token_ids, summary_blocks)
         return self._shape
 
@@ -116,9 +124,13 @@ class StaticExecution:
 
     def warm_forward(self, shape: ForwardShape) -> None:
         """Captures and executes the graph of a shape over pads, which read and write the dummy block only."""
-        flat = self._inputs.fill_pads(shape)
-        with self._stage("forward"):
-            self._forward_graphs.capture(shape, (flat, shape))
+        if not self._selects:
+            shape = shape.with_selected(0)
+        if shape not in self._captured:
+            flat = self._inputs.fill_pads(shape)
+            with self._stage("forward"):
+                self._forward_graphs.capture(shape, (flat, shape))
+            self._captured.add(shape)
         self._shape = StepShape(shape.step(0), shape.step(0))
 
     def warm_logits(self, rows: int) -> torch.Tensor:

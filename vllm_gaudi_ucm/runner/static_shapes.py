@@ -17,8 +17,9 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.recipe_cache import log_cache_hits
 from vllm_gaudi_ucm.runner.divided_logits import DividedLogits
 from vllm_gaudi_ucm.runner.recipe_stages import RecipeStages
-from vllm_gaudi_ucm.runner.static_execution import StaticExecution
+from vllm_gaudi_ucm.runner.static_execution import Stage, StaticExecution
 from vllm_gaudi_ucm.runner.static_sampling import StaticSampler
+from vllm_gaudi_ucm.speculation.draft_model_graphs import DraftModelGraphs
 from vllm_gaudi_ucm.warm_up_report import WarmUpReport
 from vllm_gaudi_ucm.warm_up_table import summary_line, warm_up_text
 
@@ -51,6 +52,7 @@ class StaticShapes:
         metrics: takes warm-up, bypasses and recipes.
         memory_budget: bytes that graphs may take; None: whatever the device has.
         sparse: a sparse method, where one is on.
+        draft_model: of speculative decoding, where there is one; a bucket is warm once both models have its graph.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class StaticShapes:
         metrics: StepMetrics,
         memory_budget: int | None,
         sparse: SparseWorker | None = None,
+        draft_model: Decoder | None = None,
     ) -> None:
         self._config = config.graphs
         self._device = device
@@ -75,16 +78,17 @@ class StaticShapes:
         self._compiled = device.compilations()
         self.stages = RecipeStages(device, config.graphs.recipe_check, tensors_on.type, metrics.recipe)
         ready = ReadyBuckets(buckets, usage)
-        self.execution = StaticExecution(
-            decoder,
-            ready,
-            config.attention.causal_slice,
-            tensors_on,
-            runner_maker(kind),
-            self.stages,
-            device.pins_host_memory,
-            sparse,
-        )
+        # the graphs of both models may share memory: one runs at a time
+        make_runner = runner_maker(kind)
+
+        def make_execution(model: Decoder, stage: Stage, sparse: SparseWorker | None) -> StaticExecution:
+            causal_slice, pins = config.attention.causal_slice, device.pins_host_memory
+            return StaticExecution(model, ready, causal_slice, tensors_on, make_runner, stage, pins, sparse)
+
+        self.execution = make_execution(decoder, self.stages, sparse)
+        self.draft_model: DraftModelGraphs | None = None
+        if draft_model is not None:
+            self.draft_model = DraftModelGraphs(lambda stage: make_execution(draft_model, stage, None), self.stages)
         self.divided_logits = DividedLogits(self.execution, tensors_on, self.stages)
         self.sampler = StaticSampler(vllm_config, tensors_on, buckets.limits.max_num_seqs, self.stages, self.bypassed)
         self._report = WarmUpReport(logger)
@@ -146,12 +150,19 @@ class StaticShapes:
         self._metrics.bypass(reason)
 
     def _warm_forward(self, shape: ForwardShape) -> None:
-        self._warm(lambda: self.execution.warm_forward(shape))
+        def run() -> None:
+            self.execution.warm_forward(shape)
+            if self.draft_model is not None:
+                self.draft_model.warm_forward(shape)
+
+        self._warm(run)
 
     def _warm_logits(self, rows: int) -> None:
         def run() -> None:
             self.divided_logits.warm(self.execution.warm_logits(rows))
             self.sampler.warm(rows)
+            if self.draft_model is not None:
+                self.draft_model.warm_logits(rows)
 
         self._warm(run)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.speculation.proposer import SampledStep
 
 
+def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [rows] of logits [rows, vocabulary]."""
+    # what a device answers for a row of NaN must still be a token
+    return logits.argmax(dim=-1).clamp(0, logits.shape[1] - 1)
+
+
 class DraftModelProposer:
     """See DraftProposer. Its K/V stand in the same blocks as the target's, in tensors of their own.
 
@@ -24,14 +32,27 @@ class DraftModelProposer:
     the target's are; a block is full, and may be shared, only of certain tokens.
 
     Args:
-        execution: of the draft model, at true shapes.
+        execution: of the draft model. The rows of a pass are within the limits of its shapes: of each request vLLM's
+            scheduler schedules a token less than fits (`SpeculativeConfig.max_num_new_slots_for_drafting`).
         table: the tokens and block tables.
         block_size: tokens per cache block.
         max_model_len: of the draft model; a longer request gets no drafts any more.
+        likeliest: `likeliest_tokens`, as the execution's shapes want it.
+        divided: called for each pass that no shape holds as a whole.
     """
 
-    def __init__(self, execution: Execution, table: RequestTable, block_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        execution: Execution,
+        table: RequestTable,
+        block_size: int,
+        max_model_len: int,
+        likeliest: Callable[[torch.Tensor], torch.Tensor] = likeliest_tokens,
+        divided: Callable[[], None] = lambda: None,
+    ) -> None:
         self._execution = execution
+        self._likeliest = likeliest
+        self._divided = divided
         self._table = table
         self._block_size = block_size
         self._max_model_len = min(max_model_len, table.max_model_len)
@@ -72,8 +93,8 @@ class DraftModelProposer:
     def _run(
         self, rows: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64], drafts: NDArray[np.bool_]
     ) -> list[tuple[int, int]]:
-        """Computes tokens [begin, end) of table rows; returns (index into rows, the likeliest next token) of those
-        that get drafts."""
+        """Computes tokens [begin, end) of table rows, in parts where they fit no shape; returns (index into rows, the
+        likeliest next token) of those that get drafts."""
         table = self._table
         width = int(table.num_blocks[rows].max())
         batch = BatchInput(
@@ -83,12 +104,22 @@ class DraftModelProposer:
             num_tokens=(end + ~drafts).astype(np.int32),
             block_tables=table.block_tables[rows, :width],
         )
+        divisions = self._execution.divide(batch)
+        if len(divisions) == 1:
+            return self._compute(rows, batch)
+        self._divided()
+        found: list[tuple[int, int]] = []
+        for index in divisions:
+            found += [(int(index[at]), token) for at, token in self._compute(rows[index], batch.take(index))]
+        return found
+
+    def _compute(self, rows: NDArray[np.int64], batch: BatchInput) -> list[tuple[int, int]]:
         plan = self._planner.plan(batch)
-        tokens = table.token_ids[rows[plan.requests[plan.row_requests]], plan.positions].astype(np.int64)
+        tokens = self._table.token_ids[rows[plan.requests[plan.row_requests]], plan.positions].astype(np.int64)
         self._execution.stage(plan, tokens)
         self._execution.forward()
-        count = len(plan.logits_rows)
-        if not count:
+        if not len(plan.logits_rows):
             return []
-        likeliest = self._execution.logits(plan.logits_rows)[:count].argmax(dim=-1)
-        return list(zip(plan.logits_requests.tolist(), likeliest.tolist(), strict=True))
+        # all rows of the bucket: cutting them to those in use would be a shape of its own
+        likeliest = self._likeliest(self._execution.logits(plan.logits_rows)).tolist()
+        return list(zip(plan.logits_requests.tolist(), likeliest[: len(plan.logits_rows)], strict=True))

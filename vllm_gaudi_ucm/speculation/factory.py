@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.config import AttentionConfig
     from vllm_gaudi_ucm.runner.request_table import RequestTable
+    from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
 
 
@@ -26,6 +27,7 @@ def make_proposer(
     table: RequestTable,
     block_size: int,
     device: torch.device,
+    static: StaticShapes | None = None,
 ) -> DraftProposer | None:
     """None without speculative decoding; features.py lets no other method pass.
 
@@ -36,13 +38,27 @@ def make_proposer(
         table: the requests.
         block_size: tokens per cache block.
         device: where the draft model runs.
+        static: the engine's static shapes with the draft model's graphs; None: steps run at true shapes.
     """
     config = vllm_config.speculative_config
     if config is None:
         return None
     if draft_model is not None:
-        execution = TrueShapeExecution(draft_model, attention, block_size, device)
-        return DraftModelProposer(execution, table, block_size, config.draft_model_config.max_model_len)
+        longest = config.draft_model_config.max_model_len
+        if static is None:
+            execution = TrueShapeExecution(draft_model, attention, block_size, device)
+            return DraftModelProposer(execution, table, block_size, longest)
+        return _make_static(static, table, block_size, longest)
     assert config.prompt_lookup_min is not None
     assert config.prompt_lookup_max is not None
     return NgramProposer(table, config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max)
+
+
+def _make_static(static: StaticShapes, table: RequestTable, block_size: int, max_model_len: int) -> DraftModelProposer:
+    graphs = static.draft_model
+    assert graphs is not None, "static shapes without the draft model"
+
+    def divided() -> None:
+        static.bypassed("pass of the draft model divided: more shared blocks than ucm.graphs.max_shared_blocks")
+
+    return DraftModelProposer(graphs.execution, table, block_size, max_model_len, graphs.likeliest, divided)
