@@ -30,6 +30,10 @@ OPTIONS: dict[str, Any] = {
 }
 STATIC = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 14, "warm_up": "full"}}
 
+# a sparse method whose choice is everything: tokens are those of dense attention
+CHOICE = {"sparse_ratio": 1.0, "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
+ALL_BLOCKS = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": CHOICE}}
+
 
 def tokens(count: int) -> list[int]:
     return [RNG.randrange(3, VOCAB) for _ in range(count)]
@@ -214,9 +218,9 @@ def test_a_draft_model_that_is_the_target_is_always_right(
         engine.check_idle()
 
 
-@pytest.mark.parametrize("ucm", [{}, {"graphs": {**STATIC["graphs"], "max_graphs": 6}}], ids=["true_shapes", "static"])
+@pytest.mark.parametrize("ucm", [{}, {**STATIC, **ALL_BLOCKS}], ids=["true_shapes", "static_sparse"])
 def test_another_draft_model(tiny_llama: Path, tmp_path: Path, expected: list[Answer], ucm: dict[str, Any]) -> None:
-    """Of other sizes, in a cache that preempts."""
+    """Of other sizes, in a cache that preempts; and dense in the buckets of a target that chooses blocks."""
     config = make_config("llama", num_hidden_layers=1, hidden_size=32, num_key_value_heads=1)
     draft = {
         "method": "draft_model",
@@ -229,6 +233,9 @@ def test_another_draft_model(tiny_llama: Path, tmp_path: Path, expected: list[An
         assert set(engine.runner.kv_caches) > {"draft_model.model.layers.0.self_attn.attn"}
         assert_same(engine.greedy(PROMPTS, MAX_TOKENS), expected)
         assert engine.preemptions > 0
+        if engine.runner.static is not None:
+            assert engine.runner.static.execution.ready.buckets.selected[-1] > 0
+            assert engine.runner.static.stages.new_recipes == 0
         engine.check_idle()
 
 
