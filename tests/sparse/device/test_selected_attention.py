@@ -19,7 +19,8 @@ TOLERANCE = 128 * 8 * 2.0**-24
 
 
 def options(**given: Any) -> BlockOptions:
-    return BlockOptions(**{"sparse_ratio": 0.3, "min_tokens": 8, "min_blocks": 1, "local_window_sz": 1, "summary": "mean", **given})
+    small = {"sparse_ratio": 0.3, "min_tokens": 8, "min_blocks": 1, "local_window_sz": 1, "summary": "mean"}
+    return BlockOptions(**{**small, **given})
 
 
 def decide(layer: OneLayer, member: Member, mode: SelectionMode = SelectionMode.SELECT) -> Member:

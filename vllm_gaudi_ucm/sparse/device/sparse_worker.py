@@ -68,8 +68,8 @@ class SparseWorker:
         beyond = [layer for layer in method.dense_layers if layer >= len(layers)]
         if beyond:
             raise ValueError(
-                f"ucm_sparse_config: dense_layers has {beyond}, expected indices below {len(layers)}, the number of the "
-                "model's attention layers"
+                f"ucm_sparse_config: dense_layers has {beyond}, expected indices below {len(layers)}, "
+                "the number of the model's attention layers"
             )
         self.limits = selection_limits(options, sizes)
         self.state = SelectionState(sizes.num_blocks, self.limits, bounded=sizes.static)
