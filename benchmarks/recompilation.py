@@ -8,50 +8,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-from vllm import LLM, SamplingParams
-
-from benchmarks.mix_traffic import MixTraffic, scaled
+from benchmarks.mix_server import VOCABULARY, Serving, sampling, serving
+from benchmarks.mix_sparse import METHODS, MixSparse, sparse_config
+from benchmarks.mix_traffic import MixTraffic
 from vllm_gaudi_ucm.cli.trace_mix import MIXES
 from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.device_figures import DEVICES
 from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
 from vllm_gaudi_ucm.phase_log import read_phase_log
-
-if TYPE_CHECKING:
-    from vllm_gaudi_ucm.graphs.limits import Limits
-    from vllm_gaudi_ucm.runner.model_runner import ModelRunner
-
-VOCABULARY = 128
-MODEL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 8192,
-}
-
-
-class Serving(NamedTuple):
-    """A runner whose buckets are warm, and where its phase log is written."""
-
-    runner: ModelRunner
-    phase_log: Path
-    start_seconds: float
 
 
 class Counts(NamedTuple):
@@ -59,6 +30,8 @@ class Counts(NamedTuple):
 
     runs: forward graphs that were replayed; more than steps where steps ran in parts. phases: runs by true phase.
     buckets: different forward buckets that were used. new_recipes: compiled while serving.
+    sparse: requests that attended to a selection, one for each run; modes: by how it was made. fallbacks: requests that
+    were dense for want of room. drafts, accepted: verified, and right. preempted: requests that lost their blocks.
     """
 
     steps: int
@@ -69,6 +42,12 @@ class Counts(NamedTuple):
     new_recipes: int
     warm_up_seconds: float
     milliseconds_per_step: float
+    sparse: int
+    modes: dict[str, int]
+    fallbacks: int
+    drafts: int
+    accepted: int
+    preempted: int
 
 
 def main() -> int:
@@ -79,13 +58,19 @@ def main() -> int:
     parser.add_argument("--warm-up", choices=("full", "skeleton"), default="full")
     parser.add_argument("--max-graphs", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sparse", choices=("none", *METHODS), default="none", help="sparse method")
+    parser.add_argument("--drafts", type=int, default=0, help="most drafts that a request has verified in a step")
+    parser.add_argument("--scale", type=int, default=1, help="divides tokens and requests of the mixes once more")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     args = parser.parse_args()
     graphs = {"warm_up": args.warm_up, "max_graphs": args.max_graphs, "recipe_check": "count"}
     found = {}
     for mix in args.mixes:
-        with tempfile.TemporaryDirectory() as folder, serving(mix, Path(folder), graphs) as server:
-            found[mix] = run(mix, server, args.steps, args.seed)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            serving(mix, Path(folder), graphs, args.sparse, args.drafts, args.scale) as server,
+        ):
+            found[mix] = run(server, args.steps, args.seed)
     for line in table(found):
         print(line)
     if args.json:
@@ -93,57 +78,23 @@ def main() -> int:
     return int(any(counts.new_recipes for counts in found.values()))
 
 
-@contextmanager
-def serving(mix: str, folder: Path, graphs: dict[str, Any]) -> Iterator[Serving]:
-    """An engine with the mix's limits, scaled, over a model of random weights in `folder`."""
-    from transformers import LlamaConfig
-
-    LlamaConfig(architectures=["LlamaForCausalLM"], **MODEL).save_pretrained(folder)
-    limits = scaled(MIXES[mix]).limits
-    log = folder / "phases.jsonl"
-    ucm = {"phase_log": str(log), "graphs": {"mode": "eager", **graphs}}
-    start = time.perf_counter()
-    llm = LLM(model=str(folder), additional_config={"ucm": ucm}, **_options(limits))
-    seconds = time.perf_counter() - start
-    client: Any = llm.llm_engine.engine_core
-    core = client.engine_core
-    try:
-        yield Serving(core.model_executor.driver_worker.worker.model_runner, log, seconds)
-    finally:
-        core.model_executor.shutdown()
-        core.scheduler.shutdown()
-
-
-def _options(limits: Limits) -> dict[str, Any]:
-    return {
-        "load_format": "dummy",
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "seed": 0,
-        "max_model_len": limits.max_model_len,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "block_size": limits.block_size,
-        "kv_cache_memory_bytes": 64 << 20,
-        "num_gpu_blocks_override": limits.num_blocks,
-    }
-
-
-def run(mix: str, server: Serving, steps: int, seed: int = 0) -> Counts:
+def run(server: Serving, steps: int, seed: int = 0) -> Counts:
     """Drives the runner as the engine does, and counts."""
     runner = server.runner
     static = runner.static
     assert static is not None, "the engine runs at static shapes"
-    shape = scaled(MIXES[mix])
+    shape = server.mix
     cost = CostModel(DEVICES["gaudi2"], LLAMA_8B, shape.limits.block_size)
-    traffic = MixTraffic(shape, cost, seed, VOCABULARY)
+    role = None if server.sparse == "none" else MixSparse(sparse_config(server.sparse), shape.limits)
+    traffic = MixTraffic(shape, cost, seed, VOCABULARY, role, server.drafts)
     before = len(read_phase_log(server.phase_log)[1])
     start = time.perf_counter()
     for message in traffic.steps(steps, sampling):
         runner.execute_model(message)
-        runner.sample_tokens(None)
+        traffic.take(runner.sample_tokens(None), runner.take_draft_token_ids())
     seconds = time.perf_counter() - start
     records = read_phase_log(server.phase_log)[1][before:]
+    totals = server.totals
     return Counts(
         steps=steps,
         runs=len(records),
@@ -153,36 +104,27 @@ def run(mix: str, server: Serving, steps: int, seed: int = 0) -> Counts:
         new_recipes=static.stages.new_recipes,
         warm_up_seconds=round(static.summary().seconds, 2),
         milliseconds_per_step=round(1e3 * seconds / steps, 3),
+        sparse=sum(record.sparse for record in records),
+        modes={mode.name: count for mode, count in totals.modes.items() if count},
+        fallbacks=totals.fallbacks,
+        **asdict(traffic.counts),
     )
-
-
-def sampling(rng: random.Random) -> SamplingParams:
-    """What a request asks of the sampler: mostly greedy or plainly random, sometimes anything else."""
-    params = SamplingParams(temperature=rng.choice([0.0, 0.0, 0.8, 1.0]))
-    if rng.random() < 0.3:
-        params.top_p = rng.choice([0.5, 0.95])
-    if rng.random() < 0.2:
-        params.top_k = rng.choice([1, 20])
-    if rng.random() < 0.2:
-        params.logprobs = rng.choice([0, 5, 20])
-    if rng.random() < 0.2:
-        params.repetition_penalty = 1.2
-    if rng.random() < 0.05:
-        params.seed = rng.randrange(100)
-    return params
 
 
 def table(found: dict[str, Counts]) -> list[str]:
     """One line for each mix."""
     lines = [
         f"{'mix':14}{'steps':>8}{'runs':>8}{'graphs':>8}{'buckets':>9}{'warm-up s':>11}{'ms/step':>9}"
-        f"{'recipes after warm-up':>23}  phases"
+        f"{'recipes after warm-up':>23}{'sparse':>9}{'fallbacks':>11}{'drafts':>8}{'accepted':>10}{'preempted':>11}"
+        "  phases, modes"
     ]
     for mix, counts in found.items():
-        phases = " ".join(f"{phase} {number}" for phase, number in sorted(counts.phases.items()))
+        by_name = " ".join(f"{name} {number}" for name, number in sorted({**counts.phases, **counts.modes}.items()))
         lines.append(
             f"{mix:14}{counts.steps:>8}{counts.runs:>8}{counts.graphs:>8}{counts.buckets:>9}"
-            f"{counts.warm_up_seconds:>11}{counts.milliseconds_per_step:>9}{counts.new_recipes:>23}  {phases}"
+            f"{counts.warm_up_seconds:>11}{counts.milliseconds_per_step:>9}{counts.new_recipes:>23}"
+            f"{counts.sparse:>9}{counts.fallbacks:>11}{counts.drafts:>8}{counts.accepted:>10}{counts.preempted:>11}"
+            f"  {by_name}"
         )
     return lines
 

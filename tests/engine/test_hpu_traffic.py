@@ -13,24 +13,33 @@ from typing import Any
 from tests.engine.hpu_process import run_on_card
 from vllm_gaudi_ucm.cli.trace_mix import MIXES
 
-STEPS = 120
-MAX_GRAPHS = 12
+STEPS, SPARSE_STEPS = 120, 40
+# with selected blocks there are twice as many phases
+MAX_GRAPHS, MAX_SPARSE_GRAPHS = 12, 20
+# mix, sparse method, drafts, scale
+DENSE = [[mix, "none", 0, 1] for mix in MIXES]
+SPARSE = [["batch", "ESA", 0, 2], ["chat", "KVStar", 3, 2]]
 
 
-def drive(mixes: list[str], steps: int, max_graphs: int) -> dict[str, Any]:
-    """Counts of each mix: an engine with its limits, warm, and then so many steps."""
-    from benchmarks.recompilation import run, serving
+def drive(cases: list[list[Any]], steps: int, max_graphs: int) -> dict[str, Any]:
+    """Counts of each case (mix, sparse method, drafts, scale): an engine with its limits, warm, and then so many
+    steps."""
+    from benchmarks.mix_server import serving
+    from benchmarks.recompilation import run
 
     found = {}
-    for mix in mixes:
+    for mix, sparse, drafts, scale in cases:
         graphs = {"mode": "capture", "warm_up": "full", "max_graphs": max_graphs}
-        with tempfile.TemporaryDirectory() as folder, serving(mix, Path(folder), graphs) as server:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            serving(mix, Path(folder), graphs, sparse, drafts, scale) as server,
+        ):
             from habana_frameworks.torch.simulator import card
 
             warm = card.compilations, card.captures, card.bypasses
             replays = card.replays
-            counts = run(mix, server, steps)
-            found[mix] = {
+            counts = run(server, steps)
+            found[f"{mix} {sparse}"] = {
                 **counts._asdict(),
                 "warm": warm,
                 "served": (card.compilations, card.captures, card.bypasses),
@@ -39,13 +48,27 @@ def drive(mixes: list[str], steps: int, max_graphs: int) -> dict[str, Any]:
     return found
 
 
+def check(name: str, counts: dict[str, Any], steps: int, max_graphs: int) -> None:
+    assert counts["served"] == counts["warm"], name
+    assert counts["warm"][1] >= counts["graphs"] >= max_graphs - 4, name
+    assert counts["runs"] >= steps, name
+    assert counts["replays"] >= counts["runs"], name
+    assert counts["buckets"] >= 3, name
+
+
 def test_every_mix(tmp_path: Path) -> None:
     """covers: B1 B2 B3 B5"""
-    found = run_on_card(drive, tmp_path, mixes=list(MIXES), steps=STEPS, max_graphs=MAX_GRAPHS).result
-    assert set(found) == set(MIXES)
-    for mix, counts in found.items():
-        assert counts["served"] == counts["warm"], mix
-        assert counts["warm"][1] >= counts["graphs"] >= MAX_GRAPHS - 4, mix
-        assert counts["runs"] >= STEPS, mix
-        assert counts["replays"] >= counts["runs"], mix
-        assert counts["buckets"] >= 3, mix
+    found = run_on_card(drive, tmp_path, cases=DENSE, steps=STEPS, max_graphs=MAX_GRAPHS).result
+    assert len(found) == len(MIXES)
+    for name, counts in found.items():
+        check(name, counts, STEPS, MAX_GRAPHS)
+
+
+def test_sparse_methods(tmp_path: Path) -> None:
+    """covers: B1 B3 C16. Choices are made and used again, and drafts verified, in graphs that were captured before."""
+    found = run_on_card(drive, tmp_path, cases=SPARSE, steps=SPARSE_STEPS, max_graphs=MAX_SPARSE_GRAPHS).result
+    assert len(found) == len(SPARSE)
+    for name, counts in found.items():
+        check(name, counts, SPARSE_STEPS, MAX_SPARSE_GRAPHS)
+        assert counts["sparse"] >= SPARSE_STEPS / 2, name
+    assert found["chat KVStar"]["drafts"] > found["chat KVStar"]["accepted"] > 0
