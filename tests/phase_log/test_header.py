@@ -16,11 +16,13 @@ from vllm_gaudi_ucm.worker import UcmWorker
 ENGINE: Any = SimpleNamespace(
     scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
     model_config=SimpleNamespace(max_model_len=256, model="tiny"),
+    num_speculative_tokens=0,
 )
 
 
 def header_of(kind: str, **ucm: Any) -> dict[str, Any]:
     worker: Any = SimpleNamespace(
+        vllm_config=ENGINE,
         model_config=ENGINE.model_config,
         scheduler_config=ENGINE.scheduler_config,
         cache_config=SimpleNamespace(block_size=16),
@@ -51,3 +53,13 @@ def test_at_true_shapes_a_step_may_have_any_shared_blocks_and_read_a_slice(conti
     limits = read_limits(header)
     assert limits.most_shared_blocks == 99
     assert limits.max_unique_blocks == (99 if contiguous is False else 100)
+
+
+@pytest.mark.parametrize("kind", ["off", "hpu_graph"])
+def test_a_sparse_server_says_how_many_blocks_its_steps_may_choose(kind: str) -> None:
+    header = header_of(
+        kind, ucm_sparse_method="GSA", ucm_sparse_config={"GSA": {"min_tokens": 32, "sparse_ratio": 0.5}}
+    )
+    # of 16 blocks 8, of which 3 are sinks and window; 8 requests
+    assert header["max_selected_blocks"] == 8 * 5
+    assert read_limits(header).max_selected_blocks == 40

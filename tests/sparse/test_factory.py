@@ -1,6 +1,7 @@
 """The registry: our methods, third parties' methods, and what is refused."""
 
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,10 +96,11 @@ def test_method_of_a_third_party() -> None:
     assert isinstance(method, BlockSparse)
     assert type(method).__qualname__ == Newest.__qualname__
     assert method.options.model_dump() == NewestOptions(weight=2.0, min_blocks=9).model_dump()
-    scores = method.block_scores(0, torch.zeros(1, 2, 4), [5, 6, 7])
+    candidates: Any = SimpleNamespace(blocks=torch.tensor([5, 6, 7]))
+    scores = method.block_scores(0, torch.zeros(1, 2, 4), candidates)
     assert scores is not None
     assert scores.tolist() == [1, 2, 3]
-    assert GSA(WORKER).block_scores(0, torch.zeros(1, 2, 4), [5]) is None
+    assert GSA(WORKER).block_scores(0, torch.zeros(1, 2, 4), candidates) is None
 
 
 def test_method_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
