@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.serving import Engine, greedy_params
 from tests.engine.tiny_models import VOCAB
+from vllm_gaudi_ucm.graphs.bucket import Bucket
 from vllm_gaudi_ucm.phase_log import StepRecord, read_phase_log
 
 RNG = random.Random(6)
@@ -43,7 +44,7 @@ def test_fresh_prompts_then_decodes(run: Run) -> None:
     records = run(OWN[:3], 5)
     assert phases(records) == ["c--", "--u", "--u", "--u", "--u"]
     first, second = records[:2]
-    assert first.bucket == ("c--", 60, 0, 0, 3)
+    assert first.bucket == Bucket("c--", 60, 0, 0, 3)
     assert (first.requests, first.prompts, first.tokens) == (3, 3, 60)
     assert first.causal_pairs == 3 * 20 * 21 // 2
     # 21 tokens each, their own included, in two blocks each
@@ -55,7 +56,7 @@ def test_a_common_prefix_is_shared_by_chunks_and_decodes(run: Run) -> None:
     records = run([COMMON + own for own in OWN[:3]], 3)
     assert phases(records) == ["cs-", "-su", "-su"]
     first, second = records[:2]
-    assert first.bucket == ("cs-", 60, 4, 0, 3)
+    assert first.bucket == Bucket("cs-", 60, 4, 0, 3)
     assert first.shared_pairs == 60 * 64
     assert second.shared_pairs == 3 * 64
     assert second.unique_pairs == 3 * 21
@@ -64,7 +65,7 @@ def test_a_common_prefix_is_shared_by_chunks_and_decodes(run: Run) -> None:
 def test_a_prefix_hit_that_leaves_one_token_is_a_single_row(run: Run) -> None:
     """No causal part for a prompt tail of one token. covers: A3"""
     records = run([[*COMMON, 7]], 1)
-    assert [record.bucket for record in records] == [("--u", 1, 0, len_slice(records[0]), 1)]
+    assert [record.bucket for record in records] == [Bucket("--u", 1, 0, len_slice(records[0]), 1)]
     assert records[0].unique_pairs == 65
 
 
