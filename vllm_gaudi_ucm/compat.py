@@ -184,6 +184,17 @@ def raise_if_nan_logits(counts: Mapping[str, int]) -> None:
     vllm_raise(counts)
 
 
+def client_error(message: str) -> Exception:
+    """An error for which the server answers a request with status 400.
+
+    Reason: vLLM 0.32 tells a client's mistakes from its own by a class of exceptions, and answers 500 to a ValueError.
+    Remove when: every supported release has that class; then it is imported where it is raised.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    return VLLMValidationError(message)
+
+
 def top_k_top_p(logits: "torch.Tensor", top_k: "torch.Tensor", top_p: "torch.Tensor") -> "torch.Tensor":
     """vLLM's top-k and top-p masks as plain torch, in place, at shapes that depend on the logits' alone.
 

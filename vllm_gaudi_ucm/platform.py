@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_gaudi_ucm.compat import check_versions, give_engine_time_to_stop
+from vllm_gaudi_ucm.compat import check_versions, client_error, give_engine_time_to_stop
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
-from vllm_gaudi_ucm.features import UnsupportedFeatureError, UnsupportedRequestError, refuse_unsupported
+from vllm_gaudi_ucm.features import UnsupportedFeatureError, refuse_unsupported
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.sparse.request_options import read_extra_args
+from vllm_gaudi_ucm.request_check import check_request
 from vllm_gaudi_ucm.sparse.scheduler_choice import use_sparse_scheduler
 
 if TYPE_CHECKING:
@@ -104,13 +104,11 @@ class UcmPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuses sampling parameters that would be ignored; the client gets the message, other requests go on."""
-        read_extra_args(getattr(params, "extra_args", None))
-        for name in ("prompt_logprob_token_ids", "thinking_token_budget"):
-            if getattr(params, name, None) is not None:
-                raise UnsupportedRequestError(name)
-        if getattr(params, "watermarking", None):
-            raise UnsupportedRequestError("watermarking")
+        """Refuses what a request asks for and would not get; the client gets the message, other requests go on."""
+        try:
+            check_request(params)
+        except ValueError as error:
+            raise client_error(str(error)) from error
 
     @classmethod
     def import_kernels(cls) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
@@ -128,6 +129,6 @@ def test_aborted_requests_leave_nothing(tiny_llama: Path, dense: list[Answer]) -
 def test_a_wrong_switch_is_refused_and_other_requests_go_on(tiny_llama: Path) -> None:
     """covers: D5"""
     with Engine(tiny_llama, ucm("GSA", 0.3), **OPTIONS) as engine:
-        with pytest.raises(ValueError, match="ucm_sparse"):
+        with pytest.raises(VLLMValidationError, match="ucm_sparse"):
             engine.generate([PROMPTS[3]], SamplingParams(max_tokens=2, extra_args={"ucm_sparse": "no"}))
         assert len(engine.greedy([PROMPTS[3]], 5)[0].tokens) == 5

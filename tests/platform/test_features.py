@@ -11,12 +11,13 @@ from transformers import AutoConfig
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.engine.tiny_models import FAMILIES, make_config
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.config_error import UcmConfigError
-from vllm_gaudi_ucm.features import UnsupportedFeatureError, UnsupportedRequestError
+from vllm_gaudi_ucm.features import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform import UcmPlatform
 
 
@@ -229,6 +230,6 @@ def test_request_parameters_that_would_be_ignored(options: dict[str, Any]) -> No
     params = SamplingParams()
     for name, value in options.items():
         setattr(params, name, value)
-    with pytest.raises(UnsupportedRequestError, match=next(iter(options))):
+    with pytest.raises(VLLMValidationError, match=next(iter(options))):
         UcmPlatform.validate_request(None, params)
     UcmPlatform.validate_request(None, SamplingParams())

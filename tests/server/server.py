@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -105,11 +106,14 @@ class Server:
                 child.kill()
 
 
-def start_server(model: Path, folder: Path, *options: str) -> Server:
-    """Starts `vllm serve` on a free port with a phase log in `folder`, and waits until it answers."""
+def start_server(model: Path, folder: Path, *options: str, **more: Any) -> Server:
+    """Starts `vllm serve` on a free port with a phase log in `folder`, and waits until it answers.
+
+    more: options of the plugin.
+    """
     port = _free_port()
     # One thread: the HTTP server and the clients need the other core; threads that take turns are slow.
-    ucm = {"phase_log": str(folder / "phases.jsonl"), "cpu": {"threads": 1}}
+    ucm = {"phase_log": str(folder / "phases.jsonl"), "cpu": {"threads": 1}, **more}
     command = serve_command(
         model,
         *("--port", str(port), "--served-model-name", MODEL_NAME, "--dtype", "float32"),
