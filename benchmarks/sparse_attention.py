@@ -20,19 +20,12 @@ from benchmarks.sparse_attention_workload import Model, Workload
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 
 MODELS = Model(9, 3, 64), Model(32, 8, 128)  # SmolLM2-135M and a common 8B model
-DRAFTS = 4
 COLUMNS = ("30 %", "10 %", "10 % locked", "verify/sparse", "verify/locked", "max error")
 
 
 def measure(workload: Workload, repeats: int) -> dict[str, float]:
     """Median milliseconds per contender, interleaved, and the error of sparse attention to every block."""
-    contenders = {
-        "dense": workload.dense(),
-        "sparse_30": workload.sparse(0.3),
-        "sparse_10": workload.sparse(0.1),
-        "locked_10": workload.locked_decode(0.1),
-        "verify_10": workload.locked_verification(0.1, 1 + DRAFTS),
-    }
+    contenders = workload.contenders()
     layers = cycle(range(workload.layers))
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for repeat in range(repeats + 1):

@@ -29,6 +29,7 @@ LIVE = 2  # blocks that are always attended: the first (sink) and the last (loca
 KIND = SummaryKind.MEAN
 POOL_BYTES = 1_300_000_000  # of the caches of all layers, unless one layer needs more
 MOST_LAYERS = 29
+DRAFTS = 4
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,16 @@ class Workload:
         self.layers = max(1, min(MOST_LAYERS, POOL_BYTES // (4 * torch.Size(room).numel())))
         self.caches = torch.randn(self.layers, *room)
         self.summaries = torch.randn(self.layers, *KIND.shape(count + 1, BLOCK_SIZE, model.kv_heads, model.dim))
+
+    def contenders(self) -> dict[str, Contender]:
+        """What is compared, by the names of the figures."""
+        return {
+            "dense": self.dense(),
+            "sparse_30": self.sparse(0.3),
+            "sparse_10": self.sparse(0.1),
+            "locked_10": self.locked_decode(0.1),
+            "verify_10": self.locked_verification(0.1, 1 + DRAFTS),
+        }
 
     def dense(self) -> Contender:
         attend = self._attention(AttentionParts(unique=self._unique(self.tables)))

@@ -19,7 +19,6 @@ from benchmarks.sparse_attention_workload import BLOCK_SIZE, Contender, Model, W
 
 MODEL = Model(32, 8, 128)
 SIZES = ((1, 32768), (8, 32768), (1, 131072), (4, 131072))
-DRAFTS = 4
 COLUMNS = ("30 %", "10 %", "10 % locked", "verify/sparse", "verify/locked")
 
 
@@ -56,13 +55,7 @@ def main() -> None:
 
 def measure(workload: Workload, repeats: int) -> dict[str, float]:
     """Median milliseconds of each contender, replayed in turn, and the error of a choice of every block."""
-    contenders = {
-        "dense": workload.dense(),
-        "sparse_30": workload.sparse(0.3),
-        "sparse_10": workload.sparse(0.1),
-        "locked_10": workload.locked_decode(0.1),
-        "verify_10": workload.locked_verification(0.1, 1 + DRAFTS),
-    }
+    contenders = workload.contenders()
     replays = {name: capture(contender) for name, contender in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(repeats):
