@@ -247,7 +247,9 @@ class ModelRunner:
         self, step: _ComputedStep, members: list[LiveRequest], batch: BatchInput, clock: StepClock, divided: bool
     ) -> None:
         """Runs a step, or one division of it, and keeps its logits in the order of the sampler's slots."""
-        selection = DENSE_STEP if self._sparse is None else self._sparse.step(step.scheduler_output, members, batch)
+        selection = DENSE_STEP
+        if self._sparse is not None:
+            selection = self._sparse.step(step.scheduler_output, step.drafts, members, batch)
         plan, slots = self._order_logits(self._planner.plan(batch, selection.input), members)
         token_ids = self.requests.tokens_at(members, plan.requests[plan.row_requests], plan.positions)
         shape = self._execution.stage(plan, token_ids, selection.summary_blocks)

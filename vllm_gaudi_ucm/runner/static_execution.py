@@ -10,11 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.graph_runner.base import GraphRunner, StaticFunction
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 from vllm_gaudi_ucm.runner.batch_division import divide_batch
 from vllm_gaudi_ucm.runner.execution import NO_BLOCKS, StepShape
 from vllm_gaudi_ucm.runner.staging import true_shape
@@ -142,20 +140,15 @@ class StaticExecution:
 
     def _run_forward(self, flat: torch.Tensor, shape: ForwardShape) -> None:
         inputs = self._inputs.split(flat, shape)
-        if self._sparse is None:
-            parts = prepare(inputs.parts, self._block_size, implementation="reference")
-            metadata = UnifiedAttentionMetadata(inputs.slots, parts)
-        else:
-            metadata = step_metadata(
-                inputs.slots,
-                inputs.parts,
-                self._block_size,
-                "reference",
-                self._sparse.method,
-                inputs.summary_blocks,
-                inputs.selection,
-                dense_layers=self._sparse.has_dense_layers,
-            )
+        metadata = step_metadata(
+            inputs.slots,
+            inputs.parts,
+            self._block_size,
+            "reference",
+            self._sparse,
+            inputs.summary_blocks,
+            inputs.selection,
+        )
         hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata)
         self._hidden[: shape.query_len].copy_(hidden)
 

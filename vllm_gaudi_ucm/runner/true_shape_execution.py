@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
-from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, prepare
+from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
 from vllm_gaudi_ucm.runner.execution import NO_BLOCKS, StepShape
 from vllm_gaudi_ucm.runner.staging import StagedStep, Staging
 from vllm_gaudi_ucm.sparse.device.step_metadata import step_metadata
@@ -64,21 +64,16 @@ class TrueShapeExecution:
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
     ) -> StepShape:
         staged = self._staged = self._staging.stage(plan, token_ids)
-        if self._sparse is None:
-            parts = prepare(staged.parts, self._block_size, implementation=self._implementation)
-            self._metadata = UnifiedAttentionMetadata(staged.slots, parts)
-        else:
-            self._metadata = step_metadata(
-                staged.slots,
-                staged.parts,
-                self._block_size,
-                self._implementation,
-                self._sparse.method,
-                self._staging.blocks(summary_blocks) if len(summary_blocks) else None,
-                staged.selection,
-                reused=plan.selection is not None and bool((plan.selection.modes == SelectionMode.REUSE).all()),
-                dense_layers=self._sparse.has_dense_layers,
-            )
+        self._metadata = step_metadata(
+            staged.slots,
+            staged.parts,
+            self._block_size,
+            self._implementation,
+            self._sparse,
+            self._staging.blocks(summary_blocks) if len(summary_blocks) else None,
+            staged.selection,
+            reused=plan.selection is not None and bool((plan.selection.modes == SelectionMode.REUSE).all()),
+        )
         return StepShape(staged.bucket, staged.bucket)
 
     def forward(self) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.request_table import LiveRequest
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
+    from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
 
 
 # Reading the device's counts waits for the device, which after sampling has nothing left to do but this.
@@ -99,14 +100,13 @@ class SparseWorker:
         self.method.update_states(scheduler_output)
 
     def step(
-        self, scheduler_output: SchedulerOutput, requests: Sequence[LiveRequest], batch: BatchInput
+        self, scheduler_output: SchedulerOutput, drafts: StepDrafts, requests: Sequence[LiveRequest], batch: BatchInput
     ) -> StepSelection:
         """What the step, or a division of it, chooses among."""
         if self.state is None:
             return DENSE_STEP
         request_ids = [request.request_id for request in requests]
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        num_drafts = np.fromiter((len(drafts.get(key, ())) for key in request_ids), np.int64, len(request_ids))
+        num_drafts = np.fromiter(map(drafts.count, request_ids), np.int64, len(request_ids))
         meta = sparse_meta_of(scheduler_output)
         return self.state.step(request_ids, batch, num_drafts, {} if meta is None else meta.requests)
 

@@ -1,4 +1,4 @@
-"""What the attention layers of a step read where a sparse method is on."""
+"""What the attention layers of a step read, with a sparse method and without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
-    from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
 
 
 def step_metadata(
@@ -20,12 +20,11 @@ def step_metadata(
     parts: AttentionParts,
     block_size: int,
     implementation: str,
-    sparse: UcmSparseBase | None,
+    sparse: SparseWorker | None,
     summary_blocks: torch.Tensor | None = None,
     selection: SelectionTensors | None = None,
     *,
     reused: bool = False,
-    dense_layers: bool = False,
 ) -> UnifiedAttentionMetadata:
     """Prepares the parts of a step, for dense layers too where there are any.
 
@@ -35,8 +34,9 @@ def step_metadata(
     choices = None
     if selection is not None:
         dense_parts = None
-        if dense_layers:
+        if sparse is not None and sparse.has_dense_layers:
             whole = parts._replace(selected=selection.candidates_part(block_size))
             dense_parts = prepare(whole, block_size, implementation=implementation)
         choices = LayerSelection(selection, dense_parts, reused, at_once=prepared.implementation == "native")
-    return UnifiedAttentionMetadata(slots, prepared, sparse, summary_blocks, choices)
+    method = None if sparse is None else sparse.method
+    return UnifiedAttentionMetadata(slots, prepared, method, summary_blocks, choices)
