@@ -15,6 +15,8 @@ PORT ?= 8000
 DEMO_MODEL := .cache/models/smollm2-135m-instruct
 MODEL ?= $(DEMO_MODEL)
 ARGS ?=
+# Most of a test run is processes that start and import vLLM; two beside each other take little more than one.
+TEST_PROCESSES ?= 2
 
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
@@ -57,7 +59,7 @@ serve: $(PLUGIN_STAMP) $(MODEL_READY) ## Start the OpenAI-compatible server on 1
 	$(run_env) $(VENV)/bin/vllm serve $(MODEL) --served-model-name smollm2 --host 127.0.0.1 --port $(PORT) $(ARGS)
 
 test: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the tests
-	$(run_env) $(PY) -m pytest $(ARGS)
+	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)
 	$(VENV)/bin/ruff check .
@@ -109,7 +111,7 @@ $(VLLM_STAMP): $(BUILD_STAMP)
 
 $(PLUGIN_STAMP): $(VLLM_STAMP) setup.py pyproject.toml requirements/constraints.txt
 	@echo '[5/6] this plugin (editable), demo and test extras'
-	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[demo,test,speculation]'
+	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[demo,test,speculation,redis]'
 	@$(done_stamp)
 
 $(MODEL_STAMP): | $(PLUGIN_STAMP)

@@ -1,0 +1,1 @@
+"""Stores of KV blocks outside the device: host memory, files, Redis."""

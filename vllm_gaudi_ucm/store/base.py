@@ -1,0 +1,77 @@
+"""The interface of a store: KV blocks by key. A store that fails is a store that misses; it never raises into a step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals since the store was opened, and what it holds now. Bytes are those of blocks, without headers.
+
+    capacity: bytes it may hold, None for a server that bounds itself. corrupt: blocks that failed their check.
+    breaker: `open` while the store is not asked because it kept failing; `half_open` for the trial after that.
+    """
+
+    kind: str
+    blocks: int = 0
+    bytes: int = 0
+    capacity: int | None = None
+    hits: int = 0
+    misses: int = 0
+    saves: int = 0
+    evictions: int = 0
+    corrupt: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    bytes_loaded: int = 0
+    bytes_saved: int = 0
+    load_seconds: float = 0.0
+    save_seconds: float = 0.0
+    breaker: Literal["closed", "open", "half_open"] = "closed"
+
+
+class KvStore(ABC):
+    """Blocks of one size by a key of 32 bytes. Every method may be called from several threads at once.
+
+    No method raises for what the medium does (slow, full, gone, corrupt): that is a miss or an unsaved block, counted
+    in `stats`. They raise ValueError for a key or a buffer of the wrong size, and RuntimeError after `close`.
+    """
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys it holds, as far as it knows without reading blocks; a later load may still miss."""
+
+    @abstractmethod
+    def load(self, key: bytes, into: memoryview) -> bool:
+        """Fills `into` (writable, of the block's size) and returns True only if its content is verified.
+
+        After False what `into` holds is undefined.
+        """
+
+    @abstractmethod
+    def save(self, key: bytes, block: memoryview) -> bool:
+        """Keeps a copy of the block; True if it is there now, also when it was there before."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Removes blocks; returns how many were there."""
+
+    @abstractmethod
+    def clear(self) -> int:
+        """Removes every block of this store's block size; returns how many were there."""
+
+    @abstractmethod
+    def verify(self) -> tuple[int, int]:
+        """Reads every block: (intact, corrupt). Corrupt ones are removed."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """What happened so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends its threads and connections; blocks that outlast the process stay. A second call does nothing."""
