@@ -26,11 +26,11 @@ BLOCK_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
         'one of "mean", "minmax", "box_mean", "hash"',
     ),
 }
-PREFETCH_OPTIONS = {
-    "prefetch_workers": 4,
-    "max_pending_prefetch": 64,
-    "prefetch_ahead": 2,
-    "prefetch_cache_size": 1000,
+PREFETCH_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
+    "prefetch_workers": ([1, 4, 64], [0, 65, "4", True], "integer, 1 to 64"),
+    "max_pending_prefetch": ([1, 64, 65536], [0, 65537, 6.4, None], "integer, 1 to 65536"),
+    "prefetch_ahead": ([0, 2, 64], [-1, 65, True], "integer, 0 to 64"),
+    "prefetch_cache_size": ([1, 1000], [0, "1GiB", None], "integer, at least 1"),
 }
 
 # key -> (values that are taken, values that are refused, part of the message after "expected")
@@ -73,14 +73,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
         [3, None, "0"],
         "list, each entry integer, at least 0",
     ),
-    **{
-        f"ucm.ucm_sparse_config.GSA.{name}": (
-            [default],
-            [default + 1, 0, True, None],
-            f"{default} (the prefetch engine is not in this version)",
-        )
-        for name, default in PREFETCH_OPTIONS.items()
-    },
+    **{f"ucm.ucm_sparse_config.GSA.{name}": values for name, values in PREFETCH_OPTIONS.items()},
     **{f"ucm.ucm_sparse_config.ESA.{name}": values for name, values in BLOCK_OPTIONS.items()},
     "ucm.ucm_sparse_config.KVStar.checkpoint_interval": ([1, 8], [0, 8.0, "8"], "integer, at least 1"),
     "ucm.ucm_sparse_config.KVStar.lock_duration": ([1, 16], [0, None, True], "integer, at least 1"),

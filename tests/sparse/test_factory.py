@@ -72,8 +72,8 @@ def test_unknown_options_are_refused() -> None:
     """covers: C4"""
     with pytest.raises(UcmConfigError, match=r"GSA\.sparse_rato: found an unknown key, expected GSA\.sparse_ratio"):
         UcmSparseFactory.create_sparse_method("GSA", SCHEDULER, {"sparse_rato": 0.5})
-    with pytest.raises(UcmConfigError, match="prefetch engine is not in this version"):
-        UcmSparseFactory.create_sparse_method("GSA", SCHEDULER, {"prefetch_workers": 8})
+    with pytest.raises(UcmConfigError, match=r"GSA\.prefetch_workers: found 0, expected integer, 1 to 64"):
+        UcmSparseFactory.create_sparse_method("GSA", SCHEDULER, {"prefetch_workers": 0})
     with pytest.raises(UcmConfigError, match="found 3, expected mapping with the keys sparse_ratio"):
         UcmSparseFactory.create_sparse_method("GSA", SCHEDULER, 3)  # type: ignore[arg-type]
 

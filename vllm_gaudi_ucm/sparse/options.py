@@ -8,10 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
-from vllm_gaudi_ucm.config_problems import NOTE, problems
-
-_NO_PREFETCH: dict[str, Any] = {NOTE: "the prefetch engine is not in this version"}
-_PREFETCH = "Of the prefetch engine, which is not in this version: no other value is taken."
+from vllm_gaudi_ucm.config_problems import problems
+from vllm_gaudi_ucm.prefetch.fields import MaxPendingPrefetch, PrefetchAhead, PrefetchCacheSize, PrefetchWorkers
 
 
 class MethodOptions(BaseModel):
@@ -77,7 +75,7 @@ class GsaOptions(BlockOptions):
     dense_layers: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = Field(
         default=(), strict=False, description="Indices of layers that attend to the whole context."
     )
-    prefetch_workers: Literal[4] = Field(default=4, description=_PREFETCH, json_schema_extra=_NO_PREFETCH)
-    max_pending_prefetch: Literal[64] = Field(default=64, description=_PREFETCH, json_schema_extra=_NO_PREFETCH)
-    prefetch_ahead: Literal[2] = Field(default=2, description=_PREFETCH, json_schema_extra=_NO_PREFETCH)
-    prefetch_cache_size: Literal[1000] = Field(default=1000, description=_PREFETCH, json_schema_extra=_NO_PREFETCH)
+    prefetch_workers: PrefetchWorkers = 4
+    max_pending_prefetch: MaxPendingPrefetch = 64
+    prefetch_ahead: PrefetchAhead = 2
+    prefetch_cache_size: PrefetchCacheSize = 1000

@@ -1,0 +1,180 @@
+"""GSA's prefetch engine: loads KV blocks beside the computation, and never makes anyone wait longer than they say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from vllm_gaudi_ucm.prefetch.dispatcher import Dispatcher
+from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
+from vllm_gaudi_ucm.prefetch.integrity import broken_law
+from vllm_gaudi_ucm.prefetch.lifetime import end_with
+from vllm_gaudi_ucm.prefetch.load_runner import Allocate, LoadRunner
+from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
+from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
+from vllm_gaudi_ucm.prefetch.stats import PrefetchStats
+from vllm_gaudi_ucm.prefetch.task import Deliver
+from vllm_gaudi_ucm.prefetch.threads import EngineThreads
+from vllm_gaudi_ucm.store.base import KvStore
+
+
+def host_memory(nbytes: int) -> memoryview:
+    """Pageable memory; for a device that copies from pinned memory the caller passes an allocator of its own."""
+    return memoryview(bytearray(nbytes))
+
+
+class PrefetchEngine:
+    """Blocks from a store into host memory and, where a `deliver` is given, on to the device. Source: seed 000, 3.
+
+    Priorities decide which block a free thread takes next, block by block: an urgent request overtakes a large one in
+    the middle. A block that several requests want is read once. Every method may be called from any thread; none
+    waits but `wait_for_completion`, `drain` and `stop`.
+
+    Args:
+        store: where blocks are; it stays the caller's to close, after `stop`.
+        block_bytes: size of a block, of all layers.
+        options: see PrefetchOptions.
+        clock: seconds; for deadlines, ageing and figures.
+        allocate: makes the host buffers, of `block_bytes` each.
+        enter_thread: called first in each thread of the engine.
+    """
+
+    def __init__(
+        self,
+        store: KvStore,
+        block_bytes: int,
+        options: PrefetchOptions,
+        clock: Callable[[], float] = time.monotonic,
+        allocate: Allocate = host_memory,
+        enter_thread: Callable[[], None] | None = None,
+    ) -> None:
+        if block_bytes < 1:
+            raise ValueError(f"block_bytes: found {block_bytes}, expected the bytes of a block")
+        self.options = options
+        self._block_bytes = block_bytes
+        self._dispatcher = Dispatcher(options, clock)
+        runner = LoadRunner(self._dispatcher, store, block_bytes, allocate)
+        self._threads = EngineThreads(self._dispatcher, runner, enter_thread)
+        end_with(self, self._threads)
+
+    def start(self) -> None:
+        """Starts the threads, also after a `stop`; nothing where they run."""
+        self._threads.start()
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Cancels every prefetch and ends the threads. False: one was still busy with a block after `timeout` seconds.
+
+        Safe to call twice. What is submitted afterwards is CANCELLED at once, until the next `start`.
+        """
+        return self._threads.stop(timeout)
+
+    def submit_prefetch(
+        self,
+        request_id: str,
+        block_keys: Sequence[bytes],
+        priority: PrefetchPriority = PrefetchPriority.NORMAL,
+        deliver: Deliver | None = None,
+        deadline: float | None = None,
+    ) -> PrefetchHandle:
+        """Has blocks loaded, the first key first; returns at once.
+
+        Args:
+            request_id: an earlier prefetch of the same id is cancelled and forgotten.
+            deliver: called with the index and the bytes of each block, in a thread of the engine; what it raises fails
+                that block. Without it blocks stay in the engine's host memory. Prefetches without it count towards
+                `max_pending_prefetch`.
+            deadline: seconds after which it is given up; the option `deadline` without it.
+        """
+        self._threads.replace_dead()
+        seconds = self.options.deadline if deadline is None else deadline
+        task = self._dispatcher.submit(request_id, block_keys, PrefetchPriority(priority), deliver, seconds)
+        return PrefetchHandle(task, self._dispatcher)
+
+    def wait_for_completion(self, request_id: str, timeout: float | None = None) -> PrefetchOutcome:
+        """The outcome, waited for up to `timeout` seconds (TIMEOUT then) and never beyond the request's deadline."""
+        self._threads.replace_dead()
+        with self._dispatcher.lock:
+            task = self._dispatcher.ledger.find(request_id)
+        return PrefetchOutcome.UNKNOWN if task is None else self._dispatcher.wait(task, timeout)
+
+    def outcome(self, request_id: str) -> PrefetchOutcome | None:
+        """None while it is pending."""
+        with self._dispatcher.lock:
+            task = self._dispatcher.ledger.find(request_id)
+        return PrefetchOutcome.UNKNOWN if task is None else self._dispatcher.outcome_of(task)
+
+    def get_prefetched_kv(self, request_id: str) -> list[memoryview] | None:
+        """The blocks of a request that is READY, in the order of its keys; None otherwise, and if one was evicted.
+
+        Their memory is the caller's to read until `forget`, or the next prefetch of the same id.
+        """
+        with self._dispatcher.lock:
+            task = self._dispatcher.ledger.find(request_id)
+            if task is None or task.outcome is not PrefetchOutcome.READY:
+                return None
+            cache = self._dispatcher.cache
+            if not task.held and all(key in cache for key in task.keys):
+                task.held = [slot for key in task.keys if (slot := cache.use(key)) is not None]
+            if len(task.held) != len(task.keys):
+                return None
+            return [slot.buffer for slot in task.held if slot.buffer is not None]
+
+    def reprioritise(self, request_id: str, priority: PrefetchPriority) -> bool:
+        """Moves what is not dispatched yet; False where the request is not pending."""
+        with self._dispatcher.lock:
+            task = self._dispatcher.ledger.find(request_id)
+            if task is None or not task.is_open:
+                return False
+            task.priority = PrefetchPriority(priority)
+            if task in self._dispatcher.queue:
+                self._dispatcher.queue.put(task)
+            return True
+
+    def cancel(self, request_id: str) -> bool:
+        """Gives up what has not arrived; True if it was pending. A `deliver` may still be running: see `drain`."""
+        with self._dispatcher.lock:
+            task = self._dispatcher.ledger.find(request_id)
+            return task is not None and self._dispatcher.settle(task, PrefetchOutcome.CANCELLED)
+
+    def drain(self, request_id: str, timeout: float) -> bool:
+        """Cancels, and waits until no `deliver` of this id runs: none will run afterwards. False after `timeout` s."""
+        self.cancel(request_id)
+        dispatcher = self._dispatcher
+        with dispatcher.lock:
+            return dispatcher.settled.wait_for(lambda: request_id not in dispatcher.ledger.delivering, timeout)
+
+    def forget(self, request_id: str) -> None:
+        """Cancels if pending, and drops everything about the id: its outcome is UNKNOWN, its memory reusable."""
+        with self._dispatcher.lock:
+            task = self._dispatcher.ledger.find(request_id)
+            if task is not None:
+                task.forgotten = True
+                self._dispatcher.settle(task, PrefetchOutcome.CANCELLED)
+                self._dispatcher.ledger.forget(request_id)
+
+    def stats(self) -> PrefetchStats:
+        """A copy of the totals, and what the engine holds now."""
+        threads = self._threads.alive()
+        with self._dispatcher.lock:
+            dispatcher = self._dispatcher
+            depths = dispatcher.depths()
+            return PrefetchStats(
+                **msgspec.structs.asdict(dispatcher.counters),
+                outcomes={outcome: dispatcher.ledger.outcomes[outcome] for outcome in PrefetchOutcome},
+                queue_depth={priority: depths[priority] for priority in PrefetchPriority},
+                pending=len(dispatcher.ledger),
+                threads=threads,
+                cache_blocks=dispatcher.cache.blocks,
+                cache_bytes=dispatcher.cache.allocated * self._block_bytes,
+                evictions=dispatcher.cache.evictions,
+            )
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError that names the conservation law that does not hold."""
+        with self._dispatcher.lock:
+            broken = broken_law(self._dispatcher)
+        if broken is not None:
+            raise RuntimeError(f"prefetch engine: {broken}")

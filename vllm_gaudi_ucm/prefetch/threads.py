@@ -1,0 +1,101 @@
+"""The engine's threads: started, ended, and replaced where one died."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.prefetch.dispatcher import Dispatcher
+from vllm_gaudi_ucm.prefetch.load_runner import LoadRunner
+from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
+
+logger = plugin_logger(__name__)
+
+
+class EngineThreads:
+    """Daemon threads that hold the dispatcher, not the engine: an engine that nobody holds any more can end them.
+
+    enter_thread: called first in each thread, such as to make the process's device current in it.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, runner: LoadRunner, enter_thread: Callable[[], None] | None = None
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._runner = runner
+        self._enter_thread = enter_thread
+        self._threads: list[threading.Thread] = []
+        self._change = threading.Lock()
+
+    def alive(self) -> int:
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def start(self) -> None:
+        """Nothing where they run already."""
+        with self._change:
+            if not self._dispatcher.is_running:
+                with self._dispatcher.lock:
+                    self._dispatcher.generation += 1
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                self._fill()
+
+    def replace_dead(self, ending: threading.Thread | None = None) -> None:
+        """Starts a thread for every one that has died since, and for the one that is `ending`."""
+        if all(thread.is_alive() and thread is not ending for thread in self._threads):
+            return
+        with self._change:
+            left = [thread for thread in self._threads if thread.is_alive() and thread is not ending]
+            dead, self._threads = len(self._threads) - len(left), left
+            if self._dispatcher.is_running:
+                with self._dispatcher.lock:
+                    self._dispatcher.counters.threads_replaced += dead
+                self._fill()
+
+    def stop(self, timeout: float) -> bool:
+        """Cancels what is pending and ends the threads; False where one is still busy after `timeout` seconds.
+
+        Such a thread ends after the block it is at, and is no part of the engine any more.
+        """
+        with self._change:
+            dispatcher, end = self._dispatcher, time.monotonic() + timeout
+            if dispatcher.is_running:
+                with dispatcher.lock:
+                    dispatcher.generation += 1
+                    for task in dispatcher.ledger.pending():
+                        dispatcher.settle(task, PrefetchOutcome.CANCELLED)
+                    dispatcher.work.notify_all()
+            for thread in self._threads:
+                thread.join(max(0.0, end - time.monotonic()))
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            with dispatcher.lock:
+                dispatcher.cache.clear()
+            return not self._threads
+
+    def _fill(self) -> None:
+        generation = self._dispatcher.generation
+        mine = sum(thread.name.endswith(f".{generation}") for thread in self._threads)
+        for number in range(mine, self._dispatcher.options.prefetch_workers):
+            name = f"ucm-prefetch-{number}.{generation}"
+            thread = threading.Thread(target=self._run, args=(generation,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _run(self, generation: int) -> None:
+        try:
+            self._enter()
+            while (load := self._dispatcher.next_load(generation)) is not None:
+                self._runner.run(load)
+        except BaseException as error:
+            # Blocks that it was at are lost already; the others must not wait until somebody asks.
+            logger.error("prefetch: a thread of the engine ended: %s: %s", type(error).__name__, error)
+            self.replace_dead(threading.current_thread())
+
+    def _enter(self) -> None:
+        if self._enter_thread is None:
+            return
+        try:
+            self._enter_thread()
+        except Exception as error:
+            logger.error("prefetch: a thread could not be set up for the device: %s", error)
