@@ -67,7 +67,6 @@ def _asked_by_parallel(config: ParallelConfig) -> Iterator[Asked]:
 def _asked_by_engine(config: VllmConfig) -> Iterator[Asked]:
     flags = {
         "LoRA": ("--enable-lora", config.lora_config is not None),
-        "KV connectors": ("--kv-transfer-config", config.kv_transfer_config is not None),
         "encoder-cache connectors": ("--ec-transfer-config", config.ec_transfer_config is not None),
         "watermarking": ("--watermark-config", config.watermark_config is not None),
         "diffusion models": ("--diffusion-config", config.diffusion_config is not None),

@@ -27,6 +27,7 @@ from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -94,6 +95,12 @@ class UcmWorker(WorkerBase):
         self._phase_log = PhaseLog(self._ucm.phase_log, header=self._describe(kv_cache_config.num_blocks))
         self._metrics = StepMetrics.of_engine(self.vllm_config.instance_id, self.parallel_config.data_parallel_index)
         self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics)
+
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], KVConnectorHandshakeMetadata] | None:
+        """What a connector of another engine needs to know of this worker, by (pipeline, tensor-parallel) rank."""
+        transfer = self.model_runner.transfer
+        metadata = None if transfer is None else transfer.connector.get_handshake_metadata()
+        return None if metadata is None else {(0, 0): metadata}
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -48,11 +47,6 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         "the speculative method ngram_gpu",
         "--speculative-config",
         {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-    ),
-    (
-        "KV connectors",
-        "--kv-transfer-config",
-        {"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")},
     ),
     ("dtype fp8", "--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}),
     ("prompt embeddings", "--enable-prompt-embeds", {"enable_prompt_embeds": True}),

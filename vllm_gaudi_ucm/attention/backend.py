@@ -84,7 +84,7 @@ class UnifiedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False
+        return True
 
 
 class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.model_executor.model_loader import get_model
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -23,6 +24,7 @@ from vllm_gaudi_ucm.runner.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.runner.execution import Execution, StepShape
 from vllm_gaudi_ucm.runner.graph_kind import GraphKind
 from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
+from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.nan_logits import NanCounter
 from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
@@ -98,6 +100,7 @@ class ModelRunner:
         self._drafts: DraftTokenIds | None = None
         self._draft_decoder: Decoder | None = None
         self.static: StaticShapes | None = None
+        self.transfer: KvTransfer | None = None
         given = config.graphs.memory_budget
         self._memory_budget = None if given is None else int(given * GIB)
         self.decoder: Decoder
@@ -130,8 +133,13 @@ class ModelRunner:
         self._metrics = metrics
         (group,) = kv_cache_config.kv_cache_groups
         self._block_size = group.kv_cache_spec.block_size
-        self.kv_caches = allocate_kv_cache(kv_cache_config, self._tensors_on, self.kind == "compile")
+        if self._vllm_config.kv_transfer_config is not None:
+            self.transfer = KvTransfer(self._vllm_config, kv_cache_config, in_layers=self.kind == "off")
+        with nullcontext() if self.transfer is None else self.transfer.allocation():
+            self.kv_caches = allocate_kv_cache(kv_cache_config, self._tensors_on, self.kind == "compile")
         bind_kv_caches(self._vllm_config, self.kv_caches)
+        if self.transfer is not None:
+            self.transfer.register(self.kv_caches)
         max_num_seqs = self._vllm_config.scheduler_config.max_num_seqs
         model_config = self._vllm_config.model_config
         self.requests = RequestTable(max_num_seqs, model_config.max_model_len, self._block_size)
@@ -182,9 +190,11 @@ class ModelRunner:
         return 0.0 if self.static is None else self.static.warm_up()
 
     def close(self) -> None:
-        """Ends a warm-up that is still going on."""
+        """Ends a warm-up that is still going on, and transfers of KV."""
         if self.static is not None:
             self.static.close()
+        if self.transfer is not None:
+            self.transfer.close()
 
     def measure_steps(self) -> int:
         """Bytes that steps take beside the KV cache, after the largest have really run."""
@@ -219,10 +229,13 @@ class ModelRunner:
         self.requests.update(scheduler_output)
         if self._sparse is not None:
             self._sparse.update(scheduler_output)
+        if self.transfer is not None:
+            self.transfer.begin(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
+            transferred = None if self.transfer is None else self.transfer.finish()
             if self.static is not None:
                 self.static.end_step()
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            return ModelRunnerOutput.with_kv_conn_output_only(transferred)
         drafts = StepDrafts.of(scheduler_output)
         self.requests.write_drafts(drafts.tokens)
         requests, batch = self.requests.scheduled(drafts.num_scheduled)
@@ -283,10 +296,20 @@ class ModelRunner:
         sampled_ids = self._sampling.req_ids
         sampled = self._verification.sample(step.logits, step.drafts, grammar)
         self._propose(step)
+        transferred = self._finish_transfer()
         self._record(step)
         if self.static is not None:
             self.static.end_step()
-        return self._output(step, sampled_ids, sampled)
+        output = self._output(step, sampled_ids, sampled)
+        output.kv_connector_output = transferred
+        return output
+
+    def _finish_transfer(self) -> KVConnectorOutput | None:
+        """After the drafts: they read and write blocks, too."""
+        if self.transfer is None:
+            return None
+        self.transfer.computed()
+        return self.transfer.finish()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts that the last step proposed for the next one, once."""

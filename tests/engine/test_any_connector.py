@@ -1,0 +1,43 @@
+"""vLLM's own KV connectors on our runner: at true shapes through its attention layers, at static shapes around graphs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from tests.engine.serving import Engine, assert_same
+from tests.engine.tiny_models import VOCAB
+
+RNG = random.Random(11)
+PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (5, 34, 70, 165, 48)]
+STATIC = {"graphs": {"mode": "eager", "max_graphs": 16, "warm_up": "full", "recipe_check": "fail"}}
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+SHAPES = pytest.mark.parametrize("ucm", [{}, STATIC], ids=["true shapes", "static"])
+
+
+def example(folder: Path) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(folder)},
+    )
+
+
+@SHAPES
+def test_a_connector_that_works_layer_by_layer(tiny_llama: Path, tmp_path: Path, ucm: dict[str, Any]) -> None:
+    """ExampleConnector saves each layer after its attention and loads before the step that needs it."""
+    with Engine(tiny_llama, ucm, **OPTIONS) as engine:
+        expected = engine.alone(PROMPTS, 12)
+    hits = []
+    for _ in range(2):
+        with Engine(tiny_llama, ucm, kv_transfer_config=example(tmp_path), **OPTIONS) as engine:
+            found = engine.alone(PROMPTS, 12)
+            assert_same(found, expected)
+            hits.append([answer.cached_tokens for answer in found])
+            engine.check_idle()
+    # whole blocks, and never the last token
+    assert hits == [[0] * len(PROMPTS), [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]]

@@ -1,0 +1,126 @@
+"""The worker's side of a KV connector of vLLM, any of them: what the runner tells it in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer import (
+    ensure_kv_transfer_initialized,
+    ensure_kv_transfer_shutdown,
+    get_kv_transfer_group,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.outputs import KVConnectorOutput
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True)
+class StepAttention(AttentionMetadata):
+    """Stands for a step's attention where a connector asks; the blocks of requests are in the connector's metadata."""
+
+
+class KvTransfer:
+    """A connector's life in one worker.
+
+    At true shapes vLLM's attention layers wait for each layer's blocks and save them themselves: they find the
+    connector in vLLM's process-wide place. A graph runs no Python, so at static shapes the connector is kept out of
+    that place; all layers are waited for before the graphs of a step, and saved after them.
+
+    Args:
+        vllm_config: the engine's, with a `kv_transfer_config`.
+        kv_cache_config: of the worker.
+        in_layers: whether the layers call the connector (true shapes).
+    """
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, in_layers: bool) -> None:
+        self._vllm_config = vllm_config
+        self._in_layers = in_layers
+        self._caches: dict[str, torch.Tensor] = {}
+        self._finished_requests: set[str] = set()
+        self.connector: KVConnectorBase_V1
+        if in_layers:
+            ensure_kv_transfer_initialized(vllm_config, kv_cache_config)
+            self.connector = get_kv_transfer_group()
+        else:
+            self.connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+
+    def allocation(self) -> AbstractContextManager[Any]:
+        """Entered while the KV cache is allocated: a connector may want it in memory of its own."""
+        return self.connector.get_mem_pool_context() or nullcontext()
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """caches: by layer [blocks, kv heads, block size, k | v]; they stay where they are until the end."""
+        self._caches = dict(caches)
+        self.connector.register_kv_caches(self._caches)
+        self.connector.set_host_xfer_buffer_ops(copy_kv_blocks)
+
+    def begin(self, scheduler_output: SchedulerOutput) -> None:
+        """Before a step, also one without tokens: loads that the step needs are there when this returns."""
+        metadata = scheduler_output.kv_connector_metadata
+        assert metadata is not None, "the scheduler has a connector, too"
+        # its blocks may be written in this very step
+        self.connector.handle_preemptions(metadata)
+        self.connector.bind_connector_metadata(metadata)
+        self._finished_requests = scheduler_output.finished_req_ids
+        has_tokens = bool(scheduler_output.total_num_scheduled_tokens)
+        with self._context(has_tokens):
+            # before the forward even where it may come later: its threads copy beside the computation
+            self.connector.start_load_kv(get_forward_context())
+            if has_tokens and not self._in_layers:
+                self._each_layer(lambda name, _: self.connector.wait_for_layer_load(name))
+
+    def computed(self) -> None:
+        """Once no kernel of the step that reads or writes the cache is still to be launched."""
+        self.connector.finish_forward()
+        if not self._in_layers:
+            metadata = StepAttention()
+            with self._context(has_tokens=True):
+                self._each_layer(lambda name, cache: self.connector.save_kv_layer(name, cache, metadata))
+
+    def finish(self) -> KVConnectorOutput:
+        """Ends the step; what the scheduler's side is to hear."""
+        connector = self.connector
+        connector.wait_for_save()
+        found = connector.get_transfer_results(self._finished_requests)
+        output = KVConnectorOutput(
+            finished_sending=found.finished_sending,
+            finished_recving=found.finished_recving,
+            failed_recving=found.failed_recving,
+            # after the results: blocks of a finished load are reported in the same step
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            kv_cache_events=connector.get_kv_connector_kv_cache_events(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        connector.clear_connector_metadata()
+        return output
+
+    def close(self) -> None:
+        """Ends its threads; a second call does nothing."""
+        if self._in_layers:
+            ensure_kv_transfer_shutdown()
+        elif self._caches:
+            self.connector.shutdown()
+        self._caches = {}
+
+    def _context(self, has_tokens: bool) -> AbstractContextManager[Any]:
+        """The forward context that connectors read; without tokens nothing is attended, which they ask for by None."""
+        metadata = dict.fromkeys(self._caches, StepAttention()) if has_tokens else None
+        return set_forward_context(metadata, self._vllm_config, slot_mapping={})
+
+    def _each_layer(self, act: Callable[[str, torch.Tensor], None]) -> None:
+        for name, cache in self._caches.items():
+            act(name, cache)
