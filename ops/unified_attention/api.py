@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.validation import same, validate, validate_selected
 
 # Modules are imported on first use: an implementation may need packages that this machine does not have.
-IMPLEMENTATIONS = ("reference", "cpu", "native")
+IMPLEMENTATIONS = ("reference", "cpu", "native", "hpu")
 _ON_CPU_ONLY = ("cpu", "native")
 
 
@@ -37,7 +37,8 @@ def prepare(parts: AttentionParts, block_size: int, *, implementation: str = "au
     """Derives once per step what depends on the parts alone; pass the result to `unified_attention` of every layer.
 
     Worth it on CPU, where `cpu` and `native` read the parts on the host to form their calls. The parts' tensors must
-    not change while the result is in use. For `reference` nothing is derived, so it may be called while capturing.
+    not change while the result is in use. For `reference` and `hpu` nothing is derived, so it may be called while
+    capturing.
     """
     name = choose_implementation(implementation, _device_type(parts))
     # loaded here in any case: an import in a layer would break a compiled graph
@@ -67,9 +68,9 @@ def unified_attention(
         strided views and of another float dtype than the query.
     parts: who sees what; `prepare(parts, block_size)` saves work when many layers use the same parts.
     out: [rows, heads, value_dim] in the query's dtype, or None to allocate; every element is written.
-    implementation: `reference`, `cpu`, `native`, or `auto`: for CPU tensors outside of torch.compile `native` where its
-        kernels could be built and else `cpu`; `reference` otherwise. With prepared parts it is the one they were
-        prepared for.
+    implementation: `reference`, `cpu`, `native`, `hpu` (which runs anywhere), or `auto`: for CPU tensors outside of
+        torch.compile `native` where its kernels could be built and else `cpu`; `hpu` for Gaudi's; `reference`
+        otherwise. With prepared parts it is the one they were prepared for.
     selected_blocks: int64 [selected], this layer's choice in place of `parts.selected.blocks`; only with that part.
 
     Returns out. A row that sees nothing is zeros; one that sees a NaN key or value is NaN; nothing else reaches a row.
@@ -98,6 +99,8 @@ def unified_attention(
 def choose_implementation(implementation: str, device_type: str) -> str:
     """The implementation that runs on this type of device, `auto` resolved; ValueError for one that cannot."""
     if implementation == "auto":
+        if device_type == "hpu":
+            return "hpu"
         # The others read the parts on the host, which torch.compile cannot trace.
         if device_type != "cpu" or torch.compiler.is_compiling():
             return "reference"

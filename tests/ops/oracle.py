@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.ops.batch import Batch
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 
-IMPLEMENTATIONS = ("reference", "cpu", "native")
+IMPLEMENTATIONS = ("reference", "cpu", "native", "hpu")
 
 
 def oracle(batch: Batch) -> np.ndarray:

@@ -1,0 +1,115 @@
+"""Unified Attention for Gaudi: batched matrix products and a softmax per tile, nothing read on the host.
+
+Every loop is bounded by shapes and by what is host-side in the parts already, so a bucket is one graph and no layer is
+cut. Tiles are sized for the card's SRAM, and results of causal rows go straight to `out`: no tensor of all rows in
+float32 passes through the card's memory. Runs on any device. What it computes is what the reference defines.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_blocks import selected, unique
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_causal import Rows, attend_causal, causal_tiles
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_shared import shared
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import product_dtype, scale_query
+from vllm_gaudi_ucm.ops.unified_attention.partial import NEG_INF, combine
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, Partial
+
+
+def plan(parts: AttentionParts, block_size: int) -> AttentionParts:
+    """Nothing is derived from the parts: their tensors are data of a captured graph."""
+    return parts
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    parts: AttentionParts,
+    scale: float,
+    out: Tensor,
+    selected_blocks: Tensor | None = None,
+) -> bool:
+    """Writes the attention of the step to `out` [rows, heads, value_dim]; True: it always can.
+
+    selected_blocks: int64 [selected], or None for those of the selected part.
+    """
+    scaled = scale_query(query, scale, product_dtype(query, key_cache))
+    cached = None
+    if parts.unique is not None:
+        cached = unique(scaled, key_cache, value_cache, parts.unique)
+    if parts.shared is not None:
+        cached = _add(cached, shared(scaled, key_cache, value_cache, parts.shared))
+    if parts.selected is not None:
+        blocks = parts.selected.blocks if selected_blocks is None else selected_blocks
+        cached = _add(cached, selected(scaled, key_cache, value_cache, parts.selected, blocks))
+    if parts.causal is None:
+        _write(out, Rows(0, 1, 0, 0, out.shape[0]), None, cached)
+        return True
+    _write_causal(scaled, key, value, parts.causal, cached, out)
+    return True
+
+
+def _write_causal(
+    query: Tensor, key: Tensor, value: Tensor, part: CausalPart, cached: Partial | None, out: Tensor
+) -> None:
+    """Tile by tile, each with what its rows see in the cache; rows outside of all slices see only that."""
+    rows, covered = out.shape[0], 0 if cached is None else cached.max.shape[0]
+    position = 0
+    for one in sorted(part.slices):
+        if one.query_lo > position:
+            _write(out, Rows(0, 1, 0, position, one.query_lo), None, cached)
+        position = one.query_hi
+    if position < rows:
+        _write(out, Rows(0, 1, 0, position, rows), None, cached)
+    # side by side only where a tile is covered wholly or not at all
+    apart = covered if covered < rows else 0
+    for tile in causal_tiles(part, query.shape[1], apart):
+        _write(out, tile.rows, attend_causal(query, key, value, part, tile), cached)
+
+
+def _write(out: Tensor, rows: Rows, causal: Partial | None, cached: Partial | None) -> None:
+    """Normalises what these rows see, in the tile and in the cache (first rows only), and writes it."""
+    place = rows.of(out)
+    known = None if cached is None else _cover(cached, rows)
+    if causal is None and known is None:
+        place.zero_()
+        return
+    both = known if causal is None else causal if known is None else combine(causal, known)
+    assert both is not None
+    # the largest score of a row has weight 1, so a sum of 0 means exactly: nothing seen
+    total = torch.where(both.sum == 0, 1.0, both.sum)
+    place.copy_(both.out / total[..., None])
+
+
+def _cover(cached: Partial, rows: Rows) -> Partial | None:
+    """The rows [count, rows, ...] of a partial that covers the first rows, empty where it ends; None beyond."""
+    covered = cached.max.shape[0]
+    if rows.first + rows.lo >= covered:
+        return None
+    missing = rows.end - covered
+    if missing > 0:
+        cached = Partial(*(_extend(whole, missing, fill) for whole, fill in zip(cached, (0, NEG_INF, 0), strict=True)))
+    return Partial(*(rows.of(whole) for whole in cached))
+
+
+def _extend(tensor: Tensor, count: int, fill: float) -> Tensor:
+    return torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), fill)])
+
+
+def _add(some: Partial | None, other: Partial | None) -> Partial | None:
+    """Partial over the keys of both, of as many rows as the longer one covers."""
+    if some is None or other is None:
+        return other if some is None else some
+    short, long = sorted((some, other), key=lambda partial: partial.max.shape[0])
+    covered = short.max.shape[0]
+    both = combine(Partial(*(whole[:covered] for whole in long)), short)
+    if covered == long.max.shape[0]:
+        return both
+    for whole, first in zip(long, both, strict=True):
+        whole[:covered] = first
+    return long

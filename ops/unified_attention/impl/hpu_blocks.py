@@ -1,0 +1,88 @@
+"""Cached blocks that rows of one request see: the unique part and the selected part, block by block, then by row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_sizes import block_tile, piece_blocks
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import attend_tile
+from vllm_gaudi_ucm.ops.unified_attention.partial import combine, nothing, reduce_to_rows
+from vllm_gaudi_ucm.ops.unified_attention.parts import Partial, SelectedPart, UniquePart
+
+
+def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart) -> Partial | None:
+    """Partial of the single rows [0, num_rows); None where there are none. `query` is scaled."""
+    count, heads = part.rows.shape[0], query.shape[1]
+    if count == 0 or part.num_rows == 0:
+        return None
+    found = None
+    together, tile = piece_blocks(heads, value_cache.shape[-1]), block_tile(key_cache, value_cache, heads)
+    for first in range(0, count, together):
+        last = min(first + together, count)
+        pieces = [
+            _unique_tile(query, key_cache, value_cache, part, slice(lo, min(lo + tile, last)))
+            for lo in range(first, last, tile)
+        ]
+        empty = nothing(query, part.num_rows, value_cache.shape[-1])
+        sums = reduce_to_rows(_join(pieces), part.rows[first:last], empty)
+        found = sums if found is None else combine(found, sums)
+    return found
+
+
+def _unique_tile(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart, span: slice) -> Partial:
+    """Partial [blocks of the span, heads, ...]."""
+    blocks = None if part.blocks is None else part.blocks[span]
+    key, value = (
+        cache[span] if blocks is None else cache.index_select(0, blocks) for cache in (key_cache, value_cache)
+    )
+    seen = in_range(part.lo[span], part.hi[span], key_cache.shape[1])
+    rows = query.index_select(0, part.rows[span])[:, None]
+    piece = attend_tile(rows, key, value, seen[:, None], seen)
+    return Partial(*(tensor.squeeze(1) for tensor in piece))
+
+
+def selected(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SelectedPart, blocks: Tensor
+) -> Partial | None:
+    """Partial of all rows over chosen blocks (int64 [selected]): each is read once for all rows of its span."""
+    num_spans, most, heads = part.first_rows.shape[0], part.max_rows, query.shape[1]
+    if 0 in (blocks.shape[0], num_spans, query.shape[0], most):
+        return None
+    step = torch.arange(most, device=query.device)
+    inside = step < part.num_rows[:, None]
+    rows = (part.first_rows[:, None] + step).clamp(max=query.shape[0] - 1)
+    places = torch.arange(num_spans * most, device=query.device).view(num_spans, most)
+    value_dim = value_cache.shape[-1]
+    of_spans = None
+    tile = min(block_tile(key_cache, value_cache, heads, most), piece_blocks(heads, value_dim, most))
+    for ids, spans, hi in zip(blocks.split(tile), part.spans.split(tile), part.hi.split(tile), strict=True):
+        seen = in_range(torch.zeros_like(hi), hi, key_cache.shape[1])
+        mine = inside.index_select(0, spans)
+        queries = query.index_select(0, rows.index_select(0, spans).flatten()).unflatten(0, (-1, most))
+        key, value = (cache.index_select(0, ids) for cache in (key_cache, value_cache))
+        piece = attend_tile(queries, key, value, seen[:, None] & mine[..., None], seen)
+        # a broken value is in the results of all rows of the tile, and these rows are somebody else's
+        piece = piece._replace(out=piece.out.masked_fill(~mine[..., None, None], 0))
+        flat = Partial(*(tensor.flatten(0, 1) for tensor in piece))
+        empty = nothing(query, num_spans * most, value_dim)
+        sums = reduce_to_rows(_widen(flat), places.index_select(0, spans).flatten(), empty)
+        of_spans = sums if of_spans is None else combine(of_spans, sums)
+    assert of_spans is not None, "there is at least one tile"
+    # a row beyond a span's own has seen nothing, so it may be added to any row
+    return reduce_to_rows(of_spans, rows.flatten(), nothing(query, query.shape[0], value_dim))
+
+
+def in_range(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
+    """bool [..., block_size]: which tokens of the block lie in [lo, hi)."""
+    token = torch.arange(block_size, device=lo.device)
+    return (token >= lo[..., None]) & (token < hi[..., None])
+
+
+def _join(pieces: list[Partial]) -> Partial:
+    joined = pieces[0] if len(pieces) == 1 else Partial(*(torch.cat(column) for column in zip(*pieces, strict=True)))
+    return _widen(joined)
+
+
+def _widen(piece: Partial) -> Partial:
+    return piece._replace(out=piece.out.float())
