@@ -1,4 +1,4 @@
-"""vLLM's own KV connectors on our runner: at true shapes through its attention layers, at static shapes around graphs."""
+"""vLLM's own KV connectors on our runner: through its attention layers at true shapes, around graphs at static ones."""
 
 from __future__ import annotations
 
