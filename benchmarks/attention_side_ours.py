@@ -1,0 +1,36 @@
+"""Ours in the CPU attention table: the step planned as the runner plans it, each implementation on the same parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.attention_case import BLOCK_SIZE, SCALE, Case, CaseData
+from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+from vllm_gaudi_ucm.runner.batch_plan import BatchInput, plan_batch
+from vllm_gaudi_ucm.runner.staging import Staging
+
+
+def calls(case: Case, data: CaseData) -> dict[str, Callable[[], Tensor]]:
+    """By implementation. A call poisons its output first."""
+    each = np.ones(case.requests, np.int32)
+    tables = data.block_tables.numpy()
+    plan = plan_batch(BatchInput(each * case.context, each * case.new, each * case.tokens, tables), BLOCK_SIZE)
+    staged = Staging(torch.device("cpu"), contiguous_pa=False).stage(plan, np.zeros(plan.num_rows, np.int64))
+    key, value = (cache.flatten(0, 1)[staged.slots] for cache in (data.keys, data.values))
+    names = ["reference", "cpu"] + ["native"] * (native() is not None)
+
+    def call(name: str) -> Callable[[], Tensor]:
+        parts, out = prepare(staged.parts, BLOCK_SIZE, implementation=name), torch.empty_like(data.query)
+
+        def run() -> Tensor:
+            out.fill_(float("nan"))
+            return unified_attention(data.query, key, value, data.keys, data.values, parts, SCALE, out)
+
+        return run
+
+    return {name: call(name) for name in names}
