@@ -1,4 +1,4 @@
-"""The CPU attention table: its cases say what they say, ours and SDPA compute them, and the limit counts each byte once."""
+"""The CPU attention table: its cases are what they say, every contender computes them, a byte counts once."""
 
 from __future__ import annotations
 
