@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
+from vllm_gaudi_ucm.ops.triton_support import why_not_triton
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.validation import same, validate, validate_selected
 
 # Modules are imported on first use: an implementation may need packages that this machine does not have.
-IMPLEMENTATIONS = ("reference", "cpu", "native", "hpu")
+IMPLEMENTATIONS = ("reference", "cpu", "native", "hpu", "cuda")
 _ON_CPU_ONLY = ("cpu", "native")
+# These read nothing on the host, so they may run while a graph is captured.
+STATIC_IMPLEMENTATIONS = ("reference", "hpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ def unified_attention(
     Returns out. A row that sees nothing is zeros; one that sees a NaN key or value is NaN; nothing else reaches a row.
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
     """
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         _validate_once(query, key, value, key_cache, value_cache, parts, out, selected_blocks)
     if isinstance(parts, AttentionParts):
         implementation = choose_implementation(implementation, query.device.type)
@@ -86,7 +90,8 @@ def unified_attention(
         out = query.new_empty((query.shape[0], query.shape[1], value.shape[-1]))
     if isinstance(parts, PreparedParts):
         same("key_cache", "block size", key_cache.shape[1], parts.block_size)
-        if parts.implementation != "reference":
+        # torch.compile does not trace what launches the CUDA kernels
+        if parts.implementation != "reference" and not (parts.implementation == "cuda" and compiling):
             fast = _load(parts.implementation).attend
             choice = _choice(parts.parts, selected_blocks)
             # An implementation answers False when only the reference is exact for these tensors.
@@ -99,12 +104,7 @@ def unified_attention(
 def choose_implementation(implementation: str, device_type: str) -> str:
     """The implementation that runs on this type of device, `auto` resolved; ValueError for one that cannot."""
     if implementation == "auto":
-        if device_type == "hpu":
-            return "hpu"
-        # The others read the parts on the host, which torch.compile cannot trace.
-        if device_type != "cpu" or torch.compiler.is_compiling():
-            return "reference"
-        return "native" if native() is not None else "cpu"
+        return _fastest(device_type)
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(("auto", *IMPLEMENTATIONS))
         raise ValueError(f"unified_attention: implementation {implementation!r} is unknown, choose one of {known}")
@@ -118,7 +118,41 @@ def choose_implementation(implementation: str, device_type: str) -> str:
             f"unified_attention: implementation 'native' cannot be used here ({why_not_native()}), "
             "choose 'auto' or 'cpu'"
         )
+    if implementation == "cuda" and (reason := why_not_triton(device_type)) is not None:
+        raise ValueError(
+            f"unified_attention: implementation 'cuda' cannot be used here ({reason}), choose 'auto' or 'reference'"
+        )
     return implementation
+
+
+def _fastest(device_type: str) -> str:
+    if device_type == "hpu":
+        return "hpu"
+    # The others read the parts on the host or launch kernels of their own, which torch.compile cannot trace.
+    if torch.compiler.is_compiling():
+        return "reference"
+    if device_type == "cpu":
+        return "native" if native() is not None else "cpu"
+    return _fastest_static(device_type)
+
+
+def _fastest_static(device_type: str) -> str:
+    if device_type == "cuda":
+        return "cuda" if why_not_triton(device_type) is None else "reference"
+    return "hpu" if device_type == "hpu" else "reference"
+
+
+def choose_static_implementation(implementation: str, device_type: str) -> str:
+    """As `choose_implementation`, for a step that is captured as a graph or compiled with its shapes."""
+    if implementation == "auto":
+        return _fastest_static(device_type)
+    if implementation in IMPLEMENTATIONS and implementation not in STATIC_IMPLEMENTATIONS:
+        known = ", ".join(("auto", *STATIC_IMPLEMENTATIONS))
+        raise ValueError(
+            f"unified_attention: implementation {implementation!r} reads the parts on the host, which a graph excludes; "
+            f"choose one of {known}"
+        )
+    return choose_implementation(implementation, device_type)
 
 
 _loaded: dict[str, ModuleType] = {}

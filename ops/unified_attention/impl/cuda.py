@@ -1,0 +1,91 @@
+"""Unified Attention on CUDA in Triton: every kernel has a grid that shapes decide and reads the real counts on the device.
+
+The parts that read the cache split their work evenly among programs, whatever rows it belongs to; a last kernel adds up
+what they have found of a row, of all parts. A step with a causal part alone is one kernel. Nothing is read on the host,
+so `plan` and `attend` may be captured in a CUDA graph. Splitting evenly over (row, block) pairs: "stream-K" (Osama et
+al. 2023); reducing in a second launch: Flash-Decoding (Dao et al. 2023).
+
+A row that sees a NaN is NaN, or not finite where the token's value is infinite.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, why_not
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_launch import (
+    Found,
+    causal,
+    merge,
+    selected,
+    shared,
+    shared_tiles,
+    unique,
+)
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Plan, make_plan
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+
+logger = logging.getLogger(__name__)
+_told: set[str] = set()
+
+# Columns listed per tile of rows, int32 twice: beyond this the lists are larger than what they save.
+MOST_LISTED = 1 << 27
+
+
+def plan(parts: AttentionParts, block_size: int) -> Plan:
+    """Sorts the step's entries on the device."""
+    return make_plan(parts, block_size)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: Plan,
+    scale: float,
+    out: Tensor,
+    selected_blocks: Tensor | None = None,
+) -> bool:
+    """Writes the attention of one layer to `out`; False if the kernels do not cover it, which is logged once.
+
+    selected_blocks: int64 [selected], the layer's blocks of the selected part in place of the plan's.
+    """
+    layer = Layer(query, key, value, key_cache, value_cache, out, scale * math.log2(math.e))
+    if not layer.rows:
+        return True
+    reason = why_not(layer) or _too_large(layer, plan)
+    if reason is not None:
+        _tell(reason)
+        return False
+    found: list[Found] = []
+    if plan.unique is not None and plan.parts.unique is not None and plan.parts.unique.num_rows:
+        found.append(unique(layer, plan))
+    if plan.parts.shared is not None and plan.parts.shared.blocks.numel():
+        found.append(shared(layer, plan))
+    if plan.selected is not None:
+        found.append(selected(layer, plan, selected_blocks))
+    if plan.starts is not None:
+        causal(layer, plan, found)
+    if found:
+        merge(layer, plan, found)
+    elif plan.starts is None:
+        out.zero_()
+    return True
+
+
+def _too_large(layer: Layer, plan: Plan) -> str | None:
+    part = plan.parts.shared
+    listed = 0 if part is None else shared_tiles(layer) * part.blocks.shape[0]
+    return f"{listed} pairs of a tile of rows and a shared block" if listed > MOST_LISTED else None
+
+
+def _tell(reason: str) -> None:
+    if reason not in _told and not torch.cuda.is_current_stream_capturing():
+        _told.add(reason)
+        logger.warning("unified_attention: the CUDA kernels do not cover %s; the reference computes it, slower", reason)

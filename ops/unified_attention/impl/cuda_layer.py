@@ -1,0 +1,107 @@
+"""One layer's tensors as the CUDA kernels take them: sizes, strides, tile sizes; None for what they do not cover."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST_HEAD = 256
+LARGEST_GROUP = 64  # query heads per kv head
+# Keys and values of one pipeline stage: three stages of this and the accumulators leave room for two programs on an SM.
+STAGE_BYTES = 32 * 1024
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Tensors as in `unified_attention`; scale: times log2(e)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    out: Tensor
+    scale: float
+
+    @property
+    def rows(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key_cache.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_cache.shape[3]
+
+    @property
+    def wide(self) -> bool:
+        """Arithmetic is fp32: where the inputs are, or where query and cache differ."""
+        return self.query.dtype == torch.float32 or self.query.dtype != self.key_cache.dtype
+
+    def sizes(self) -> dict[str, Any]:
+        """Compile-time arguments that all kernels over keys take."""
+        import triton.language as tl
+
+        types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        return {
+            "HEADS": self.heads,
+            "GROUP": self.group,
+            "DIM": self.query.shape[2],
+            "VALUE_DIM": self.value_dim,
+            "BLOCK_D": power_of_two(self.query.shape[2]),
+            "BLOCK_V": power_of_two(self.value_dim),
+            "COMPUTE": tl.float32 if self.wide else types[self.query.dtype],
+            "PRECISION": "ieee",
+        }
+
+    def cache_strides(self) -> tuple[int, ...]:
+        return (*self.key_cache.stride()[:3], *self.value_cache.stride()[:3])
+
+    def tokens_per_tile(self, most: int = 128) -> int:
+        """Keys of one step of a kernel over the cache."""
+        token = (power_of_two(self.query.shape[2]) + power_of_two(self.value_dim)) * (4 if self.wide else 2)
+        return max(16, min(most, STAGE_BYTES // token))
+
+
+def why_not(layer: Layer) -> str | None:
+    """What the kernels do not cover of this layer; None if they do."""
+    dim = max(layer.query.shape[2], layer.value_dim)
+    tensors = (layer.query, layer.key, layer.value, layer.key_cache, layer.value_cache, layer.out)
+    if dim > LARGEST_HEAD:
+        return f"heads of {dim}, expected at most {LARGEST_HEAD}"
+    if layer.group > LARGEST_GROUP:
+        return f"{layer.group} query heads per kv head, expected at most {LARGEST_GROUP}"
+    if any(tensor.stride(-1) != 1 for tensor in tensors):
+        return "heads that are strided in memory"
+    if layer.scale <= 0 or not math.isfinite(layer.scale):
+        return f"scale {layer.scale / math.log2(math.e)}, expected a positive number"
+    return None
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is not below `size`, at least 16: what a matrix product takes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; on a CPU, where kernels are interpreted, a few that make work be split."""
+    if device.type != "cuda":
+        return 5
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

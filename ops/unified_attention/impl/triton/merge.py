@@ -1,0 +1,152 @@
+"""The merge: adds what programs have found for a row, of every part, and divides once."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_list(
+    acc,
+    top,
+    total,
+    place,
+    found_acc,
+    found_top,
+    found_total,
+    offsets,
+    num_lists,
+    programs,
+    row,
+    head,
+    real,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Adds the pieces of a row's list to the sums of some heads: acc [heads, value_dim], top and total [heads]."""
+    at = tl.load(place + row)
+    if at >= 0:
+        index, lane = at // ROWS, at % ROWS
+        begin, end = tl.load(offsets + index).to(tl.int64), tl.load(offsets + index + 1).to(tl.int64)
+        entries = tl.load(offsets + num_lists).to(tl.int64)
+        if end > begin:
+            # the programs that hold the first and the last entry
+            first, last = ((begin + 1) * programs - 1) // entries, (end * programs - 1) // entries
+            e = tl.arange(0, BLOCK_V)
+            for group in range(first, last + 1, PIECES):
+                program = group + tl.arange(0, PIECES)
+                there = (program <= last)[:, None] & real[None, :]
+                slot = ((program[:, None] + index) * ROWS + lane) * HEADS + head[None, :]
+                tops = tl.load(found_top + slot, mask=there, other=float("-inf"))
+                totals = tl.load(found_total + slot, mask=there, other=0.0)
+                accs = tl.load(
+                    found_acc + slot[:, :, None] * VALUE_DIM + e[None, None, :],
+                    mask=there[:, :, None] & (e < VALUE_DIM)[None, None, :],
+                    other=0.0,
+                )
+                new_top = tl.maximum(top, tl.max(tops, 0))
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+                shrink, weights = tl.exp2(top - base), tl.exp2(tops - base[None, :])
+                total = total * shrink + tl.sum(totals * weights, 0)
+                acc = acc * shrink[:, None] + tl.sum(accs * weights[:, :, None], 0)
+                top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def merge_parts(
+    out,
+    starts,
+    causal_acc,
+    causal_top,
+    causal_total,
+    u_place,
+    u_acc,
+    u_top,
+    u_total,
+    u_offsets,
+    u_lists,
+    u_programs,
+    s_place,
+    s_acc,
+    s_top,
+    s_total,
+    s_offsets,
+    s_lists,
+    s_programs,
+    c_place,
+    c_acc,
+    c_top,
+    c_total,
+    c_offsets,
+    c_lists,
+    c_programs,
+    o_row,
+    o_head,
+    HEADS: tl.constexpr,
+    S_ROWS: tl.constexpr,
+    C_ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    UNIQUE: tl.constexpr,
+    SHARED: tl.constexpr,
+    SELECTED: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """One row and BLOCK_H heads per program. u, s, c: what the unique, shared and selected lists have found.
+
+    place: int32 [rows] list * ROWS + lane of the row, or -1. Rows whose causal part is all they have are finished.
+    """
+    row = tl.program_id(0)
+    at = -1
+    if UNIQUE:
+        at = tl.maximum(at, tl.load(u_place + row))
+    if SHARED:
+        at = tl.maximum(at, tl.load(s_place + row))
+    if SELECTED:
+        at = tl.maximum(at, tl.load(c_place + row))
+    active = False
+    if CAUSAL:
+        active = tl.load(starts + row) <= row
+    if (at >= 0) | (active == 0):
+        head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        real = head < HEADS
+        e = tl.arange(0, BLOCK_V)
+        acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+        top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_H], tl.float32)
+        if CAUSAL:
+            if active:
+                slot = row.to(tl.int64) * HEADS + head
+                top = tl.load(causal_top + slot, mask=real, other=float("-inf"))
+                total = tl.load(causal_total + slot, mask=real, other=0.0)
+                acc = tl.load(
+                    causal_acc + slot[:, None] * VALUE_DIM + e[None, :],
+                    mask=real[:, None] & (e < VALUE_DIM)[None, :],
+                    other=0.0,
+                )
+        if UNIQUE:
+            acc, top, total = _add_list(
+                acc, top, total, u_place, u_acc, u_top, u_total, u_offsets, u_lists, u_programs, row, head, real,
+                HEADS, 1, VALUE_DIM, BLOCK_V, PIECES,
+            )  # fmt: skip
+        if SHARED:
+            acc, top, total = _add_list(
+                acc, top, total, s_place, s_acc, s_top, s_total, s_offsets, s_lists, s_programs, row, head, real,
+                HEADS, S_ROWS, VALUE_DIM, BLOCK_V, PIECES,
+            )  # fmt: skip
+        if SELECTED:
+            acc, top, total = _add_list(
+                acc, top, total, c_place, c_acc, c_top, c_total, c_offsets, c_lists, c_programs, row, head, real,
+                HEADS, C_ROWS, VALUE_DIM, BLOCK_V, PIECES,
+            )  # fmt: skip
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(
+            out + row.to(tl.int64) * o_row + head[:, None] * o_head + e[None, :],
+            result.to(out.dtype.element_ty),
+            mask=real[:, None] & (e < VALUE_DIM)[None, :],
+        )

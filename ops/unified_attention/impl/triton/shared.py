@@ -1,0 +1,154 @@
+"""The shared part: each cached block is read once for a whole tile of rows, and only by tiles that use it."""
+
+import triton
+import triton.language as tl
+
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import (
+    list_of,
+    share_of,
+    softmax_step,
+    without_garbage,
+)
+
+
+@triton.jit
+def attend_shared(
+    query,
+    key_cache,
+    value_cache,
+    order,
+    row_spans,
+    lo,
+    hi,
+    columns,
+    column_blocks,
+    whole_counts,
+    offsets,
+    acc_out,
+    top_out,
+    total_out,
+    scale,
+    num_tiles,
+    num_columns,
+    lo_span,
+    lo_column,
+    hi_span,
+    hi_column,
+    q_row,
+    q_head,
+    k_block,
+    k_token,
+    k_head,
+    v_block,
+    v_token,
+    v_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LISTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (kv heads, programs): each program takes an even share of the (tile, block) pairs in use.
+
+    order, columns, column_blocks, whole_counts: see `list_columns`; offsets: int32 [tiles + 1] of their counts.
+    acc_out: fp32 [programs + tiles, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: what program p
+        finds of tile t is at p + t.
+    """
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
+    pairs = tl.load(offsets + num_tiles)
+    position = share_of(program, tl.num_programs(1), pairs)
+    end = share_of(program + 1, tl.num_programs(1), pairs)
+    m = tl.arange(0, BLOCK_M)
+    lane, head = m // GROUP, kv_head * GROUP + m % GROUP
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    keys = key_cache + kv_head.to(tl.int64) * k_head
+    values = value_cache + kv_head.to(tl.int64) * v_head
+    tile = position
+    if position < end:
+        tile = list_of(offsets, num_tiles, position, LISTS)
+    while position < end:
+        begins = tl.load(offsets + tile)
+        stop = tl.minimum(end, tl.load(offsets + tile + 1))
+        if stop > position:
+            row = tl.load(order + tile * ROWS + lane, mask=lane < ROWS, other=-1)
+            real = row >= 0
+            row64 = row.to(tl.int64)
+            q = tl.load(
+                query + row64[:, None] * q_row + head[:, None] * q_head + d[None, :],
+                mask=real[:, None] & (d < DIM)[None, :],
+                other=0.0,
+            ).to(COMPUTE)
+            acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            tainted = tl.zeros([BLOCK_M], tl.int32)
+            lists = tile.to(tl.int64) * num_columns
+            whole = tl.minimum(begins + tl.load(whole_counts + tile), stop)
+            from_list = (position - begins) * BLOCK_SIZE
+            whole_end = (whole - begins) * BLOCK_SIZE
+            for first in tl.range(from_list, whole_end, BLOCK_N, num_stages=STAGES):
+                if BLOCK_SIZE % BLOCK_N == 0:
+                    token = first % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+                    block = tl.load(column_blocks + lists + first // BLOCK_SIZE).to(tl.int64)
+                    inside = token >= 0
+                else:
+                    n = first + tl.arange(0, BLOCK_N)
+                    inside = n < whole_end
+                    token = n % BLOCK_SIZE
+                    block = tl.load(column_blocks + lists + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+                k_place = block * k_block + token * k_token
+                v_place = block * v_block + token * v_token
+                k = tl.load(
+                    keys + k_place[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0
+                ).to(COMPUTE)
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                if BLOCK_SIZE % BLOCK_N != 0:
+                    scores = tl.where(inside[None, :], scores, float("-inf"))
+                v = tl.load(
+                    values + v_place[:, None] + e[None, :], mask=inside[:, None] & (e < VALUE_DIM)[None, :], other=0.0
+                ).to(COMPUTE)
+                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION)
+            span = tl.load(row_spans + row, mask=real, other=0).to(tl.int64)
+            from_part = tl.maximum(from_list, whole_end)
+            part_end = (stop - begins) * BLOCK_SIZE
+            for first in tl.range(from_part, part_end, BLOCK_N, num_stages=1):
+                n = first + tl.arange(0, BLOCK_N)
+                inside = n < part_end
+                token = n % BLOCK_SIZE
+                column = tl.load(columns + lists + n // BLOCK_SIZE, mask=inside, other=0)
+                block = tl.load(column_blocks + lists + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+                mask = real[:, None] & inside[None, :]
+                lows = tl.load(lo + span[:, None] * lo_span + column[None, :] * lo_column, mask=mask, other=0)
+                highs = tl.load(hi + span[:, None] * hi_span + column[None, :] * hi_column, mask=mask, other=0)
+                visible = mask & (token[None, :] >= lows) & (token[None, :] < highs)
+                k_place = block * k_block + token * k_token
+                v_place = block * v_block + token * v_token
+                k = tl.load(
+                    keys + k_place[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0
+                ).to(COMPUTE)
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                scores = tl.where(visible, scores, float("-inf"))
+                v = tl.load(
+                    values + v_place[:, None] + e[None, :], mask=inside[:, None] & (e < VALUE_DIM)[None, :], other=0.0
+                )
+                v, tainted = without_garbage(v, visible, tainted)
+                acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+            acc = tl.where(tainted[:, None] > 0, float("nan"), acc)
+            place = ((program + tile).to(tl.int64) * ROWS + lane) * HEADS + head
+            tl.store(top_out + place, top, mask=real)
+            tl.store(total_out + place, total, mask=real)
+            tl.store(
+                acc_out + place[:, None] * VALUE_DIM + e[None, :], acc, mask=real[:, None] & (e < VALUE_DIM)[None, :]
+            )
+            position = stop
+        tile += 1

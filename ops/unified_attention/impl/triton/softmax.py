@@ -1,0 +1,51 @@
+"""What all kernels share: one step of the online softmax, and values that not every row of a tile may see.
+
+Scores are kept in units of log2 inside the kernels (exp2 is one instruction), so tops are base-2 logarithms; nothing
+outside of these kernels reads them.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def softmax_step(acc, top, total, scores, scale, value, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds a tile of keys to (acc, top, total): [rows, value_dim], [rows], [rows], all fp32.
+
+    scores: fp32 [rows, keys], before scaling, -inf where a row does not see a key. scale: positive, times log2(e).
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    # a row that has seen nothing yet: -inf - -inf would be NaN
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores * scale - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(COMPUTE), value, acc, input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit
+def without_garbage(value, visible, tainted):
+    """The values with 0 for what is not finite, and tainted [rows] set to 1 for rows that see such a token.
+
+    Weight 0 times NaN is NaN: a token that only some rows of a tile see must not reach the others.
+    """
+    finite = tl.abs(value.to(tl.float32)) < float("inf")
+    broken = tl.max(tl.where(finite, 0, 1), 1)
+    sees = tl.max(tl.where(visible, broken[None, :], 0), 1)
+    return tl.where(finite, value, 0.0).to(value.dtype), tl.maximum(tainted, sees)
+
+
+@triton.jit
+def list_of(offsets, num_lists, position, LISTS: tl.constexpr):
+    """The list that holds entry `position`; offsets: [num_lists + 1] where each list begins, and the end."""
+    index = tl.arange(0, LISTS)
+    ends = tl.load(offsets + 1 + index, mask=index < num_lists, other=2147483647)
+    return tl.sum(tl.where(ends <= position, 1, 0), 0)
+
+
+@triton.jit
+def share_of(program, programs, total):
+    """First entry of a program's even share of `total` entries; its share ends where the next one's begins."""
+    return (program.to(tl.int64) * total // programs).to(tl.int32)
