@@ -58,20 +58,22 @@ class EngineThreads:
 
         Such a thread ends after the block it is at, and is no part of the engine any more.
         """
+        dispatcher, end = self._dispatcher, time.monotonic() + timeout
         with self._change:
-            dispatcher, end = self._dispatcher, time.monotonic() + timeout
+            threads = self._threads
             if dispatcher.is_running:
                 with dispatcher.lock:
                     dispatcher.generation += 1
                     for task in dispatcher.ledger.pending():
                         dispatcher.settle(task, PrefetchOutcome.CANCELLED)
                     dispatcher.work.notify_all()
-            for thread in self._threads:
-                thread.join(max(0.0, end - time.monotonic()))
+        # A thread that is dying waits for the lock above.
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        with self._change, dispatcher.lock:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-            with dispatcher.lock:
-                dispatcher.cache.clear()
-            return not self._threads
+            dispatcher.cache.clear()
+        return not any(thread.is_alive() for thread in threads)
 
     def _fill(self) -> None:
         generation = self._dispatcher.generation
