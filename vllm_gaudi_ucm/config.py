@@ -11,6 +11,8 @@ from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, unknown_key
 from vllm_gaudi_ucm.config_file import read_config_file
 from vllm_gaudi_ucm.config_problems import expected, problems, section
 from vllm_gaudi_ucm.sparse.config import SparseConfig, resolve_sparse_config, resolve_sparse_method
+from vllm_gaudi_ucm.sparse.residency.method_check import check_memory_mode
+from vllm_gaudi_ucm.sparse.residency.options import MemoryModeOptions
 
 ROOT = "ucm"
 
@@ -23,10 +25,11 @@ class _Section(BaseModel):
 class AttentionConfig(_Section):
     """How Unified Attention computes its three parts."""
 
-    implementation: Literal["auto", "reference", "cpu", "native"] = Field(
+    implementation: Literal["auto", "reference", "cpu", "native", "hpu"] = Field(
         default="auto",
         description="Kernels to use. `auto` takes the fastest for the device; `reference` defines the semantics and "
-        "runs everywhere, slower; `cpu` is torch on a CPU, `native` C++ there, built with the machine's compiler.",
+        "runs everywhere, slower; `cpu` is torch on a CPU, `native` C++ there, built with the machine's compiler; `hpu` "
+        "is laid out for Gaudi and runs everywhere.",
     )
     contiguous_pa: Literal["auto"] | bool = Field(
         default="auto",
@@ -125,6 +128,9 @@ class UcmConfig(_Section):
         description="Sparse method: `GSA`, `ESA`, `KVStar`, or a registered one. Without it every request is dense.",
     )
     ucm_sparse_config: SparseConfig = Field(default=SparseConfig(), description="Options of the sparse methods.")
+    memory_mode: MemoryModeOptions = Field(
+        default=MemoryModeOptions(), description="Blocks that leave the device while their request decodes."
+    )
 
     @field_validator("ucm_sparse_method", mode="after")
     @classmethod
@@ -140,6 +146,8 @@ class UcmConfig(_Section):
     def _sections_go_together(self) -> Self:
         if self.ucm_sparse_method is not None:
             self.ucm_sparse_config.options(self.ucm_sparse_method, f"{ROOT}.ucm_sparse_config")
+        if self.memory_mode.enabled:
+            check_memory_mode(self.memory_mode, self.ucm_sparse_method, self.ucm_sparse_config, f"{ROOT}.memory_mode")
         return self
 
     def to_dict(self) -> dict[str, Any]:

@@ -149,8 +149,8 @@ def choose_static_implementation(implementation: str, device_type: str) -> str:
     if implementation in IMPLEMENTATIONS and implementation not in STATIC_IMPLEMENTATIONS:
         known = ", ".join(("auto", *STATIC_IMPLEMENTATIONS))
         raise ValueError(
-            f"unified_attention: implementation {implementation!r} reads the parts on the host, which a graph excludes; "
-            f"choose one of {known}"
+            f"unified_attention: implementation {implementation!r} reads the parts on the host, "
+            f"which a graph excludes; choose one of {known}"
         )
     return choose_implementation(implementation, device_type)
 

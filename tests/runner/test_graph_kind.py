@@ -81,7 +81,8 @@ def test_kernels_that_read_shapes_on_the_host_exclude_static_shapes(mode: str) -
     """covers: A18. Refused by name, not silently replaced."""
     with pytest.raises(ValueError, match=rf"ucm\.attention\.implementation: 'cpu' .* ucm\.graphs\.mode '{mode}'"):
         graph_kind(config(mode, "cpu"), "cpu", True, False)
-    assert graph_kind(config(mode, "reference"), "cpu", True, False) == mode
+    for static in ("reference", "hpu"):
+        assert graph_kind(config(mode, static), "cpu", True, False) == mode
     assert graph_kind(config("off", "cpu"), "cpu", True, False) == "off"
 
 

@@ -23,6 +23,9 @@ def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) 
     Raises:
         ValueError: the device has no such graphs, or an option contradicts static shapes.
     """
+    # late: it imports torch
+    from vllm_gaudi_ucm.ops.unified_attention.api import STATIC_IMPLEMENTATIONS
+
     mode = config.graphs.mode
     if mode == "auto":
         kind = _automatic(device, lazy, enforce_eager)
@@ -30,7 +33,7 @@ def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) 
         kind = _captured(device, lazy)
     else:
         kind = mode
-    if kind != "off" and config.attention.implementation not in ("auto", "reference"):
+    if kind != "off" and config.attention.implementation not in ("auto", *STATIC_IMPLEMENTATIONS):
         raise ValueError(
             f"ucm.attention.implementation: {config.attention.implementation!r} reads a step's shape on the host, "
             f"which ucm.graphs.mode {mode!r} excludes; set the implementation to 'auto', or the mode to 'off'"

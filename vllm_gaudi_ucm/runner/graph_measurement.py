@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.warm_up.memory_fit import check_budget
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.memory.kv_cache import dummy_kv_cache
+from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
 from vllm_gaudi_ucm.runner.attention_layers import bind_kv_caches, kv_cache_specs
 from vllm_gaudi_ucm.runner.bucket_choice import cost_model, server_limits
 from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
@@ -104,6 +105,7 @@ def _measure(
             make_runner,
             lambda label: nullcontext(),
             sparse=sparse if model is decoder else None,
+            implementation=choose_static_implementation(config.attention.implementation, tensors_on.type),
         )
         for model in filter(None, (decoder, draft_model))
     ]

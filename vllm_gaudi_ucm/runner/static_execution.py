@@ -47,6 +47,7 @@ class StaticExecution:
         stage: entered around everything that runs on the device.
         pin_memory: see StaticInputs.
         sparse: a sparse method, where one is on.
+        implementation: of attention, one that may run while a graph is captured.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class StaticExecution:
         stage: Stage,
         pin_memory: bool = False,
         sparse: SparseWorker | None = None,
+        implementation: str = "reference",
     ) -> None:
         self.ready = ready
         self._sparse = sparse
+        self._implementation = implementation
         self._decoder = decoder
         self._stage = stage
         choices = None if sparse is None else sparse.limits
@@ -144,7 +147,7 @@ class StaticExecution:
             inputs.slots,
             inputs.parts,
             self._block_size,
-            "reference",
+            self._implementation,
             self._sparse,
             inputs.summary_blocks,
             inputs.selection,

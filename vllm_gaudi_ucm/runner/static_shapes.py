@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
 from vllm_gaudi_ucm.recipe_cache import log_cache_hits
 from vllm_gaudi_ucm.runner.divided_logits import DividedLogits
 from vllm_gaudi_ucm.runner.recipe_stages import RecipeStages
@@ -83,7 +84,8 @@ class StaticShapes:
 
         def make_execution(model: Decoder, stage: Stage, sparse: SparseWorker | None) -> StaticExecution:
             causal_slice, pins = config.attention.causal_slice, device.pins_host_memory
-            return StaticExecution(model, ready, causal_slice, tensors_on, make_runner, stage, pins, sparse)
+            attention = choose_static_implementation(config.attention.implementation, tensors_on.type)
+            return StaticExecution(model, ready, causal_slice, tensors_on, make_runner, stage, pins, sparse, attention)
 
         self.execution = make_execution(decoder, self.stages, sparse)
         self.draft_model: DraftModelGraphs | None = None
