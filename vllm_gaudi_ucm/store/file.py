@@ -1,0 +1,184 @@
+"""The medium of the file store: content-addressed records in a folder, bounded, shared by several engines.
+
+Every process keeps an index of the folder and looks at the parts that others changed every few seconds, so the bound
+holds to within what the others write meanwhile. Order of use is kept in the files' mtime: it survives restarts, and one
+engine does not evict what another has just used.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from vllm_gaudi_ucm.store.entries import open_file, read_whole
+from vllm_gaudi_ucm.store.folder import Folder
+from vllm_gaudi_ucm.store.folder_index import FolderIndex
+from vllm_gaudi_ucm.store.medium import FullError, Medium, StoredBlock, Usage
+from vllm_gaudi_ucm.store.record import HEADER_BYTES
+
+_SETTLED_NS = 100_000_000
+"""A folder's mtime may miss a change that follows within one tick of the clock: younger ones are not relied on."""
+
+
+class FileMedium(Medium):
+    """Records in a folder, `capacity` bytes of blocks at most."""
+
+    kind = "file"
+    upkeep_seconds = 5.0
+
+    def __init__(self, folder: Folder, capacity: int, fsync: bool) -> None:
+        self._folder = folder
+        self._capacity = capacity
+        self._fsync = fsync
+        self._lock = threading.Lock()  # of all below; never held while the disk is asked
+        self._index = FolderIndex()
+        self._reserved = 0  # bytes of blocks that are being written
+        self._leaves: dict[str, tuple[int, list[StoredBlock]]] = {}  # upkeep's own: mtime and content as last listed
+
+    def place(self) -> str:
+        return f"file store {self._folder.path}"
+
+    def lookup(self, keys: Sequence[bytes], block_bytes: int) -> list[bool]:
+        return [self._is_whole(StoredBlock(key, block_bytes)) for key in keys]
+
+    def keep(self, key: bytes, block_bytes: int) -> bool:
+        block = StoredBlock(key, block_bytes)
+        if not self._is_whole(block):
+            return False
+        try:
+            self._use(block, self._folder.file(block))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
+        block = StoredBlock(key, block_bytes)
+        try:
+            descriptor = open_file(self._folder.file(block))
+        except FileNotFoundError:
+            with self._lock:
+                self._index.drop(block)
+            return None
+        try:
+            size = os.fstat(descriptor).st_size
+            if size == len(record):
+                size = read_whole(descriptor, record)
+                self._use(block, descriptor)
+            return size
+        finally:
+            os.close(descriptor)
+
+    def write(self, key: bytes, record: memoryview) -> None:
+        block = StoredBlock(key, len(record) - HEADER_BYTES)
+        self._reserve(block.block_bytes)
+        used = None
+        try:
+            used = self._folder.put(block, record, self._fsync)
+        finally:
+            with self._lock:
+                self._reserved -= block.block_bytes
+                if used is not None:
+                    self._index.use(block, used)
+
+    def delete(self, blocks: Sequence[StoredBlock]) -> int:
+        removed = 0
+        for block in blocks:
+            removed += self._folder.remove(block)
+            with self._lock:
+                self._index.drop(block)
+        return removed
+
+    def blocks(self, block_bytes: int | None = None) -> Iterator[StoredBlock]:
+        for leaf, _ in self._folder.leaves():
+            for block, _ in self._folder.records(leaf):
+                if block_bytes is None or block.block_bytes == block_bytes:
+                    yield block
+
+    def usage(self, block_bytes: int) -> Usage:
+        with self._lock:
+            return Usage(len(self._index), self._index.bytes, self._capacity)
+
+    def upkeep(self) -> None:
+        """Looks at what others changed, evicts what is too much, and removes what dead writers left."""
+        self._refresh()
+        self._make_room(0)
+        self._folder.sweep()
+
+    def check_integrity(self) -> None:
+        with self._lock:
+            self._index.check_integrity()
+            assert self._reserved >= 0
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+    def _is_whole(self, block: StoredBlock) -> bool:
+        try:
+            return os.stat(self._folder.file(block)).st_size == HEADER_BYTES + block.block_bytes
+        except FileNotFoundError:
+            return False
+
+    def _use(self, block: StoredBlock, file: str | int) -> None:
+        now = time.time_ns()
+        os.utime(file, ns=(now, now))
+        with self._lock:
+            self._index.use(block, now)
+
+    def _reserve(self, size: int) -> None:
+        with self._lock:
+            self._reserved += size
+        if not self._make_room(size):
+            with self._lock:
+                self._reserved -= size
+            raise FullError(f"the blocks that are being written fill its {self._capacity} bytes")
+
+    def _make_room(self, size: int) -> bool:
+        """Evicts until the index and what is being written fit; False where a write of `size` never would."""
+        while True:
+            with self._lock:
+                oldest = self._index.oldest()
+                if self._index.bytes + self._reserved <= self._capacity:
+                    return True
+                if oldest is None or (size and self._reserved > self._capacity):
+                    return False
+            self._evict(*oldest)
+
+    def _evict(self, block: StoredBlock, used: int) -> None:
+        """Removes a block, unless another engine has used it since we last saw it."""
+        try:
+            mtime = os.stat(self._folder.file(block)).st_mtime_ns
+            if mtime > used:
+                with self._lock:
+                    self._index.use(block, mtime)
+                return
+        except FileNotFoundError:
+            pass
+        removed = self._folder.remove(block)
+        with self._lock:
+            self._index.drop(block)
+            self.evictions += removed
+
+    def _refresh(self) -> None:
+        """Lists the parts of the folder that have changed since they were last listed."""
+        with self._lock:
+            moment = self._index.moment
+        begin = time.time_ns()
+        leaves = dict(self._folder.leaves())
+        changed = False
+        for leaf in leaves.keys() | self._leaves.keys():
+            known_mtime, known = self._leaves.get(leaf, (0, []))
+            if leaves.get(leaf) == known_mtime:
+                continue
+            found = list(self._folder.records(leaf)) if leaf in leaves else []
+            with self._lock:
+                self._index.replace(known, found, moment)
+            changed = True
+            mtime = leaves.get(leaf, 0)
+            self._leaves[leaf] = (mtime if mtime < begin - _SETTLED_NS else 0, [block for block, _ in found])
+            if leaf not in leaves:
+                del self._leaves[leaf]
+        if changed:
+            with self._lock:
+                self._index.sort()

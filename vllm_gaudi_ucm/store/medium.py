@@ -1,0 +1,82 @@
+"""What a store outside the process is built on: records by key, with no protection against what the medium does."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class FullError(OSError):
+    """The medium answers but takes no more blocks."""
+
+
+class StoredBlock(NamedTuple):
+    """A block that lies in a medium."""
+
+    key: bytes
+    block_bytes: int
+
+
+class Usage(NamedTuple):
+    """What a medium holds, in blocks and in their bytes without headers, and the most bytes it may hold."""
+
+    blocks: int
+    bytes: int
+    capacity: int | None
+
+
+class Medium(ABC):
+    """Holds records (record.py) of several block sizes. Methods wait as long as the medium does, may be called from
+    several threads at once, and raise OSError or one of `errors` for whatever goes wrong.
+    """
+
+    kind: str
+    upkeep_seconds: float
+    errors: tuple[type[Exception], ...] = (OSError,)
+    evictions: int = 0
+    """Blocks that made room for others, as far as this process did it."""
+
+    @abstractmethod
+    def place(self) -> str:
+        """Where it is, for people; no password."""
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[bytes], block_bytes: int) -> list[bool]:
+        """Which of them lie there in full length."""
+
+    @abstractmethod
+    def keep(self, key: bytes, block_bytes: int) -> bool:
+        """Whether it lies there in full length; if so, as if it had just been used."""
+
+    @abstractmethod
+    def read(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
+        """Reads into `record` (header and block); its length as found, of which more does not fit, None: a miss."""
+
+    @abstractmethod
+    def write(self, key: bytes, record: memoryview) -> None:
+        """Puts a record in place in one piece, also over another. Raises FullError where there is no room."""
+
+    @abstractmethod
+    def delete(self, blocks: Sequence[StoredBlock]) -> int:
+        """Removes them; returns how many were there."""
+
+    @abstractmethod
+    def blocks(self, block_bytes: int | None = None) -> Iterator[StoredBlock]:
+        """What lies there, of one size or of all."""
+
+    @abstractmethod
+    def usage(self, block_bytes: int) -> Usage:
+        """What lies there, as of the last upkeep and this process's doings since. Never waits."""
+
+    @abstractmethod
+    def upkeep(self) -> None:
+        """What has to be done every `upkeep_seconds` of use: see what others did, tidy up."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raises AssertionError where its books do not agree with themselves."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends connections. A second call does nothing."""

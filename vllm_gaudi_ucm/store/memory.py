@@ -1,0 +1,165 @@
+"""The memory store: blocks in host memory of this process, bounded in bytes, the least recently used leave first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.store.arguments import block_view, check_block_bytes, check_keys
+from vllm_gaudi_ucm.store.base import KvStore, StoreStats
+from vllm_gaudi_ucm.store.counts import Counts
+from vllm_gaudi_ucm.store.slot_pool import SlotPool
+
+logger = plugin_logger(__name__)
+
+
+@dataclass
+class _Entry:
+    slot: int
+    readers: int = 0
+    removed: bool = False  # while it was read: the last reader gives its slot back
+
+
+class MemoryStore(KvStore):
+    """Blocks of `block_bytes` bytes; `capacity` bytes at most. Copies run outside the lock, several at once."""
+
+    def __init__(self, block_bytes: int, capacity: int, pinned: bool = False) -> None:
+        check_block_bytes(block_bytes, capacity)
+        self._block_bytes = block_bytes
+        self._capacity = capacity
+        self._lock = threading.Lock()  # of all below
+        self._pool = SlotPool(block_bytes, capacity, pinned)
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._busy = 0  # slots being filled, or removed while they are read
+        self._counts = Counts("memory")
+        self._closed = False
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        check_keys(keys)
+        with self._lock:
+            self._check_open()
+            answer = [key in self._entries for key in keys]
+        self._counts.add(misses=answer.count(False))
+        return answer
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        check_keys([key])
+        view = block_view("into", into, self._block_bytes, writable=True)
+        begin = time.perf_counter()
+        with self._lock:
+            self._check_open()
+            entry = self._entries.get(key)
+            if entry is None:
+                self._counts.add(misses=1)
+                return False
+            self._entries.move_to_end(key)
+            entry.readers += 1
+            source = self._pool.view(entry.slot)
+        np.copyto(np.frombuffer(view, np.uint8), source)
+        with self._lock:
+            entry.readers -= 1
+            if entry.removed and entry.readers == 0:
+                self._busy -= 1
+                self._pool.give(entry.slot)
+        self._counts.add(hits=1, bytes_loaded=self._block_bytes, load_seconds=time.perf_counter() - begin)
+        return True
+
+    def save(self, key: bytes, block: memoryview) -> bool:
+        check_keys([key])
+        view = block_view("block", block, self._block_bytes, writable=False)
+        begin = time.perf_counter()
+        with self._lock:
+            self._check_open()
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return True
+            slot = self._take_slot()
+            if slot is None:
+                self._counts.add(errors=1)
+                return False
+            self._busy += 1
+            target = self._pool.view(slot)
+        np.copyto(target, np.frombuffer(view, np.uint8))
+        with self._lock:
+            self._busy -= 1
+            if key in self._entries or self._closed:  # saved by another thread meanwhile
+                self._pool.give(slot)
+                return not self._closed
+            self._entries[key] = _Entry(slot)
+        self._counts.add(saves=1, bytes_saved=self._block_bytes, save_seconds=time.perf_counter() - begin)
+        return True
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        check_keys(keys)
+        with self._lock:
+            self._check_open()
+            return sum(self._remove(key) for key in keys)
+
+    def clear(self) -> int:
+        with self._lock:
+            self._check_open()
+            return sum(self._remove(key) for key in list(self._entries))
+
+    def verify(self) -> tuple[int, int]:
+        """Nothing lies between a block and its copy that could change it: all are intact."""
+        with self._lock:
+            self._check_open()
+            return len(self._entries), 0
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            blocks = len(self._entries)
+        return self._counts.stats(blocks=blocks, bytes=blocks * self._block_bytes, capacity=self._capacity)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every slot is free, holds a block, or is in use for the last time."""
+        with self._lock:
+            assert self._pool.free + len(self._entries) + self._busy == self._pool.allocated
+            assert self._pool.allocated * self._block_bytes <= self._capacity
+            slots = [entry.slot for entry in self._entries.values()]
+            assert len(set(slots)) == len(slots)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for key in list(self._entries):
+                self._remove(key)
+            # threads that are copying hold what they use of the old pool
+            self._pool = SlotPool(self._block_bytes, self._capacity, False)
+            self._busy = 0
+
+    def _take_slot(self) -> int | None:
+        """A free slot, else that of the oldest block that nobody reads; None where all are in use."""
+        try:
+            slot = self._pool.take()
+        except (MemoryError, RuntimeError) as error:
+            logger.warning("memory store: the system gives no more memory: %s", error)
+            slot = None
+        if slot is None:
+            oldest = next((key for key, entry in self._entries.items() if entry.readers == 0), None)
+            if oldest is not None:
+                self._remove(oldest)
+                self._counts.add(evictions=1)
+                slot = self._pool.take()
+        return slot
+
+    def _remove(self, key: bytes) -> bool:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        entry.removed = True
+        if entry.readers:
+            self._busy += 1
+        else:
+            self._pool.give(entry.slot)
+        return True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the memory store is closed")

@@ -1,0 +1,138 @@
+"""Options of the stores, by kind: the value of `store` in the connector's options and of `gaudi-ucm store --store`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qs, urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, unknown_key
+from vllm_gaudi_ucm.config_file import read_config_file
+from vllm_gaudi_ucm.config_problems import NOTE, problems
+from vllm_gaudi_ucm.store.byte_size import BYTES_NOTE, ByteSize
+
+_BYTES: dict[str, Any] = {NOTE: BYTES_NOTE}
+_SCHEMES = ("redis", "rediss", "unix")
+_URL: dict[str, Any] = {NOTE: "redis://host:port/database, rediss://host:port/database, or unix:///path?db=database"}
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class BreakerOptions(_Options):
+    """When a store that keeps failing is left alone."""
+
+    failures: Annotated[int, Field(ge=1)] = Field(
+        default=3, description="Failures and time-outs in a row after which the store is not asked any more."
+    )
+    seconds: Annotated[float, Field(gt=0)] = Field(
+        default=10.0, description="Time until one call tries it again; if that fails, the time begins anew."
+    )
+
+
+class MemoryStoreOptions(_Options):
+    """Host memory of the engine's process: ends with it."""
+
+    kind: Literal["memory"] = Field(default="memory", description="Blocks in host memory.")
+    capacity: ByteSize = Field(
+        default=4 << 30,
+        description="Most bytes of blocks; the least recently used leave first. Taken from the system as they fill.",
+        json_schema_extra=_BYTES,
+    )
+    pin: Literal["auto"] | bool = Field(
+        default="auto", description="Page-locked memory. `auto`: where torch finds a CUDA device or a Gaudi."
+    )
+
+
+class _OutsideOptions(_Options):
+    """Of a store whose medium can be slow or gone."""
+
+    deadline: Annotated[float, Field(gt=0)] = Field(
+        default=0.5,
+        description="Seconds that a call may take; after them it is a miss, or a block that is not saved.",
+    )
+    io_threads: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=4, description="Threads that talk to the medium: most calls at once, also where it is stuck."
+    )
+    breaker: BreakerOptions = Field(default=BreakerOptions(), description="Circuit breaker.")
+
+
+class FileStoreOptions(_OutsideOptions):
+    """Files in a folder, best on a local NVMe; several engines may use one folder."""
+
+    kind: Literal["file"] = Field(default="file", description="Blocks in files.")
+    path: Path = Field(strict=False, description="Folder, made with mode 0700 unless it exists.")
+    capacity: ByteSize = Field(
+        default=32 << 30,
+        description="Most bytes of blocks in the folder; the least recently used leave first.",
+        json_schema_extra=_BYTES,
+    )
+    fsync: bool = Field(
+        default=True,
+        description="Wait until a block is on the disk before it counts as saved. Without it a power cut can lose "
+        "blocks that were saved; what is damaged is found by its checksum either way.",
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _whole_path(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+
+class RedisStoreOptions(_OutsideOptions):
+    """A Redis or Valkey server, which several engines and machines may share; it bounds itself (maxmemory)."""
+
+    kind: Literal["redis"] = Field(default="redis", description="Blocks in a Redis or Valkey server.")
+    url: str = Field(default="redis://127.0.0.1:6379/0", description="The server.", json_schema_extra=_URL)
+    ttl: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Seconds after its last save or load at which a block expires; null: never."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _known_url(cls, value: str) -> str:
+        parts = urlsplit(value)
+        place = parts.path if parts.scheme == "unix" else parts.hostname
+        # any other parameter of the client, such as its time-outs, would take the place of ours
+        if parts.scheme not in _SCHEMES or not place or set(parse_qs(parts.query, keep_blank_values=True)) - {"db"}:
+            raise ValueError("not the URL of a Redis server")
+        return value
+
+
+StoreOptions = Annotated[MemoryStoreOptions | FileStoreOptions | RedisStoreOptions, Field(discriminator="kind")]
+"""What `resolve_store_options` returns; as a field of a pydantic model it takes the same mappings."""
+
+KINDS: dict[str, type[MemoryStoreOptions] | type[FileStoreOptions] | type[RedisStoreOptions]] = {
+    "memory": MemoryStoreOptions,
+    "file": FileStoreOptions,
+    "redis": RedisStoreOptions,
+}
+
+
+def resolve_store_options(value: Any, key: str = "store") -> MemoryStoreOptions | FileStoreOptions | RedisStoreOptions:
+    """The options in a mapping with the key `kind`, or in the YAML or JSON file at a path, or options as they are.
+
+    Raises `UcmConfigError` that lists every problem by its full name under `key`.
+    """
+    if isinstance(value, MemoryStoreOptions | FileStoreOptions | RedisStoreOptions):
+        return value
+    if isinstance(value, str | Path):
+        value = read_config_file(Path(value), key)
+    kinds = " or ".join(f'"{kind}"' for kind in KINDS)
+    if not isinstance(value, Mapping):
+        raise UcmConfigError([Problem(key, repr(value), f"a mapping with the key kind ({kinds}), or a file's path")])
+    if "kind" not in value:
+        raise UcmConfigError([Problem(f"{key}.kind", "no value", kinds)])
+    kind = value["kind"]
+    if not isinstance(kind, str) or kind not in KINDS:
+        nearest = unknown_key(str(kind), "", list(KINDS)).expected.replace("valid key", "kind of store")
+        raise UcmConfigError([Problem(f"{key}.kind", repr(kind), nearest)])
+    model = KINDS[kind]
+    try:
+        return model.model_validate(dict(value))
+    except ValidationError as error:
+        raise UcmConfigError(list(problems(error, model, key))) from None
