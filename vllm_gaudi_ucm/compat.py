@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm.config import VllmConfig
     from vllm.config.model import LogprobsMode
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.sample.sampler import Sampler
 
 logger = plugin_logger(__name__)
@@ -289,3 +291,24 @@ def propose_ngram(
     from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as search
 
     return search(token_ids, min_n, max_n, max_model_len, num_drafts)
+
+
+def kv_block_lists(manager: "KVCacheManager") -> "dict[str, list[KVCacheBlock]]":
+    """The block list of each request, in the order of its context; to be changed in place.
+
+    Reason: vLLM replaces blocks of a running request by the null block for attention types that say so
+    (`SingleTypeKVCacheManager.remove_skipped_blocks`), but has no call for blocks that its caller names.
+    Remove when: `KVCacheManager` can replace named blocks of a request.
+    """
+    (group,) = manager.coordinator.single_type_managers
+    return group.req_to_blocks
+
+
+def kv_block_bytes(manager: "KVCacheManager") -> int:
+    """Bytes of a block of all layers.
+
+    Reason: the scheduler's classes know pages of layers only.
+    Remove when: `KVCacheConfig` says it.
+    """
+    (group,) = manager.kv_cache_config.kv_cache_groups
+    return group.kv_cache_spec.page_size_bytes * len(group.layer_names)

@@ -14,6 +14,10 @@ NOTE = "note"
 """Key of a field's `json_schema_extra` with words that `expected` adds to what it derives from the type."""
 
 
+WORDS = "words"
+"""Key of a field's `json_schema_extra` with words that stand in the place of those that `expected` would derive."""
+
+
 def problems(error: ValidationError, model: type[BaseModel], key: str) -> Iterator[Problem]:
     """What `error` says of a value of `model` that stands under `key`, one problem for each key."""
     seen = set()
@@ -51,8 +55,10 @@ def section(field: FieldInfo) -> type[BaseModel] | None:
 
 def expected(field: FieldInfo) -> str:
     """What a field takes, in words: `integer, 16 to 8192`, `one of "auto", "reference"`, `mapping`."""
-    words = " or ".join(_alternatives(field.annotation, field.metadata))
     extra = field.json_schema_extra
+    if isinstance(extra, dict) and WORDS in extra:
+        return str(extra[WORDS])
+    words = " or ".join(_alternatives(field.annotation, field.metadata))
     return f"{words} ({extra[NOTE]})" if isinstance(extra, dict) and NOTE in extra else words
 
 

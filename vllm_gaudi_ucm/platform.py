@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
 from vllm_gaudi_ucm.features import UnsupportedFeatureError, refuse_unsupported
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.request_check import check_request
+from vllm_gaudi_ucm.sparse.residency.feature_check import refuse_beside_memory_mode
 from vllm_gaudi_ucm.sparse.scheduler_choice import use_sparse_scheduler
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class UcmPlatform(Platform):
             vllm_config.scheduler_config.async_scheduling = False
         if config.ucm_sparse_method is not None:
             use_sparse_scheduler(vllm_config)
+        if config.memory_mode.enabled:
+            refuse_beside_memory_mode(vllm_config)
         compilation = vllm_config.compilation_config
         if compilation.mode != CompilationMode.NONE:
             logger.info("torch.compile and CUDA graphs are off, whatever --compilation-config says.")

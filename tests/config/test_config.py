@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table, resolve_config, resolve_value
 from vllm_gaudi_ucm.config_error import UcmConfigError
 
-SECTIONS = "ucm.attention or ucm.cpu or ucm.graphs or ucm.phase_log or ucm.ucm_sparse_config or ucm.ucm_sparse_method"
+SECTIONS = "ucm.attention or ucm.cpu or ucm.graphs or ucm.memory_mode or ucm.phase_log or ucm.ucm_sparse_config or ucm.ucm_sparse_method"
 README = Path(__file__).parents[2] / "README.md"
 
 BLOCK_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
@@ -64,6 +64,17 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.graphs.recipe_cache": ([None, "recipes"], [3, True], "path of a file or null"),
     "ucm.cpu.threads": ([None, 1, 64], [0, -1, "2", 1.5, True], "integer, at least 1 or null"),
     "ucm.cpu.packed_weights": ([True, False], [0, "true", None], "true or false"),
+    "ucm.memory_mode.enabled": ([False], [1, "yes", None], "true or false"),
+    "ucm.memory_mode.resident_ratio": ([0.1, 1.0], [0.0, 1.1, None], "number, above 0 and at most 1"),
+    "ucm.memory_mode.refresh_steps": ([1, 64], [0, 1.5, True], "integer, at least 1"),
+    "ucm.memory_mode.moves_per_step": ([1, 64], [0, "8", None], "integer, at least 1"),
+    "ucm.memory_mode.history_decay": ([0.0, 0.9, 1.0], [-0.1, 1.1, "0.5"], "number, 0 to 1"),
+    "ucm.memory_mode.away_ratio": ([0.5, 64.0], [0.0, 65.0, None], "number, above 0 and at most 64"),
+    "ucm.memory_mode.store": (
+        [None],
+        [3],
+        'a mapping with the key kind ("memory" or "file" or "redis"), or a file\'s path',
+    ),
     "ucm.ucm_sparse_method": ([None, "GSA", "ESA", "KVStar"], [3, True, ["GSA"]], "text or null"),
     **{f"ucm.ucm_sparse_config.GSA.{name}": values for name, values in BLOCK_OPTIONS.items()},
     "ucm.ucm_sparse_config.GSA.reuse_steps": ([1, 8], [0, 1.0, True], "integer, at least 1"),

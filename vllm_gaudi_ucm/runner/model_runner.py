@@ -151,6 +151,7 @@ class ModelRunner:
             self._block_size,
             kv_cache_config.num_blocks,
             static=self.kind != "off",
+            table=self.requests,
         )
         self._sparse_metrics = None if self._sparse is None else metrics.sparse()
         sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
@@ -190,9 +191,13 @@ class ModelRunner:
         return 0.0 if self.static is None else self.static.warm_up()
 
     def close(self) -> None:
-        """Ends a warm-up that is still going on, and transfers of KV."""
+        """Ends a warm-up that is still going on, transfers of KV, and moves of memory mode."""
         if self.static is not None:
             self.static.close()
+        # a worker may end before it has a cache
+        sparse = getattr(self, "_sparse", None)
+        if sparse is not None:
+            sparse.close()
         if self.transfer is not None:
             self.transfer.close()
 
@@ -298,10 +303,12 @@ class ModelRunner:
         self._propose(step)
         transferred = self._finish_transfer()
         self._record(step)
-        if self.static is not None:
-            self.static.end_step()
         output = self._output(step, sampled_ids, sampled)
         output.kv_connector_output = transferred
+        if self._sparse is not None:
+            self._sparse.attach_report(output)
+        if self.static is not None:
+            self.static.end_step()
         return output
 
     def _finish_transfer(self) -> KVConnectorOutput | None:

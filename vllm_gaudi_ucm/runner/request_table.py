@@ -99,6 +99,14 @@ class RequestTable:
         self.num_tokens[request.row] += 1
         request.output_token_ids.append(token_id)
 
+    def blocks(self, request_id: str, count: int) -> NDArray[np.int32]:
+        """[count] physical ids of a request's first blocks."""
+        return self.block_tables[self.requests[request_id].row, :count]
+
+    def set_block(self, request_id: str, number: int, block: int) -> None:
+        """Gives logical block `number` of a request another physical block."""
+        self.block_tables[self.requests[request_id].row, number] = block
+
     def check_integrity(self) -> None:
         """Conservation: every row is free or owned by exactly one request; a live row knows its own tokens."""
         owned = [request.row for request in self.requests.values()]

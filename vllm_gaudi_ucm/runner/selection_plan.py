@@ -19,6 +19,8 @@ class SelectionInput(NamedTuple):
     thresholds: int64 [requests] largest difference at which a check keeps the stored choice.
     slots: int64 [requests] where the choice is stored.
     candidates: bool [requests, width] logical blocks that compete; all others of a context are attended in any case.
+    absent: bool [requests, width] logical blocks that are not on the device: they do not compete and are not attended,
+        in no mode. None: there are none.
     """
 
     modes: NDArray[np.int64]
@@ -26,11 +28,17 @@ class SelectionInput(NamedTuple):
     thresholds: NDArray[np.int64]
     slots: NDArray[np.int64]
     candidates: NDArray[np.bool_]
+    absent: NDArray[np.bool_] | None = None
 
     def take(self, index: NDArray[np.int64]) -> SelectionInput:
         """The entries of these requests."""
-        modes, counts, thresholds, slots, candidates = self
-        return SelectionInput(modes[index], counts[index], thresholds[index], slots[index], candidates[index])
+        return SelectionInput(*(None if array is None else array[index] for array in self))
+
+    def left_out(self) -> NDArray[np.bool_] | None:
+        """bool [requests, width] blocks that are attended by choice or not at all; None: every block is attended."""
+        if self.absent is None:
+            return None if (self.modes == DENSE).all() else self.candidates
+        return self.candidates | self.absent
 
 
 class SelectionPlan(NamedTuple):

@@ -13,6 +13,8 @@ from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.device.block_selector import SelectionLayer
 from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, SparseWorker, selection_limits, summary_share
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.residency.block_copier import BlockCopier
+from vllm_gaudi_ucm.sparse.residency.worker_setup import residency_worker
 from vllm_gaudi_ucm.speculation.draft_layers import is_draft_layer
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
     from vllm_gaudi_ucm.config import UcmConfig
+    from vllm_gaudi_ucm.runner.request_table import RequestTable
     from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 
@@ -31,17 +34,23 @@ def make_sparse_worker(
     block_size: int,
     num_blocks: int,
     static: bool,
+    table: RequestTable,
 ) -> SparseWorker | None:
     """The worker side of `ucm_sparse_method`, None without one.
 
     kv_caches: [blocks, kv heads, block size, k | v] by layer name, bound to the layers. num_blocks, static: see
-    ServerSizes.
+    ServerSizes. table: block tables of the live requests.
     """
     if config.ucm_sparse_method is None:
         return None
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
-    sizes = _sizes(vllm_config, block_size, num_blocks, static)
-    return SparseWorker(method, _layers(vllm_config, kv_caches), sizes)
+    sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(some_away=config.memory_mode.enabled)
+    worker = SparseWorker(method, _layers(vllm_config, kv_caches), sizes)
+    if config.memory_mode.enabled:
+        copier = BlockCopier([*kv_caches.values()])
+        heads, dtype = _query_heads(vllm_config), vllm_config.model_config.dtype
+        worker.residency = residency_worker(config, worker, table, copier, num_blocks, heads, dtype)
+    return worker
 
 
 def max_selected_blocks(
@@ -81,6 +90,10 @@ def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bo
         num_blocks=num_blocks,
         static=static,
     )
+
+
+def _query_heads(vllm_config: VllmConfig) -> int:
+    return next(cast("UnifiedAttentionImpl", layer.impl).num_heads for layer in attention_layers(vllm_config).values())
 
 
 def _layers(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, SelectionLayer]:

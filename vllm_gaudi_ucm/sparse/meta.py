@@ -6,6 +6,8 @@ from enum import IntEnum
 
 import msgspec
 
+from vllm_gaudi_ucm.sparse.residency.messages import ResidencyOrders
+
 
 class SelectionMode(IntEnum):
     """How the worker gets a request's selection in a step.
@@ -38,9 +40,10 @@ class RequestSelection(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SparseMeta(msgspec.Struct):
-    """The sparse requests of a step by id; every other request is dense."""
+    """The sparse requests of a step by id; every other request is dense. residency: orders of memory mode, if on."""
 
     requests: dict[str, RequestSelection] = {}
+    residency: ResidencyOrders | None = None
 
     def to_msgpack(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -11,7 +11,8 @@ from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 from vllm_gaudi_ucm.sparse.request_options import read_extra_args
-from vllm_gaudi_ucm.sparse.scheduler_contract import attach_sparse_meta, verified_drafts
+from vllm_gaudi_ucm.sparse.residency.setup import residency_role
+from vllm_gaudi_ucm.sparse.scheduler_contract import attach_sparse_meta, report_of, verified_drafts
 from vllm_gaudi_ucm.sparse.scheduler_role import scheduler_role
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class _SparseScheduling(Scheduler):
         super().__init__(*args, **kwargs)
         config = resolve_config(self.vllm_config.additional_config)
         self.sparse: UcmSparseBase | None = scheduler_role(config, self.block_size, self.max_model_len)
+        self.residency = residency_role(config, self.sparse, self.block_size, self.kv_cache_manager)
 
     def add_request(self, request: Request) -> None:
         is_new = request.request_id not in self.requests  # else the next chunk of a streamed input
@@ -38,10 +40,19 @@ class _SparseScheduling(Scheduler):
             return
         # The id may be that of a request that has finished since the last step: its end is told first.
         self.sparse.request_finished_in_scheduler(request.request_id)
+        if self.residency is not None:
+            self.residency.end(request.request_id)
         if _may_be_sparse(request):
             self.sparse.request_begin(request.request_id, request.prompt_token_ids or ())
+            # the next chunk of a streamed input would attend to a context with gaps
+            if self.residency is not None and not request.resumable:
+                self.residency.begin(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self.residency is not None:
+            self._end_residency()
+            self.residency.preempted(self.reset_preempted_req_ids)
+            self.residency.before_scheduling(self.requests, len(self.running))
         scheduler_output = super().schedule(*args, **kwargs)
         if self.sparse is None:
             return scheduler_output
@@ -51,8 +62,26 @@ class _SparseScheduling(Scheduler):
             request = self.requests.get(request_id)
             if request is None or request.is_finished():
                 self.sparse.request_finished_in_scheduler(request_id)
-        attach_sparse_meta(scheduler_output, self.sparse.build_sparse_meta(scheduler_output, self.requests))
+        meta = self.sparse.build_sparse_meta(scheduler_output, self.requests)
+        if self.residency is not None:
+            self.residency.preempted(scheduler_output.preempted_req_ids or ())
+            meta.residency = self.residency.orders(meta.requests)
+        attach_sparse_meta(scheduler_output, meta)
         return scheduler_output
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        finished = super().finish_requests(*args, **kwargs)
+        self._end_residency()
+        return finished
+
+    def _end_residency(self) -> None:
+        """A request that has ended waits for no block any more: those that wait for it are free for others."""
+        if self.residency is None:
+            return
+        for request_id in self.finished_req_ids:
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished():
+                self.residency.end(request_id)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -60,7 +89,12 @@ class _SparseScheduling(Scheduler):
         if self.sparse is not None and scheduler_output.scheduled_spec_decode_tokens:
             for verified in verified_drafts(scheduler_output, model_runner_output, self.requests):
                 self.sparse.drafts_verified(*verified)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        report = None if self.residency is None else report_of(model_runner_output)
+        if self.residency is not None and report is not None:
+            self.residency.take(report)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._end_residency()
+        return outputs
 
 
 def _may_be_sparse(request: Request) -> bool:

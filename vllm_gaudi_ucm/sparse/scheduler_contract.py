@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_gaudi_ucm.sparse.meta import SparseMeta
+    from vllm_gaudi_ucm.sparse.residency.messages import ResidencyReport
 
 _ATTRIBUTE = "ucm_sparse_meta"
+_REPORT = "ucm_residency_report"
 
 
 class VerifiedDrafts(NamedTuple):
@@ -33,6 +35,18 @@ def sparse_meta_of(scheduler_output: SchedulerOutput) -> SparseMeta | None:
     """The selections of a step; None where another scheduler than ours made it, or no method is on."""
     meta: SparseMeta | None = getattr(scheduler_output, _ATTRIBUTE, None)
     return meta
+
+
+def attach_report(output: ModelRunnerOutput, report: ResidencyReport) -> None:
+    """Sends what became of memory mode's orders back with the output of a step."""
+    if report:
+        setattr(output, _REPORT, report)
+
+
+def report_of(output: ModelRunnerOutput) -> ResidencyReport | None:
+    """None where there is nothing to report."""
+    report: ResidencyReport | None = getattr(output, _REPORT, None)
+    return report
 
 
 def computed_tokens(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:

@@ -17,6 +17,7 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.device.selection_tensors import LayerSelection, SelectionTensors
+from vllm_gaudi_ucm.sparse.residency.block_scorer import BlockScorer, ScoredLayer
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
@@ -98,8 +99,22 @@ class BlockSelector:
         # one slot more than there are requests: pads store there
         shape = (len(layers), limits.max_num_seqs + 1, limits.most)
         self._stored = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self.scorer: BlockScorer | None = None
         self.checks = torch.zeros(2, dtype=torch.int64, device=device)
         self.recall = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+
+    @property
+    def key_size(self) -> int:
+        """Elements of a key of one head."""
+        return self._layers[0].keys.shape[-1]
+
+    def score_all_blocks(self, num_rows: int, query_shape: tuple[int, int], query_dtype: torch.dtype) -> BlockScorer:
+        """From now on keeps the queries of each step; before anything is captured. See BlockScorer."""
+        chosen = sorted({leader for leader in self.leaders if leader is not None})
+        layers = [ScoredLayer(index, self._summaries[index], self._layers[index].scale) for index in chosen]
+        slots, width = self._limits.max_num_seqs + 1, self._limits.width
+        self.scorer = BlockScorer(layers, self._kind, slots, num_rows, width, query_shape, query_dtype)
+        return self.scorer
 
     def counts(self) -> DeviceCounts:
         """Reads the device: not to be called while graphs are captured, nor in every step."""
@@ -108,7 +123,8 @@ class BlockSelector:
     @property
     def bytes(self) -> int:
         """Of summaries and stored choices."""
-        return sum(tensor.nbytes for tensor in (*self._summaries, self._stored))
+        kept = 0 if self.scorer is None else self.scorer.bytes
+        return kept + sum(tensor.nbytes for tensor in (*self._summaries, self._stored))
 
     def attention_begin(self, layer_idx: int, query: torch.Tensor, metadata: UnifiedAttentionMetadata) -> None:
         """Once the keys of the step are in the cache: summaries of full blocks, and the layer's choice."""
@@ -130,6 +146,8 @@ class BlockSelector:
         if leader is None:
             selection.chosen = None
         elif leader == layer_idx:
+            if self.scorer is not None:
+                self.scorer.keep_queries(layer_idx, query, selection.tensors)
             selection.chosen = self._choose_at_once(layer_idx, query, selection)
             if selection.chosen is None:
                 selection.chosen = self._choose(layer_idx, query, selection)

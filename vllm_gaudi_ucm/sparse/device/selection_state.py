@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.memory.kv_cache import DUMMY_BLOCK
 from vllm_gaudi_ucm.runner.selection_plan import DENSE, SelectionInput
 from vllm_gaudi_ucm.sparse.device.choice_slots import ChoiceSlots
 from vllm_gaudi_ucm.sparse.device.selection_totals import SelectionTotals
@@ -40,14 +41,22 @@ class SelectionState:
         num_blocks: of the KV cache.
         limits: sizes of choices.
         bounded: whether a step has room for `limits.summaries` only; at true shapes it has as many as it needs.
+        some_away: whether block tables have the dummy block where a block is not on the device.
     """
 
-    def __init__(self, num_blocks: int, limits: SelectionLimits, bounded: bool) -> None:
+    def __init__(self, num_blocks: int, limits: SelectionLimits, bounded: bool, some_away: bool = False) -> None:
         self.summaries = SummaryQueue(num_blocks)
         self.slots = ChoiceSlots(limits.max_num_seqs, limits.width)
         self.totals = SelectionTotals()
+        # requests that chose since `begin_step`: their slot, and their full blocks
+        self.chosen: dict[str, tuple[int, int]] = {}
         self._limits = limits
         self._bounded = bounded
+        self._some_away = some_away
+
+    def begin_step(self) -> None:
+        """Before the step, or its first division."""
+        self.chosen.clear()
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that have ended, begin, or were preempted: nothing stored is theirs."""
@@ -68,32 +77,47 @@ class SelectionState:
             num_drafts: [requests] how many of a request's new tokens may turn out wrong.
             decisions: what the scheduler says of sparse requests.
         """
-        is_full = self._follow(batch, num_drafts)
+        absent = self._absent(batch) if self._some_away else None
+        is_full = self._follow(batch, num_drafts, absent)
         rows = int(batch.num_scheduled.sum())
         summary_blocks = self.summaries.take(self._limits.summaries(rows) if self._bounded else None)
         sparse = [index for index, request_id in enumerate(request_ids) if request_id in decisions]
-        if not sparse:
+        if not sparse and absent is None:
             return StepSelection(None, summary_blocks)
-        selection = _all_dense(batch)
+        selection = _all_dense(batch, absent)
         # entries of a table beyond the request's tokens are undefined: only those of full blocks are read
         open_blocks = is_full.copy()
         open_blocks[is_full] = self.summaries.ready[batch.block_tables[is_full]]
         room = self._limits.max_selected_blocks
+        num_full = (batch.num_computed + batch.num_scheduled - num_drafts) // self._limits.block_size
         context_blocks = -(-(batch.num_computed + batch.num_scheduled) // self._limits.block_size)
         for index in sparse:
             decision = decisions[request_ids[index]]
             slot = self.slots.slot(request_ids[index], request_ids)
             chosen = self._decide(selection, index, slot, decision, open_blocks[index], room)
             if chosen:
+                self.chosen[request_ids[index]] = slot, int(num_full[index])
                 mode, candidates = SelectionMode(int(selection.modes[index])), int(selection.candidates[index].sum())
                 self.totals.add(mode, int(context_blocks[index]), candidates, chosen)
             room -= chosen
-        if (selection.modes == DENSE).all():
+        if absent is None and (selection.modes == DENSE).all():
             return StepSelection(None, summary_blocks)
         return StepSelection(selection, summary_blocks)
 
-    def _follow(self, batch: BatchInput, num_drafts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Applies what this step writes; returns [requests, width] which blocks are then full of certain tokens."""
+    def _absent(self, batch: BatchInput) -> NDArray[np.bool_] | None:
+        """[requests, width] blocks of the contexts that are not on the device; None where all are."""
+        end = (batch.num_computed + batch.num_scheduled) // self._limits.block_size
+        is_context = np.arange(batch.block_tables.shape[1]) < end[:, None]
+        absent = is_context & (batch.block_tables == DUMMY_BLOCK)
+        return absent if absent.any() else None
+
+    def _follow(
+        self, batch: BatchInput, num_drafts: NDArray[np.int64], absent: NDArray[np.bool_] | None
+    ) -> NDArray[np.bool_]:
+        """Applies what this step writes; returns [requests, width] which blocks are then full of certain tokens.
+
+        Blocks that are not on the device are none of these.
+        """
         block_size = self._limits.block_size
         number = np.arange(batch.block_tables.shape[1])
         end = batch.num_computed + batch.num_scheduled
@@ -101,6 +125,8 @@ class SelectionState:
         is_written = (number >= first[:, None]) & (number <= last[:, None])
         self.summaries.written(batch.block_tables[is_written])
         is_full = number < ((end - num_drafts) // block_size)[:, None]
+        if absent is not None:
+            is_full &= ~absent
         self.summaries.full(batch.block_tables[is_full])
         return is_full
 
@@ -157,8 +183,9 @@ class SelectionState:
         self.slots.candidates[slot, : len(candidates)] = candidates
 
 
-def _all_dense(batch: BatchInput) -> SelectionInput:
+def _all_dense(batch: BatchInput, absent: NDArray[np.bool_] | None) -> SelectionInput:
     requests, width = batch.block_tables.shape
     counts, thresholds, slots = np.zeros((3, requests), np.int64)
     candidates = np.zeros((requests, width), np.bool_)
-    return SelectionInput(np.full(requests, DENSE, np.int64), counts, thresholds, slots, candidates)
+    modes = np.full(requests, DENSE, np.int64)
+    return SelectionInput(modes, counts, thresholds, slots, candidates, absent)

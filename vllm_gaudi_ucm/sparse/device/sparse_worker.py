@@ -13,16 +13,18 @@ from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.device.block_selector import BlockSelector, SelectionLayer
 from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.device.selection_state import DENSE_STEP, SelectionState, StepSelection
-from vllm_gaudi_ucm.sparse.scheduler_contract import sparse_meta_of
+from vllm_gaudi_ucm.sparse.scheduler_contract import attach_report, sparse_meta_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
 
     from vllm_gaudi_ucm.metrics.sparse_metrics import SparseMetrics
     from vllm_gaudi_ucm.runner.batch_plan import BatchInput
     from vllm_gaudi_ucm.runner.request_table import LiveRequest
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
+    from vllm_gaudi_ucm.sparse.residency.worker_side import ResidencyWorker
     from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
 
 
@@ -34,6 +36,7 @@ class ServerSizes(NamedTuple):
     """What the tensors of a choice are sized by.
 
     max_rows: rows of a decode with its drafts. num_blocks: of the KV cache. static: graphs of fixed shapes.
+    some_away: whether memory mode is on.
     """
 
     max_model_len: int
@@ -42,6 +45,7 @@ class ServerSizes(NamedTuple):
     block_size: int
     num_blocks: int
     static: bool
+    some_away: bool = False
 
 
 class SparseWorker:
@@ -58,6 +62,7 @@ class SparseWorker:
         self.limits: SelectionLimits | None = None
         self.selector: BlockSelector | None = None
         self.state: SelectionState | None = None
+        self.residency: ResidencyWorker | None = None
         self._steps = 0
         method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
         selecting = method.selecting_method
@@ -73,7 +78,7 @@ class SparseWorker:
                 "the number of the model's attention layers"
             )
         self.limits = selection_limits(options, sizes)
-        self.state = SelectionState(sizes.num_blocks, self.limits, bounded=sizes.static)
+        self.state = SelectionState(sizes.num_blocks, self.limits, sizes.static, sizes.some_away)
         self.selector = method.selector = BlockSelector(
             layers,
             SummaryKind(options.summary),
@@ -93,11 +98,25 @@ class SparseWorker:
         for request_id in finished:
             self.method.request_finished_in_worker(request_id)
         if self.state is not None:
+            self.state.begin_step()
             self.state.forget(finished)
             self.state.forget(scheduler_output.preempted_req_ids or ())
             self.state.forget(new.req_id for new in scheduler_output.scheduled_new_reqs)
             self.state.forget(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         self.method.update_states(scheduler_output)
+        meta = sparse_meta_of(scheduler_output)
+        if self.residency is not None and meta is not None and meta.residency is not None:
+            self.residency.begin_step(meta.residency)
+
+    def attach_report(self, output: ModelRunnerOutput) -> None:
+        """After a step: what the scheduler's side of memory mode is to know."""
+        if self.residency is not None:
+            attach_report(output, self.residency.report())
+
+    def close(self) -> None:
+        """Ends the threads of memory mode."""
+        if self.residency is not None:
+            self.residency.close()
 
     def step(
         self, scheduler_output: SchedulerOutput, drafts: StepDrafts, requests: Sequence[LiveRequest], batch: BatchInput

@@ -1,0 +1,108 @@
+"""Scores of all blocks of a request for its last query, also of blocks that are away: their summaries stay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.ops.block_selection.api import block_scores
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+    from vllm_gaudi_ucm.sparse.device.selection_tensors import SelectionTensors
+
+
+class ScoredLayer(NamedTuple):
+    """A layer that chooses. index: among the model's layers. summaries: [blocks, vectors, kv heads, width]."""
+
+    index: int
+    summaries: torch.Tensor
+    scale: float
+
+
+class BlockScorer:
+    """Keeps the queries of a step, inside of its graph, and summaries of blocks that are away.
+
+    Scoring is no part of a graph; its shapes do not depend on the request.
+
+    Args:
+        layers: those that choose.
+        kind: of the summaries.
+        num_slots: of choices, that of pads included.
+        num_rows: blocks that can have a copy.
+        width: logical blocks of the longest request.
+        query_shape: (heads, dim) and dtype of a query.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[ScoredLayer],
+        kind: SummaryKind,
+        num_slots: int,
+        num_rows: int,
+        width: int,
+        query_shape: tuple[int, int],
+        query_dtype: torch.dtype,
+    ) -> None:
+        self._layers = list(layers)
+        self._kind = kind
+        self._places = {layer.index: place for place, layer in enumerate(layers)}
+        device = layers[0].summaries.device
+        self._queries = torch.zeros((len(layers), num_slots, *query_shape), dtype=query_dtype, device=device)
+        self._away = [layer.summaries.new_zeros((num_rows, *layer.summaries.shape[1:])) for layer in layers]
+        self._numbers = torch.arange(width, device=device)
+        self._first_rows = torch.zeros(2, dtype=torch.int64, device=device)
+        self._num_rows = torch.tensor([1, 0], device=device)
+
+    @property
+    def bytes(self) -> int:
+        return self._queries.nbytes + sum(away.nbytes for away in self._away)
+
+    def warm_up(self) -> None:
+        """Has a device that compiles compile now what `keep_summary` and `scores` run."""
+        self.keep_summary(0, 0)
+        self.scores(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+    def keep_queries(self, layer_idx: int, query: torch.Tensor, t: SelectionTensors) -> None:
+        """The first row of each request that chooses in this step. query: [rows, heads, dim]."""
+        self._queries[self._places[layer_idx]].index_copy_(0, t.choice_slots, query.index_select(0, t.first_rows))
+
+    def keep_summary(self, block: int, row: int) -> None:
+        """Copies the summaries of a block that gets a copy off the device."""
+        source, target = torch.tensor([[block], [row]], device=self._numbers.device)
+        for layer, away in zip(self._layers, self._away, strict=True):
+            away.index_copy_(0, target, layer.summaries.index_select(0, source))
+
+    def scores(self, slot: int, blocks: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """float64 [full blocks]: shares of attention, averaged over layers and heads; below 0 without a summary.
+
+        Waits for the device.
+
+        Args:
+            slot: whose queries.
+            blocks: [full blocks] physical block, below 0 where there is no summary of one.
+            rows: [full blocks] row of the summary that is kept of a block that is away, else below 0.
+        """
+        known = (blocks >= 0) | (rows >= 0)
+        padded = np.zeros((5, len(self._numbers)), np.int64)
+        end = len(blocks)
+        padded[0, :end], padded[1, :end] = blocks.clip(0), rows.clip(0)
+        padded[2, :end], padded[3, :end], padded[4] = rows >= 0, known, slot
+        near, far, is_away, is_known, slots = torch.from_numpy(padded).to(self._numbers.device).unbind()
+        away = is_away.bool()[:, None, None, None]
+        total = torch.zeros(len(self._numbers), device=self._numbers.device)
+        for place, layer in enumerate(self._layers):
+            summaries = torch.where(away, self._away[place].index_select(0, far), layer.summaries.index_select(0, near))
+            query = self._queries[place].index_select(0, slots[:1])
+            numbers, spans = self._numbers * is_known, 1 - is_known
+            total += block_scores(
+                query, summaries, numbers, spans, self._first_rows, self._num_rows, 1, layer.scale, self._kind
+            )
+        found = (total / len(self._layers)).cpu().numpy().astype(np.float64)[:end]
+        found[~known] = -1
+        return found

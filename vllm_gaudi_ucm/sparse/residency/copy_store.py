@@ -1,0 +1,106 @@
+"""The copies of blocks that may leave the device: saved and loaded beside the computation, by (life, logical block)."""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
+from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
+from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
+    from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+    from vllm_gaudi_ucm.store.base import KvStore
+
+Pair = tuple[int, int]
+_PREFIX_BYTES = 16
+
+
+class CopyStore:
+    """A store by the keys of this engine. Nothing here waits for a save or a load, and nothing writes to the device.
+
+    Keys begin with a number that no other engine has: copies are of no use to anyone else, nor after a restart.
+
+    Args:
+        store: where copies are; closed with this.
+        block_bytes: of a block.
+        options: of the engine that loads.
+    """
+
+    def __init__(self, store: KvStore, block_bytes: int, options: PrefetchOptions) -> None:
+        self.store = store
+        self._block_bytes = block_bytes
+        self._prefix = secrets.token_bytes(_PREFIX_BYTES)
+        self._engine = PrefetchEngine(store, block_bytes, options)
+        self._engine.start()
+        # one thread: what is deleted was saved before
+        self._writer = ThreadPoolExecutor(1, "ucm-memory-mode")
+        self._saves: dict[Pair, Future[bool]] = {}
+        self._loads: dict[Pair, tuple[PrefetchHandle, torch.Tensor]] = {}
+        self._copies: dict[int, set[int]] = {}
+
+    def save(self, pair: Pair, data: torch.Tensor) -> None:
+        """data: uint8 [block_bytes] in host memory that nobody writes to any more."""
+        self._copies.setdefault(pair[0], set()).add(pair[1])
+        self._saves[pair] = self._writer.submit(self.store.save, self._key(pair), memoryview(data.numpy()))
+
+    def load(self, pair: Pair) -> None:
+        """Has a copy read; `finished_loads` gives it."""
+        data = torch.empty(self._block_bytes, dtype=torch.uint8)
+        into = memoryview(data.numpy())
+
+        def deliver(index: int, block: memoryview) -> None:
+            into[:] = block
+
+        name = f"{pair[0]}:{pair[1]}"
+        handle = self._engine.submit_prefetch(name, [self._key(pair)], PrefetchPriority.URGENT, deliver)
+        self._loads[pair] = handle, data
+
+    def finished_saves(self) -> Iterator[tuple[Pair, bool]]:
+        """Saves that have ended since the last call, and whether the copy is there."""
+        for pair in [pair for pair, future in self._saves.items() if future.done()]:
+            future = self._saves.pop(pair)
+            yield pair, not future.cancelled() and future.exception() is None and future.result()
+
+    def finished_loads(self) -> Iterator[tuple[Pair, torch.Tensor | None]]:
+        """Loads that have ended since the last call: uint8 [block_bytes], None where the copy could not be read."""
+        for pair in [pair for pair, (handle, _) in self._loads.items() if handle.outcome is not None]:
+            handle, data = self._loads.pop(pair)
+            is_ready = handle.outcome is PrefetchOutcome.READY
+            self._engine.forget(handle.request_id)
+            yield pair, data if is_ready else None
+
+    def end(self, life: int) -> None:
+        """Gives up the moves of a life and deletes its copies."""
+        for pair in [pair for pair in self._saves if pair[0] == life]:
+            del self._saves[pair]
+        for pair in [pair for pair in self._loads if pair[0] == life]:
+            handle, _ = self._loads.pop(pair)
+            self._engine.forget(handle.request_id)
+        numbers = self._copies.pop(life, None)
+        if numbers:
+            self._writer.submit(self.store.delete, [self._key((life, number)) for number in numbers])
+
+    def check_idle(self) -> None:
+        """Raises AssertionError where a move is under way or a copy is kept. Waits for deletions."""
+        self._writer.submit(int).result()
+        if self._saves or self._loads or self._copies:
+            raise AssertionError(f"copies: saving {[*self._saves]}, loading {[*self._loads]}, kept {self._copies}")
+
+    def close(self) -> None:
+        """Deletes what is there, ends the threads and closes the store."""
+        for life in [*self._copies]:
+            self.end(life)
+        self._writer.shutdown()
+        self._engine.stop()
+        self.store.close()
+
+    def _key(self, pair: Pair) -> bytes:
+        return self._prefix + pair[0].to_bytes(8, "big") + pair[1].to_bytes(8, "big")

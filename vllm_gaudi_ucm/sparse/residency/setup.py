@@ -1,0 +1,33 @@
+"""Memory mode of a server: its scheduler's side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.compat import kv_block_bytes
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.sparse.residency.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.sparse.residency.scheduler_side import ResidencyScheduler
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    from vllm_gaudi_ucm.config import UcmConfig
+    from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+
+logger = plugin_logger(__name__)
+
+
+def residency_role(
+    config: UcmConfig, sparse: UcmSparseBase | None, block_size: int, manager: KVCacheManager
+) -> ResidencyScheduler | None:
+    """The scheduler's side of memory mode, None where it is off."""
+    if not config.memory_mode.enabled or sparse is None:
+        return None
+    method = sparse.selecting_method.options
+    assert isinstance(method, BlockOptions), "refused when the configuration was read"
+    num_rows = config.memory_mode.max_away(manager.block_pool.num_gpu_blocks, kv_block_bytes(manager))
+    logger.info("Memory mode: up to %d blocks have a copy off the device.", num_rows)
+    blocks = DeviceBlocks(manager, block_size)
+    return ResidencyScheduler(config.memory_mode, method, block_size, blocks, num_rows)

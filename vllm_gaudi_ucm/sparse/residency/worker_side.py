@@ -1,0 +1,106 @@
+"""Memory mode in the worker: carries out a step's orders before its forward, and reports after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.sparse.residency.messages import BlockMove, ResidencyOrders, ResidencyReport
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.runner.request_table import RequestTable
+    from vllm_gaudi_ucm.sparse.device.selection_state import SelectionState
+    from vllm_gaudi_ucm.sparse.residency.block_copier import BlockCopier
+    from vllm_gaudi_ucm.sparse.residency.block_scorer import BlockScorer
+    from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore, Pair
+
+
+class ResidencyWorker:
+    """The device is written here alone, between two steps: nothing has to be drained before a block is used again.
+
+    Args:
+        table: block tables of the live requests, which orders change.
+        state: which blocks have a summary, and which requests chose in a step.
+        scorer: scores of blocks.
+        copier: blocks of the KV cache.
+        copies: where blocks go.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        state: SelectionState,
+        scorer: BlockScorer,
+        copier: BlockCopier,
+        copies: CopyStore,
+    ) -> None:
+        self._table = table
+        self._state = state
+        self._scorer = scorer
+        self._copier = copier
+        self._copies = copies
+        # of each life, the summary's row of every block that was saved; and where a load is to go
+        self._rows: dict[int, dict[int, int]] = {}
+        self._targets: dict[Pair, int] = {}
+        self._scored: dict[str, int] = {}
+        self._report = ResidencyReport()
+
+    def begin_step(self, orders: ResidencyOrders) -> None:
+        """Once the request table knows the step's requests, before the step is planned."""
+        for life in orders.ended:
+            self._copies.end(life)
+            self._rows.pop(life, None)
+            self._targets = {pair: block for pair, block in self._targets.items() if pair[0] != life}
+        for patch in orders.patches:
+            self._table.set_block(patch.request_id, patch.number, patch.block)
+        # what was chosen among other blocks is no choice any more
+        self._state.forget({patch.request_id for patch in orders.patches})
+        for move in orders.saves:
+            self._save(move)
+        self._take_finished()
+        for move in orders.loads:
+            self._targets[move.life, move.number] = move.block
+            self._copies.load((move.life, move.number))
+        self._scored = orders.scored
+
+    def report(self) -> ResidencyReport:
+        """After a step: what has happened since the last report. Waits for the device where a request is scored."""
+        for request_id, life in self._scored.items():
+            chosen = self._state.chosen.get(request_id)
+            # a request that did not fit chose nothing, and is asked for again
+            if chosen is not None:
+                self._report.scores[life] = self._score(request_id, life, *chosen)
+        report, self._report, self._scored = self._report, ResidencyReport(), {}
+        return report
+
+    def close(self) -> None:
+        self._copies.close()
+
+    def _save(self, move: BlockMove) -> None:
+        self._rows.setdefault(move.life, {})[move.number] = move.row
+        self._scorer.keep_summary(move.block, move.row)
+        self._copies.save((move.life, move.number), self._copier.read(move.block))
+
+    def _take_finished(self) -> None:
+        for pair, saved in self._copies.finished_saves():
+            (self._report.saved if saved else self._report.unsaved).append(pair)
+        for pair, data in self._copies.finished_loads():
+            block = self._targets.pop(pair)
+            if data is None:
+                self._report.failed.append(pair)
+                continue
+            self._copier.write(block, data)
+            # its summary was that of another content
+            self._state.summaries.written(np.array([block]))
+            self._report.loaded.append(pair)
+
+    def _score(self, request_id: str, life: int, slot: int, num_full: int) -> list[float]:
+        blocks: NDArray[np.int64] = self._table.blocks(request_id, num_full).astype(np.int64)
+        rows = np.full(num_full, -1, np.int64)
+        for number, row in self._rows.get(life, {}).items():
+            if blocks[number] == 0:
+                rows[number] = row
+        blocks[(blocks == 0) | ~self._state.summaries.ready[blocks]] = -1
+        return list(self._scorer.scores(slot, blocks, rows).tolist())
