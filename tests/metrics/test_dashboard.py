@@ -12,9 +12,13 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.metrics.exposition import scrape
+from tests.prefetch.stores import ScriptedStore
 from vllm_gaudi_ucm.graphs.bucket import Bucket
 from vllm_gaudi_ucm.metrics.metric import METRICS
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
+from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+from vllm_gaudi_ucm.store.base import StoreStats
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana/gaudi-ucm.json").read_text())
 PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -27,6 +31,7 @@ ROWS = [
     "Warm-up",
     "Time by stage",
     "Sparse methods",
+    "KV stores and prefetch",
 ]
 NAME = re.compile(r"\bgaudi_ucm_\w+")
 
@@ -40,6 +45,9 @@ def exported(folder: Path) -> dict[str, dict[str, set[str]]]:
     metrics.bypass("some reason")
     metrics.warm_up(1, 2, 3.0, 1.0)
     metrics.sparse()
+    metrics.store("file").set(StoreStats(kind="file"))
+    metrics.prefetch("connector").set(PrefetchEngine(ScriptedStore(), 1, PrefetchOptions()).stats())
+    metrics.transfer()
     found: dict[str, dict[str, set[str]]] = {}
     for key in scrape(folder):
         name, _, labels = key.partition("{")

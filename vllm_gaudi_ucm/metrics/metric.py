@@ -51,6 +51,38 @@ ATTENTION_MASS = Metric(
     ("state",),
     "Estimated attention of the blocks that competed in the last layer that chooses, and of those chosen among them.",
 )
+LOCKS = Metric("gaudi_ucm_sparse_locks", "counter", ("event",), "Choices that KVStar locked, and that it unlocked.")
+STORE_EVENTS = Metric(
+    "gaudi_ucm_store_events", "counter", ("store", "event"), "Blocks and calls of a KV store, by what became of them."
+)
+STORE_BYTES = Metric("gaudi_ucm_store_bytes", "counter", ("store", "direction"), "Bytes loaded from and saved to it.")
+STORE_SECONDS = Metric(
+    "gaudi_ucm_store_seconds", "counter", ("store", "direction"), "Seconds of these loads and saves, of all threads."
+)
+STORE_HELD = Metric("gaudi_ucm_store_held_bytes", "gauge", ("store",), "Bytes of blocks that a KV store holds.")
+STORE_BREAKER = Metric(
+    "gaudi_ucm_store_breaker", "gauge", ("store",), "Circuit breaker of a KV store: 0 closed, 1 half open, 2 open."
+)
+PREFETCHES = Metric("gaudi_ucm_prefetches", "counter", ("use", "outcome"), "Prefetches and loads, by how they ended.")
+PREFETCH_BLOCKS = Metric(
+    "gaudi_ucm_prefetch_blocks",
+    "counter",
+    ("use", "result"),
+    "Blocks of prefetches, by where they came from.",
+)
+PREFETCH_QUEUE = Metric(
+    "gaudi_ucm_prefetch_queue_blocks", "gauge", ("use", "priority"), "Blocks that wait for a thread, by priority."
+)
+PREFETCH_CACHE = Metric("gaudi_ucm_prefetch_cache_bytes", "gauge", ("use",), "Host memory of the prefetch engine.")
+PREFETCH_SHED = Metric("gaudi_ucm_prefetch_shed", "counter", ("use",), "Prefetches beyond max_pending_prefetch.")
+PREFETCH_WAITS = Metric("gaudi_ucm_prefetch_waits", "counter", ("use", "result"), "Waits for a prefetch, by their end.")
+PREFETCH_WAIT_SECONDS = Metric("gaudi_ucm_prefetch_wait_seconds", "counter", ("use",), "Seconds of these waits.")
+PREFETCH_THREADS = Metric(
+    "gaudi_ucm_prefetch_threads_replaced", "counter", ("use",), "Threads of the prefetch engine that died."
+)
+KV_BLOCKS = Metric(
+    "gaudi_ucm_kv_blocks", "counter", ("event",), "Device blocks that the connector filled, computed instead, or saved."
+)
 
 METRICS = (
     STEPS,
@@ -70,4 +102,19 @@ METRICS = (
     SPARSE_FALLBACKS,
     CHECKPOINTS,
     ATTENTION_MASS,
+    LOCKS,
+    STORE_EVENTS,
+    STORE_BYTES,
+    STORE_SECONDS,
+    STORE_HELD,
+    STORE_BREAKER,
+    PREFETCHES,
+    PREFETCH_BLOCKS,
+    PREFETCH_QUEUE,
+    PREFETCH_CACHE,
+    PREFETCH_SHED,
+    PREFETCH_WAITS,
+    PREFETCH_WAIT_SECONDS,
+    PREFETCH_THREADS,
+    KV_BLOCKS,
 )

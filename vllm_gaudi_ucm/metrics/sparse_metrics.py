@@ -21,6 +21,7 @@ class SparseMetrics:
         self._blocks = [file.series(metric.SPARSE_BLOCKS, state) for state in ("context", "attended")]
         self._fallbacks = file.series(metric.SPARSE_FALLBACKS)
         self._checkpoints = [file.series(metric.CHECKPOINTS, result) for result in ("kept", "replaced")]
+        self._locks = [file.series(metric.LOCKS, event) for event in ("lock", "unlock")]
         self._mass = [file.series(metric.ATTENTION_MASS, state) for state in ("chosen", "candidates")]
 
     def totals(self, totals: SelectionTotals) -> None:
@@ -30,6 +31,11 @@ class SparseMetrics:
         for series, blocks in zip(self._blocks, (totals.context_blocks, totals.attended_blocks), strict=True):
             series.set(blocks)
         self._fallbacks.set(totals.fallbacks)
+
+    def locks(self, locked: int, unlocked: int) -> None:
+        """What the scheduler's side of KVStar has counted, since the start."""
+        for series, count in zip(self._locks, (locked, unlocked), strict=True):
+            series.set(count)
 
     def device(self, counts: DeviceCounts) -> None:
         """What only the device knows, since the start."""

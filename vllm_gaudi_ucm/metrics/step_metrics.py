@@ -10,7 +10,10 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.metrics import metric
 from vllm_gaudi_ucm.metrics.folder import make_private, metrics_folder, remove_files
 from vllm_gaudi_ucm.metrics.metrics_file import MetricsFile, Series
+from vllm_gaudi_ucm.metrics.prefetch_metrics import PrefetchMetrics
 from vllm_gaudi_ucm.metrics.sparse_metrics import SparseMetrics
+from vllm_gaudi_ucm.metrics.store_metrics import StoreMetrics
+from vllm_gaudi_ucm.metrics.transfer_metrics import TransferMetrics
 
 DIMENSIONS = ("query", "shared", "unique", "logits", "selected")
 STAGES = ("plan", "forward", "sample")
@@ -50,6 +53,18 @@ class StepMetrics:
     def sparse(self) -> SparseMetrics:
         """The series of a sparse method; a server without one shows none."""
         return SparseMetrics(self._file)
+
+    def store(self, name: str) -> StoreMetrics:
+        """The series of a KV store; `name` is the value of their label `store`."""
+        return StoreMetrics(self._file, name)
+
+    def prefetch(self, use: str) -> PrefetchMetrics:
+        """The series of a prefetch engine; `use` is the value of their label `use`: `connector` or `memory_mode`."""
+        return PrefetchMetrics(self._file, use)
+
+    def transfer(self) -> TransferMetrics:
+        """The series of the blocks that a connector moves."""
+        return TransferMetrics(self._file)
 
     @classmethod
     def of_engine(cls, instance_id: str, engine: int) -> StepMetrics:

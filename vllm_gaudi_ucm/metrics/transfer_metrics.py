@@ -1,0 +1,24 @@
+"""What a KV connector moves to and from the device's blocks, for /metrics."""
+
+from __future__ import annotations
+
+from vllm_gaudi_ucm.metrics import metric
+from vllm_gaudi_ucm.metrics.metrics_file import MetricsFile
+
+EVENTS = ("loaded", "recomputed", "saved", "unsaved")
+
+
+class TransferMetrics:
+    """Series of totals. `set` may be called in another thread than the one that made them."""
+
+    def __init__(self, file: MetricsFile) -> None:
+        self._events = [file.series(metric.KV_BLOCKS, event) for event in EVENTS]
+
+    def set(self, loaded: int, recomputed: int, saved: int, unsaved: int) -> None:
+        """Blocks since the start.
+
+        loaded: filled from the store. recomputed: were to be, and failed or came late. saved: copied off the device
+        and stored. unsaved: not stored, because too many were on their way or the store refused.
+        """
+        for series, count in zip(self._events, (loaded, recomputed, saved, unsaved), strict=True):
+            series.set(count)
