@@ -234,9 +234,12 @@ class StaticInputs:
         return found
 
     def _causal(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> CausalPart:
-        """Which rows are one request's is data, so a slice sees all rows before its end."""
+        """Which rows are one request's is data: a slice sees as many rows before it as a request has at most."""
         q, step = shape.query_len, self._causal_slice
-        slices = (CausalSlice(lo, min(lo + step, q), 0, min(lo + step, q)) for lo in range(0, q, step))
+        before = self._limits.max_model_len - 1
+        slices = (
+            CausalSlice(lo, min(lo + step, q), max(0, lo - before), min(lo + step, q)) for lo in range(0, q, step)
+        )
         return CausalPart(tensors["groups"], tuple(slices))
 
     def _shared(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> SharedPart:
