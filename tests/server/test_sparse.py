@@ -43,6 +43,8 @@ def test_a_server_with_a_sparse_method(smollm2: Path, tmp_path: Path) -> None:
     )
     attended, context = (metrics["gaudi_ucm_sparse_blocks_total", state] for state in ("attended", "context"))
     assert 0 < attended < context
+    # counted in the scheduler's process
+    assert 0 < metrics["gaudi_ucm_sparse_locks_total", "lock"] <= metrics["gaudi_ucm_sparse_selections_total", "select"]
     # verifications with a choice
     assert any(step.sparse and step.bucket.phase[0] == "c" for step in steps)
 

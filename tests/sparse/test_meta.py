@@ -11,7 +11,8 @@ META = SparseMeta(
     {
         "chatcmpl-äß/1": RequestSelection(SelectionMode.SELECT, 1, 20, 4),
         "": RequestSelection(SelectionMode.CHECK, 0, 7, 0, 2),
-    }
+    },
+    locks=(5, 3),
 )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field
 
 from vllm_gaudi_ucm.prefetch.fields import MaxPendingPrefetch, PrefetchAhead, PrefetchCacheSize, PrefetchWorkers
-from vllm_gaudi_ucm.sparse.options import MethodOptions
+from vllm_gaudi_ucm.sparse.options import GsaOptions, MethodOptions
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.config import UcmConfig
 
 
 class PrefetchOptions(MethodOptions):
@@ -24,3 +27,21 @@ class PrefetchOptions(MethodOptions):
         default=1.0,
         description="Seconds of waiting that lift a prefetch by one priority, so that the lowest is served, too.",
     )
+
+    def over_gsa(self, config: UcmConfig) -> Self:
+        """These options, over those in the section of GSA where that method selects; what was given here stands."""
+        section = _gsa_section(config)
+        if section is None:
+            return self
+        shared = {name for name in type(self).model_fields if name in GsaOptions.model_fields}
+        return self.model_copy(update={name: getattr(section, name) for name in shared - self.model_fields_set})
+
+
+def _gsa_section(config: UcmConfig) -> GsaOptions | None:
+    """The options of GSA, also where it is KVStar's base method; None where it does not select."""
+    if config.ucm_sparse_method is None:
+        return None
+    options = config.ucm_sparse_config.options(config.ucm_sparse_method)
+    base = getattr(options, "base_options", None)
+    selecting = options if base is None else base()
+    return selecting if isinstance(selecting, GsaOptions) else None

@@ -40,10 +40,14 @@ class RequestSelection(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SparseMeta(msgspec.Struct):
-    """The sparse requests of a step by id; every other request is dense. residency: orders of memory mode, if on."""
+    """The sparse requests of a step by id; every other request is dense. residency: orders of memory mode, if on.
+
+    locks: selections that KVStar has locked and unlocked since the start, for the worker's metrics.
+    """
 
     requests: dict[str, RequestSelection] = {}
     residency: ResidencyOrders | None = None
+    locks: tuple[int, int] = (0, 0)
 
     def to_msgpack(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -105,6 +105,15 @@ def test_a_lock_ends_with_what_it_belongs_to(event: str) -> None:
     assert (method.metrics.lock_count, method.metrics.unlock_count) == (2, 1)
 
 
+def test_locks_travel_to_the_worker() -> None:
+    """/metrics is written there; locks are counted here."""
+    method, request = kvstar(lock_duration=3), Live("a", 40)
+    begun(method, request)
+    assert [decode(method, request).locks for _ in range(5)] == [(1, 0), (1, 0), (1, 0), (2, 1), (2, 1)]
+    method.request_finished_in_scheduler("a")
+    assert decode(method, request).locks == (2, 2)
+
+
 def test_nothing_stays_of_finished_requests() -> None:
     """covers: C5"""
     method, requests = kvstar(), [Live(str(index), 40, drafts=[1, 2]) for index in range(4)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
@@ -16,6 +17,7 @@ from vllm_gaudi_ucm.sparse.device.selection_state import DENSE_STEP, SelectionSt
 from vllm_gaudi_ucm.sparse.scheduler_contract import attach_report, sparse_meta_of
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
@@ -64,6 +66,7 @@ class SparseWorker:
         self.state: SelectionState | None = None
         self.residency: ResidencyWorker | None = None
         self._steps = 0
+        self._locks = (0, 0)
         method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
         selecting = method.selecting_method
         if isinstance(selecting, BlockSparse):
@@ -88,6 +91,12 @@ class SparseWorker:
             method.block_scores if type(method).block_scores is not BlockSparse.block_scores else None,
         )
 
+    def keep_queries(self, num_rows: int, heads: int, dtype: torch.dtype) -> None:
+        """From now on steps keep their queries, to score blocks by. num_rows: blocks that can have a copy."""
+        if self.selector is None:
+            raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
+        self.selector.score_all_blocks(num_rows, heads, dtype)
+
     @property
     def has_dense_layers(self) -> bool:
         return self.selector is not None and None in self.selector.leaders
@@ -105,6 +114,8 @@ class SparseWorker:
             self.state.forget(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         self.method.update_states(scheduler_output)
         meta = sparse_meta_of(scheduler_output)
+        if meta is not None:
+            self._locks = meta.locks
         if self.residency is not None and meta is not None and meta.residency is not None:
             self.residency.begin_step(meta.residency)
 
@@ -117,6 +128,11 @@ class SparseWorker:
         """Ends the threads of memory mode."""
         if self.residency is not None:
             self.residency.close()
+
+    def loaded(self, blocks: NDArray[np.int64]) -> None:
+        """A connector has filled these blocks, int64 [n]: whatever summary they had is that of other keys."""
+        if self.state is not None:
+            self.state.summaries.written(blocks)
 
     def step(
         self, scheduler_output: SchedulerOutput, drafts: StepDrafts, requests: Sequence[LiveRequest], batch: BatchInput
@@ -134,6 +150,7 @@ class SparseWorker:
         if self.selector is None or self.state is None:
             return
         metrics.totals(self.state.totals)
+        metrics.locks(*self._locks)
         self._steps += 1
         if self._steps % STEPS_PER_READ == 0:
             metrics.device(self.selector.counts())

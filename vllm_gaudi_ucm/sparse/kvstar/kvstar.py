@@ -138,6 +138,7 @@ class KVStar(BaseMethodHooks, UcmSparseBase):
             meta.requests[request_id] = self._decide(request_id, selection, requests[request_id].num_tokens)
             if request_id in drafts:
                 self.speculative.begin_speculation(request_id, len(drafts[request_id]))
+        meta.locks = (self.metrics.lock_count, self.metrics.unlock_count)
         return meta
 
     def _decide(self, request_id: str, offered: RequestSelection, position: int) -> RequestSelection:
