@@ -9,11 +9,13 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_gaudi_ucm.compat import check_versions, client_error, give_engine_time_to_stop
 from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
 from vllm_gaudi_ucm.features import UnsupportedFeatureError, refuse_unsupported
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
 from vllm_gaudi_ucm.request_check import check_request
 from vllm_gaudi_ucm.sparse.residency.feature_check import refuse_beside_memory_mode
 from vllm_gaudi_ucm.sparse.scheduler_choice import use_sparse_scheduler
@@ -68,6 +70,8 @@ class UcmPlatform(Platform):
         if vllm_config.scheduler_config.async_scheduling:
             logger.info("Asynchronous scheduling is off: a step's tokens are needed to plan the next one.")
             vllm_config.scheduler_config.async_scheduling = False
+        if vllm_config.kv_transfer_config is not None:
+            complete_transfer_config(vllm_config.kv_transfer_config)
         if config.ucm_sparse_method is not None:
             use_sparse_scheduler(vllm_config)
         if config.memory_mode.enabled:
@@ -143,6 +147,29 @@ class UcmPlatform(Platform):
     @classmethod
     def is_pin_memory_available(cls) -> bool:
         return cls.device_type != "cpu"
+
+    @classmethod
+    def insert_blocks_to_device(
+        cls,
+        src_cache: torch.Tensor,
+        dst_cache: torch.Tensor,
+        src_block_indices: torch.Tensor,
+        dst_block_indices: torch.Tensor,
+    ) -> None:
+        """Host to device: what connectors with a buffer on the host copy with."""
+        pairs = torch.stack([src_block_indices.cpu(), dst_block_indices.cpu()], 1)
+        swap_blocks([src_cache], [dst_cache], pairs)
+
+    @classmethod
+    def swap_out_blocks_to_host(
+        cls,
+        src_cache: torch.Tensor,
+        dst_cache: torch.Tensor,
+        src_block_indices: torch.Tensor,
+        dst_block_indices: torch.Tensor,
+    ) -> None:
+        """Device to host."""
+        cls.insert_blocks_to_device(src_cache, dst_cache, src_block_indices, dst_block_indices)
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:

@@ -66,6 +66,11 @@ class Engine:
         del self.llm, self._core
 
     @property
+    def core(self) -> Any:
+        """vLLM's engine core, with the scheduler."""
+        return self._core
+
+    @property
     def runner(self) -> ModelRunner:
         return self._core.model_executor.driver_worker.worker.model_runner
 

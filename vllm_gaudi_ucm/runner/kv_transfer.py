@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.distributed.kv_transfer import (
     ensure_kv_transfer_initialized,
     ensure_kv_transfer_shutdown,
@@ -48,6 +50,7 @@ class KvTransfer:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, in_layers: bool) -> None:
         self._vllm_config = vllm_config
         self._in_layers = in_layers
+        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._caches: dict[str, torch.Tensor] = {}
         self._finished_requests: set[str] = set()
         self.connector: KVConnectorBase_V1
@@ -107,6 +110,25 @@ class KvTransfer:
         )
         connector.clear_connector_metadata()
         return output
+
+    def loaded_blocks(self, scheduler_output: SchedulerOutput) -> NDArray[np.int64]:
+        """Blocks with keys and values that this worker has not computed since the last step; maybe others, too.
+
+        Our own connector names them. Of others it is known only that they are among the computed blocks of requests
+        that begin or resume.
+        """
+        take: Callable[[], set[int]] | None = getattr(self.connector, "take_loaded_block_ids", None)
+        if take is not None:
+            return np.fromiter(take(), np.int64)
+        cached = scheduler_output.scheduled_cached_reqs
+        begun = [(new.num_computed_tokens, new.block_ids[0]) for new in scheduler_output.scheduled_new_reqs]
+        begun += [
+            (cached.num_computed_tokens[index], blocks[0])
+            for index, request_id in enumerate(cached.req_ids)
+            if request_id in cached.resumed_req_ids and (blocks := cached.new_block_ids[index]) is not None
+        ]
+        found = [block for computed, blocks in begun for block in blocks[: computed // self._block_size]]
+        return np.array(found, np.int64)
 
     def close(self) -> None:
         """Ends its threads; a second call does nothing."""

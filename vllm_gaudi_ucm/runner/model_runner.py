@@ -235,6 +235,8 @@ class ModelRunner:
         if self._sparse is not None:
             self._sparse.update(scheduler_output)
         if self.transfer is not None:
+            if self._sparse is not None:
+                self._sparse.loaded(self.transfer.loaded_blocks(scheduler_output))
             self.transfer.begin(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             transferred = None if self.transfer is None else self.transfer.finish()

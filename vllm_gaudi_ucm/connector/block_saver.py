@@ -1,0 +1,126 @@
+"""Blocks on their way from the device to the store: copied at once, stored by threads of their own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_gaudi_ucm.logger import plugin_logger
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
+    from vllm_gaudi_ucm.connector.metadata import BlockSave
+    from vllm_gaudi_ucm.store.base import KvStore
+
+logger = plugin_logger(__name__)
+
+
+class SaveCounts(msgspec.Struct, kw_only=True):
+    """Blocks: stored, dropped because the queue was full, refused by the store."""
+
+    saved: int = 0
+    dropped: int = 0
+    refused: int = 0
+
+
+class BlockSaver:
+    """A bounded queue between the step and the store; the step never waits for the store.
+
+    Args:
+        store: may be slow, and may raise: then the block is not stored.
+        blocks: of the device.
+        capacity: most blocks in host memory.
+        workers: threads that store.
+    """
+
+    def __init__(self, store: KvStore, blocks: DeviceBlocks, capacity: int, workers: int) -> None:
+        self._store = store
+        self._blocks = blocks
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._free: list[memoryview] = []
+        self._room = capacity
+        self._busy = 0
+        self._unsaved: list[bytes] = []
+        self._counts = SaveCounts()
+        self._queue: queue.SimpleQueue[tuple[bytes, memoryview] | None] = queue.SimpleQueue()
+        # daemon: a store that hangs must not keep the process from ending
+        self._threads = [
+            threading.Thread(target=self._run, name=f"ucm-save-{index}", daemon=True) for index in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, saves: Sequence[BlockSave]) -> None:
+        """Takes a copy of these blocks, which may then be written again; what the queue has no room for is dropped."""
+        buffers = self._take(len(saves))
+        kept, dropped = saves[: len(buffers)], saves[len(buffers) :]
+        self._blocks.read([(save.block_id, buffer) for save, buffer in zip(kept, buffers, strict=True)])
+        with self._lock:
+            self._counts.dropped += len(dropped)
+            self._unsaved += [save.key for save in dropped]
+        for save, buffer in zip(kept, buffers, strict=True):
+            self._queue.put((save.key, buffer))
+
+    def take_unsaved(self) -> list[bytes]:
+        """Keys of blocks that were dropped or refused since the last call."""
+        with self._lock:
+            unsaved, self._unsaved = self._unsaved, []
+        return unsaved
+
+    def counts(self) -> SaveCounts:
+        with self._lock:
+            return msgspec.structs.replace(self._counts)
+
+    def flush(self, timeout: float) -> bool:
+        """Waits until nothing is on its way; False after `timeout` seconds."""
+        with self._lock:
+            return self._idle.wait_for(lambda: not self._busy, timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stores what is on its way, and ends the threads; those stuck in the store are left to it."""
+        end = time.monotonic() + timeout
+        if not self.flush(timeout):
+            logger.warning("%d blocks were not stored: the store took longer than %.0f s", self._busy, timeout)
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def check_integrity(self) -> None:
+        """Conservation: a buffer is free or on its way. Raises RuntimeError."""
+        with self._lock:
+            if self._room < 0 or self._busy < 0:
+                raise RuntimeError(f"block saver: {self._busy} blocks on their way, room for {self._room} more")
+
+    def _take(self, count: int) -> list[memoryview]:
+        """Buffers that are free, or that there is room for."""
+        with self._lock:
+            count = min(count, self._room)
+            self._room -= count
+            self._busy += count
+            buffers = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        return buffers + [self._blocks.allocate(self._blocks.block_bytes) for _ in range(count - len(buffers))]
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            key, buffer = item
+            is_saved = False
+            try:
+                is_saved = self._store.save(key, buffer)
+            except Exception as error:
+                logger.warning("a block could not be stored: %s: %s", type(error).__name__, error)
+            with self._lock:
+                self._counts.saved += is_saved
+                self._counts.refused += not is_saved
+                if not is_saved:
+                    self._unsaved.append(key)
+                self._free.append(buffer)
+                self._room += 1
+                self._busy -= 1
+                self._idle.notify_all()

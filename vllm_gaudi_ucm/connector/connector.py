@@ -1,0 +1,137 @@
+"""The connector that vLLM makes twice, for its scheduler and for the worker: each method belongs to one of the two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+from vllm_gaudi_ucm.connector.metadata import UcmMetadata, UcmWorkerMetadata
+from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
+from vllm_gaudi_ucm.connector.setup import ConnectorSetup
+from vllm_gaudi_ucm.connector.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class UcmConnector(KVConnectorBase_V1, SupportsHMA):
+    """Loads asynchronously: a request whose prefix is stored waits for its blocks while others run.
+
+    See vLLM's KVConnectorBase_V1 for the contract of each method.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        setup = ConnectorSetup.of(vllm_config, kv_cache_config)
+        self.scheduler_side: SchedulerSide | None = None
+        self.worker_side: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.scheduler_side = SchedulerSide(setup, self._block_table)
+        else:
+            self.worker_side = WorkerSide(setup)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        # a cache: what is not saved is computed again
+        return False
+
+    def _block_table(self, request_id: str) -> list[int]:
+        assert self._kv_cache_manager is not None, "vLLM binds it before the first step"
+        (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
+        return block_ids
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self.scheduler_side is not None, "called in the worker"
+        return self.scheduler_side
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert self.worker_side is not None, "called in the scheduler"
+        return self.worker_side
+
+    # in the scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.begin(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            (block_ids,) = blocks.get_block_ids()
+            self._scheduler.admitted(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._scheduler.metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.loaded(connector_output.finished_recving or set(), connector_output.invalid_block_ids)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, UcmWorkerMetadata):
+            self._scheduler.unsaved(report.unsaved)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        # blocks are copied in the step that fills them, so nothing of them is needed any more; vLLM itself keeps those
+        # of a load until the worker says that it has ended
+        self._scheduler.end(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.clear()
+
+    # in the worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._worker.start_loads(self._metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests run once all their blocks are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are saved whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        self._worker.save(self._metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._worker.finished_loads(finished_req_ids) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_invalid()
+
+    def build_connector_worker_meta(self) -> UcmWorkerMetadata | None:
+        return self._worker.report()
+
+    def take_loaded_block_ids(self) -> set[int]:
+        """Blocks that were loaded since the last call; our runner asks, other connectors do not say."""
+        return self._worker.take_loaded()
+
+    def shutdown(self) -> None:
+        for side in (self.worker_side, self.scheduler_side):
+            if side is not None:
+                side.close()
+
+    def _metadata(self) -> UcmMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, UcmMetadata), "made by build_connector_meta"
+        return metadata

@@ -1,0 +1,48 @@
+"""Options of the connector: `kv_connector_extra_config` of `--kv-transfer-config`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+from vllm_gaudi_ucm.sparse.options import MethodOptions
+from vllm_gaudi_ucm.store.options import StoreOptions, resolve_store_options
+
+EXTRA_CONFIG = "kv_connector_extra_config"
+
+
+class ConnectorOptions(MethodOptions):
+    """Strict, immutable; made from a mapping by `ConnectorOptions.resolve(mapping, key)`."""
+
+    store: StoreOptions = Field(description="Where blocks are kept, and its options: see docs/stores.md.")
+    prefetch: PrefetchOptions = Field(
+        default=PrefetchOptions(), description="The engine that loads blocks: see docs/prefetch.md."
+    )
+    load_deadline: Annotated[float, Field(gt=0, le=3600)] = Field(
+        default=10.0,
+        description="Seconds that a request waits for its blocks; those that are late are computed instead.",
+    )
+    lookup_deadline: Annotated[float, Field(gt=0, le=60)] = Field(
+        default=1.0, description="Seconds that a request waits for the store to say what it holds; then it is a miss."
+    )
+    load_failure: Literal["recompute", "fail"] = Field(
+        default="recompute",
+        description="What becomes of a request with blocks that could not be loaded. Takes the place of vLLM's "
+        "kv_load_failure_policy, whose default would fail it.",
+    )
+    min_hit_blocks: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="Fewest blocks that are worth loading; with fewer hits the prompt is computed."
+    )
+    save: bool = Field(default=True, description="Keep new full blocks; false only reads what others have stored.")
+    save_queue: Annotated[int, Field(ge=1, le=65536)] = Field(
+        default=64,
+        description="Most blocks in host memory on their way to the store; what comes while it is full is not stored.",
+    )
+    save_workers: Annotated[int, Field(ge=1, le=64)] = Field(default=2, description="Threads that store blocks.")
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _resolve_store(cls, value: Any) -> Any:
+        return resolve_store_options(value, f"{EXTRA_CONFIG}.store")

@@ -1,0 +1,138 @@
+"""What both sides of the connector take from vLLM's configuration: options, sizes, and what keys depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_gaudi_ucm.config import UcmConfig, resolve_config
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
+from vllm_gaudi_ucm.connector.weights_digest import weights_digest
+from vllm_gaudi_ucm.store.block_key import Namespace
+from vllm_gaudi_ucm.store.factory import open_store
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_gaudi_ucm.store.base import KvStore
+
+# of the prefetch engine: they decide when a block comes, not what is in it
+_NO_PART_OF_KV = {"prefetch_workers", "max_pending_prefetch", "prefetch_ahead", "prefetch_cache_size"}
+
+
+@dataclass(frozen=True)
+class ConnectorSetup:
+    """Of one engine; `layers` in the order in which a stored block holds them."""
+
+    vllm_config: VllmConfig
+    options: ConnectorOptions
+    block_size: int
+    layers: dict[str, AttentionSpec]
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ConnectorSetup:
+        """Raises UcmConfigError for options that cannot be used."""
+        assert vllm_config.kv_transfer_config is not None
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        (group,) = kv_cache_config.kv_cache_groups
+        per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        layers = {name: per_layer[name] if per_layer else group.kv_cache_spec for name in group.layer_names}
+        options = ConnectorOptions.resolve(extra, EXTRA_CONFIG)
+        _check_process(options, vllm_config.parallel_config.distributed_executor_backend)
+        return cls(vllm_config, options, group.kv_cache_spec.block_size, layers)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block with all its layers, without padding."""
+        return sum(spec.unpadded_page_size_bytes for spec in self.layers.values())
+
+    @property
+    def loads(self) -> bool:
+        assert self.vllm_config.kv_transfer_config is not None
+        return self.vllm_config.kv_transfer_config.is_kv_consumer
+
+    @property
+    def saves(self) -> bool:
+        assert self.vllm_config.kv_transfer_config is not None
+        return self.options.save and self.vllm_config.kv_transfer_config.is_kv_producer
+
+    def open_store(self) -> KvStore:
+        return open_store(self.options.store, self.block_bytes)
+
+    @cached_property
+    def dense_namespace(self) -> Namespace:
+        """Of requests to which no sparse method applies."""
+        vllm_config, model = self.vllm_config, self.vllm_config.model_config
+        spec = next(iter(self.layers.values()))
+        shapes = [
+            (name, layer.num_kv_heads, layer.head_size, layer.head_size_v, str(layer.dtype))
+            for name, layer in self.layers.items()
+        ]
+        drafts = vllm_config.speculative_config
+        draft = drafts.draft_model_config if drafts is not None and drafts.method == "draft_model" else None
+        models = [config for config in (model, draft) if config is not None]
+        return Namespace(
+            # not the path: servers that share a store may keep the same weights in different places
+            model="+".join(Path(config.model).name for config in models),
+            revision="+".join(_revision(config) for config in models),
+            dtype=str(model.dtype),
+            kv_dtype=str(spec.dtype),
+            block_size=self.block_size,
+            layers=len(self.layers),
+            kv_heads=spec.num_kv_heads,
+            head_sizes=(spec.head_size, spec.head_size_v),
+            tp_rank=vllm_config.parallel_config.rank,
+            tp_size=vllm_config.parallel_config.tensor_parallel_size,
+            layout=f"layer token head k|v {_digest(shapes)}",
+        )
+
+    def namespace(self, sparse: bool) -> bytes:
+        """Digest for a request; sparse: whether the engine's sparse method applies to it."""
+        return self._sparse_digest if sparse else self._dense_digest
+
+    @cached_property
+    def _dense_digest(self) -> bytes:
+        return self.dense_namespace.digest()
+
+    @cached_property
+    def _sparse_digest(self) -> bytes:
+        policy = sparse_policy(resolve_config(self.vllm_config.additional_config))
+        return Namespace(**{**vars(self.dense_namespace), "sparse_policy": policy}).digest()
+
+
+def _check_process(options: ConnectorOptions, executor: object) -> None:
+    """Scheduler and worker see one memory only where the engine runs its worker itself."""
+    if options.store.kind == "memory" and executor not in (None, "uni"):
+        found = f'"memory" with --distributed-executor-backend {executor}'
+        raise UcmConfigError([Problem(f"{EXTRA_CONFIG}.store.kind", found, '"file" or "redis", or no such flag')])
+
+
+def sparse_policy(config: UcmConfig) -> str:
+    """Method and options where they change KV; empty without a method."""
+    if config.ucm_sparse_method is None:
+        return ""
+    options = config.ucm_sparse_config.options(config.ucm_sparse_method)
+    return f"{config.ucm_sparse_method} {options.model_dump_json(exclude=_NO_PART_OF_KV)}"
+
+
+# where the model lies, and what wrote its configuration, change nothing that it computes
+_NO_PART_OF_CONFIG = {"_name_or_path", "transformers_version", "_commit_hash"}
+
+
+def _revision(model: ModelConfig) -> str:
+    """Of the weights, and of the configuration that computes with them (rotary scaling, overrides)."""
+    described = {key: value for key, value in model.hf_config.to_dict().items() if key not in _NO_PART_OF_CONFIG}
+    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
+    return f"{commit} {weights_digest(model.model)} {_digest(described)}"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]

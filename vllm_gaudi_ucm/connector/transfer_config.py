@@ -1,0 +1,32 @@
+"""What `--kv-transfer-config` gets where it leaves something to the platform."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
+from vllm_gaudi_ucm.logger import plugin_logger
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+logger = plugin_logger(__name__)
+
+OURS = "UcmConnector"
+OFFLOADING_SPEC = "UcmOffloadingSpec"
+
+
+def complete_transfer_config(config: KVTransferConfig) -> None:
+    """Checks the options of our connector, and gives vLLM's offloading connector copies that run on our devices.
+
+    Raises UcmConfigError for options that cannot be used.
+    """
+    extra = config.kv_connector_extra_config
+    if config.kv_connector == OURS:
+        policy = ConnectorOptions.resolve(extra, EXTRA_CONFIG).load_failure
+        if config.kv_load_failure_policy != policy:
+            logger.info("kv_load_failure_policy is %r: the option load_failure of %s says so", policy, OURS)
+            config.kv_load_failure_policy = policy
+    elif config.kv_connector == "OffloadingConnector" and "spec_name" not in extra:
+        extra["spec_name"] = OFFLOADING_SPEC
+        extra["spec_module_path"] = "vllm_gaudi_ucm.connector.offloading_spec"
