@@ -23,6 +23,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ucm_write_kv": (_INT, (*[_POINTER] * 5, *[_INT] * 6, POINTER(_INT))),
     "ucm_swap_blocks": (_INT, (POINTER(_INT), POINTER(_INT), _INT, _POINTER, *[_INT] * 6)),
     "ucm_linear": (None, (_POINTER, _INT, _POINTER, _POINTER, _POINTER, *[_INT] * 4)),
+    "ucm_compact_linear": (None, (_POINTER, _INT, _INT, *[_POINTER] * 5, *[_INT] * 4)),
     "ucm_lanes": (_INT, ()),
     "ucm_attend": (_INT, (_POINTER, _POINTER, _POINTER)),
     "ucm_block_scores": (_INT, (_POINTER,)),

@@ -1,0 +1,168 @@
+// A few rows times a weight that is kept in fewer bits than its values have, without changing one of them: bfloat16, or
+// codes of 4 or 8 bits with a scale (and an offset) for every 32 inputs. One row is multiplied while the codes are read;
+// for several rows a panel is first written out into the cache, and then multiplied as any other.
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include <type_traits>
+#include <vector>
+
+#include "panel_product.h"
+
+using namespace ucm;
+
+namespace {
+
+constexpr int64_t GROUP = 32;
+
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+// LANES codes from memory as integers. The compiler's own conversion goes through half-width steps.
+template <typename Vector>
+inline Ints widened(const uint8_t* from) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(Vector) == 32) return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+    else if constexpr (std::is_same_v<Vector, Bytes>)
+        return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+    else return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+    if constexpr (sizeof(Vector) == 16) return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+    else if constexpr (std::is_same_v<Vector, Bytes>)
+        return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+    else return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    Vector v;
+    std::memcpy(&v, from, sizeof v);
+    return __builtin_convertvector(v, Ints);
+#endif
+}
+
+inline Floats floats(Ints v) { return __builtin_convertvector(v, Floats); }
+
+// Panels [in, width]. scales, offsets: [in / 32, width].
+struct Codes {
+    const uint8_t* codes;
+    const float *scales, *offsets;
+};
+
+// Each form hands take(k, j, weight) the weights of 32 inputs from `first` on, for VECTORS * LANES columns.
+struct BFloat16 {
+    static constexpr int64_t PER_TWO = 4;  // bytes of two codes
+    template <int VECTORS, typename Take>
+    static void group(const Codes& panel, int64_t width, int64_t first, int64_t column, Take take) {
+        const uint8_t* at = panel.codes + (first * width + column) * 2;
+        for (int64_t k = first; k < first + GROUP; ++k, at += width * 2)
+            for (int j = 0; j < VECTORS; ++j) take(k, j, (Floats)(widened<Halves>(at + j * LANES * 2) << 16));
+    }
+};
+
+// code * scale + offset; two inputs in a byte, the first in its low half. The product is exact, so it rounds once.
+struct Affine4 {
+    static constexpr int64_t PER_TWO = 1;
+    template <int VECTORS, typename Take>
+    static void group(const Codes& panel, int64_t width, int64_t first, int64_t column, Take take) {
+        const int64_t entry = first / GROUP * width + column;
+        Floats scale[VECTORS], offset[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) {
+            scale[j] = load(panel.scales + entry + j * LANES);
+            offset[j] = load(panel.offsets + entry + j * LANES);
+        }
+        const uint8_t* at = panel.codes + first / 2 * width + column;
+        for (int64_t k = first; k < first + GROUP; k += 2, at += width)
+            for (int j = 0; j < VECTORS; ++j) {
+                const Ints both = widened<Bytes>(at + j * LANES);
+                take(k, j, floats(both & 15) * scale[j] + offset[j]);
+                take(k + 1, j, floats(both >> 4) * scale[j] + offset[j]);
+            }
+    }
+};
+
+// code * scale, codes with a sign.
+struct Symmetric8 {
+    static constexpr int64_t PER_TWO = 2;
+    template <int VECTORS, typename Take>
+    static void group(const Codes& panel, int64_t width, int64_t first, int64_t column, Take take) {
+        Floats scale[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) scale[j] = load(panel.scales + first / GROUP * width + column + j * LANES);
+        const uint8_t* at = panel.codes + first * width + column;
+        for (int64_t k = first; k < first + GROUP; ++k, at += width)
+            for (int j = 0; j < VECTORS; ++j) take(k, j, floats(widened<SignedBytes>(at + j * LANES)) * scale[j]);
+    }
+};
+
+template <typename Form>
+Codes panel_of(const Codes& whole, int64_t index, int64_t in, int64_t width) {
+    const int64_t groups = index * (in / GROUP) * width;
+    return {whole.codes + index * in / 2 * width * Form::PER_TWO, whole.scales + groups, whole.offsets + groups};
+}
+
+template <typename Form, int VECTORS>
+void expand(const Codes& panel, int64_t in, int64_t width, int64_t from, int64_t to, float* weight) {
+    for (int64_t first = 0; first < in; first += GROUP)
+        for (int64_t column = from; column < to; column += VECTORS * LANES)
+            Form::template group<VECTORS>(panel, width, first, column, [&](int64_t k, int j, Floats w) {
+                store(weight + k * width + column + j * LANES, w);
+            });
+}
+
+template <typename Form, int VECTORS>
+void multiply_one_row(const Linear& task, const Codes& panel, int64_t index, int64_t from, int64_t to) {
+    for (int64_t column = from; column < to; column += VECTORS * LANES) {
+        const int64_t output = index * task.width + column;
+        // sums of even and of odd inputs: one chain of additions would wait for itself
+        Floats sums[2][VECTORS] = {};
+        if (task.bias)
+            for (int j = 0; j < VECTORS; ++j) sums[0][j] = load(task.bias + output + j * LANES);
+        for (int64_t first = 0; first < task.in; first += GROUP)
+            Form::template group<VECTORS>(panel, task.width, first, column, [&](int64_t k, int j, Floats w) {
+                sums[k & 1][j] += task.x[k] * w;
+            });
+        for (int j = 0; j < VECTORS; ++j) store(task.out + output + j * LANES, sums[0][j] + sums[1][j]);
+    }
+}
+
+template <typename Form, int VECTORS>
+void multiply_part(const Linear& task, const Codes& panel, int64_t index, int64_t from, int64_t to, float* weight) {
+    if (task.rows == 1) return multiply_one_row<Form, VECTORS>(task, panel, index, from, to);
+    expand<Form, VECTORS>(panel, task.in, task.width, from, to, weight);
+    multiply_panel(task, {index, weight, nullptr}, from, to);
+}
+
+template <typename Form>
+void multiply_all(const Linear& task, const Codes& whole) {
+    const int64_t count = task.outputs / task.width;
+#pragma omp parallel
+    {
+        int64_t thread = 0, threads = 1;
+#if defined(_OPENMP)
+        thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#endif
+        thread_local std::vector<float> weight;
+        if (task.rows > 1) weight.resize(task.in * task.width);
+        share_panels(count, task.width, thread, threads, [&](int64_t index, int64_t from, int64_t to) {
+            const Codes panel = panel_of<Form>(whole, index, task.in, task.width);
+            const int64_t vectors = (to - from) / LANES;
+            const auto part = vectors % 4 == 0   ? multiply_part<Form, 4>
+                              : vectors % 2 == 0 ? multiply_part<Form, 2>
+                                                 : multiply_part<Form, 1>;
+            part(task, panel, index, from, to, weight.data());
+        });
+    }
+}
+
+}  // namespace
+
+// As ucm_linear. form: 0 bfloat16, 1 four bits, 2 eight bits. in is a multiple of 32.
+extern "C" void ucm_compact_linear(
+    const float* x, int64_t x_stride, int64_t form, const uint8_t* codes, const float* scales, const float* offsets,
+    const float* bias, float* out, int64_t rows, int64_t in, int64_t outputs, int64_t width) {
+    if (rows == 0) return;
+    const Linear task{x, x_stride, bias, out, rows, in, outputs, width};
+    const Codes whole{codes, scales, offsets};
+    if (form == 0) multiply_all<BFloat16>(task, whole);
+    else if (form == 1) multiply_all<Affine4>(task, whole);
+    else multiply_all<Symmetric8>(task, whole);
+}

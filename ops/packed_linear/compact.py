@@ -1,0 +1,124 @@
+"""Weights whose fp32 values fit in fewer bits, kept in those: no value changes, and a step of few rows reads less.
+
+Most checkpoints hold bfloat16 values; those that were quantised once (GGUF's Q4_1 and Q8_0) hold codes of 4 or 8 bits
+with a scale for every 32 inputs, whatever dtype they are loaded in. Decode steps are bound by reading the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.native.library import native
+
+GROUP = 32
+WIDTHS = (64, 48, 32, 16, 8)
+# Outputs that are looked at first: a weight of another form is found out without a pass over all of it.
+SAMPLE = 16
+# Outputs encoded at a time, which bounds the scratch memory.
+CHUNK = 2048
+
+
+class Form(IntEnum):
+    """How a value is kept, as `compact_linear.cpp` numbers them."""
+
+    BFLOAT16 = 0
+    AFFINE4 = 1
+    SYMMETRIC8 = 2
+
+
+class Compact(NamedTuple):
+    """A weight [outputs, inputs] in panels of `width` outputs.
+
+    codes: [panels, inputs, width] of 16 bits or of 8, or [panels, inputs / 2, width] of two codes of 4
+        bits in a byte. scales, offsets: fp32 [panels, inputs / 32, width], empty where the form has none.
+    """
+
+    form: Form
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + self.offsets.nbytes
+
+
+class _Encoded(NamedTuple):
+    """One row per output."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor
+
+
+def find_compact(weight: Tensor) -> Compact | None:
+    """The smallest form that holds every value of an fp32 weight; None without one, or without native kernels."""
+    kernels = native()
+    if kernels is None or weight.dtype != torch.float32 or weight.shape[1] % GROUP:
+        return None
+    widths = [width for width in WIDTHS if width % kernels.ucm_lanes() == 0 and weight.shape[0] % width == 0]
+    if not widths:
+        return None
+    for form, encode in _ENCODERS.items():
+        if encode(weight[:SAMPLE]) is None:
+            continue
+        chunks = [encode(rows) for rows in weight.split(CHUNK)]
+        if None not in chunks:
+            parts = (torch.cat(part) for part in zip(*chunks, strict=True))  # type: ignore[arg-type]
+            return Compact(form, *(_panels(part, widths[0]) for part in parts), widths[0])
+    return None
+
+
+def _panels(by_output: Tensor, width: int) -> Tensor:
+    """[outputs, n] -> [outputs / width, n, width]."""
+    return by_output.view(len(by_output) // width, width, by_output.shape[1]).transpose(1, 2).contiguous()
+
+
+def _affine4(weight: Tensor) -> _Encoded | None:
+    """GGUF's Q4_1: the smallest value of a group has code 0, the largest 15, and the step is in half precision."""
+    groups = _groups(weight)
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    step = ((high - low) / 15).half().float()
+    codes = _codes(groups - low, step)
+    # a product of 4 and 11 bits is exact, so the sum rounds once, as in the kernel
+    if codes.amax() > 15 or not torch.equal(codes * step + low, groups):
+        return None
+    pairs = codes.to(torch.uint8).view(len(weight), -1, 2)
+    return _Encoded(pairs[..., 0] | pairs[..., 1] << 4, step[..., 0], low[..., 0])
+
+
+def _symmetric8(weight: Tensor) -> _Encoded | None:
+    """GGUF's Q8_0: the value farthest from zero has code 127 or -127."""
+    groups = _groups(weight)
+    step = (groups.abs().amax(2, keepdim=True) / 127).half().float()
+    codes = _codes(groups, step)
+    if codes.abs().amax() > 127 or not torch.equal(codes * step, groups):
+        return None
+    return _Encoded(codes.to(torch.int8).view(weight.shape), step[..., 0], weight.new_empty(len(weight), 0))
+
+
+def _bfloat16(weight: Tensor) -> _Encoded | None:
+    half = weight.bfloat16()
+    none = weight.new_empty(len(weight), 0)
+    return _Encoded(half.view(torch.int16), none, none) if torch.equal(half.float(), weight) else None
+
+
+def _groups(weight: Tensor) -> Tensor:
+    return weight.reshape(len(weight), -1, GROUP)
+
+
+def _codes(values: Tensor, step: Tensor) -> Tensor:
+    return (values / torch.where(step == 0, 1.0, step)).round_()
+
+
+_ENCODERS: dict[Form, Callable[[Tensor], _Encoded | None]] = {
+    Form.AFFINE4: _affine4,
+    Form.SYMMETRIC8: _symmetric8,
+    Form.BFLOAT16: _bfloat16,
+}
