@@ -28,8 +28,8 @@ class AttentionConfig(_Section):
     implementation: Literal["auto", "reference", "cpu", "native", "hpu"] = Field(
         default="auto",
         description="Kernels to use. `auto` takes the fastest for the device; `reference` defines the semantics and "
-        "runs everywhere, slower; `cpu` is torch on a CPU, `native` C++ there, built with the machine's compiler; `hpu` "
-        "is laid out for Gaudi and runs everywhere.",
+        "runs everywhere, slower; `cpu` is torch on a CPU, `native` C++ there, built with the machine's compiler; "
+        "`hpu` is laid out for Gaudi and runs everywhere.",
     )
     contiguous_pa: Literal["auto"] | bool = Field(
         default="auto",
@@ -54,6 +54,12 @@ class CpuConfig(_Section):
         default=True,
         description="Reorder linear weights for oneDNN when the model is loaded: two to five times faster, for a "
         "second copy of the output head and about a second of start-up.",
+    )
+    compact_weights: bool = Field(
+        default=True,
+        description="Keep packed weights whose values fit in fewer bits (bfloat16, or 4 or 8 bits and a scale for "
+        "every 32 inputs) in those too, for steps of few rows. No value changes; takes up to half of the weights' "
+        "memory more.",
     )
 
 

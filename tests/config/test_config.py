@@ -64,6 +64,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.graphs.recipe_cache": ([None, "recipes"], [3, True], "path of a file or null"),
     "ucm.cpu.threads": ([None, 1, 64], [0, -1, "2", 1.5, True], "integer, at least 1 or null"),
     "ucm.cpu.packed_weights": ([True, False], [0, "true", None], "true or false"),
+    "ucm.cpu.compact_weights": ([True, False], [1, "no", None], "true or false"),
     "ucm.memory_mode.enabled": ([False], [1, "yes", None], "true or false"),
     "ucm.memory_mode.resident_ratio": ([0.1, 1.0], [0.0, 1.1, None], "number, above 0 and at most 1"),
     "ucm.memory_mode.refresh_steps": ([1, 64], [0, 1.5, True], "integer, at least 1"),
@@ -152,13 +153,16 @@ def test_all_problems_at_once() -> None:
     assert f"ucm.zzz: found an unknown key, expected {SECTIONS}" in message
 
 
+_CPU_KEYS = "ucm.cpu.compact_weights or ucm.cpu.packed_weights or ucm.cpu.threads"
+
+
 @pytest.mark.parametrize(
     ("config", "key", "expected"),
     [
         ({"ucn": {}}, "ucn", "ucm (the nearest valid key)"),
         ({"ucm": {"atention": {}}}, "ucm.atention", "ucm.attention (the nearest valid key)"),
         ({"ucm": {"cpu": {"thread": 2}}}, "ucm.cpu.thread", "ucm.cpu.threads (the nearest valid key)"),
-        ({"ucm": {"cpu": {"cpu": 2}}}, "ucm.cpu.cpu", "ucm.cpu.packed_weights or ucm.cpu.threads"),
+        ({"ucm": {"cpu": {"cpu": 2}}}, "ucm.cpu.cpu", _CPU_KEYS),
         ({"ucm": {1: 2}}, "ucm.1", SECTIONS),
     ],
 )
@@ -174,7 +178,7 @@ def test_section_that_is_no_mapping(value: Any) -> None:
         resolve_config({"ucm": {"cpu": value}})
     assert (
         str(caught.value.problems[0])
-        == f"ucm.cpu: found {value!r}, expected mapping with the keys threads, packed_weights"
+        == f"ucm.cpu: found {value!r}, expected mapping with the keys threads, packed_weights, compact_weights"
     )
 
 

@@ -113,7 +113,9 @@ class ModelRunner:
         if draft_model is not None:
             models.append(draft_model)
         if self._device.kind == "cpu" and self._config.cpu.packed_weights and self.kind != "compile":
-            logger.info("Packed %d linear layers", sum(map(pack_linear_layers, models)))
+            for model in models:
+                layers = pack_linear_layers(model, self._config.cpu.compact_weights)
+                logger.info("Packed %d linear layers, %d of them also in fewer bits", *layers)
         self.decoder, *draft = (Decoder(cast(DecoderModel, model), self._vllm_config) for model in models)
         self._draft_decoder = draft[0] if draft else None
         if self.kind == "compile":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -30,23 +32,29 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
         return packed_linear(x, self._weight, bias)
 
 
-def pack_linear_layers(model: nn.Module) -> int:
-    """Packs every linear layer and output head that can be; returns how many.
+class PackedLayers(NamedTuple):
+    """How many layers were packed, and how many of these have a compact copy too."""
+
+    packed: int
+    compact: int
+
+
+def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
+    """Packs every linear layer and output head that can be. compact: look for forms of fewer bits as well.
 
     The plain weight of a linear layer is given back to the system: keeping both would double the model's memory. An
     output head keeps its own, because it may be the embedding's, whose rows are read one by one.
     """
-    count = 0
+    weights: list[PackedWeight] = []
     for layer in model.modules():
         plain = getattr(layer, "weight", None)
         if not isinstance(plain, torch.Tensor) or not can_pack(plain):
             continue
         if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod:
-            layer.quant_method = PackedLinearMethod(pack(plain))
+            weights.append(pack(plain, compact))
+            layer.quant_method = PackedLinearMethod(weights[-1])
             plain.data = plain.new_empty(0)
         elif isinstance(layer, ParallelLMHead) and type(layer.quant_method) is UnquantizedEmbeddingMethod:
-            layer.quant_method = PackedHeadMethod(pack(plain))
-        else:
-            continue
-        count += 1
-    return count
+            weights.append(pack(plain, compact))
+            layer.quant_method = PackedHeadMethod(weights[-1])
+    return PackedLayers(len(weights), sum(weight.compact is not None for weight in weights))
