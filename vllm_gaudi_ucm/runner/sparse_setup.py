@@ -34,12 +34,12 @@ def make_sparse_worker(
     block_size: int,
     num_blocks: int,
     static: bool,
-    table: RequestTable,
+    table: RequestTable | None = None,
 ) -> SparseWorker | None:
     """The worker side of `ucm_sparse_method`, None without one.
 
     kv_caches: [blocks, kv heads, block size, k | v] by layer name, bound to the layers. num_blocks, static: see
-    ServerSizes. table: block tables of the live requests.
+    ServerSizes. table: block tables of the live requests; without it nothing is moved in memory mode.
     """
     if config.ucm_sparse_method is None:
         return None
@@ -48,8 +48,11 @@ def make_sparse_worker(
     worker = SparseWorker(method, _layers(vllm_config, kv_caches), sizes)
     if config.memory_mode.enabled:
         copier = BlockCopier([*kv_caches.values()])
-        heads, dtype = _query_heads(vllm_config), vllm_config.model_config.dtype
-        worker.residency = residency_worker(config, worker, table, copier, num_blocks, heads, dtype)
+        # a cache for measurements has one block only
+        num_rows = 1 if table is None else config.memory_mode.max_away(num_blocks, copier.block_bytes)
+        worker.keep_queries(num_rows, _query_heads(vllm_config), vllm_config.model_config.dtype)
+        if table is not None:
+            worker.residency = residency_worker(config.memory_mode, worker, table, copier, num_rows)
     return worker
 
 
@@ -69,7 +72,9 @@ def summaries_per_block(config: UcmConfig, specs: Mapping[str, KVCacheSpec]) -> 
     if options is None:
         return 0.0
     spec = cast("AttentionSpec", next(iter(specs.values())))
-    return summary_share(options, spec.block_size, spec.head_size, spec.dtype.itemsize)
+    share = summary_share(options, spec.block_size, spec.head_size, spec.dtype.itemsize)
+    # those of blocks that are away stay
+    return share * (1 + config.memory_mode.away_ratio) if config.memory_mode.enabled else share
 
 
 def _block_options(config: UcmConfig) -> BlockOptions | None:

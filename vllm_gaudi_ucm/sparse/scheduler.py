@@ -74,6 +74,12 @@ class _SparseScheduling(Scheduler):
         self._end_residency()
         return finished
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if self.residency is not None and reset_running_requests:
+            # they are about to be preempted, and no block may be in use then
+            self.residency.preempted([request.request_id for request in self.running])
+        return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+
     def _end_residency(self) -> None:
         """A request that has ended waits for no block any more: those that wait for it are free for others."""
         if self.residency is None:

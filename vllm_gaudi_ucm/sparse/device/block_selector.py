@@ -103,18 +103,16 @@ class BlockSelector:
         self.checks = torch.zeros(2, dtype=torch.int64, device=device)
         self.recall = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
 
-    @property
-    def key_size(self) -> int:
-        """Elements of a key of one head."""
-        return self._layers[0].keys.shape[-1]
+    def score_all_blocks(self, num_rows: int, heads: int, dtype: torch.dtype) -> None:
+        """From now on keeps the queries of each step; before anything is captured. See BlockScorer.
 
-    def score_all_blocks(self, num_rows: int, query_shape: tuple[int, int], query_dtype: torch.dtype) -> BlockScorer:
-        """From now on keeps the queries of each step; before anything is captured. See BlockScorer."""
+        heads, dtype: of queries.
+        """
         chosen = sorted({leader for leader in self.leaders if leader is not None})
         layers = [ScoredLayer(index, self._summaries[index], self._layers[index].scale) for index in chosen]
         slots, width = self._limits.max_num_seqs + 1, self._limits.width
-        self.scorer = BlockScorer(layers, self._kind, slots, num_rows, width, query_shape, query_dtype)
-        return self.scorer
+        shape = heads, self._layers[0].keys.shape[-1]
+        self.scorer = BlockScorer(layers, self._kind, slots, num_rows, width, shape, dtype)
 
     def counts(self) -> DeviceCounts:
         """Reads the device: not to be called while graphs are captured, nor in every step."""

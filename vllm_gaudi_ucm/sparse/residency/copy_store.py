@@ -77,6 +77,11 @@ class CopyStore:
             self._engine.forget(handle.request_id)
             yield pair, data if is_ready else None
 
+    def drop(self, pair: Pair) -> None:
+        """Deletes one copy, of which no move is under way."""
+        self._copies[pair[0]].discard(pair[1])
+        self._writer.submit(self.store.delete, [self._key(pair)])
+
     def end(self, life: int) -> None:
         """Gives up the moves of a life and deletes its copies."""
         for pair in [pair for pair in self._saves if pair[0] == life]:

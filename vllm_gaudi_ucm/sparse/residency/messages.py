@@ -31,12 +31,14 @@ class ResidencyOrders(msgspec.Struct):
     """Of a step, to be carried out before its forward in this order.
 
     ended: lives that are over: their moves are cancelled and their copies deleted.
+    dropped: copies, by (life, logical block), to delete; the blocks are on the device.
     patches: changes of block tables.
     saves: blocks to copy off the device. loads: blocks to bring back.
     scored: requests to score after the forward, and their life.
     """
 
     ended: list[int] = []
+    dropped: list[tuple[int, int]] = []
     patches: list[TablePatch] = []
     saves: list[BlockMove] = []
     loads: list[BlockMove] = []

@@ -92,6 +92,7 @@ class ResidencyScheduler:
         ended = set(orders.ended)
         orders.saves = [move for move in orders.saves if move.life not in ended]
         orders.loads = [move for move in orders.loads if move.life not in ended]
+        orders.dropped = [pair for pair in orders.dropped if pair[0] not in ended]
         orders.patches = [patch for patch in orders.patches if patch.life not in ended]
         for request_id in sparse:
             life = self._lives.get(request_id)
@@ -139,7 +140,7 @@ class ResidencyScheduler:
                 self._orders.patches.append(TablePatch(life.number, life.request_id, number, 0))
                 released += 1
                 continue
-            row = self._rows.take() if saves and number not in life.saving else None
+            row = self._take_row(life) if saves and number not in life.saving else None
             if row is not None:
                 saves -= 1
                 life.rows[number] = row
@@ -150,6 +151,17 @@ class ResidencyScheduler:
         life.leaving = waiting
         self.totals.released += released
         return released, saves
+
+    def _take_row(self, life: Life) -> int | None:
+        """A free row, or that of a block of the same request that is back on the device and stays there."""
+        row = self._rows.take()
+        if row is None:
+            back = next((number for number in life.saved - life.away if number not in life.leaving), None)
+            if back is not None:
+                life.saved.discard(back)
+                self._orders.dropped.append((life.number, back))
+                row = life.rows.pop(back)
+        return row
 
     def _bring_back(self, life: Life, request: Request, spare: int, loads: int) -> int:
         """Brings back what can be found, and orders loads of the rest; returns the loads still allowed."""

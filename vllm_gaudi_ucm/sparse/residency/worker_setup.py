@@ -10,39 +10,29 @@ from vllm_gaudi_ucm.sparse.residency.worker_side import ResidencyWorker
 from vllm_gaudi_ucm.store.factory import open_store
 
 if TYPE_CHECKING:
-    import torch
-
-    from vllm_gaudi_ucm.config import UcmConfig
     from vllm_gaudi_ucm.runner.request_table import RequestTable
     from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.sparse.residency.block_copier import BlockCopier
+    from vllm_gaudi_ucm.sparse.residency.options import MemoryModeOptions
 
 
 def residency_worker(
-    config: UcmConfig,
-    sparse: SparseWorker,
-    table: RequestTable,
-    copier: BlockCopier,
-    num_blocks: int,
-    heads: int,
-    dtype: torch.dtype,
+    options: MemoryModeOptions, sparse: SparseWorker, table: RequestTable, copier: BlockCopier, num_rows: int
 ) -> ResidencyWorker:
-    """The worker's side of memory mode, for a method that chooses blocks.
+    """The worker's side of memory mode.
 
     Args:
-        sparse: worker's side of the method.
+        options: of memory mode.
+        sparse: worker's side of the method, which keeps queries.
         table: block tables of the live requests.
         copier: blocks of the KV cache.
-        num_blocks: of the KV cache.
-        heads, dtype: of queries.
+        num_rows: blocks that can have a copy.
     """
-    options, selector, state = config.memory_mode, sparse.selector, sparse.state
-    if selector is None or state is None:
-        raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
-    num_rows = options.max_away(num_blocks, copier.block_bytes)
-    scorer = selector.score_all_blocks(num_rows, (heads, selector.key_size), dtype)
-    scorer.warm_up()
+    selector, state = sparse.selector, sparse.state
+    if selector is None or state is None or selector.scorer is None:
+        raise ValueError("ucm.memory_mode: found a worker that keeps no queries, expected keep_queries before")
+    selector.scorer.warm_up()
     store = open_store(options.open_options(num_rows, copier.block_bytes), copier.block_bytes)
     # what is on its way is all that the engine's own host memory is for
     engine = PrefetchOptions(prefetch_cache_size=2 * options.moves_per_step)
-    return ResidencyWorker(table, state, scorer, copier, CopyStore(store, copier.block_bytes, engine))
+    return ResidencyWorker(table, state, selector.scorer, copier, CopyStore(store, copier.block_bytes, engine))

@@ -53,6 +53,9 @@ class ResidencyWorker:
             self._copies.end(life)
             self._rows.pop(life, None)
             self._targets = {pair: block for pair, block in self._targets.items() if pair[0] != life}
+        for pair in orders.dropped:
+            self._copies.drop(pair)
+            del self._rows[pair[0]][pair[1]]
         for patch in orders.patches:
             self._table.set_block(patch.request_id, patch.number, patch.block)
         # what was chosen among other blocks is no choice any more

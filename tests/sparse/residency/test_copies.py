@@ -1,0 +1,140 @@
+"""Copies of blocks: their bytes, and stores that are slow or fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+from vllm_gaudi_ucm.sparse.residency.block_copier import BlockCopier
+from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore
+from vllm_gaudi_ucm.store.factory import open_store
+from vllm_gaudi_ucm.store.options import MemoryStoreOptions
+
+BLOCK_BYTES = 64
+
+
+def wait_for(finished: Callable[[], Sequence[tuple[object, object]]]) -> list[tuple[object, object]]:
+    end = time.monotonic() + 5
+    found: list[tuple[object, object]] = []
+    while not found and time.monotonic() < end:
+        found = list(finished())
+        time.sleep(0.001)
+    return found
+
+
+@pytest.fixture
+def copies() -> CopyStore:
+    store = open_store(MemoryStoreOptions(capacity=10 * BLOCK_BYTES, pin=False), BLOCK_BYTES)
+    return CopyStore(store, BLOCK_BYTES, PrefetchOptions(prefetch_cache_size=2))
+
+
+def block(value: int) -> torch.Tensor:
+    return torch.full((BLOCK_BYTES,), value, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_moves_to_another_place_bit_by_bit(dtype: torch.dtype) -> None:
+    """Layers are strided views of one allocation; the neighbours are left alone."""
+    backing = torch.randn(3, 6, 4, 2, 10).to(dtype)
+    backing[0, 1, 0, 0, 0] = float("nan")
+    caches = [layer.transpose(1, 2) for layer in backing]
+    copier = BlockCopier(caches)
+    assert copier.block_bytes == 3 * 4 * 2 * 10 * dtype.itemsize
+    before = backing.clone()
+    copier.write(4, copier.read(1))
+    expected = before.clone()
+    expected[:, 4] = before[:, 1]
+    assert torch.equal(backing.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_saved_and_loaded(copies: CopyStore) -> None:
+    copies.save((1, 5), block(7))
+    assert wait_for(copies.finished_saves) == [((1, 5), True)]
+    copies.load((1, 5))
+    ((pair, data),) = wait_for(copies.finished_loads)
+    assert pair == (1, 5)
+    assert torch.equal(data, block(7))  # type: ignore[arg-type]
+    copies.end(1)
+    copies.check_idle()
+    assert copies.store.stats().blocks == 0
+    copies.close()
+
+
+def test_lives_do_not_see_each_other(copies: CopyStore) -> None:
+    """covers: C5. A later request of the same id, or a resumed one, is another life."""
+    copies.save((1, 0), block(1))
+    assert wait_for(copies.finished_saves)
+    copies.load((2, 0))
+    assert wait_for(copies.finished_loads) == [((2, 0), None)]
+    copies.close()
+
+
+def test_a_copy_that_is_gone_is_a_failed_load(copies: CopyStore) -> None:
+    """covers: C8"""
+    copies.save((1, 0), block(1))
+    assert wait_for(copies.finished_saves)
+    copies.store.clear()
+    copies.load((1, 0))
+    assert wait_for(copies.finished_loads) == [((1, 0), None)]
+    copies.close()
+
+
+def test_a_dropped_copy_is_deleted(copies: CopyStore) -> None:
+    copies.save((1, 0), block(1))
+    copies.save((1, 1), block(2))
+    while len(list(copies.finished_saves())) == 0:
+        time.sleep(0.001)
+    copies.drop((1, 0))
+    copies.load((1, 0))
+    assert wait_for(copies.finished_loads)[0][0] == (1, 0)
+    copies.end(1)
+    copies.check_idle()
+    copies.close()
+
+
+def test_nobody_waits_for_a_store_that_hangs(copies: CopyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: C6 C7 C9. A life ends while its save and its load are under way."""
+    free = threading.Event()
+    save, load = copies.store.save, copies.store.load
+    monkeypatch.setattr(copies.store, "save", lambda *a: free.wait(5) and save(*a))
+    monkeypatch.setattr(copies.store, "load", lambda *a: free.wait(5) and load(*a))
+    begin = time.monotonic()
+    copies.save((1, 0), block(1))
+    copies.load((1, 1))
+    assert not list(copies.finished_saves())
+    assert not list(copies.finished_loads())
+    copies.end(1)
+    assert time.monotonic() - begin < 1
+    free.set()
+    copies.check_idle()
+    assert not list(copies.finished_loads())
+    copies.close()
+    assert copies.store.stats().blocks == 0
+
+
+def test_a_store_that_raises(copies: CopyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: D5"""
+
+    def broken(*args: object) -> bool:
+        raise OSError("no medium")
+
+    monkeypatch.setattr(copies.store, "save", broken)
+    monkeypatch.setattr(copies.store, "load", broken)
+    copies.save((1, 0), block(1))
+    assert wait_for(copies.finished_saves) == [((1, 0), False)]
+    copies.load((1, 0))
+    assert wait_for(copies.finished_loads) == [((1, 0), None)]
+    copies.close()
+
+
+def test_no_thread_is_left(copies: CopyStore) -> None:
+    before = threading.active_count()
+    copies.save((1, 0), block(1))
+    copies.close()
+    assert threading.active_count() < before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ucm-memory-mode")]
