@@ -13,7 +13,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """Totals since the store was opened, and what it holds now. Bytes are those of blocks, without headers.
 
     capacity: bytes it may hold, None for a server that bounds itself. hits: blocks loaded. misses: keys that a lookup
-    or a load did not find, or found corrupt. saves: blocks that were not there before. seconds: of these hits and saves.
+    or a load did not find, or found corrupt. saves: blocks that were not there before. seconds: of these two.
     corrupt: blocks that failed their check. errors: calls that the medium refused, such as a save on a full disk.
     breaker: `open` while the store is not asked because it kept failing; `half_open` for the trial after that.
     """

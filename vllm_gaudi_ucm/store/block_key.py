@@ -17,6 +17,7 @@ KEY_BYTES = 32
 FORMAT_VERSION = 1
 """Raised when the layout of a block's bytes changes: what older versions stored is then never found."""
 
+_MOST_NESTED = 8
 _UINT32_LE = 70  # tag of a typed array, RFC 8746: seven times faster than a list of integers
 
 
@@ -82,27 +83,33 @@ def chain_keys(
     tokens = _token_bytes(token_ids, blocks * block_size)
     keys = []
     for block, extra in enumerate(extras):
+        plain = _plain(extra) if extra else None  # vLLM has None for none
         start = 4 * block * block_size
         typed = cbor2.CBORTag(_UINT32_LE, tokens[start : start + 4 * block_size])
-        parent = hashlib.sha256(_encode([namespace_digest, parent, typed, _plain(extra) if extra else None])).digest()
+        parent = hashlib.sha256(_encode([namespace_digest, parent, typed, plain])).digest()
         keys.append(parent)
     return keys
 
 
 def _token_bytes(token_ids: Sequence[int] | np.ndarray, count: int) -> bytes:
     """The first `count` ids as little-endian uint32."""
-    ids = np.asarray(token_ids[:count] if count else [], dtype=np.int64)
+    try:
+        ids = np.asarray(token_ids[:count] if count else [], dtype=np.int64)
+    except OverflowError as error:
+        raise ValueError(f"token_ids: expected 0 to {(1 << 32) - 1} ({error})") from error
     if count and (ids.min() < 0 or ids.max() >= 1 << 32):
         raise ValueError(f"token_ids: found {ids.min()} to {ids.max()}, expected 0 to {(1 << 32) - 1}")
     return ids.astype("<u4").tobytes()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """`value` if it is plain data. CBOR could encode more, but not all of it in one way only."""
+    if depth > _MOST_NESTED:
+        raise ValueError(f"extra key nested too deeply: expected {_MOST_NESTED} sequences in each other at most")
     if value is None or isinstance(value, str | bytes | bool | int | float):
         return value
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     raise ValueError(f"extra key of type {type(value).__name__}: expected text, bytes, numbers, or sequences of these")
 
 

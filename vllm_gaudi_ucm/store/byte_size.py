@@ -29,9 +29,13 @@ def show_bytes(count: float) -> str:
     """`1.5 GiB`: three digits and a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+            return f"{_three_digits(count)} {unit}"
         count /= 1024
-    return f"{count:,.3g} TiB"
+    return f"{_three_digits(count)} TiB"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 ByteSize = Annotated[int, Field(ge=1), BeforeValidator(parse_bytes)]

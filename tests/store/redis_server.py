@@ -1,0 +1,77 @@
+"""A real Redis server on a free loopback port, which a test may kill and start again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+PROGRAM = "redis-server"
+
+
+class RedisServer:
+    """A server without persistence: it comes back empty."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._options = options
+        self._folder = folder
+        self.port = _free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        fixed = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
+        command = [PROGRAM, *fixed, "--dir", str(self._folder), *self._options]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + 20
+        while not self._answers():
+            assert self._process.poll() is None, f"{' '.join(command)} ended with {self._process.returncode}"
+            assert time.monotonic() < end, "the server does not answer"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """As a crash: no goodbye to anybody."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def freeze(self) -> None:
+        """It stays connected and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port, socket_timeout=5)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client().ping())
+        except redis.RedisError:
+            return False
+
+
+def needs_redis() -> None:
+    """Skips where there is no server to start, except on a machine that must have one."""
+    if shutil.which(PROGRAM) is None:
+        what = f"{PROGRAM} is not on PATH; on Debian and Ubuntu it is the package redis-server"
+        if os.environ.get("CI", "").lower() in ("1", "true"):
+            pytest.fail(what)
+        pytest.skip(what)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
