@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, multiprocessors, power_of_two
+from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_tiles
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, has_copy_engine, power_of_two
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
     Lists,
     Plan,
@@ -16,11 +18,15 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
     selected_place,
     unique_place,
 )
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal import attend_causal
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal import attend_causal, find_bounds
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.merge import merge_parts
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.shared import attend_shared
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.spans import attend_spans
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.tiles import list_columns
+
+
+MODE = 1
+WS = False
 
 
 class Found(NamedTuple):
@@ -68,7 +74,7 @@ def _spans(
     rows: int,
     spans: tuple[Tensor | None, Tensor | None],
 ) -> Found:
-    programs = _programs(layer, blocks.shape[0])
+    tile, programs = cuda_tiles.spans_tile(layer, rows), cuda_tiles.programs(layer, blocks.shape[0])
     found = _scratch(layer, plan, part, place, lists.offsets, programs, rows)
     attend_spans[(layer.kv_heads, programs)](
         layer.query,
@@ -91,10 +97,10 @@ def _spans(
         SINGLE=spans[0] is None,
         BLOCK_SIZE=plan.block_size,
         LISTS=power_of_two(lists.count),
-        BLOCK_M=power_of_two(rows * layer.group),
-        BLOCK_N=layer.tokens_per_tile(),
-        STAGES=3,
-        num_warps=4,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
     )
     return found
 
@@ -104,8 +110,7 @@ def shared(layer: Layer, plan: Plan) -> Found:
     part = plan.parts.shared
     assert part is not None
     tiles = _tiles(layer, plan)
-    block_m = _shared_block_m(layer)
-    programs = _programs(layer, tiles.count * part.blocks.shape[0])
+    tile, programs = cuda_tiles.shared_tile(layer), cuda_tiles.programs(layer, tiles.count * part.blocks.shape[0])
     found = _scratch(layer, plan, "shared", tiles.place, tiles.offsets, programs, tiles.rows_per_tile)
     attend_shared[(layer.kv_heads, programs)](
         layer.query,
@@ -133,10 +138,10 @@ def shared(layer: Layer, plan: Plan) -> Found:
         ROWS=tiles.rows_per_tile,
         BLOCK_SIZE=plan.block_size,
         LISTS=power_of_two(tiles.count),
-        BLOCK_M=block_m,
-        BLOCK_N=layer.tokens_per_tile(64),
-        STAGES=3,
-        num_warps=8 if block_m >= 128 else 4,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
     )
     return found
 
@@ -147,12 +152,18 @@ def causal(layer: Layer, plan: Plan, found: list[Found]) -> None:
     # unique blocks are of single rows, which take no part here
     saves = any(one.part != "unique" for one in found)
     acc, top, total = _causal_scratch(layer, plan) if saves else (None, None, None)
-    block_m = min(32 if layer.wide else 128, power_of_two(layer.rows))
-    attend_causal[(-(-layer.rows // block_m) * layer.heads,)](
+    tile = cuda_tiles.causal_tile(layer)
+    key_tiles = _descriptor(layer.key, tile.block_n)
+    value_tiles = _descriptor(layer.value, tile.block_n)
+    described = key_tiles is not None and value_tiles is not None
+    attend_causal[(-(-layer.rows // tile.block_m) * layer.heads,)](
         layer.query,
         layer.key,
         layer.value,
+        key_tiles if described else None,
+        value_tiles if described else None,
         plan.starts,
+        _bounds(layer, plan, tile.block_m),
         _cached(layer, plan, found) if saves else None,
         layer.out,
         acc,
@@ -165,12 +176,15 @@ def causal(layer: Layer, plan: Plan, found: list[Found]) -> None:
         *layer.value.stride()[:2],
         *layer.out.stride()[:2],
         **layer.sizes(),
-        BLOCK_M=block_m,
-        BLOCK_N=layer.tokens_per_tile(64),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        DESCRIBED=described,
         ALONE=not found,
         SAVES=saves,
-        STAGES=3,
-        num_warps=8 if block_m >= 128 else 4,
+        STAGES=tile.stages,
+        MODE=MODE,
+        WS=WS,
+        num_warps=tile.warps,
     )
 
 
@@ -199,6 +213,7 @@ def merge(layer: Layer, plan: Plan, found: list[Found]) -> None:
         BLOCK_H=block_h,
         BLOCK_V=power_of_two(layer.value_dim),
         CAUSAL=plan.starts is not None,
+        SAVED=plan.starts is not None and len(by_part) > ("unique" in by_part),
         UNIQUE="unique" in by_part,
         SHARED="shared" in by_part,
         SELECTED="selected" in by_part,
@@ -209,17 +224,11 @@ def merge(layer: Layer, plan: Plan, found: list[Found]) -> None:
 
 def shared_tiles(layer: Layer) -> int:
     """Tiles that the rows of a step are cut into for the shared part."""
-    return -(-layer.rows // (_shared_block_m(layer) // layer.group))
-
-
-def _shared_block_m(layer: Layer) -> int:
-    """Rows times query heads of one kv head in a tile."""
-    most = 32 if layer.wide else 128
-    return max(power_of_two(layer.group), min(most, power_of_two(layer.rows * layer.group)))
+    return -(-layer.rows // (cuda_tiles.shared_tile(layer).block_m // layer.group))
 
 
 def _tiles(layer: Layer, plan: Plan) -> Tiles:
-    part, rows_per_tile = plan.parts.shared, _shared_block_m(layer) // layer.group
+    part, rows_per_tile = plan.parts.shared, cuda_tiles.shared_tile(layer).block_m // layer.group
     assert part is not None
     tiles = plan.tiles.get(rows_per_tile)
     if tiles is not None:
@@ -254,9 +263,15 @@ def _tiles(layer: Layer, plan: Plan) -> Tiles:
     return tiles
 
 
-def _programs(layer: Layer, entries: int) -> int:
-    """Programs per kv head: two per multiprocessor in all, and never more than there are entries."""
-    return max(1, min(entries, 2 * multiprocessors(layer.query.device) // layer.kv_heads))
+def _descriptor(tokens: Tensor, block_n: int) -> TensorDescriptor | None:
+    """Tiles [block_n, dim] of tokens [rows, kv_heads, dim] for the copy engine of a Hopper; None where it has no use."""
+    rows, heads, dim = tokens.shape
+    if not has_copy_engine(tokens.device) or dim != power_of_two(dim) or dim > 256 or tokens.stride(1) != dim:
+        return None
+    size = tokens.element_size()
+    if tokens.data_ptr() % 16 or tokens.stride(0) * size % 16:
+        return None
+    return TensorDescriptor(tokens, [rows, heads * dim], [tokens.stride(0), 1], [block_n, dim])
 
 
 def _place(plan: Plan, part: str, rows: int) -> Tensor:
@@ -272,6 +287,17 @@ def _place(plan: Plan, part: str, rows: int) -> Tensor:
     return place
 
 
+def _bounds(layer: Layer, plan: Plan, block_m: int) -> Tensor:
+    """int32 [tiles, 3], see `find_bounds`."""
+    assert plan.starts is not None
+    bounds = plan.places.get(("bounds", block_m))
+    if bounds is None:
+        tiles = -(-layer.rows // block_m)
+        bounds = plan.places["bounds", block_m] = plan.starts.new_empty((tiles, 3))
+        find_bounds[(tiles,)](plan.starts, bounds, layer.rows, BLOCK_M=block_m)
+    return bounds
+
+
 def _cached(layer: Layer, plan: Plan, found: list[Found]) -> Tensor:
     """int32 [rows]: whether a row has a place in a list."""
     cached = plan.places.get(("cached", layer.rows))
@@ -281,9 +307,7 @@ def _cached(layer: Layer, plan: Plan, found: list[Found]) -> Tensor:
     return cached
 
 
-def _scratch(
-    layer: Layer, plan: Plan, part: str, place: Tensor, offsets: Tensor, programs: int, rows: int
-) -> Found:
+def _scratch(layer: Layer, plan: Plan, part: str, place: Tensor, offsets: Tensor, programs: int, rows: int) -> Found:
     size = (programs + offsets.shape[0] - 1) * rows * layer.heads
     acc = _room(layer, plan, f"{part} acc", size * layer.value_dim)
     top, total = (_room(layer, plan, f"{part} {name}", size) for name in ("top", "total"))

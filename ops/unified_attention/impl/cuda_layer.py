@@ -58,6 +58,8 @@ class Layer:
         """Compile-time arguments that all kernels over keys take."""
         import triton.language as tl
 
+        # Triton's interpreter (3.9) has no matrix product of bf16
+        interpreted_bf16 = self.query.device.type == "cpu" and self.query.dtype == torch.bfloat16
         types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         return {
             "HEADS": self.heads,
@@ -66,7 +68,7 @@ class Layer:
             "VALUE_DIM": self.value_dim,
             "BLOCK_D": power_of_two(self.query.shape[2]),
             "BLOCK_V": power_of_two(self.value_dim),
-            "COMPUTE": tl.float32 if self.wide else types[self.query.dtype],
+            "COMPUTE": types[torch.float32 if self.wide or interpreted_bf16 else self.query.dtype],
             "PRECISION": "ieee",
         }
 
@@ -76,7 +78,7 @@ class Layer:
     def tokens_per_tile(self, most: int = 128) -> int:
         """Keys of one step of a kernel over the cache."""
         token = (power_of_two(self.query.shape[2]) + power_of_two(self.value_dim)) * (4 if self.wide else 2)
-        return max(16, min(most, STAGE_BYTES // token))
+        return max(16, min(most, 1 << (STAGE_BYTES // token).bit_length() - 1))
 
 
 def why_not(layer: Layer) -> str | None:
@@ -105,3 +107,9 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 5
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache(maxsize=16)
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether a GPU copies tiles that a descriptor names (Hopper and later); the interpreter does, too."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)

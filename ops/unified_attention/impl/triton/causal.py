@@ -7,11 +7,51 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import softmax_ste
 
 
 @triton.jit
+def find_bounds(starts, bounds, rows, BLOCK_M: tl.constexpr):
+    """For each tile of rows, int32 [tiles, 3]: first key that any row sees, first that all see, last row's end.
+
+    Of rows that take part; a tile without any has the end 0. starts: see `attend_causal`.
+    """
+    tile = tl.program_id(0)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    start = tl.load(starts + row, mask=row < rows, other=2147483647)
+    active = start <= row
+    tl.store(bounds + tile * 3, tl.min(tl.where(active, start, 2147483647), 0))
+    tl.store(bounds + tile * 3 + 1, tl.max(tl.where(active, start, 0), 0))
+    tl.store(bounds + tile * 3 + 2, tl.max(tl.where(active, row, -1), 0) + 1)
+
+
+@triton.jit
+def _tile(
+    tiles,
+    tokens,
+    first,
+    kv_head,
+    stride,
+    rows,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """Tokens [first, first + BLOCK_N) of a kv head, 0 beyond the last row."""
+    if DESCRIBED:
+        return tiles.load([first, kv_head * DIM])
+    else:
+        n, d = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+        places = tokens + n.to(tl.int64)[:, None] * stride + d[None, :]
+        return tl.load(places, mask=(n < rows)[:, None] & (d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
 def attend_causal(
     query,
     key,
     value,
+    key_tiles,
+    value_tiles,
     starts,
+    bounds,
     cached,
     out,
     acc_out,
@@ -37,66 +77,105 @@ def attend_causal(
     BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     ALONE: tl.constexpr,
     SAVES: tl.constexpr,
     STAGES: tl.constexpr,
+    MODE: tl.constexpr,
+    WS: tl.constexpr,
 ):
     """One tile of rows and one head per program; the longest tiles start first.
 
-    starts: int32 [rows] first row that a row sees; beyond the row itself where it takes no part.
+    starts: int32 [rows] first row that a row sees; beyond the row itself where it takes no part. bounds: `find_bounds`.
     cached: int32 [rows] whether a row has cached blocks too (read if SAVES): its sums go to acc_out [rows, heads,
         value_dim], top_out and total_out [rows, heads], all fp32, and not to out.
+    DESCRIBED: key_tiles and value_tiles are descriptors of [rows, kv heads * dim] in tiles [BLOCK_N, dim].
     ALONE: the step has no other part, so rows that take no part become zeros here.
     """
     head = tl.program_id(0) % HEADS
     tile = tl.num_programs(0) // HEADS - 1 - tl.program_id(0) // HEADS
+    lowest = tl.load(bounds + tile * 3)
+    highest = tl.load(bounds + tile * 3 + 1)
+    stop = tl.load(bounds + tile * 3 + 2)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.load(starts + row, mask=row < rows, other=2147483647)
     active = start <= row
-    lowest = tl.min(tl.where(active, start, 2147483647), 0)
-    highest = tl.max(tl.where(active, start, 0), 0)
-    stop = tl.max(tl.where(active, row, -1), 0) + 1
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     row64 = row.to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    tainted = tl.zeros([BLOCK_M], tl.int32)
-    if stop > 0:
-        q = tl.load(
-            query + row64[:, None] * q_row + head * q_head + d[None, :],
-            mask=(row < rows)[:, None] & (d < DIM)[None, :],
-            other=0.0,
-        ).to(COMPUTE)
-        keys = key + (head // GROUP) * k_head
-        values = value + (head // GROUP) * v_head
+    kv_head = head // GROUP
+    keys = key + kv_head * k_head
+    values = value + kv_head * v_head
+    q = tl.load(
+        query + row64[:, None] * q_row + head * q_head + d[None, :],
+        mask=(row < rows)[:, None] & (d < DIM)[None, :],
+        other=0.0,
+    ).to(COMPUTE)
+    if MODE == 0:
         # [lowest, all_see) is before some row's request; [all_see, diagonal) is seen by every row; the rest by some
         all_see = lowest + tl.cdiv(highest - lowest, BLOCK_N) * BLOCK_N
         diagonal = all_see + tl.maximum(tile * BLOCK_M + 1 - all_see, 0) // BLOCK_N * BLOCK_N
-        for first in tl.range(all_see, diagonal, BLOCK_N, num_stages=STAGES):
-            n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)
-            if DIM == BLOCK_D:
-                k = tl.load(keys + n[:, None] * k_row + d[None, :])
-            else:
-                k = tl.load(keys + n[:, None] * k_row + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+        for first in tl.range(all_see, diagonal, BLOCK_N, num_stages=STAGES, warp_specialize=WS):
+            k = _tile(key_tiles, keys, first, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
             scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
-            if VALUE_DIM == BLOCK_V:
-                v = tl.load(values + n[:, None] * v_row + e[None, :])
-            else:
-                v = tl.load(values + n[:, None] * v_row + e[None, :], mask=(e < VALUE_DIM)[None, :], other=0.0)
+            v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
             acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
         ends = tl.minimum(all_see, stop)
-        count = tl.cdiv(ends - lowest, BLOCK_N) + tl.cdiv(tl.maximum(stop - diagonal, 0), BLOCK_N)
+        count = tl.cdiv(tl.maximum(ends - lowest, 0), BLOCK_N) + tl.cdiv(tl.maximum(stop - diagonal, 0), BLOCK_N)
         for index in tl.range(0, count, num_stages=1):
             before = lowest + index * BLOCK_N
             first = tl.where(before < ends, before, diagonal + before - all_see)
             n = first + tl.arange(0, BLOCK_N)
-            there = n < stop
-            n64 = n.to(tl.int64)
-            k = tl.load(keys + n64[:, None] * k_row + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0)
-            v = tl.load(
-                values + n64[:, None] * v_row + e[None, :], mask=there[:, None] & (e < VALUE_DIM)[None, :], other=0.0
-            )
+            k = _tile(key_tiles, keys, first, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+            v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
+            visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
+            scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
+            scores = tl.where(visible, scores, float("-inf"))
+            acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+    elif MODE == 1:
+        for first in tl.range(lowest, stop, BLOCK_N, num_stages=STAGES, warp_specialize=WS):
+            k = _tile(key_tiles, keys, first, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+            scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
+            if (first < highest) | (first + BLOCK_N > tile * BLOCK_M + 1):
+                n = first + tl.arange(0, BLOCK_N)
+                visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
+                scores = tl.where(visible, scores, float("-inf"))
+            v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
+            acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+    elif MODE == 3:
+        for first in tl.range(lowest, stop, BLOCK_N, num_stages=STAGES, warp_specialize=WS):
+            k = _tile(key_tiles, keys, first, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+            scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
+            n = first + tl.arange(0, BLOCK_N)
+            visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+            v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
+            acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+    else:
+        k = _tile(key_tiles, keys, lowest, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+        scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
+        for first in tl.range(lowest, stop, BLOCK_N, num_stages=STAGES, warp_specialize=WS):
+            k = _tile(key_tiles, keys, first + BLOCK_N, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+            next_scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
+            v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
+            if (first < highest) | (first + BLOCK_N > tile * BLOCK_M + 1):
+                n = first + tl.arange(0, BLOCK_N)
+                visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
+                scores = tl.where(visible, scores, float("-inf"))
+            acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+            scores = next_scores
+    # a value that is not finite, times the weight 0 of a row that does not see it: once more, looking at every value
+    if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) > 0:
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        tainted = tl.zeros([BLOCK_M], tl.int32)
+        for first in tl.range(lowest, stop, BLOCK_N, num_stages=1):
+            n = first + tl.arange(0, BLOCK_N)
+            k = _tile(key_tiles, keys, first, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+            v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
             visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
             scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
             scores = tl.where(visible, scores, float("-inf"))

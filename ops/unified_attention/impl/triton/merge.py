@@ -92,6 +92,7 @@ def merge_parts(
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SAVED: tl.constexpr,
     UNIQUE: tl.constexpr,
     SHARED: tl.constexpr,
     SELECTED: tl.constexpr,
@@ -100,6 +101,7 @@ def merge_parts(
     """One row and BLOCK_H heads per program. u, s, c: what the unique, shared and selected lists have found.
 
     place: int32 [rows] list * ROWS + lane of the row, or -1. Rows whose causal part is all they have are finished.
+    CAUSAL: there is a causal part; SAVED: it has left the sums of rows that have more in causal_acc and so on.
     """
     row = tl.program_id(0)
     at = -1
@@ -119,7 +121,7 @@ def merge_parts(
         acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_H], tl.float32)
-        if CAUSAL:
+        if SAVED:
             if active:
                 slot = row.to(tl.int64) * HEADS + head
                 top = tl.load(causal_top + slot, mask=real, other=float("-inf"))

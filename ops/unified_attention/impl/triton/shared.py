@@ -12,6 +12,52 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import (
 
 
 @triton.jit
+def _partly_seen(
+    first,
+    end,
+    lists,
+    columns,
+    column_blocks,
+    lo,
+    hi,
+    keys,
+    values,
+    span,
+    real,
+    lo_span,
+    lo_column,
+    hi_span,
+    hi_column,
+    k_block,
+    k_token,
+    v_block,
+    v_token,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Tokens [first, first + BLOCK_N) of a tile's list of columns: key, value, and bool [rows, tokens] who sees them."""
+    n = first + tl.arange(0, BLOCK_N)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    inside = n < end
+    token = n % BLOCK_SIZE
+    column = tl.load(columns + lists + n // BLOCK_SIZE, mask=inside, other=0)
+    block = tl.load(column_blocks + lists + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    mask = real[:, None] & inside[None, :]
+    lows = tl.load(lo + span[:, None] * lo_span + column[None, :] * lo_column, mask=mask, other=0)
+    highs = tl.load(hi + span[:, None] * hi_span + column[None, :] * hi_column, mask=mask, other=0)
+    visible = mask & (token[None, :] >= lows) & (token[None, :] < highs)
+    k_place = block * k_block + token * k_token
+    v_place = block * v_block + token * v_token
+    k = tl.load(keys + k_place[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
+    v = tl.load(values + v_place[:, None] + e[None, :], mask=inside[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
+    return k, v, visible
+
+
+@triton.jit
 def attend_shared(
     query,
     key_cache,
@@ -91,7 +137,6 @@ def attend_shared(
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
-            tainted = tl.zeros([BLOCK_M], tl.int32)
             lists = tile.to(tl.int64) * num_columns
             whole = tl.minimum(begins + tl.load(whole_counts + tile), stop)
             from_list = (position - begins) * BLOCK_SIZE
@@ -119,31 +164,33 @@ def attend_shared(
                 ).to(COMPUTE)
                 acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION)
             span = tl.load(row_spans + row, mask=real, other=0).to(tl.int64)
-            from_part = tl.maximum(from_list, whole_end)
             part_end = (stop - begins) * BLOCK_SIZE
-            for first in tl.range(from_part, part_end, BLOCK_N, num_stages=1):
-                n = first + tl.arange(0, BLOCK_N)
-                inside = n < part_end
-                token = n % BLOCK_SIZE
-                column = tl.load(columns + lists + n // BLOCK_SIZE, mask=inside, other=0)
-                block = tl.load(column_blocks + lists + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-                mask = real[:, None] & inside[None, :]
-                lows = tl.load(lo + span[:, None] * lo_span + column[None, :] * lo_column, mask=mask, other=0)
-                highs = tl.load(hi + span[:, None] * hi_span + column[None, :] * hi_column, mask=mask, other=0)
-                visible = mask & (token[None, :] >= lows) & (token[None, :] < highs)
-                k_place = block * k_block + token * k_token
-                v_place = block * v_block + token * v_token
-                k = tl.load(
-                    keys + k_place[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0
-                ).to(COMPUTE)
-                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            for first in tl.range(tl.maximum(from_list, whole_end), part_end, BLOCK_N, num_stages=1):
+                k, v, visible = _partly_seen(
+                    first, part_end, lists, columns, column_blocks, lo, hi, keys, values, span, real, lo_span, lo_column,
+                    hi_span, hi_column, k_block, k_token, v_block, v_token, DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N,
+                    BLOCK_D, BLOCK_V,
+                )  # fmt: skip
+                scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
                 scores = tl.where(visible, scores, float("-inf"))
-                v = tl.load(
-                    values + v_place[:, None] + e[None, :], mask=inside[:, None] & (e < VALUE_DIM)[None, :], other=0.0
-                )
-                v, tainted = without_garbage(v, visible, tainted)
                 acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
-            acc = tl.where(tainted[:, None] > 0, float("nan"), acc)
+            # a value that is not finite, times the weight 0 of a row that does not see it: look at every value
+            if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) > 0:
+                acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_M], tl.float32)
+                tainted = tl.zeros([BLOCK_M], tl.int32)
+                for first in tl.range(from_list, part_end, BLOCK_N, num_stages=1):
+                    k, v, visible = _partly_seen(
+                        first, part_end, lists, columns, column_blocks, lo, hi, keys, values, span, real, lo_span,
+                        lo_column, hi_span, hi_column, k_block, k_token, v_block, v_token, DIM, VALUE_DIM, BLOCK_SIZE,
+                        BLOCK_N, BLOCK_D, BLOCK_V,
+                    )  # fmt: skip
+                    scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
+                    scores = tl.where(visible, scores, float("-inf"))
+                    v, tainted = without_garbage(v, visible, tainted)
+                    acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+                acc = tl.where(tainted[:, None] > 0, float("nan"), acc)
             place = ((program + tile).to(tl.int64) * ROWS + lane) * HEADS + head
             tl.store(top_out + place, top, mask=real)
             tl.store(total_out + place, total, mask=real)
