@@ -38,6 +38,7 @@ TORCH_STAMP := $(STAMPS)/torch-$(TORCH_VERSION)
 BUILD_STAMP := $(STAMPS)/build
 VLLM_STAMP := $(STAMPS)/vllm-$(VLLM_VERSION)
 PLUGIN_STAMP := $(STAMPS)/plugin
+REDIS_STAMP := $(STAMPS)/redis-server
 MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
@@ -58,7 +59,7 @@ demo: $(PLUGIN_STAMP) $(MODEL_READY) ## Set everything up and run the demonstrat
 serve: $(PLUGIN_STAMP) $(MODEL_READY) ## Start the OpenAI-compatible server on 127.0.0.1, PORT=8000
 	$(run_env) $(VENV)/bin/vllm serve $(MODEL) --served-model-name smollm2 --host 127.0.0.1 --port $(PORT) $(ARGS)
 
-test: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the tests
+test: $(PLUGIN_STAMP) $(MODEL_STAMP) $(REDIS_STAMP) ## Run the tests
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)
@@ -117,6 +118,11 @@ $(PLUGIN_STAMP): $(VLLM_STAMP) setup.py pyproject.toml requirements/constraints.
 $(MODEL_STAMP): | $(PLUGIN_STAMP)
 	@echo '[6/6] demo model'
 	@$(PY) -m vllm_gaudi_ucm.cli.model --output $(DEMO_MODEL)
+
+# No stamp without a server, so that the next run tries again; the tests are skipped until then.
+$(REDIS_STAMP): | $(VENV_STAMP)
+	@bash scripts/install_redis.sh
+	@if command -v redis-server >/dev/null; then $(done_stamp); fi
 
 $(PEERS_STAMPS)/venv:
 	@echo '[1/3] virtual environment of the peer'

@@ -25,6 +25,7 @@ from vllm_gaudi_ucm.cli.checks.machine import device_checks, thread_checks
 from vllm_gaudi_ucm.cli.checks.plugins import PluginChecks
 from vllm_gaudi_ucm.cli.checks.sparse import sparse_checks
 from vllm_gaudi_ucm.cli.checks.static_shapes import static_shape_checks
+from vllm_gaudi_ucm.cli.checks.store import store_checks
 from vllm_gaudi_ucm.cli.checks.versions import version_checks
 from vllm_gaudi_ucm.config import UcmConfig
 from vllm_gaudi_ucm.config_error import UcmConfigError
@@ -42,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE|JSON", help="configuration to check: what you pass as ucm in --additional-config"
     )
+    parser.add_argument(
+        "--store", metavar="FILE|JSON", help="store of KV blocks to check: as `store` in kv_connector_extra_config"
+    )
 
 
 class Examination(NamedTuple):
@@ -55,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """0 where no check failed, else 1."""
     # vLLM's logger and plugins write to stdout, which belongs to the report.
     with contextlib.redirect_stdout(sys.stderr):
-        examination = examine(args.config)
+        examination = examine(args.config, args.store)
     report = _report(examination, args.config)
     if args.json:
         print(json.dumps(report, indent=2))
@@ -64,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
-def examine(config: str | None) -> Examination:
+def examine(config: str | None, store: str | None = None) -> Examination:
     """All sections, each guarded: what one raises becomes a row of it."""
     plugins: list[PluginChecks] = []
 
@@ -81,6 +85,7 @@ def examine(config: str | None) -> Examination:
     checks += guarded("device", thread_checks)
     checks += guarded("static shapes", lambda: _of_config(config, lambda ucm: static_shape_checks(ucm, device)))
     checks += guarded("sparse", lambda: _of_config(config, sparse_checks))
+    checks += guarded("store", lambda: store_checks(store))
     for section in plugins:
         first += guarded("platform plugin", section.rows)
     return Examination(device, first + checks)
