@@ -15,11 +15,9 @@ from collections.abc import Iterator, Sequence
 from vllm_gaudi_ucm.store.entries import open_file, read_whole
 from vllm_gaudi_ucm.store.folder import Folder
 from vllm_gaudi_ucm.store.folder_index import FolderIndex
+from vllm_gaudi_ucm.store.folder_listing import FolderListing
 from vllm_gaudi_ucm.store.medium import FullError, Medium, StoredBlock, Usage
 from vllm_gaudi_ucm.store.record import HEADER_BYTES
-
-_SETTLED_NS = 100_000_000
-"""A folder's mtime may miss a change that follows within one tick of the clock: younger ones are not relied on."""
 
 
 class FileMedium(Medium):
@@ -35,7 +33,7 @@ class FileMedium(Medium):
         self._lock = threading.Lock()  # of all below; never held while the disk is asked
         self._index = FolderIndex()
         self._reserved = 0  # bytes of blocks that are being written
-        self._leaves: dict[str, tuple[int, list[StoredBlock]]] = {}  # upkeep's own: mtime and content as last listed
+        self._listing = FolderListing(folder, self._index, self._lock)
 
     def place(self) -> str:
         return f"file store {self._folder.path}"
@@ -102,7 +100,7 @@ class FileMedium(Medium):
 
     def upkeep(self) -> None:
         """Looks at what others changed, evicts what is too much, and removes what dead writers left."""
-        self._refresh()
+        self._listing.refresh()
         self._make_room(0)
         self._folder.sweep()
 
@@ -159,26 +157,3 @@ class FileMedium(Medium):
         with self._lock:
             self._index.drop(block)
             self.evictions += removed
-
-    def _refresh(self) -> None:
-        """Lists the parts of the folder that have changed since they were last listed."""
-        with self._lock:
-            moment = self._index.moment
-        begin = time.time_ns()
-        leaves = dict(self._folder.leaves())
-        changed = False
-        for leaf in leaves.keys() | self._leaves.keys():
-            known_mtime, known = self._leaves.get(leaf, (0, []))
-            if leaves.get(leaf) == known_mtime:
-                continue
-            found = list(self._folder.records(leaf)) if leaf in leaves else []
-            with self._lock:
-                self._index.replace(known, found, moment)
-            changed = True
-            mtime = leaves.get(leaf, 0)
-            self._leaves[leaf] = (mtime if mtime < begin - _SETTLED_NS else 0, [block for block, _ in found])
-            if leaf not in leaves:
-                del self._leaves[leaf]
-        if changed:
-            with self._lock:
-                self._index.sort()

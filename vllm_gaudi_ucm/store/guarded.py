@@ -5,23 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import numpy as np
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.store.arguments import block_view, check_block_bytes, check_keys
 from vllm_gaudi_ucm.store.base import KvStore, StoreStats
-from vllm_gaudi_ucm.store.breaker import Breaker
+from vllm_gaudi_ucm.store.call_guard import CallGuard
 from vllm_gaudi_ucm.store.counts import Counts
-from vllm_gaudi_ucm.store.io_threads import DeadlineExceededError, IoThreads, Job
-from vllm_gaudi_ucm.store.medium import FullError, Medium, StoredBlock
+from vllm_gaudi_ucm.store.io_threads import Job
+from vllm_gaudi_ucm.store.medium import Medium, StoredBlock
 from vllm_gaudi_ucm.store.medium_check import clear_blocks, verify_blocks
 from vllm_gaudi_ucm.store.options import FileStoreOptions, RedisStoreOptions
 from vllm_gaudi_ucm.store.record import HEADER_BYTES, is_intact, seal
 
 logger = plugin_logger(__name__)
-Result = TypeVar("Result")
 FIRST_UPKEEP_SECONDS = 5.0
 """How long opening waits for a look at what is there; a large folder on a slow disk is looked at beside the work."""
 
@@ -39,33 +37,29 @@ class GuardedStore(KvStore):
         check_block_bytes(block_bytes, medium.usage(block_bytes).capacity)
         self._medium = medium
         self._block_bytes = block_bytes
-        self._deadline = options.deadline
-        self._breaker = Breaker(options.breaker.failures, options.breaker.seconds, clock)
-        self._threads = IoThreads(f"ucm-store-{medium.kind}", options.io_threads)
         self._counts = Counts(medium.kind)
+        self._guard = CallGuard(medium, options, self._counts, clock)
         self._buffers = threading.local()
-        self._closed = self._said_full = False
         self._upkeep_lock = threading.Lock()
         self._next_upkeep = 0.0
-        self._guarded(lambda _: self._upkeep(), max(self._deadline, FIRST_UPKEEP_SECONDS))
+        self._guard.call(lambda _: self._upkeep(), max(options.deadline, FIRST_UPKEEP_SECONDS))
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        self._check_open()
+        self._guard.check_open()
         check_keys(keys)
         if not keys:
             return []
         wanted = list(keys)
-        found = self._guarded(lambda _: self._medium.lookup(wanted, self._block_bytes))
+        found = self._guard.call(lambda _: self._medium.lookup(wanted, self._block_bytes))
         answer = [False] * len(keys) if found is None else found
         self._counts.add(misses=answer.count(False))
         return answer
 
     def load(self, key: bytes, into: memoryview) -> bool:
-        self._check_open()
         check_keys([key])
         view = block_view("into", into, self._block_bytes, writable=True)
         begin = time.perf_counter()
-        found = bool(self._guarded(lambda job: self._read(job, key, view)))
+        found = bool(self._guard.call(lambda job: self._read(job, key, view)))
         if found:
             self._counts.add(hits=1, bytes_loaded=self._block_bytes, load_seconds=time.perf_counter() - begin)
         else:
@@ -73,52 +67,45 @@ class GuardedStore(KvStore):
         return found
 
     def save(self, key: bytes, block: memoryview) -> bool:
-        self._check_open()
         check_keys([key])
         view = block_view("block", block, self._block_bytes, writable=False)
         begin = time.perf_counter()
-        is_new = self._guarded(lambda job: self._write(job, key, view))
+        is_new = self._guard.call(lambda job: self._write(job, key, view))
         if is_new:
             self._counts.add(saves=1, bytes_saved=self._block_bytes, save_seconds=time.perf_counter() - begin)
             self._begin_upkeep()
         return is_new is not None
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        self._check_open()
         check_keys(keys)
         blocks = [StoredBlock(key, self._block_bytes) for key in keys]
-        return self._guarded(lambda _: self._medium.delete(blocks)) or 0
+        return self._guard.call(lambda _: self._medium.delete(blocks)) or 0
 
     def clear(self) -> int:
-        return self._unhurried(lambda: clear_blocks(self._medium, list(self._medium.blocks(self._block_bytes)))) or 0
+        return self._guard.call_unhurried(lambda: clear_blocks(self._medium, self._blocks())) or 0
 
     def verify(self) -> tuple[int, int]:
-        found = self._unhurried(lambda: verify_blocks(self._medium, list(self._medium.blocks(self._block_bytes))))
+        found = self._guard.call_unhurried(lambda: verify_blocks(self._medium, self._blocks()))
         if found is None:
             return 0, 0
         self._counts.add(corrupt=found.corrupt)
         return found
 
     def stats(self) -> StoreStats:
-        if not self._closed:
-            self._begin_upkeep()
+        self._begin_upkeep()
         blocks, size, capacity = self._medium.usage(self._block_bytes)
         state = {"blocks": blocks, "bytes": size, "capacity": capacity, "evictions": self._medium.evictions}
-        return self._counts.stats(breaker=self._breaker.state, **state)
+        return self._counts.stats(breaker=self._guard.state, **state)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books of the medium do not agree with themselves."""
         self._medium.check_integrity()
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if not self._threads.close(self._deadline):
-            logger.warning("%s does not answer: its threads are left to end by themselves", self._medium.place())
-        self._medium.close()
+        if self._guard.close():
+            self._medium.close()
 
-    def _read(self, job: Job, key: bytes, into: memoryview) -> bool:
+    def _read(self, job: Job[bool], key: bytes, into: memoryview) -> bool:
         """In an I/O thread. It reads into a buffer of its own: the caller's may serve another block by then."""
         record = self._record()
         found = self._medium.read(key, self._block_bytes, record)
@@ -133,7 +120,7 @@ class GuardedStore(KvStore):
             _copy(into, record[HEADER_BYTES:])
         return True
 
-    def _write(self, job: Job, key: bytes, block: memoryview) -> bool:
+    def _write(self, job: Job[bool], key: bytes, block: memoryview) -> bool:
         """In an I/O thread; whether the block is new. It writes from a copy, which no caller can change meanwhile."""
         if self._medium.keep(key, self._block_bytes):
             return False
@@ -151,72 +138,22 @@ class GuardedStore(KvStore):
         record: memoryview = self._buffers.record
         return record
 
-    def _guarded(self, function: Callable[[Job[Result]], Result], deadline: float | None = None) -> Result | None:
-        """What `function` returns in an I/O thread; None if it failed, took too long, or was not let through."""
-        if not self._breaker.allow():
-            return None
-        try:
-            result = self._threads.call(function, self._deadline if deadline is None else deadline)
-        except DeadlineExceededError as error:
-            self._counts.add(timeouts=1)
-            self._failed(error)
-            return None
-        except FullError as error:
-            self._counts.add(errors=1)
-            self._breaker.succeeded()  # it answers: what it holds can still be loaded
-            if not self._said_full:
-                logger.warning("%s takes no more blocks, which is said once: %s", self._medium.place(), error)
-            self._said_full = True
-            return None
-        except Exception as error:
-            self._failed(error)
-            self._check_open()  # closed by another thread meanwhile
-            self._counts.add(errors=1)
-            return None
-        except BaseException:
-            self._breaker.failed()  # interrupted; without this a trial call would never be decided
-            raise
-        self._breaker.succeeded()
-        return result
-
-    def _failed(self, error: Exception) -> None:
-        expected = isinstance(error, (*self._medium.errors, DeadlineExceededError))
-        if not expected:
-            logger.error("%s: an error of ours", self._medium.place(), exc_info=error)
-        if self._breaker.failed():
-            what = f"{type(error).__name__}: {error}"
-            logger.warning("%s keeps failing and is left alone for a while: %s", self._medium.place(), what)
-
-    def _unhurried(self, function: Callable[[], Result]) -> Result | None:
-        """Without deadline, in the caller's thread: for what takes as long as there are blocks."""
-        self._check_open()
-        try:
-            return function()
-        except self._medium.errors as error:
-            self._counts.add(errors=1)
-            logger.warning("%s: %s: %s", self._medium.place(), type(error).__name__, error)
-            return None
+    def _blocks(self) -> list[StoredBlock]:
+        return list(self._medium.blocks(self._block_bytes))
 
     def _begin_upkeep(self) -> None:
-        """Has the medium looked after beside the work, if it is time; one look at once."""
-        if time.monotonic() >= self._next_upkeep and self._breaker.state == "closed":
+        """Has the medium looked after beside the work, if it is time."""
+        if time.monotonic() >= self._next_upkeep and self._guard.state == "closed":
             self._next_upkeep = time.monotonic() + self._medium.upkeep_seconds
-            try:
-                self._threads.begin(self._upkeep)
-            except RuntimeError:
-                self._check_open()
+            self._guard.begin(self._upkeep)
 
     def _upkeep(self) -> None:
-        if self._upkeep_lock.acquire(blocking=False):
+        if self._upkeep_lock.acquire(blocking=False):  # one at once
             try:
                 self._medium.upkeep()
             finally:
                 self._next_upkeep = time.monotonic() + self._medium.upkeep_seconds
                 self._upkeep_lock.release()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(f"the {self._medium.kind} store is closed")
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
