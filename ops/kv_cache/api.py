@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.kv_cache.impl import native, reference
+from vllm_gaudi_ucm.ops.triton_support import why_not_triton
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -23,8 +24,20 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         if native.can_write(key, value, key_cache, value_cache, slots):
             native.write(key, value, key_cache, value_cache, slots)
             return
+        if why_not_triton(slots.device.type) is None and _write_on_cuda(key, value, key_cache, value_cache, slots):
+            return
     reference.write(key, key_cache, slots)
     reference.write(value, value_cache, slots)
+
+
+def _write_on_cuda(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> bool:
+    # imported on first use: triton is not everywhere
+    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+
+    covered = cuda.can_write(key, value, key_cache, value_cache)
+    if covered:
+        cuda.write(key, value, key_cache, value_cache, slots)
+    return covered
 
 
 def _validate(name: str, tokens: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.kv_cache.impl import blocks_reference, native_blocks
+from vllm_gaudi_ucm.ops.triton_support import why_not_triton
 
 
 def copy_blocks(caches: Sequence[Tensor], source_ids: Tensor, target_ids: Tensor) -> None:
@@ -49,8 +50,23 @@ def _swap(
     pairs = pairs.contiguous()
     if native_blocks.can_swap(sources, targets):
         native_blocks.swap(sources, targets, pairs)
-    else:
+    elif not _swap_on_cuda(sources, targets, pairs):
         blocks_reference.swap(sources, targets, pairs, non_blocking)
+
+
+def _swap_on_cuda(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) -> bool:
+    """Copies within one GPU in one launch; False where the kernel does not cover the caches."""
+    device = sources[0].device
+    if device != targets[0].device or device.type == "cpu" or why_not_triton(device.type) is not None:
+        return False
+    # imported on first use: triton is not everywhere
+    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+
+    source, target = blocks_reference.stacked(sources), blocks_reference.stacked(targets)
+    if source is None or target is None or not cuda.can_copy(source, target):
+        return False
+    cuda.copy(source, target, pairs.to(device))
+    return True
 
 
 def _validate(operation: str, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) -> None:

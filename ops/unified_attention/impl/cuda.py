@@ -1,4 +1,4 @@
-"""Unified Attention on CUDA in Triton: every kernel has a grid that shapes decide and reads the real counts on the device.
+"""Unified Attention on CUDA in Triton: grids follow from shapes alone, the real counts are read on the device.
 
 The parts that read the cache split their work evenly among programs, whatever rows it belongs to; a last kernel adds up
 what they have found of a row, of all parts. A step with a causal part alone is one kernel. Nothing is read on the host,
@@ -16,17 +16,13 @@ import math
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_causal import causal
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, why_not
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_launch import (
-    Found,
-    causal,
-    merge,
-    selected,
-    shared,
-    shared_tiles,
-    unique,
-)
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_merge import merge
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Plan, make_plan
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_shared import listed_pairs, shared
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_spans import selected, unique
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Work, run_side_by_side
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 
 logger = logging.getLogger(__name__)
@@ -63,25 +59,33 @@ def attend(
     if reason is not None:
         _tell(reason)
         return False
-    found: list[Found] = []
-    if plan.unique is not None and plan.parts.unique is not None and plan.parts.unique.num_rows:
-        found.append(unique(layer, plan))
-    if plan.parts.shared is not None and plan.parts.shared.blocks.numel():
-        found.append(shared(layer, plan))
-    if plan.selected is not None:
-        found.append(selected(layer, plan, selected_blocks))
+    work = _work(layer, plan, selected_blocks)
+    found = [one.found for one in work if one.found is not None]
     if plan.starts is not None:
-        causal(layer, plan, found)
+        work.append(causal(layer, plan, plan.starts, found))
+    if not work:
+        out.zero_()
+        return True
+    run_side_by_side(work, query.device)
     if found:
         merge(layer, plan, found)
-    elif plan.starts is None:
-        out.zero_()
     return True
 
 
+def _work(layer: Layer, plan: Plan, selected_blocks: Tensor | None) -> list[Work]:
+    """Of the parts that read the cache."""
+    parts, work = plan.parts, []
+    if parts.unique is not None and plan.unique is not None and parts.unique.num_rows:
+        work.append(unique(layer, plan, parts.unique, plan.unique))
+    if parts.shared is not None and parts.shared.blocks.numel():
+        work.append(shared(layer, plan, parts.shared))
+    if parts.selected is not None and plan.selected is not None:
+        work.append(selected(layer, plan, parts.selected, plan.selected, selected_blocks))
+    return work
+
+
 def _too_large(layer: Layer, plan: Plan) -> str | None:
-    part = plan.parts.shared
-    listed = 0 if part is None else shared_tiles(layer) * part.blocks.shape[0]
+    listed = listed_pairs(layer, plan.parts.shared)
     return f"{listed} pairs of a tile of rows and a shared block" if listed > MOST_LISTED else None
 
 

@@ -6,13 +6,16 @@ inside works for every step of its bucket.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SelectedPart, SharedPart, UniquePart
+
+T = TypeVar("T")
 
 
 class Lists(NamedTuple):
@@ -47,7 +50,6 @@ class Tiles(NamedTuple):
     column_blocks: Tensor
     whole_counts: Tensor
     offsets: Tensor
-    rows_per_tile: int
 
     @property
     def count(self) -> int:
@@ -59,7 +61,7 @@ class Plan:
     """Of one step; one layer at a time may use it, for `scratch` is kept from layer to layer.
 
     starts: int32 [rows] first row that a row sees in the causal part, beyond the row itself where it takes no part.
-    tiles: by rows per tile, which depend on the layer's heads.
+    derived: what depends on the layer's heads or rows, too.
     """
 
     parts: AttentionParts
@@ -67,9 +69,14 @@ class Plan:
     starts: Tensor | None
     unique: Lists | None
     selected: Lists | None
-    tiles: dict[int, Tiles] = field(default_factory=dict)
-    places: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    derived: dict[tuple[str, int], Any] = field(default_factory=dict)
     scratch: dict[str, Tensor] = field(default_factory=dict)
+
+    def kept(self, key: tuple[str, int], derive: Callable[[], T]) -> T:
+        """What was derived under this key, or is now."""
+        if key not in self.derived:
+            self.derived[key] = derive()
+        return cast(T, self.derived[key])
 
 
 def make_plan(parts: AttentionParts, block_size: int) -> Plan:

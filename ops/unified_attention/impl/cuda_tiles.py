@@ -18,6 +18,15 @@ class Tile(NamedTuple):
     stages: int
     warps: int
 
+    def sizes(self) -> dict[str, int]:
+        """As arguments of a launch."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+        }
+
 
 def causal_tile(layer: Layer) -> Tile:
     block_m = min(32 if layer.wide else 128, power_of_two(layer.rows))
@@ -35,6 +44,6 @@ def shared_tile(layer: Layer) -> Tile:
     return Tile(block_m, layer.tokens_per_tile(64), 3, 8 if block_m >= 128 else 4)
 
 
-def programs(layer: Layer, entries: int) -> int:
+def programs_of(layer: Layer, tile: Tile, entries: int) -> int:
     """Programs per kv head, never more than there are entries."""
     return max(1, min(entries, PROGRAMS * multiprocessors(layer.query.device) // layer.kv_heads))

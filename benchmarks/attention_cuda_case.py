@@ -1,0 +1,171 @@
+"""The batches of the attention table on a GPU: data, the parts as a bucket has them, and exact rows to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.unified_attention.parts import (
+    AttentionParts,
+    CausalPart,
+    CausalSlice,
+    SharedGroup,
+    SharedPart,
+    UniquePart,
+)
+
+SLICE = 512
+NO_GROUP = -1
+
+
+@dataclass(frozen=True)
+class Model:
+    """Head counts and sizes; the default is an 8B Llama."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    block_size: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+
+@dataclass(frozen=True)
+class Request:
+    """`new` tokens after `cached` ones, the first `prefix` of which all requests share; whole blocks only."""
+
+    cached: int
+    new: int
+    prefix: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table; the goal is in milliseconds."""
+
+    name: str
+    requests: tuple[Request, ...]
+    goal: float
+
+
+CASES = (
+    Case("decode 64 x 8192", (Request(8191, 1),) * 64, 0.58),
+    Case("shared prefix 64, 8192 + 512", (Request(8192 + 511, 1, 8192),) * 64, 0.08),
+    Case("mixed 2048 + 32 x 4096", (*(Request(4095, 1),) * 32, Request(0, 2048)), 0.30),
+    Case("prefill 1 x 8192", (Request(0, 8192),), 1.05),
+    Case("packed 16 x 512", (Request(0, 512),) * 16, 0.12),
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A case on the device. caches: key and value [blocks, block_size, kv_heads, dim], each value behind its key.
+
+    tables: int32 [requests, blocks]. bytes, flops: the least that must be moved and computed.
+    """
+
+    model: Model
+    case: Case
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    caches: tuple[Tensor, Tensor]
+    tables: Tensor
+    parts: AttentionParts
+    bytes: int
+    flops: int
+
+    def exact(self, row: int) -> Tensor:
+        """float64 [heads, dim]: attention of one row by definition."""
+        first = 0
+        for index, request in enumerate(self.case.requests):
+            if row < first + request.new:
+                return self._exact(index, row, request.cached + row - first + 1)
+            first += request.new
+        raise IndexError(row)
+
+    def _exact(self, index: int, row: int, tokens: int) -> Tensor:
+        keys, values = (cache[self.tables[index].long()].flatten(0, 1)[:tokens].double() for cache in self.caches)
+        query = self.query[row].double().view(self.model.kv_heads, -1, self.model.dim)
+        weights = torch.softmax(torch.einsum("hgd,thd->hgt", query, keys) * self.model.scale, -1)
+        return torch.einsum("hgt,thd->hgd", weights, values).flatten(0, 1)
+
+
+def make_batch(case: Case, model: Model, device: torch.device) -> Batch:
+    """Random data in scattered blocks; the new tokens are in the cache already."""
+    torch.manual_seed(0)
+    tables, num_blocks = _tables(case, model.block_size, device)
+    heads, dim, dtype = model.kv_heads, model.dim, model.dtype
+    pairs = torch.randn(num_blocks, model.block_size, heads, 2 * dim, device=device, dtype=dtype)
+    caches = (pairs[..., :dim], pairs[..., dim:])
+    rows = sum(request.new for request in case.requests)
+    query = torch.randn(rows, model.heads, dim, device=device, dtype=dtype)
+    new = [torch.empty(rows, heads, dim, device=device, dtype=dtype) for _ in range(2)]
+    first = 0
+    for table, request in zip(tables, case.requests, strict=True):
+        position = torch.arange(request.cached, request.cached + request.new, device=device)
+        block = table[position // model.block_size].long()
+        for cache, tokens in zip(caches, new, strict=True):
+            tokens[first : first + request.new] = cache[block, position % model.block_size]
+        first += request.new
+    parts = _parts(case, tables.cpu(), model.block_size, device)
+    return Batch(model, case, query, new[0], new[1], caches, tables, parts, *_least(case, model))
+
+
+def _tables(case: Case, block_size: int, device: torch.device) -> tuple[Tensor, int]:
+    need = [-(-(request.cached + request.new) // block_size) for request in case.requests]
+    prefix = case.requests[0].prefix // block_size
+    num_blocks = 1 + prefix + sum(count - prefix for count in need)
+    free = 1 + torch.randperm(num_blocks - 1)
+    tables = torch.zeros(len(need), max(need), dtype=torch.int32)
+    taken = prefix
+    for table, count in zip(tables, need, strict=True):
+        table[:prefix] = free[:prefix]
+        table[prefix:count] = free[taken : taken + count - prefix]
+        taken += count - prefix
+    return tables.to(device), num_blocks
+
+
+def _parts(case: Case, tables: Tensor, block_size: int, device: torch.device) -> AttentionParts:
+    """As `runner/static_inputs.py` has them: which rows are one request's, and who uses a block, is data only."""
+    new = torch.tensor([request.new for request in case.requests])
+    rows = int(new.sum())
+    groups = torch.arange(len(new)).masked_fill(new == 1, NO_GROUP).repeat_interleave(new)
+    causal = shared = unique = None
+    if bool((new > 1).any()):
+        ends = [(lo, min(lo + SLICE, rows)) for lo in range(0, rows, SLICE)]
+        causal = CausalPart(groups.to(device), tuple(CausalSlice(lo, hi, 0, hi) for lo, hi in ends))
+    prefix = case.requests[0].prefix // block_size
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    if prefix:
+        hi = torch.full((len(new) + 1, prefix), block_size, device=device)
+        hi[-1] = 0
+        spans = torch.arange(len(new)).repeat_interleave(new).to(device)
+        every = SharedGroup(torch.arange(rows, device=device), 0, prefix)
+        shared = SharedPart(tables[0, :prefix].long().to(device), spans, zero.expand(hi.shape), hi, (every,))
+    entries = [
+        (int(tables[index, column]), index, min(block_size, request.cached + 1 - column * block_size))
+        for index, request in enumerate(case.requests)
+        if request.new == 1
+        for column in range(prefix, -(-(request.cached + 1) // block_size))
+    ]
+    if entries:
+        blocks, owners, ends_of = torch.tensor(entries).T.contiguous().to(device)
+        unique = UniquePart(blocks, owners, zero.expand(ends_of.shape), ends_of, int((new == 1).sum()))
+    return AttentionParts(causal, shared, unique)
+
+
+def _least(case: Case, model: Model) -> tuple[int, int]:
+    """Bytes: query and result, and every key and value in use once. FLOPs: two products per pair that is seen."""
+    prefix = case.requests[0].prefix
+    tokens = prefix + sum(request.cached + request.new - prefix for request in case.requests)
+    rows = sum(request.new for request in case.requests)
+    pairs = sum(request.new * request.cached + request.new * (request.new + 1) // 2 for request in case.requests)
+    size = torch.empty(0, dtype=model.dtype).element_size()
+    moved = 2 * model.dim * size * (tokens * model.kv_heads + rows * model.heads)
+    return moved, 4 * pairs * model.heads * model.dim

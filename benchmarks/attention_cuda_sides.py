@@ -1,0 +1,93 @@
+"""The contenders on a GPU: ours, vLLM's Triton kernel, torch SDPA. Each a call that writes its own result tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.attention_cuda_case import Batch
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+
+Side = tuple[Callable[[], None], Tensor]
+"""A call, and the [rows, heads, dim] tensor that it writes."""
+SEGMENTS = 16
+
+
+def ours(batch: Batch, implementation: str) -> Side:
+    """One layer, with what is derived once per step derived before."""
+    ready = prepare(batch.parts, batch.model.block_size, implementation=implementation)
+    out = torch.empty_like(batch.query)
+
+    def run() -> None:
+        unified_attention(
+            batch.query, batch.key, batch.value, *batch.caches, ready, batch.model.scale, out,
+        )  # fmt: skip
+
+    return run, out
+
+
+def vllm_triton(batch: Batch, split: bool) -> Side | None:
+    """vLLM's unified attention over the paged cache; split: its 3D kernel, for batches of decodes only."""
+    try:
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention as peer
+    except ImportError:
+        return None
+    requests, device = batch.case.requests, batch.query.device
+    longest = max(request.new for request in requests)
+    if split and longest > 1:
+        return None
+    new = torch.tensor([0] + [request.new for request in requests], device=device)
+    lengths = torch.tensor([request.cached + request.new for request in requests], dtype=torch.int32, device=device)
+    out = torch.empty_like(batch.query)
+    rows, heads, dim = batch.query.shape
+    room = {
+        "softmax_segm_output": torch.empty(rows, heads, SEGMENTS, dim, device=device),
+        "softmax_segm_max": torch.empty(rows, heads, SEGMENTS, device=device),
+        "softmax_segm_expsum": torch.empty(rows, heads, SEGMENTS, device=device),
+        "seq_threshold_3D": len(requests),
+        "num_par_softmax_segments": SEGMENTS,
+    }
+    starts, most = new.cumsum(0).int(), int(lengths.max())
+
+    def run() -> None:
+        peer(
+            q=batch.query, k=batch.caches[0], v=batch.caches[1], out=out, cu_seqlens_q=starts, max_seqlen_q=longest,
+            seqused_k=lengths, max_seqlen_k=most, softmax_scale=batch.model.scale, causal=True, window_size=(-1, -1),
+            block_table=batch.tables, softcap=0, q_descale=None, k_descale=None, v_descale=None,
+            **(room if split else {}),
+        )  # fmt: skip
+
+    return run, out
+
+
+def sdpa(batch: Batch, backend: SDPBackend) -> Side | None:
+    """torch SDPA where all requests are alike: keys contiguous per request, which a paged cache never has."""
+    requests, model = batch.case.requests, batch.model
+    if len(set(requests)) > 1:
+        return None
+    count, new, tokens = len(requests), requests[0].new, requests[0].cached + requests[0].new
+    ids = batch.tables.long()
+    keys, values = (
+        cache[ids].flatten(1, 2)[:, :tokens].transpose(1, 2).contiguous() for cache in batch.caches
+    )
+    groups = model.heads // model.kv_heads
+    if new == 1:
+        query = batch.query.view(count, model.kv_heads, groups, model.dim)
+    else:
+        query = batch.query.view(count, new, model.heads, model.dim).transpose(1, 2).contiguous()
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    out = torch.empty_like(batch.query)
+
+    def run() -> None:
+        with sdpa_kernel(backend):
+            found = scaled_dot_product_attention(query, keys, values, is_causal=new > 1)
+        holder[0] = found
+
+    holder = [out]
+    run()
+    found = holder[0]
+    return run, found.view_as(batch.query) if new == 1 else found.transpose(1, 2).reshape_as(batch.query)

@@ -1,0 +1,76 @@
+"""KV-cache operations on CUDA in Triton, each one launch; nothing is read on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.kv_cache.impl.triton.copy import copy_pairs
+from vllm_gaudi_ucm.ops.kv_cache.impl.triton.write import write_rows
+
+ROW_PIECE = 1024  # elements of a row that a program copies at once
+BLOCK_PIECE = 4096  # elements of a block that one program copies
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def can_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
+    """Whether `write` covers these tensors: elements of a head side by side, one block and head in both caches."""
+    dense = all(tensor.stride(-1) == 1 for tensor in (key, value, key_cache, value_cache))
+    return dense and key_cache.shape[:3] == value_cache.shape[:3]
+
+
+def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """Writes validated tensors for which `can_write` holds; a row whose slot is outside of the cache is not written."""
+    rows, heads, dim = key.shape
+    if not rows:
+        return
+    blocks, block_size = key_cache.shape[:2]
+    largest = heads * max(dim, value.shape[2])
+    write_rows[(rows,)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slots.contiguous(),
+        blocks * block_size,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        HEADS=heads,
+        DIM=dim,
+        VALUE_DIM=value.shape[2],
+        BLOCK_SIZE=block_size,
+        BLOCK=min(ROW_PIECE, 1 << (largest - 1).bit_length()),
+        num_warps=4,
+    )
+
+
+def can_copy(source: Tensor, target: Tensor) -> bool:
+    """Whether `copy` covers these stacks [layers, blocks, ...]: one device, a block one run of memory in one order."""
+    block = sorted(zip(source.stride()[2:], source.shape[2:], strict=True))
+    expected = 1
+    for stride, size in block:
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return source.device == target.device and source.stride()[2:] == target.stride()[2:]
+
+
+def copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """Copies blocks of stacks for which `can_copy` holds; pairs: int64 [n, 2] on the device (source, target)."""
+    word = _WORDS[source.element_size()]
+    size = source[0, 0].numel()
+    grid = (-(-size // BLOCK_PIECE), pairs.shape[0], source.shape[0])
+    copy_pairs[grid](
+        source.view(word) if source.dtype != word else source,
+        target.view(word) if target.dtype != word else target,
+        pairs,
+        size,
+        *source.stride()[:2],
+        *target.stride()[:2],
+        BLOCK=BLOCK_PIECE,
+        num_warps=8,
+    )
+
