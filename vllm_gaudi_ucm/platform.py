@@ -9,6 +9,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_gaudi_ucm.compat import check_versions, client_error, give_engine_time_to_stop
 from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.connector.transfer_config import OURS as UCM_CONNECTOR
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import detect_device
@@ -18,7 +19,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
 from vllm_gaudi_ucm.request_check import check_request
 from vllm_gaudi_ucm.sparse.residency.feature_check import refuse_beside_memory_mode
-from vllm_gaudi_ucm.sparse.scheduler_choice import use_sparse_scheduler
+from vllm_gaudi_ucm.sparse.scheduler_choice import use_planning_scheduler, use_sparse_scheduler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,6 +73,8 @@ class UcmPlatform(Platform):
             vllm_config.scheduler_config.async_scheduling = False
         if vllm_config.kv_transfer_config is not None:
             complete_transfer_config(vllm_config.kv_transfer_config)
+            if vllm_config.kv_transfer_config.kv_connector == UCM_CONNECTOR:
+                use_planning_scheduler(vllm_config)
         if config.ucm_sparse_method is not None:
             use_sparse_scheduler(vllm_config)
         if config.memory_mode.enabled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self.scheduler_side = SchedulerSide(setup, self._block_table)
+            self.scheduler_side = SchedulerSide(setup, self._block_table, self._cached_tokens)
         else:
             self.worker_side = WorkerSide(setup)
 
@@ -49,6 +50,10 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
         return block_ids
 
+    def _cached_tokens(self, request: Request) -> int:
+        assert self._kv_cache_manager is not None, "vLLM binds it before the first step"
+        return self._kv_cache_manager.get_computed_blocks(request)[1]
+
     @property
     def _scheduler(self) -> SchedulerSide:
         assert self.scheduler_side is not None, "called in the worker"
@@ -60,6 +65,10 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side
 
     # in the scheduler
+
+    def plan_prefetch(self, waiting: Iterable[Request]) -> None:
+        """Before a step is scheduled; waiting: requests without blocks, the next one first. Called by our scheduler."""
+        self._scheduler.plan_prefetch(waiting)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.begin(request)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan
+
 
 @dataclass(frozen=True)
 class BlockLoad:
@@ -30,6 +32,7 @@ class UcmMetadata(KVConnectorMetadata):
 
     loads: list[BlockLoad] = field(default_factory=list)
     saves: list[BlockSave] = field(default_factory=list)
+    prefetch: PrefetchPlan = field(default_factory=PrefetchPlan)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,9 @@ from vllm_gaudi_ucm.connector.known_keys import KnownKeys
 from vllm_gaudi_ucm.connector.lookup import Lookup, LookupThread
 from vllm_gaudi_ucm.connector.metadata import BlockLoad, BlockSave, UcmMetadata
 from vllm_gaudi_ucm.connector.request_keys import RequestKeys
+from vllm_gaudi_ucm.connector.waiting_prefetch import WaitingPrefetch
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan
 from vllm_gaudi_ucm.sparse.request_options import read_extra_args
 
 if TYPE_CHECKING:
@@ -54,11 +56,18 @@ class SchedulerSide:
     Args:
         setup: of the engine.
         block_table: block ids of a live request.
+        cached_tokens: leading tokens of a request that the device's prefix cache holds.
     """
 
-    def __init__(self, setup: ConnectorSetup, block_table: Callable[[str], list[int]]) -> None:
+    def __init__(
+        self,
+        setup: ConnectorSetup,
+        block_table: Callable[[str], list[int]],
+        cached_tokens: Callable[[Request], int] = lambda request: 0,
+    ) -> None:
         self._setup = setup
         self._block_table = block_table
+        self._cached_tokens = cached_tokens
         self._block_size = setup.block_size
         self._states: dict[str, _State] = {}
         self._loads: list[BlockLoad] = []
@@ -66,6 +75,9 @@ class SchedulerSide:
         self.counts = LookupCounts()
         self.store = setup.open_store()
         self._lookups = LookupThread(self.store)
+        batch_size = setup.vllm_config.scheduler_config.max_num_seqs
+        self._waiting = WaitingPrefetch(setup.prefetch_options, batch_size, self._lookups, self._wanted_keys)
+        self._plan = PrefetchPlan()
 
     def begin(self, request: Request) -> None:
         """A request has arrived."""
@@ -79,6 +91,23 @@ class SchedulerSide:
     def end(self, request_id: str) -> None:
         """It has finished or was aborted; the worker ends a load of it."""
         self._states.pop(request_id, None)
+        self._waiting.forget(request_id)
+
+    def plan_prefetch(self, waiting: Iterable[Request]) -> None:
+        """Before a step is scheduled: what to bring to host memory for those that will not all get their turn in it."""
+        self._plan = self._waiting.plan(waiting)
+
+    def _wanted_keys(self, request: Request) -> list[bytes] | None:
+        """Of the blocks that `matched_tokens` will ask for when the request's turn comes."""
+        state = self._states.get(request.request_id)
+        # one that has loaded already waits with its tokens counted as computed
+        if state is None or request.num_computed_tokens or not self._may_load(state):
+            return None
+        keys = self._keys(state, (request.num_tokens - 1) // self._block_size)
+        return None if keys is None else keys[self._cached_tokens(request) // self._block_size :]
+
+    def _may_load(self, state: _State) -> bool:
+        return not state.is_closed and not state.request.skip_reading_prefix_cache and self._setup.loads
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
         """Tokens after the first `num_computed` that the store holds; None: it has not answered yet.
@@ -86,7 +115,7 @@ class SchedulerSide:
         The last token is never among them: its logits are wanted.
         """
         state = self._states.get(request.request_id)
-        if state is None or state.is_closed or request.skip_reading_prefix_cache or not self._setup.loads:
+        if state is None or not self._may_load(state):
             return 0
         first, end = num_computed // self._block_size, (request.num_tokens - 1) // self._block_size
         lookup = self._lookup(state, first, end)
@@ -134,19 +163,22 @@ class SchedulerSide:
         targets = block_ids[lookup.first_block : lookup.first_block + count]
         load = BlockLoad(request.request_id, list(lookup.keys[:count]), targets)
         self._loads.append(load)
+        self._waiting.forget(request.request_id)
+        self._waiting.used(load.keys)
         # once: what could not be loaded is computed, and not asked for again
         state.is_closed, state.lookup, state.loading = True, None, load
 
     def metadata(self, scheduler_output: SchedulerOutput) -> UcmMetadata:
         """Of the step that was just scheduled."""
         loads, self._loads = self._loads, []
+        plan, self._plan = self._plan, PrefetchPlan()
         saves: list[BlockSave] = []
         if self._setup.saves:
             for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
                 state = self._states.get(request_id)
                 if state is not None:
                     saves += self._new_blocks(state, num_scheduled)
-        return UcmMetadata(loads, saves)
+        return UcmMetadata(loads, saves, plan)
 
     def _new_blocks(self, state: _State, num_scheduled: int) -> list[BlockSave]:
         """Blocks that this step fills, and those before that nobody has stored. Drafts may turn out wrong: they do not

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
     from vllm_gaudi_ucm.store.base import KvStore
 
 # of the prefetch engine: they decide when a block comes, not what is in it
@@ -63,6 +64,11 @@ class ConnectorSetup:
     def saves(self) -> bool:
         assert self.vllm_config.kv_transfer_config is not None
         return self.options.save and self.vllm_config.kv_transfer_config.is_kv_producer
+
+    @cached_property
+    def prefetch_options(self) -> PrefetchOptions:
+        """The connector's own, over those in GSA's section where that method selects."""
+        return self.options.prefetch.over_gsa(resolve_config(self.vllm_config.additional_config))
 
     def open_store(self) -> KvStore:
         return open_store(self.options.store, self.block_bytes)

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm_gaudi_ucm.connector.block_saver import BlockSaver
 from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.connector.metadata import BlockLoad, UcmMetadata, UcmWorkerMetadata
+from vllm_gaudi_ucm.connector.waiting_prefetch import apply_plan
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
@@ -69,7 +70,7 @@ class WorkerSide:
         self.engine = PrefetchEngine(
             self.store,
             setup.block_bytes,
-            options.prefetch,
+            setup.prefetch_options,
             allocate=self.blocks.allocate,
             enter_thread=device.enter_thread,
         )
@@ -77,6 +78,7 @@ class WorkerSide:
         self.saver = BlockSaver(self.store, self.blocks, options.save_queue, options.save_workers)
 
     def start_loads(self, metadata: UcmMetadata) -> None:
+        apply_plan(self.engine, metadata.prefetch)
         for load in metadata.loads:
             self._start(load)
 

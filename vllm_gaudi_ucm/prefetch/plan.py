@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -36,13 +36,17 @@ class PrefetchPlan(msgspec.Struct, frozen=True, array_like=True):
         return bool(self.submit or self.move or self.cancel)
 
 
+Order = Callable[[QueuedRequest], Sequence[bytes]]
+"""The keys of a request, the one to prefetch first at the front."""
+
+
 def plan_prefetch(
     running: Sequence[QueuedRequest],
     waiting: Sequence[QueuedRequest],
     batch_size: int,
     batches_ahead: int,
     max_blocks: int,
-    history: AccessHistory,
+    order: Order,
 ) -> list[PlannedPrefetch]:
     """The prefetches that should be there now, the most urgent first.
 
@@ -50,21 +54,20 @@ def plan_prefetch(
         running: requests of the running batch that want blocks; position 0 of the queue.
         waiting: requests by their place in the queue, from position 1 on.
         batch_size: requests of a batch. Those of the next `batches_ahead` batches are prefetched for.
-        max_blocks: distinct blocks of the plan; the request that reaches it is cut by `history`, later ones wait.
+        max_blocks: distinct blocks of the plan; the request that reaches it is cut, and those behind it wait.
     """
     planned: list[PlannedPrefetch] = []
     seen: set[bytes] = set()
     places = [(0, request) for request in running] if batches_ahead else []
     places += list(enumerate(waiting[: batch_size * batches_ahead], start=1))
     for position, request in places:
-        keys = [request.keys[at] for at in history.order(request.keys)]
-        left = max_blocks - len(seen)
+        if len(seen) >= max_blocks:
+            break
         taken: list[bytes] = []
-        for key in keys:
+        for key in order(request):
             if key not in seen:
-                if not left:
+                if len(seen) >= max_blocks:
                     continue
-                left -= 1
                 seen.add(key)
             taken.append(key)
         if taken:
@@ -74,38 +77,49 @@ def plan_prefetch(
 
 
 class PrefetchPlanner:
-    """Follows the queue: what it asked for, moves with it, and leaves with its request. Not thread-safe."""
+    """Follows the queue: what it asked for, moves with it, and leaves with its request. Not thread-safe.
+
+    A step in which the queue is what it was costs a comparison; history is asked once for each request.
+    """
 
     def __init__(self, batch_size: int, batches_ahead: int, max_blocks: int, history: AccessHistory) -> None:
+        self.look_ahead = batch_size * batches_ahead
+        """Waiting requests that a plan can reach."""
+        self.history = history
         self._batch_size = batch_size
         self._batches_ahead = batches_ahead
         self._max_blocks = max_blocks
-        self._history = history
         self._planned: dict[str, PlannedPrefetch] = {}
-
-    @property
-    def look_ahead(self) -> int:
-        """Waiting requests that a plan can reach."""
-        return self._batch_size * self._batches_ahead
+        self._orders: dict[str, tuple[tuple[bytes, ...], list[bytes]]] = {}
+        self._queue: tuple[list[QueuedRequest], list[QueuedRequest]] = ([], [])
 
     def update(self, running: Sequence[QueuedRequest], waiting: Sequence[QueuedRequest]) -> PrefetchPlan:
-        """What is to be done so that the prefetches are those of this queue.
+        """What is to be done so that the prefetches are those of this queue. To be called once a step."""
+        self.history.advance()
+        queue = list(running), list(waiting)
+        if queue == self._queue:
+            return PrefetchPlan()
+        self._queue = queue
+        before = self._planned
+        target = plan_prefetch(
+            running, waiting, self._batch_size, self._batches_ahead, self._max_blocks, self._order_once
+        )
+        self._planned = {prefetch.request_id: prefetch for prefetch in target}
+        self._orders = {name: order for name, order in self._orders.items() if name in self._planned}
+        return PrefetchPlan(
+            tuple(new for name, new in self._planned.items() if name not in before or before[name].keys != new.keys),
+            tuple(
+                (name, new.priority)
+                for name, new in self._planned.items()
+                if name in before and before[name].keys == new.keys and before[name].priority is not new.priority
+            ),
+            tuple(name for name in before if name not in self._planned),
+        )
 
-        A request that was planned keeps its blocks while it is in reach, unless its keys themselves are others now.
-        """
-        self._history.advance()
-        target = plan_prefetch(running, waiting, self._batch_size, self._batches_ahead, self._max_blocks, self._history)
-        submit: list[PlannedPrefetch] = []
-        move: list[tuple[str, PrefetchPriority]] = []
-        planned: dict[str, PlannedPrefetch] = {}
-        for prefetch in target:
-            before = self._planned.pop(prefetch.request_id, None)
-            if before is None or not set(before.keys) >= set(prefetch.keys):
-                submit.append(prefetch)
-                planned[prefetch.request_id] = prefetch
-                continue
-            if before.priority is not prefetch.priority:
-                move.append((prefetch.request_id, prefetch.priority))
-            planned[prefetch.request_id] = msgspec.structs.replace(before, priority=prefetch.priority)
-        cancel, self._planned = tuple(self._planned), planned
-        return PrefetchPlan(tuple(submit), tuple(move), cancel)
+    def _order_once(self, request: QueuedRequest) -> Sequence[bytes]:
+        """By history at the time when the request came into reach; a plan that kept changing would load twice."""
+        keys, ordered = self._orders.get(request.request_id, ((), []))
+        if keys != request.keys:
+            ordered = [request.keys[at] for at in self.history.order(request.keys)]
+            self._orders[request.request_id] = request.keys, ordered
+        return ordered

@@ -1,11 +1,13 @@
-"""Our scheduler classes (`scheduler_config.scheduler_cls`): vLLM's, and the scheduler role of the sparse method."""
+"""Our scheduler classes (`scheduler_config.scheduler_cls`): vLLM's with a sparse method's role, and our connector's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -23,13 +25,20 @@ if TYPE_CHECKING:
 
 logger = plugin_logger(__name__)
 
+_WITHOUT_BLOCKS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
 
 class _SparseScheduling(Scheduler):
-    """Tells the method what happens to requests, and sends its selections with every step."""
+    """Tells the method what happens to requests, and sends its selections with every step.
+
+    Our connector hears who waits, so that their blocks come nearer before it is their turn.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = resolve_config(self.vllm_config.additional_config)
+        # of our connector; others do not ask
+        self._plan_prefetch: Callable[[Iterable[Request]], None] | None = getattr(self.connector, "plan_prefetch", None)
         self.sparse: UcmSparseBase | None = scheduler_role(config, self.block_size, self.max_model_len)
         self.residency = residency_role(config, self.sparse, self.block_size, self.kv_cache_manager)
 
@@ -53,6 +62,8 @@ class _SparseScheduling(Scheduler):
             self._end_residency()
             self.residency.preempted(self.reset_preempted_req_ids)
             self.residency.before_scheduling(self.requests, len(self.running))
+        if self._plan_prefetch is not None:
+            self._plan_prefetch(request for request in self.waiting if request.status in _WITHOUT_BLOCKS)
         scheduler_output = super().schedule(*args, **kwargs)
         if self.sparse is None:
             return scheduler_output

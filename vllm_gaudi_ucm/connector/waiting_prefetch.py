@@ -1,0 +1,89 @@
+"""Blocks of requests that still wait for their turn: from the store to host memory, in the order of the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.connector.lookup import Lookup, LookupThread
+from vllm_gaudi_ucm.prefetch.history import AccessHistory
+from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan, PrefetchPlanner, QueuedRequest
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
+    from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+
+# Lookups of requests that have come to the front of the queue go through the same thread.
+OPEN_LOOKUPS = 4
+KEYS_OF_HISTORY_PER_BLOCK = 16
+_PREFIX = "waiting "
+
+WantedKeys = Callable[["Request"], "list[bytes] | None"]
+"""Keys of the blocks that a request will ask the store for; None for one that asks for nothing."""
+
+
+class WaitingPrefetch:
+    """In the scheduler: which of the waiting requests have blocks in the store, and what to prefetch of them.
+
+    Args:
+        options: prefetch_ahead and prefetch_cache_size.
+        batch_size: requests of a batch.
+        lookups: asks the store; nothing here waits for it.
+        keys: of a request.
+    """
+
+    def __init__(self, options: PrefetchOptions, batch_size: int, lookups: LookupThread, keys: WantedKeys) -> None:
+        history = AccessHistory(KEYS_OF_HISTORY_PER_BLOCK * options.prefetch_cache_size)
+        self._planner = PrefetchPlanner(batch_size, options.prefetch_ahead, options.prefetch_cache_size, history)
+        self._lookups = lookups
+        self._keys = keys
+        self._asked: dict[str, Lookup | None] = {}
+        self._queued: dict[str, QueuedRequest] = {}
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        """Blocks that a request is given now: what the history is made of."""
+        self._planner.history.record(keys)
+
+    def forget(self, request_id: str) -> None:
+        """The request has blocks now, or has ended: the id may stand for another one."""
+        self._asked.pop(request_id, None)
+        self._queued.pop(request_id, None)
+
+    def plan(self, waiting: Iterable[Request]) -> PrefetchPlan:
+        """waiting: requests that wait for blocks of their own, the next one first."""
+        reach = list(islice(waiting, self._planner.look_ahead))
+        names = {request.request_id for request in reach}
+        for gone in self._asked.keys() - names:
+            self.forget(gone)
+        open_lookups = sum(asked is not None and asked.hits is None for asked in self._asked.values())
+        for request in reach:
+            name = request.request_id
+            if name not in self._asked and open_lookups < OPEN_LOOKUPS:
+                self._ask(request)
+                open_lookups += 1
+            asked = self._asked.get(name)
+            if name not in self._queued and asked is not None and asked.hits:
+                self._queued[name] = QueuedRequest(name, tuple(asked.keys[: asked.hits]))
+        return self._planner.update([], [self._queued[r.request_id] for r in reach if r.request_id in self._queued])
+
+    def _ask(self, request: Request) -> None:
+        keys = self._keys(request)
+        self._asked[request.request_id] = self._lookups.ask(keys, 0) if keys else None
+
+    @property
+    def num_requests(self) -> int:
+        """Waiting requests that it knows of."""
+        return len(self._asked)
+
+
+def apply_plan(engine: PrefetchEngine, plan: PrefetchPlan) -> None:
+    """In the worker. Loads into device blocks have ids of their own, and find these blocks in the engine's cache."""
+    for request_id in plan.cancel:
+        engine.forget(_PREFIX + request_id)
+    for request_id, priority in plan.move:
+        engine.reprioritise(_PREFIX + request_id, priority)
+    for prefetch in plan.submit:
+        engine.submit_prefetch(_PREFIX + prefetch.request_id, prefetch.keys, prefetch.priority)
