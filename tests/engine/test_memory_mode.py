@@ -2,60 +2,182 @@
 
 from __future__ import annotations
 
+import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import RequestOutput
 
-from tests.engine.serving import Answer, Engine, assert_same, greedy_params
+from tests.engine.resident_blocks import WatchedEngine
+from tests.engine.serving import Engine, greedy_params
 from tests.engine.test_sparse import COMMON, OPTIONS, STATIC, tokens
+from vllm_gaudi_ucm.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore
 
 WINDOWS = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
-PROMPTS = [tokens(count) for count in (40, 130, 200, 260)] + [COMMON + tokens(60), COMMON + tokens(61)]
+PROMPTS = [tokens(count) for count in (20, 130, 200, 260)] + [COMMON + tokens(60), COMMON + tokens(61)]
 
 
-def ucm(ratio: float = 0.2, resident: float = 0.4, method: str = "GSA", static: bool = False, **mode: Any) -> Any:
+def ucm(method: str = "GSA", static: bool = False, ratio: float = 0.2, **mode: Any) -> dict[str, Any]:
+    options = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, **mode}
     config: dict[str, Any] = {
         "ucm_sparse_method": method,
         "ucm_sparse_config": {method: {**WINDOWS, "sparse_ratio": ratio}},
-        "memory_mode": {"enabled": True, "resident_ratio": resident, "refresh_steps": 4, **mode},
+        "memory_mode": options,
     }
     return {**config, "graphs": STATIC} if static else config
 
 
-def check(engine: Engine) -> Any:
-    """Conservation laws on both sides; returns the scheduler's side."""
-    residency = engine._core.scheduler.residency
-    residency.check_integrity()
-    table = engine.runner.requests
-    for life in residency._lives.values():
-        blocks = residency._blocks.table(life.request_id)
-        row = table.requests.get(life.request_id)
-        # patches that are not sent yet are the only difference
-        pending = {patch.number for patch in residency._orders.patches if patch.life == life.number}
-        if row is not None and blocks:
-            seen = table.blocks(life.request_id, len(blocks)).tolist()
-            wanted = [block.block_id for block in blocks]
-            assert all(a == b or n in pending for n, (a, b) in enumerate(zip(seen, wanted, strict=True)))
-    return residency
+def generated(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def run(engine: Engine, prompts: Any, max_tokens: int) -> list[Any]:
-    ids = [engine.new_id() for _ in prompts]
-    for request_id, prompt in zip(ids, prompts, strict=True):
-        engine.add(request_id, prompt, greedy_params(max_tokens))
-    finished: dict[str, Any] = {}
-    while len(finished) < len(ids):
-        finished.update((output.request_id, output) for output in engine.step() if output.finished)
-        check(engine)
-    return [finished[request_id] for request_id in ids]
+def check_finite(outputs: list[RequestOutput]) -> None:
+    for output in outputs:
+        (completion,) = output.outputs
+        assert completion.logprobs is not None
+        for entry in completion.logprobs:
+            assert all(math.isfinite(value.logprob) for value in entry.values())
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["true shapes", "static"])
-def test_blocks_leave_and_come_back(tiny_llama: Path, static: bool) -> None:
-    with Engine(tiny_llama, ucm(static=static), **OPTIONS) as engine:
-        run(engine, PROMPTS, 40)
-        totals = check(engine).totals
-        print(totals)
-        assert totals.released and totals.loaded + totals.found
+@pytest.mark.parametrize("caching", [False, True], ids=["store", "prefix cache"])
+def test_blocks_leave_and_come_back(tiny_llama: Path, static: bool, caching: bool) -> None:
+    """covers: C8 C10. In chunks, with shared prefixes; nothing that is away is read, and what returns is what left."""
+    with Engine(tiny_llama, ucm(static=static), **OPTIONS, enable_prefix_caching=caching) as engine:
+        watched = WatchedEngine(engine)
+        outputs = watched.generate(PROMPTS, 60)
+        check_finite(outputs)
+        totals = watched.residency.totals
+        assert totals.released
+        assert totals.found if caching else totals.loaded
+        assert not totals.failed
+        assert [len(found) for found in generated(outputs)] == [60] * len(PROMPTS)
         engine.check_idle()
+
+
+@pytest.mark.parametrize("method", ["ESA", "KVStar"])
+def test_other_methods(tiny_llama: Path, method: str) -> None:
+    """A locked selection is made anew when its blocks leave."""
+    with Engine(tiny_llama, ucm(method), **OPTIONS, enable_prefix_caching=False) as engine:
+        watched = WatchedEngine(engine)
+        check_finite(watched.generate(PROMPTS, 40))
+        assert watched.residency.totals.released
+        assert watched.residency.totals.loaded
+
+
+def test_drafts(tiny_llama: Path) -> None:
+    """covers: C16. Verified rows see what a single row sees."""
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    repeated = [(prompt[:40] * 6)[:200] for prompt in PROMPTS[2:4]]
+    options = {**OPTIONS, "enable_prefix_caching": False}
+    with Engine(tiny_llama, ucm("KVStar"), **options, speculative_config=speculative) as engine:
+        watched = WatchedEngine(engine)
+        check_finite(watched.generate(repeated, 60))
+        assert watched.residency.totals.released
+        assert watched.residency.totals.loaded
+        engine.check_idle()
+
+
+def test_room_for_everything_changes_no_token(tiny_llama: Path) -> None:
+    """Resident ratio 1: the method chooses as it does without memory mode."""
+    plain = ucm()
+    del plain["memory_mode"]
+    with Engine(tiny_llama, plain, **OPTIONS) as engine:
+        expected = generated(engine.generate(PROMPTS, greedy_params(30)))
+    with Engine(tiny_llama, ucm(resident_ratio=1.0), **OPTIONS) as engine:
+        watched = WatchedEngine(engine)
+        assert generated(watched.generate(PROMPTS, 30)) == expected
+        assert not watched.residency.totals.released
+
+
+def test_a_full_store_changes_no_token(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: C8. What cannot be copied does not leave."""
+    plain = ucm()
+    del plain["memory_mode"]
+    with Engine(tiny_llama, plain, **OPTIONS) as engine:
+        expected = generated(engine.generate(PROMPTS, greedy_params(30)))
+    with Engine(tiny_llama, ucm(), **OPTIONS) as engine:
+        copies = copies_of(engine)
+        monkeypatch.setattr(copies.store, "save", lambda key, block: False)
+        watched = WatchedEngine(engine)
+        assert generated(watched.generate(PROMPTS, 30)) == expected
+        assert watched.residency.totals.unsaved
+        assert not watched.residency.totals.released
+
+
+def test_a_store_that_loses_everything(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: C8 D5. What left stays away, is counted, and is never attended."""
+    with Engine(tiny_llama, ucm(), **OPTIONS, enable_prefix_caching=False) as engine:
+        monkeypatch.setattr(copies_of(engine).store, "load", lambda key, into: False)
+        watched = WatchedEngine(engine)
+        check_finite(watched.generate(PROMPTS, 40))
+        totals = watched.residency.totals
+        assert totals.failed
+        assert not totals.loaded
+        engine.check_idle()
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["true shapes", "static"])
+def test_preempted_requests_compute_everything_again(tiny_llama: Path, static: bool) -> None:
+    """covers: C5 C9. A cache so small that requests lose their blocks, some of which are away."""
+    growing = [tokens(80 + 3 * count) for count in range(6)]
+    with Engine(tiny_llama, ucm(static=static), **OPTIONS, num_gpu_blocks_override=30) as engine:
+        watched = WatchedEngine(engine)
+        check_finite(watched.generate(growing, 90))
+        assert engine.preemptions
+        assert watched.residency.totals.released
+        engine.check_idle()
+
+
+def test_aborted_requests_leave_nothing(tiny_llama: Path) -> None:
+    """covers: C5 C9. Aborted in any state; blocks of a later request of the same id are its own."""
+    rng = random.Random(5)
+    with Engine(tiny_llama, ucm(), **OPTIONS, enable_prefix_caching=False) as engine:
+        watched = WatchedEngine(engine)
+        for _ in range(6):
+            engine.add("again", rng.choice(PROMPTS[2:]), greedy_params(60))
+            for _ in range(rng.randint(3, 25)):
+                watched.step()
+            engine.llm.llm_engine.abort_request(["again"])
+        engine.add("again", PROMPTS[3], greedy_params(30))
+        check_finite(watched.finish(["again"]))
+        engine.check_idle()
+        # the end of a request is told with the next step
+        engine.generate([PROMPTS[0]], greedy_params(1))
+        copies_of(engine).check_idle()
+
+
+def test_more_requests_run_at_once(tiny_llama: Path) -> None:
+    """The same memory and the same traffic, with memory mode on and off."""
+    prompts, most = [tokens(190) for _ in range(6)], []
+    plain = ucm()
+    del plain["memory_mode"]
+    for config in (plain, ucm(moves_per_step=32)):
+        with Engine(tiny_llama, config, **OPTIONS, num_gpu_blocks_override=42) as engine:
+            for prompt in prompts:
+                engine.add(engine.new_id(), prompt, greedy_params(100))
+            running = []
+            while engine._core.scheduler.has_unfinished_requests():
+                engine.step()
+                running.append(len(engine._core.scheduler.running))
+            most.append(sum(running) / len(running))
+    assert most[1] > 1.4 * most[0]
+
+
+def test_what_does_not_know_of_blocks_that_are_away_is_refused(tiny_llama: Path) -> None:
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    with pytest.raises(UnsupportedFeatureError, match=r"a KV connector with ucm\.memory_mode"):
+        Engine(tiny_llama, ucm(), **OPTIONS, kv_transfer_config=connector)
+    drafts = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedFeatureError, match=r"a draft model with ucm\.memory_mode"):
+        Engine(tiny_llama, ucm(), **OPTIONS, speculative_config=drafts)
+
+
+def copies_of(engine: Engine) -> CopyStore:
+    sparse = engine.runner._sparse
+    assert sparse is not None
+    assert sparse.residency is not None
+    return sparse.residency._copies

@@ -1,0 +1,87 @@
+"""A run of an engine in memory mode, with every block watched: what it should hold, and what nobody may read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import RequestOutput
+
+from tests.engine.serving import Engine, greedy_params
+from vllm_gaudi_ucm.sparse.residency.scheduler_side import ResidencyScheduler
+
+
+class WatchedEngine:
+    """Steps an engine and checks both sides after each step.
+
+    Free blocks that the prefix cache does not keep, and the null block, are overwritten with NaN after every step: a
+    block that is away and attended would show in the logits. The first content of every full block is kept and
+    compared with what stands in the table whenever the block is there.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._first: dict[tuple[int, int], torch.Tensor] = {}
+        self.steps = 0
+
+    @property
+    def residency(self) -> ResidencyScheduler:
+        found: ResidencyScheduler = self.engine._core.scheduler.residency
+        return found
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[RequestOutput]:
+        """All prompts at once."""
+        ids = [self.engine.new_id() for _ in prompts]
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            self.engine.add(request_id, prompt, greedy_params(max_tokens))
+        return self.finish(ids)
+
+    def finish(self, ids: Sequence[str]) -> list[RequestOutput]:
+        """Steps until these requests have finished."""
+        finished: dict[str, RequestOutput] = {}
+        while len(finished) < len(ids):
+            finished.update((output.request_id, output) for output in self.step() if output.finished)
+        return [finished[request_id] for request_id in ids]
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self.engine.step()
+        self.steps += 1
+        self.residency.check_integrity()
+        for life in list(self.residency._lives.values()):
+            self._check_request(life)
+        self._poison()
+        return outputs
+
+    def _check_request(self, life: Any) -> None:
+        request = self.engine._core.scheduler.requests[life.request_id]
+        row = self.engine.runner.requests.requests.get(life.request_id)
+        blocks = self.residency._blocks.table(life.request_id)
+        if row is None or not blocks:
+            return
+        seen = self.engine.runner.requests.blocks(life.request_id, len(blocks)).tolist()
+        not_sent = {patch.number for patch in self.residency._orders.patches if patch.life == life.number}
+        block_size = self.engine.runner._block_size
+        for number in range(min(request.num_computed_tokens // block_size, len(blocks))):
+            if number in not_sent:
+                continue
+            assert seen[number] == blocks[number].block_id, "both sides have the same table"
+            if seen[number]:
+                self._check_content(life.number, number, seen[number])
+
+    def _check_content(self, life: int, number: int, block: int) -> None:
+        content = self.engine.runner.kv_caches
+        found = torch.stack([cache[block] for cache in content.values()])
+        first = self._first.setdefault((life, number), found)
+        assert torch.equal(found, first), f"block {number} of life {life} has changed"
+
+    @torch.inference_mode()
+    def _poison(self) -> None:
+        pool = self.engine._core.scheduler.kv_cache_manager.block_pool
+        free = [block.block_id for block in pool.blocks if block.ref_cnt <= 0 and block.block_hash is None]
+        waiting = {block.block_id for life in self.residency._lives.values() for block in life.loading.values()}
+        assert not waiting & set(free)
+        index = torch.from_numpy(np.array(sorted({0, *free})))
+        for cache in self.engine.runner.kv_caches.values():
+            cache[index] = float("nan")
