@@ -88,6 +88,36 @@ def test_copies_inside_a_captured_region(call: Call, ht: Any, forbidden: Any) ->
         ht.hpu.wrap_in_hpu_graph(call)(torch.ones(3, device="hpu"))
 
 
+def set_item(x: Tensor, index: Any, value: object) -> Tensor:
+    y = x + 0
+    y[index] = value
+    return y
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("value", [2.0, True])
+def test_one_element_cannot_be_set_to_a_number_of_the_host(
+    value: Any, inference: bool, ht: Any, forbidden: Any
+) -> None:
+    """As in CUDA graphs: torch copies the number to the element's place."""
+    with torch.inference_mode(inference):
+        x = torch.ones(3, device="hpu")
+        assert set_item(x, 1, value).tolist() == [1, float(value), 1]
+        with forbidden("a copy from the host inside a region captured by wrap_in_hpu_graph"):
+            ht.hpu.wrap_in_hpu_graph(lambda x: set_item(x, 1, value))(x)
+        with forbidden("a copy from the host inside a region captured by wrap_in_hpu_graph"):
+            ht.hpu.wrap_in_hpu_graph(lambda x: (x + 0).copy_(torch.tensor(2.0)))(x)
+
+
+@pytest.mark.parametrize("index", [slice(0, 2), slice(1, 2), ...])
+def test_many_elements_may_be_set_to_a_number_of_the_host(index: Any, ht: Any) -> None:
+    x = torch.ones(3, device="hpu")
+    captured = ht.hpu.wrap_in_hpu_graph(lambda x: set_item(x, index, 2.0))
+    assert captured(x).tolist() == captured(x).tolist() == set_item(x, index, 2.0).tolist()
+    own = ht.hpu.wrap_in_hpu_graph(lambda x: set_item(x, 1, x[2] * 3))
+    assert own(x).tolist() == [1, 3, 1], "a number of the card is no copy"
+
+
 @pytest.mark.parametrize("bad", [-1, 3])
 @pytest.mark.parametrize(
     "call",

@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_blocks import selected, unique
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_causal import Rows, attend_causal, causal_tiles
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_fused_causal import fused_causal
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_shared import shared
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import product_dtype, scale_query
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import Scaling
 from vllm_gaudi_ucm.ops.unified_attention.partial import NEG_INF, combine
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, Partial
 
@@ -38,24 +40,34 @@ def attend(
 
     selected_blocks: int64 [selected], or None for those of the selected part.
     """
-    scaled = scale_query(query, scale, product_dtype(query, key_cache))
+    scaling = Scaling.of(query, key_cache, scale)
     cached = None
     if parts.unique is not None:
-        cached = unique(scaled, key_cache, value_cache, parts.unique)
+        cached = unique(query, key_cache, value_cache, parts.unique, scaling)
     if parts.shared is not None:
-        cached = _add(cached, shared(scaled, key_cache, value_cache, parts.shared))
+        cached = _add(cached, shared(query, key_cache, value_cache, parts.shared, scaling))
     if parts.selected is not None:
         blocks = parts.selected.blocks if selected_blocks is None else selected_blocks
-        cached = _add(cached, selected(scaled, key_cache, value_cache, parts.selected, blocks))
+        cached = _add(cached, selected(query, key_cache, value_cache, parts.selected, scaling, blocks))
+    fused = hpu_kernels.FUSED_SDPA
+    if fused is not None and parts.causal is not None and cached is None and query.dtype == torch.bfloat16:
+        fused_causal(query, key, value, parts.causal, scale, out.zero_(), fused)
+        return True
     if parts.causal is None:
         _write(out, Rows(0, 1, 0, 0, out.shape[0]), None, cached)
         return True
-    _write_causal(scaled, key, value, parts.causal, cached, out)
+    _write_causal(query, key, value, parts.causal, scaling, cached, out)
     return True
 
 
 def _write_causal(
-    query: Tensor, key: Tensor, value: Tensor, part: CausalPart, cached: Partial | None, out: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    part: CausalPart,
+    scaling: Scaling,
+    cached: Partial | None,
+    out: Tensor,
 ) -> None:
     """Tile by tile, each with what its rows see in the cache; rows outside of all slices see only that."""
     rows, covered = out.shape[0], 0 if cached is None else cached.max.shape[0]
@@ -68,8 +80,8 @@ def _write_causal(
         _write(out, Rows(0, 1, 0, position, rows), None, cached)
     # side by side only where a tile is covered wholly or not at all
     apart = covered if covered < rows else 0
-    for tile in causal_tiles(part, query.shape[1], apart):
-        _write(out, tile.rows, attend_causal(query, key, value, part, tile), cached)
+    for tile in causal_tiles(part, key, value, query.shape[1], apart):
+        _write(out, tile.rows, attend_causal(query, key, value, part, scaling, tile), cached)
 
 
 def _write(out: Tensor, rows: Rows, causal: Partial | None, cached: Partial | None) -> None:

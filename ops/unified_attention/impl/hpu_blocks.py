@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_sizes import block_tile, piece_blocks
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import attend_tile
-from vllm_gaudi_ucm.ops.unified_attention.partial import combine, nothing, reduce_to_rows
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import Scaling, accumulate, attend_tile
+from vllm_gaudi_ucm.ops.unified_attention.partial import nothing, reduce_to_rows
 from vllm_gaudi_ucm.ops.unified_attention.parts import Partial, SelectedPart, UniquePart
 
 
-def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart) -> Partial | None:
-    """Partial of the single rows [0, num_rows); None where there are none. `query` is scaled."""
+def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart, scaling: Scaling) -> Partial | None:
+    """Partial of the single rows [0, num_rows); None where there are none."""
     count, heads = part.rows.shape[0], query.shape[1]
     if count == 0 or part.num_rows == 0:
         return None
-    found = None
+    found: Partial | None = None
+    query = scaling.apply(query[: part.num_rows])
     together, tile = piece_blocks(heads, value_cache.shape[-1]), block_tile(key_cache, value_cache, heads)
     for first in range(0, count, together):
         last = min(first + together, count)
@@ -26,7 +27,7 @@ def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePa
         ]
         empty = nothing(query, part.num_rows, value_cache.shape[-1])
         sums = reduce_to_rows(_join(pieces), part.rows[first:last], empty)
-        found = sums if found is None else combine(found, sums)
+        found = accumulate(found, sums)
     return found
 
 
@@ -43,7 +44,7 @@ def _unique_tile(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: Un
 
 
 def selected(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SelectedPart, blocks: Tensor
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SelectedPart, scaling: Scaling, blocks: Tensor
 ) -> Partial | None:
     """Partial of all rows over chosen blocks (int64 [selected]): each is read once for all rows of its span."""
     num_spans, most, heads = part.first_rows.shape[0], part.max_rows, query.shape[1]
@@ -54,20 +55,20 @@ def selected(
     rows = (part.first_rows[:, None] + step).clamp(max=query.shape[0] - 1)
     places = torch.arange(num_spans * most, device=query.device).view(num_spans, most)
     value_dim = value_cache.shape[-1]
-    of_spans = None
+    of_spans: Partial | None = None
     tile = min(block_tile(key_cache, value_cache, heads, most), piece_blocks(heads, value_dim, most))
     for ids, spans, hi in zip(blocks.split(tile), part.spans.split(tile), part.hi.split(tile), strict=True):
         seen = in_range(torch.zeros_like(hi), hi, key_cache.shape[1])
         mine = inside.index_select(0, spans)
         queries = query.index_select(0, rows.index_select(0, spans).flatten()).unflatten(0, (-1, most))
         key, value = (cache.index_select(0, ids) for cache in (key_cache, value_cache))
-        piece = attend_tile(queries, key, value, seen[:, None] & mine[..., None], seen)
+        piece = attend_tile(scaling.apply(queries), key, value, seen[:, None] & mine[..., None], seen)
         # a broken value is in the results of all rows of the tile, and these rows are somebody else's
         piece = piece._replace(out=piece.out.masked_fill(~mine[..., None, None], 0))
         flat = Partial(*(tensor.flatten(0, 1) for tensor in piece))
         empty = nothing(query, num_spans * most, value_dim)
         sums = reduce_to_rows(_widen(flat), places.index_select(0, spans).flatten(), empty)
-        of_spans = sums if of_spans is None else combine(of_spans, sums)
+        of_spans = accumulate(of_spans, sums)
     assert of_spans is not None, "there is at least one tile"
     # a row beyond a span's own has seen nothing, so it may be added to any row
     return reduce_to_rows(of_spans, rows.flatten(), nothing(query, query.shape[0], value_dim))

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_sizes import causal_rows, score_tokens
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import attend_tile
-from vllm_gaudi_ucm.ops.unified_attention.partial import combine
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_sizes import causal_rows, kv_tokens, score_tokens
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import Scaling, accumulate, attend_tile
 from vllm_gaudi_ucm.ops.unified_attention.parts import CausalPart, CausalSlice, Partial
 
 
@@ -42,13 +41,15 @@ class CausalTile(NamedTuple):
     keys: tuple[Rows, ...]
 
 
-def causal_tiles(part: CausalPart, heads: int, apart: int) -> Iterator[CausalTile]:
+def causal_tiles(part: CausalPart, key: Tensor, value: Tensor, heads: int, apart: int) -> Iterator[CausalTile]:
     """Tiles that cover the rows of all slices once. Slices that begin before row `apart` are not put side by side."""
-    slices = sorted(part.slices)
+    slices = sorted(one for one in part.slices if one.query_hi > one.query_lo)
+    tokens = kv_tokens(key, value)
     place = 0
     while place < len(slices):
         count = 1 if slices[place].query_lo < apart else _alike(slices, place)
-        yield from _tiles(slices[place], count, heads)
+        one = slices[place]
+        yield from _tiles(one, count, heads, max(1, tokens // max(1, one.query_hi - one.key_lo)))
         place += count
 
 
@@ -64,34 +65,35 @@ def _alike(slices: list[CausalSlice], place: int) -> int:
     return count
 
 
-def _tiles(one: CausalSlice, count: int, heads: int) -> Iterator[CausalTile]:
-    """Of `count` equal slices, as many at a time as their scores have room for."""
+def _tiles(one: CausalSlice, count: int, heads: int, most: int) -> Iterator[CausalTile]:
+    """Of `count` equal slices, at most so many at a time: all their rows, while their keys are on the chip."""
     lo, hi, key_lo, key_hi = one
-    if hi <= lo:
-        return
-    step, length = hi - lo, causal_rows(hi - lo, hi - key_lo)
-    for row_lo in range(lo, hi, length):
-        row_hi = min(row_lo + length, hi)
-        last = min(key_hi, row_hi)
-        width = score_tokens(heads, row_hi - row_lo)
-        together = min(count, max(1, width // max(1, last - key_lo)))
-        for first in range(0, count, together):
-            side_by_side = min(together, count - first)
-            base = first * step
-            rows = Rows(base, side_by_side, step, row_lo, row_hi)
-            spans = ((at, min(at + width, last)) for at in range(key_lo, last, width))
-            yield CausalTile(rows, tuple(Rows(base, side_by_side, step, *span) for span in spans))
+    step = hi - lo
+    length = causal_rows(step, hi - key_lo)
+    for first in range(0, count, most):
+        here = min(most, count - first)
+        for row_lo in range(lo, hi, length):
+            row_hi = min(row_lo + length, hi)
+            last = min(key_hi, row_hi)
+            width = score_tokens(heads, row_hi - row_lo)
+            together = max(1, width // max(1, last - key_lo))
+            for begin in range(0, here, together):
+                rows = Rows((first + begin) * step, min(together, here - begin), step, row_lo, row_hi)
+                spans = ((at, min(at + width, last)) for at in range(key_lo, last, width))
+                yield CausalTile(rows, tuple(rows._replace(lo=at, hi=end) for at, end in spans))
 
 
-def attend_causal(query: Tensor, key: Tensor, value: Tensor, part: CausalPart, tile: CausalTile) -> Partial | None:
-    """Partial [count, rows, heads, ...] of a tile, None where it has no keys; `query` is scaled."""
+def attend_causal(
+    query: Tensor, key: Tensor, value: Tensor, part: CausalPart, scaling: Scaling, tile: CausalTile
+) -> Partial | None:
+    """Partial [count, rows, heads, ...] of a tile, None where it has no keys."""
     position = torch.arange(query.shape[0], device=query.device)
-    rows, own = tile.rows.of(query), tile.rows.of(part.groups)[..., None]
+    rows, own = scaling.apply(tile.rows.of(query)), tile.rows.of(part.groups)[..., None]
     row_position = tile.rows.of(position)[..., None]
-    found = None
+    found: Partial | None = None
     for keys in tile.keys:
         visible = (own == keys.of(part.groups)[:, None]) & (own >= 0)
         visible = visible & (keys.of(position)[:, None] <= row_position)
         piece = attend_tile(rows, keys.of(key), keys.of(value), visible)
-        found = piece if found is None else combine(found, piece)
+        found = accumulate(found, piece)
     return found

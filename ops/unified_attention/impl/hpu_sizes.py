@@ -25,10 +25,10 @@ def score_tokens(heads: int, rows: int) -> int:
     return max(TILE, SCORE_BYTES // (4 * heads * max(1, rows)) // TILE * TILE)
 
 
-def kv_tokens(key_cache: Tensor, value_cache: Tensor) -> int:
-    """Tokens of the cache that are read at a time."""
-    width = key_cache.shape[-1] + value_cache.shape[-1]
-    return max(1, KV_BYTES // (key_cache.shape[-2] * width * key_cache.element_size()))
+def kv_tokens(key: Tensor, value: Tensor) -> int:
+    """Tokens of keys and values [..., kv_heads, dim] that are read at a time."""
+    width = key.shape[-1] + value.shape[-1]
+    return max(1, KV_BYTES // (key.shape[-2] * width * key.element_size()))
 
 
 def block_tile(key_cache: Tensor, value_cache: Tensor, heads: int, rows: int = 1) -> int:

@@ -7,6 +7,8 @@ multiplied with a weight of 0.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,14 +17,21 @@ from vllm_gaudi_ucm.ops.unified_attention.partial import NEG_INF, shift
 from vllm_gaudi_ucm.ops.unified_attention.parts import Partial
 
 
-def product_dtype(query: Tensor, cache: Tensor) -> torch.dtype:
-    """What the matrix engine multiplies. float16 is not among them: scores beyond 65504 are ordinary numbers."""
-    return torch.bfloat16 if query.dtype == cache.dtype == torch.bfloat16 else torch.float32
+class Scaling(NamedTuple):
+    """dtype: what the matrix engine multiplies."""
 
+    scale: float
+    dtype: torch.dtype
 
-def scale_query(query: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """The query times the scale: there are fewer of these than scores."""
-    return (query.float() * scale).to(dtype)
+    @classmethod
+    def of(cls, query: Tensor, cache: Tensor, scale: float) -> Scaling:
+        """float16 is not multiplied as it is: scores beyond 65504 are ordinary numbers."""
+        both = query.dtype == cache.dtype == torch.bfloat16
+        return cls(scale, torch.bfloat16 if both else torch.float32)
+
+    def apply(self, query: Tensor) -> Tensor:
+        """The rows of a tile times the scale: there are fewer of these than scores."""
+        return (query.float() * self.scale).to(self.dtype)
 
 
 def attend_tile(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, tokens: Tensor | None = None) -> Partial:
@@ -38,9 +47,7 @@ def attend_tile(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, toke
     folded = query.unflatten(-2, (kv_heads, -1)).movedim(-3, -4)
     groups = folded.shape[-2]
     scores = folded.flatten(-3, -2) @ key.to(dtype).movedim(-2, -3).transpose(-1, -2)
-    scores = scores.unflatten(-2, (-1, groups))
-    scores = scores.masked_fill(~visible[..., None, :, None, :], NEG_INF)
-    weights, top, total = _softmax(scores)
+    weights, top, total = _softmax(scores.unflatten(-2, (-1, groups)), ~visible[..., None, :, None, :])
     if tokens is not None:
         value = value.masked_fill(~tokens[..., None, None], 0)
     else:
@@ -53,13 +60,27 @@ def attend_tile(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, toke
     return Partial(_rows_first(out, -4), _rows_first(top, -3), _rows_first(total, -3))
 
 
-def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(scores - maximum), and float32 maxima and sums over the last dimension; -inf and 0 where all are -inf."""
+def accumulate(sums: Partial | None, piece: Partial) -> Partial:
+    """Partial over the keys of both. `sums` is overwritten: one tensor less of what must stay on the chip."""
+    if sums is None:
+        return piece._replace(out=piece.out.float())
+    top = torch.maximum(sums.max, piece.max)
+    before, now = torch.exp(sums.max - shift(top)), torch.exp(piece.max - shift(top))
+    out = sums.out.mul_(before[..., None]).addcmul_(piece.out.float(), now[..., None])
+    return Partial(out, top, sums.sum * before + piece.sum * now)
+
+
+def _softmax(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(scores - maximum), and float32 maxima and sums over the last dimension; -inf and 0 where all is hidden.
+
+    Overwrites the scores, which nobody else has.
+    """
+    scores = scores.masked_fill_(hidden, NEG_INF)
     if scores.dtype == torch.bfloat16 and hpu_kernels.SOFTMAX_FA2 is not None:
         return hpu_kernels.fused_softmax(scores, hpu_kernels.SOFTMAX_FA2)
     wide = scores.float()
     top = wide.amax(-1)
-    weights = torch.exp(wide - shift(top)[..., None])
+    weights = wide.sub_(shift(top)[..., None]).exp_()
     return weights, top, weights.sum(-1)
 
 

@@ -80,12 +80,14 @@ def _is_on_card(inputs: Sequence[torch.Tensor]) -> bool:
 
 
 def _stays_on_card(inputs: Sequence[torch.Tensor]) -> bool:
-    """A number of the host is part of the captured graph, as in every other operator."""
+    """A single number too is copied from the host, where any other operator takes it by value.
+
+    `x[i] = 2.0` is such a copy, into one element; where there is more to write, torch fills.
+    """
     if state.region == "hpu_backend":
         return True
     target, *sources = (memory.serial(tensor) is not None for tensor in inputs)
-    is_number = state.region is not None and inputs[-1].dim() == 0
-    return target and (is_number or all(sources))
+    return target and all(sources)
 
 
 def _copy(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,147 @@
+"""The hpu implementation of attention with the card's fused kernels, and inside of a captured graph."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.batch import Request, Shape, build
+from tests.ops.oracle import assert_matches, attend, budget, oracle
+from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+
+MIXED = [
+    Request(9, 1, prefix=2),
+    Request(12, 1, prefix=3),
+    Request(0, 1),
+    Request(8, 7, prefix=2, chosen=frozenset({0})),
+    Request(0, 11),
+    Request(14, 4),
+]
+PROMPTS = [Request(0, 9), Request(0, 4), Request(0, 17)]
+
+
+@pytest.fixture
+def gaudi3(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that has both fused kernels."""
+    if card is None:
+        return
+    card.device_type = "synDeviceGaudi3"
+    monkeypatch.setattr(hpu_kernels, "SOFTMAX_FA2", hpu_kernels.find_softmax())
+    monkeypatch.setattr(hpu_kernels, "FUSED_SDPA", hpu_kernels.find_sdpa())
+    assert hpu_kernels.SOFTMAX_FA2 is not None
+    assert hpu_kernels.FUSED_SDPA is not None
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    kernel, calls = getattr(hpu_kernels, name), [0]
+
+    def counted(*args: Any, **named: Any) -> Any:
+        calls[0] += 1
+        return kernel(*args, **named)
+
+    monkeypatch.setattr(hpu_kernels, name, counted)
+    return calls
+
+
+def test_which_kernels_a_card_has(card: Any) -> None:
+    """softmax_fa2 is a Gaudi 3's; FusedSDPA both have."""
+    card.device_type = "synDeviceGaudi2"
+    assert hpu_kernels.find_softmax() is None
+    assert hpu_kernels.find_sdpa() is not None
+    card.device_type = "synDeviceGaudi3"
+    assert hpu_kernels.find_softmax() is not None
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e4])
+def test_fused_softmax_equals_the_oracle(poison: float, gaudi3: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: A9 A11 A12. bfloat16 goes through the kernel, float32 does not."""
+    calls = count_calls(monkeypatch, "SOFTMAX_FA2")
+    assert_matches(build(MIXED, Shape(dtype=torch.bfloat16, poison=poison)), "hpu")
+    assert calls[0] > 0
+    calls[0] = 0
+    assert_matches(build(MIXED, Shape(poison=poison)), "hpu")
+    assert calls[0] == 0
+
+
+def test_fused_softmax_of_extreme_scores(gaudi3: None) -> None:
+    """covers: A12 A22. Beside the plain softmax of the same scores."""
+    batch = build(MIXED, Shape(dtype=torch.bfloat16))
+    batch.query *= 64
+    found = attend(batch, "hpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hpu_kernels, "SOFTMAX_FA2", None)
+        plain = attend(batch, "hpu")
+    assert found.isfinite().all()
+    assert (found - plain).abs().double().max() <= budget(batch, oracle(batch))
+
+
+@pytest.mark.parametrize("loose", [False, True])
+@pytest.mark.parametrize("poison", [math.nan, 1e4])
+def test_prompts_alone_go_through_fused_sdpa(
+    loose: bool, poison: float, gaudi3: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """covers: A2 A9 A11. Nothing to merge, so the kernel's missing log-sum-exp is not needed; else it is not used."""
+    calls = count_calls(monkeypatch, "FUSED_SDPA")
+    assert_matches(build(PROMPTS, Shape(dtype=torch.bfloat16, loose=loose, poison=poison, pads=5)), "hpu")
+    assert calls[0] > 0
+    calls[0] = 0
+    assert_matches(build(MIXED, Shape(dtype=torch.bfloat16, loose=loose, poison=poison)), "hpu")
+    assert_matches(build(PROMPTS, Shape(loose=loose, poison=poison)), "hpu")
+    assert calls[0] == 0
+
+
+@pytest.mark.parametrize("which", ["key", "value", "query"])
+def test_a_broken_token_in_fused_sdpa(which: str, gaudi3: None) -> None:
+    """covers: A9. Exactly the rows that see it are not finite."""
+    batch = build(PROMPTS, Shape(dtype=torch.bfloat16, poison=1e4, pads=0))
+    expected = attend(batch, "hpu")
+    getattr(batch, which)[5] = math.nan
+    out = attend(batch, "hpu")
+    seeing = [5] if which == "query" else [5, 6, 7, 8]
+    assert out[seeing].isnan().all()
+    others = [row for row in range(len(out)) if row not in seeing]
+    torch.testing.assert_close(out[others], expected[others])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_inside_a_captured_graph(
+    dtype: torch.dtype, fused: bool, ht: Any, card: Any, request: pytest.FixtureRequest
+) -> None:
+    """covers: A10 A16 B1. The card's choice; one graph, no host read, no shape that depends on data, and it replays."""
+    if fused:
+        request.getfixturevalue("gaudi3")
+    assert choose_implementation("auto", "hpu") == "hpu"
+    batch = build(MIXED, Shape(dtype=dtype, poison=1e4))
+    exact, reads = oracle(batch), card.host_reads
+    parts = on_card(batch.parts)
+
+    def run(*tensors: Tensor) -> Tensor:
+        return unified_attention(*tensors, parts, batch.scale, implementation="hpu")  # type: ignore[arg-type]
+
+    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
+    inputs = [tensor.to("hpu") for tensor in tensors]
+    graph = ht.hpu.wrap_in_hpu_graph(run)
+    with torch.inference_mode():
+        first = graph(*inputs).clone()
+        second = graph(*inputs).clone()
+    assert (card.captures, card.replays) == (1, 1)
+    assert card.host_reads == reads
+    assert torch.equal(first, second)
+    assert np.abs(first.cpu().double().numpy() - exact).max() <= budget(batch, exact)
+
+
+def on_card(value: Any) -> Any:
+    """Parts with their tensors on the card."""
+    if isinstance(value, Tensor):
+        return value.to("hpu")
+    if isinstance(value, AttentionParts) or hasattr(value, "_fields"):
+        return type(value)(*map(on_card, value))
+    return tuple(map(on_card, value)) if isinstance(value, tuple) else value
