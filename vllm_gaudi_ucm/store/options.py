@@ -65,7 +65,11 @@ class FileStoreOptions(_OutsideOptions):
     """Files in a folder, best on a local NVMe; several engines may use one folder."""
 
     kind: Literal["file"] = Field(default="file", description="Blocks in files.")
-    path: Path = Field(strict=False, description="Folder, made with mode 0700 unless it exists.")
+    path: Path = Field(
+        strict=False,
+        description="Folder, made with mode 0700 unless it exists.",
+        json_schema_extra={NOTE: "here of a folder"},
+    )
     capacity: ByteSize = Field(
         default=32 << 30,
         description="Most bytes of blocks in the folder; the least recently used leave first.",

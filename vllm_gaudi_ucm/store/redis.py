@@ -14,6 +14,8 @@ from vllm_gaudi_ucm.store.record import HEADER_BYTES
 PREFIX = b"gaudi-ucm:1:"
 _KEY_BYTES = 32
 _BATCH = 512
+_READ_BYTES = 1 << 18
+"""Bytes asked of the socket at once. The client's own 64 KiB halve the bandwidth of blocks of a MiB (743, 1541 MiB/s)."""
 _OUT_OF_MEMORY = "OOM"
 
 
@@ -36,6 +38,7 @@ class RedisMedium(Medium):
             options.url,
             socket_timeout=options.deadline,
             socket_connect_timeout=options.deadline,
+            socket_read_size=_READ_BYTES,
             retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
         )
 
