@@ -20,6 +20,7 @@ COUNTS = ("requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "uniq
 PHASES = {phase_string(c, s, u) for c in (False, True) for s in (False, True) for u in (False, True)}
 # Written where there are any: a server without a sparse method writes what it always wrote.
 SPARSE_COUNTS = ("selected_pairs", "sparse")
+TRANSFER_COUNTS = ("loaded_blocks", "saved_blocks")
 TIMES = ("plan_ms", "forward_ms", "sample_ms")
 
 logger = plugin_logger(__name__)
@@ -55,6 +56,12 @@ class StepRecord:
     selected_pairs: int = 0
     sparse: int = 0
     """Requests that attended to a selection of their context."""
+    loaded_blocks: int = 0
+    """Blocks that a connector has filled since the step before."""
+    saved_blocks: int = 0
+    """Blocks that it has stored since then."""
+    transfer_ms: float = 0.0
+    """What its calls took on the step's way since then; no part of the other times."""
 
 
 class PhaseLog:
@@ -127,16 +134,21 @@ def _create(path: Path, header: Mapping[str, Any]) -> TextIO:
 def _line(record: StepRecord) -> str:
     """The JSON line of a step; formatted by hand because json.dumps costs three times as much per step."""
     r = record
-    sparse = ""
+    more = ""
     if r.selected_pairs:
-        sparse += f',"selected_pairs":{r.selected_pairs}'
+        more += f',"selected_pairs":{r.selected_pairs}'
     if r.sparse:
-        sparse += f',"sparse":{r.sparse}'
+        more += f',"sparse":{r.sparse}'
+    for name in TRANSFER_COUNTS:
+        if getattr(r, name):
+            more += f',"{name}":{getattr(r, name)}'
+    if r.transfer_ms:
+        more += f',"transfer_ms":{r.transfer_ms:.4f}'
     return (
         f'{{"step":{r.step},"bucket":{_bucket_json(r.bucket)},"padded":{_bucket_json(r.padded)},'
         f'"requests":{r.requests},"prompts":{r.prompts},"tokens":{r.tokens},"causal_pairs":{r.causal_pairs},'
         f'"shared_pairs":{r.shared_pairs},"unique_pairs":{r.unique_pairs},"plan_ms":{r.plan_ms:.4f},'
-        f'"forward_ms":{r.forward_ms:.4f},"sample_ms":{r.sample_ms:.4f}{sparse}}}\n'
+        f'"forward_ms":{r.forward_ms:.4f},"sample_ms":{r.sample_ms:.4f}{more}}}\n'
     )
 
 
@@ -159,8 +171,9 @@ def _parse_line(path: Path, number: int, line: str) -> StepRecord:
     try:
         bucket, padded = _parse_bucket(fields["bucket"]), _parse_bucket(fields["padded"])
         sizes: dict[str, Any] = {name: _number(fields, name, int) for name in COUNTS}
-        sizes |= {name: _number(fields, name, int) for name in SPARSE_COUNTS if name in fields}
-        sizes |= {name: float(_number(fields, name, int, float)) for name in TIMES}
+        sizes |= {name: _number(fields, name, int) for name in SPARSE_COUNTS + TRANSFER_COUNTS if name in fields}
+        times = (*TIMES, "transfer_ms") if "transfer_ms" in fields else TIMES
+        sizes |= {name: float(_number(fields, name, int, float)) for name in times}
         return StepRecord(
             step=_number(fields, "step", int),
             bucket=bucket,

@@ -14,7 +14,10 @@ from vllm.config import KVTransferConfig
 from tests.connector.fault_store import FaultStore
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
+from tests.metrics.exposition import scrape
 from tests.prefetch.stores import eventually
+from vllm_gaudi_ucm.metrics.folder import metrics_folder
+from vllm_gaudi_ucm.phase_log import read_phase_log
 
 BLOCK = 16
 RNG = random.Random(5)
@@ -32,6 +35,7 @@ class Served:
     def __init__(self, engine: Engine, store: FaultStore) -> None:
         self.engine = engine
         self.store = store
+        self.phase_log = engine.runner._phase_log.path
         connector: Any = engine.runner.transfer and engine.runner.transfer.connector
         self.worker = connector.worker_side
         self.scheduler = engine.core.scheduler.connector.scheduler_side
@@ -65,8 +69,8 @@ def expected(tiny_llama: Path) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def served(tiny_llama: Path, expected: list[Answer]) -> Iterator[Served]:
-    store = FaultStore()
+def served(tiny_llama: Path, expected: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    store, folder = FaultStore(), tmp_path_factory.mktemp("log")
     transfer = KVTransferConfig(
         kv_connector="UcmConnector",
         kv_connector_module_path="vllm_gaudi_ucm.connector",
@@ -75,7 +79,8 @@ def served(tiny_llama: Path, expected: list[Answer]) -> Iterator[Served]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm_gaudi_ucm.connector.setup.open_store", lambda options, block_bytes: store)
-        with Engine(tiny_llama, GSA, kv_transfer_config=transfer, enable_prefix_caching=False, **OPTIONS) as engine:
+        ucm = {**GSA, "phase_log": str(folder / "phases.jsonl")}
+        with Engine(tiny_llama, ucm, kv_transfer_config=transfer, enable_prefix_caching=False, **OPTIONS) as engine:
             served = Served(engine, store)
             assert_same(engine.greedy(PROMPTS, OUTPUTS), expected)
             served.settle()
@@ -132,9 +137,12 @@ def test_requests_that_leave_the_queue_take_their_prefetch_along(served: Served,
     names = [served.add(prompt) for prompt in OTHERS]
     for _ in range(3):
         served.engine.step()
-    served.engine.llm.llm_engine.abort_request(names)
-    while served.engine.step() or served.engine.core.scheduler.has_unfinished_requests():
-        pass
+    served.engine.llm.llm_engine.abort_request(names, internal=False)
+    finished = []
+    while served.engine.core.scheduler.has_unfinished_requests():
+        finished += [output.request_id for output in served.engine.step() if output.finished]
+    assert not set(finished).intersection(names)
+    served.engine.step()
     assert served.worker.engine.stats().pending == 0
     served.store.load_seconds = 0.0
     served.settle()
@@ -144,3 +152,25 @@ def test_requests_that_leave_the_queue_take_their_prefetch_along(served: Served,
         found = next((output for output in served.engine.step() if output.finished), None)
     assert list(found.outputs[0].token_ids) == expected[2].tokens
     served.settle()
+
+
+def test_the_phase_log_and_metrics_tell_what_was_moved(served: Served) -> None:
+    """Last: over everything before. Blocks that were loaded stand in the line of a step, and on /metrics."""
+    served.engine.greedy(PROMPTS[:2], 2)
+    served.settle()
+    assert served.phase_log is not None
+    steps = read_phase_log(served.phase_log)[1]
+    loads = served.worker.load_counts
+    assert 0 < sum(step.loaded_blocks for step in steps) == loads.loaded_blocks
+    assert 0 < sum(step.saved_blocks for step in steps) <= served.worker.saver.counts().saved
+    assert all(step.transfer_ms > 0 for step in steps)
+    folder = metrics_folder(served.engine.core.vllm_config.instance_id)
+
+    def on_metrics(event: str) -> float:
+        return scrape(folder).get(f'gaudi_ucm_kv_blocks_total{{engine="0",event="{event}"}}', 0)
+
+    assert eventually(lambda: on_metrics("loaded") == loads.loaded_blocks)
+    assert on_metrics("recomputed") == loads.failed_blocks > 0
+    seen = scrape(folder)
+    assert seen['gaudi_ucm_prefetch_blocks_total{engine="0",result="cached",use="connector"}'] >= 9
+    assert seen['gaudi_ucm_store_breaker{engine="0",store="fault"}'] == 0

@@ -20,6 +20,22 @@ OLD_FIELDS = (
 )
 
 
+def test_what_a_connector_moved(tmp_path: Path) -> None:
+    """Written where there is any: the log of a server without a connector is what it always was."""
+    shape = Bucket("--u", 4, 0, 9, 4)
+    moved = StepRecord(0, shape, shape, 4, 0, 4, 0, 0, 6, 0.5, 31.5, 2.0, 0, 0, 12, 3, 0.25)
+    nothing = StepRecord(1, shape, shape, 4, 0, 4, 0, 0, 6, 0.5, 31.5, 2.0)
+    path = tmp_path / "phases.jsonl"
+    log = PhaseLog(path)
+    log.append(moved)
+    log.append(nothing)
+    log.close()
+    assert read_phase_log(path)[1] == [moved, nothing]
+    lines = path.read_text().splitlines()
+    assert lines[1].endswith('"sample_ms":2.0000,"loaded_blocks":12,"saved_blocks":3,"transfer_ms":0.2500}')
+    assert lines[2].endswith('"sample_ms":2.0000}')
+
+
 def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "phases.jsonl"
     true, padded = Bucket("cs-", 1024, 2, 0, 7), Bucket("csu", 2048, 4, 8, 16)

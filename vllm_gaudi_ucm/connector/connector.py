@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm_gaudi_ucm.connector.metadata import UcmMetadata, UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
 from vllm_gaudi_ucm.connector.setup import ConnectorSetup
+from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
 from vllm_gaudi_ucm.connector.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 
 
 class UcmConnector(KVConnectorBase_V1, SupportsHMA):
@@ -134,6 +137,14 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
     def take_loaded_block_ids(self) -> set[int]:
         """Blocks that were loaded since the last call; our runner asks, other connectors do not say."""
         return self._worker.take_loaded()
+
+    def transfer_totals(self) -> TransferTotals:
+        """Blocks that were moved so far; our runner asks, for the phase log."""
+        return self._worker.totals()
+
+    def report_to(self, metrics: StepMetrics) -> None:
+        """Figures reach /metrics from now on; our runner calls it once."""
+        self._worker.report_to(metrics)
 
     def shutdown(self) -> None:
         for side in (self.worker_side, self.scheduler_side):

@@ -13,7 +13,9 @@ from vllm.platforms import current_platform
 from vllm_gaudi_ucm.connector.block_saver import BlockSaver
 from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.connector.metadata import BlockLoad, UcmMetadata, UcmWorkerMetadata
+from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
 from vllm_gaudi_ucm.connector.waiting_prefetch import apply_plan
+from vllm_gaudi_ucm.connector.worker_metrics import WorkerMetrics
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
@@ -23,6 +25,7 @@ from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
+    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 
 logger = plugin_logger(__name__)
 
@@ -56,6 +59,7 @@ class WorkerSide:
         self._written: set[int] = set()
         self.load_counts = LoadCounts()
         self.blocks: DeviceBlocks | None = None
+        self._metrics: WorkerMetrics | None = None
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """caches: by layer [blocks, kv heads, block size, k | v]."""
@@ -145,6 +149,15 @@ class WorkerSide:
         unsaved = self.saver.take_unsaved()
         return UcmWorkerMetadata(unsaved) if unsaved else None
 
+    def totals(self) -> TransferTotals:
+        """Blocks that were moved so far; may be called in any thread."""
+        loads, saves = self.load_counts, self.saver.counts()
+        return TransferTotals(loads.loaded_blocks, loads.failed_blocks, saves.saved, saves.dropped + saves.refused)
+
+    def report_to(self, metrics: StepMetrics) -> None:
+        """Figures reach /metrics from now on."""
+        self._metrics = WorkerMetrics(metrics, self.store, self.engine, self.totals)
+
     @property
     def num_loading(self) -> int:
         """Requests that wait for blocks."""
@@ -155,6 +168,8 @@ class WorkerSide:
         if self.blocks is None:
             return
         self.blocks = None
+        if self._metrics is not None:
+            self._metrics.close()
         self.saver.close()
         self.engine.stop()
         self.store.close()

@@ -22,11 +22,16 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.outputs import KVConnectorOutput
 
+from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
+from vllm_gaudi_ucm.runner.transfer_work import TransferWork
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class KvTransfer:
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._caches: dict[str, torch.Tensor] = {}
         self._finished_requests: set[str] = set()
+        self.work = TransferWork()
         self.connector: KVConnectorBase_V1
         if in_layers:
             ensure_kv_transfer_initialized(vllm_config, kv_cache_config)
@@ -70,8 +76,23 @@ class KvTransfer:
         self.connector.register_kv_caches(self._caches)
         self.connector.set_host_xfer_buffer_ops(copy_kv_blocks)
 
+    def report_to(self, metrics: StepMetrics) -> None:
+        """Our own connector's figures reach /metrics; others have a way of vLLM's own."""
+        report: Callable[[StepMetrics], None] | None = getattr(self.connector, "report_to", None)
+        if report is not None:
+            report(metrics)
+
+    def take_work(self) -> TransferWork:
+        """What was moved since the last call, and the time that steps have spent on it."""
+        totals: Callable[[], TransferTotals] | None = getattr(self.connector, "transfer_totals", None)
+        return self.work.take(TransferTotals() if totals is None else totals())
+
     def begin(self, scheduler_output: SchedulerOutput) -> None:
         """Before a step, also one without tokens: loads that the step needs are there when this returns."""
+        with self.work.clock():
+            self._begin(scheduler_output)
+
+    def _begin(self, scheduler_output: SchedulerOutput) -> None:
         metadata = scheduler_output.kv_connector_metadata
         assert metadata is not None, "the scheduler has a connector, too"
         # its blocks may be written in this very step
@@ -87,6 +108,10 @@ class KvTransfer:
 
     def computed(self) -> None:
         """Once no kernel of the step that reads or writes the cache is still to be launched."""
+        with self.work.clock():
+            self._computed()
+
+    def _computed(self) -> None:
         self.connector.finish_forward()
         if not self._in_layers:
             metadata = StepAttention()
@@ -95,6 +120,10 @@ class KvTransfer:
 
     def finish(self) -> KVConnectorOutput:
         """Ends the step; what the scheduler's side is to hear."""
+        with self.work.clock():
+            return self._finish()
+
+    def _finish(self) -> KVConnectorOutput:
         connector = self.connector
         connector.wait_for_save()
         found = connector.get_transfer_results(self._finished_requests)

@@ -142,6 +142,7 @@ class ModelRunner:
         bind_kv_caches(self._vllm_config, self.kv_caches)
         if self.transfer is not None:
             self.transfer.register(self.kv_caches)
+            self.transfer.report_to(metrics)
         max_num_seqs = self._vllm_config.scheduler_config.max_num_seqs
         model_config = self._vllm_config.model_config
         self.requests = RequestTable(max_num_seqs, model_config.max_model_len, self._block_size)
@@ -240,6 +241,7 @@ class ModelRunner:
             if self._sparse is not None:
                 self._sparse.loaded(self.transfer.loaded_blocks(scheduler_output))
             self.transfer.begin(scheduler_output)
+            clock.skip(self.transfer.work.last_seconds)
         if not scheduler_output.total_num_scheduled_tokens:
             transferred = None if self.transfer is None else self.transfer.finish()
             if self.static is not None:
@@ -305,6 +307,8 @@ class ModelRunner:
         sampled_ids = self._sampling.req_ids
         sampled = self._verification.sample(step.logits, step.drafts, grammar)
         self._propose(step)
+        for computed in step.divisions:
+            computed.clock.sampled(took_part=computed is step.divisions[-1])
         transferred = self._finish_transfer()
         self._record(step)
         output = self._output(step, sampled_ids, sampled)
@@ -336,12 +340,13 @@ class ModelRunner:
         self._drafts = DraftTokenIds([request.request_id for request in step.requests], drafts)
 
     def _record(self, step: _ComputedStep) -> None:
-        """Every division ran in a shape of its own; sampling belongs to the last."""
+        """Every division ran in a shape of its own; sampling, and what was transferred, belong to the last."""
         for computed in step.divisions:
-            computed.clock.sampled(took_part=computed is step.divisions[-1])
             record = computed.clock.record(
                 self._phase_log.summary.steps, computed.plan, computed.shape, self._block_size
             )
+            if self.transfer is not None and computed is step.divisions[-1]:
+                record = self.transfer.take_work().noted_in(record)
             self._phase_log.append(record)
             self._metrics.step(record.bucket, record.padded)
             self._metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)

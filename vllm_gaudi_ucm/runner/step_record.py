@@ -18,6 +18,10 @@ class StepClock:
     def __init__(self) -> None:
         self._marks = [time.perf_counter()]
 
+    def skip(self, seconds: float) -> None:
+        """So long something ran that is no part of the step's stages."""
+        self._marks[-1] += seconds
+
     def planned(self) -> None:
         self._marks.append(time.perf_counter())
 
