@@ -1,4 +1,4 @@
-"""Traffic between a device's memory and its on-chip memory, modelled as a cache that throws out what was used last."""
+"""Traffic between a device's memory and its on-chip memory, modelled as a cache of what was used last."""
 
 from __future__ import annotations
 
