@@ -40,11 +40,12 @@ class FaultyMedium(Medium):
             record[: len(found)] = found[: len(record)]
         return None if found is None else len(found)
 
-    def write(self, key: bytes, record: memoryview) -> None:
+    def write(self, key: bytes, record: memoryview) -> bool:
         self._called()
         if self.full:
             raise FullError("no room")
         self.records[StoredBlock(key, len(record) - 64)] = bytes(record)
+        return True
 
     def delete(self, blocks: Sequence[StoredBlock]) -> int:
         self._called()

@@ -16,16 +16,27 @@ import redis
 PROGRAM = "redis-server"
 
 
+class ServerEndedError(RuntimeError):
+    """The server ended while it started."""
+
+
 class RedisServer:
     """A server without persistence: it comes back empty."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self._options = options
         self._folder = folder
-        self.port = _free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        self.port = 0
+        for attempt in range(5):  # another process may take the port before the server does
+            self.port = _free_port()
+            try:
+                self.start()
+                break
+            except ServerEndedError:
+                if attempt == 4:
+                    raise
+        self.url = f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
         fixed = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
@@ -33,7 +44,8 @@ class RedisServer:
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         end = time.monotonic() + 20
         while not self._answers():
-            assert self._process.poll() is None, f"{' '.join(command)} ended with {self._process.returncode}"
+            if self._process.poll() is not None:
+                raise ServerEndedError(f"{' '.join(command)} ended with {self._process.returncode}")
             assert time.monotonic() < end, "the server does not answer"
             time.sleep(0.02)
 

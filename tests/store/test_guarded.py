@@ -95,10 +95,10 @@ def test_a_late_save_writes_what_it_was_given(store: GuardedStore, medium: Fault
     entered = threading.Event()
     write = medium.write
 
-    def slow_write(written: bytes, record: memoryview) -> None:
+    def slow_write(written: bytes, record: memoryview) -> bool:
         entered.set()
         time.sleep(3 * DEADLINE)
-        write(written, record)
+        return write(written, record)
 
     medium.write = slow_write  # type: ignore[method-assign]
     assert not store.save(key(1), memoryview(buffer))

@@ -200,6 +200,15 @@ def test_the_client_package_is_named_where_it_is_missing(monkeypatch: pytest.Mon
         open_medium(resolve_store_options({"kind": "redis"}))
 
 
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_a_machine_without_a_server(monkeypatch: pytest.MonkeyPatch, ci: str, outcome: type[Exception]) -> None:
+    """These tests are skipped there, but never silently where a change is being judged."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match="redis-server is not on PATH"):
+        needs_redis()
+
+
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1", "redis://", "127.0.0.1:6379", "redis://h?socket_timeout=60", "unix://"]
 )

@@ -19,6 +19,8 @@ from vllm_gaudi_ucm.store.folder_listing import FolderListing
 from vllm_gaudi_ucm.store.medium import FullError, Medium, StoredBlock, Usage
 from vllm_gaudi_ucm.store.record import HEADER_BYTES
 
+_TURNS = 256
+
 
 class FileMedium(Medium):
     """Records in a folder, `capacity` bytes of blocks at most."""
@@ -30,6 +32,8 @@ class FileMedium(Medium):
         self._folder = folder
         self._capacity = capacity
         self._fsync = fsync
+        # What happens to one block happens in turn, so that the index says of it what the disk says.
+        self._turns = [threading.Lock() for _ in range(_TURNS)]
         self._lock = threading.Lock()  # of all below; never held while the disk is asked
         self._index = FolderIndex()
         self._reserved = 0  # bytes of blocks that are being written
@@ -43,49 +47,44 @@ class FileMedium(Medium):
 
     def keep(self, key: bytes, block_bytes: int) -> bool:
         block = StoredBlock(key, block_bytes)
-        if not self._is_whole(block):
-            return False
-        try:
-            self._use(block, self._folder.file(block))
-        except FileNotFoundError:
-            return False
-        return True
+        return self._is_whole(block) and self._use(block)
 
     def read(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
         block = StoredBlock(key, block_bytes)
         try:
             descriptor = open_file(self._folder.file(block))
         except FileNotFoundError:
-            with self._lock:
-                self._index.drop(block)
             return None
         try:
             size = os.fstat(descriptor).st_size
             if size == len(record):
                 size = read_whole(descriptor, record)
-                self._use(block, descriptor)
+                self._use(block)
             return size
         finally:
             os.close(descriptor)
 
-    def write(self, key: bytes, record: memoryview) -> None:
+    def write(self, key: bytes, record: memoryview) -> bool:
         block = StoredBlock(key, len(record) - HEADER_BYTES)
         self._reserve(block.block_bytes)
         used = None
-        try:
-            used = self._folder.put(block, record, self._fsync)
-        finally:
-            with self._lock:
-                self._reserved -= block.block_bytes
-                if used is not None:
-                    self._index.use(block, used)
+        with self._turn(block):
+            try:
+                if self._is_whole(block):
+                    return False
+                used = self._folder.put(block, record, self._fsync)
+                return True
+            finally:
+                with self._lock:
+                    self._reserved -= block.block_bytes
+                    if used is not None:
+                        self._index.use(block, self._folder.leaf(block), used)
 
     def delete(self, blocks: Sequence[StoredBlock]) -> int:
         removed = 0
         for block in blocks:
-            removed += self._folder.remove(block)
-            with self._lock:
-                self._index.drop(block)
+            with self._turn(block):
+                removed += self._remove(block)
         return removed
 
     def blocks(self, block_bytes: int | None = None) -> Iterator[StoredBlock]:
@@ -118,11 +117,26 @@ class FileMedium(Medium):
         except FileNotFoundError:
             return False
 
-    def _use(self, block: StoredBlock, file: str | int) -> None:
-        now = time.time_ns()
-        os.utime(file, ns=(now, now))
+    def _turn(self, block: StoredBlock) -> threading.Lock:
+        return self._turns[block.key[0] % _TURNS]
+
+    def _use(self, block: StoredBlock) -> bool:
+        """Makes a block the newest, unless it has gone."""
+        with self._turn(block):
+            now = time.time_ns()
+            try:
+                os.utime(self._folder.file(block), ns=(now, now), follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+            with self._lock:
+                self._index.use(block, self._folder.leaf(block), now)
+            return True
+
+    def _remove(self, block: StoredBlock) -> bool:
+        removed = self._folder.remove(block)
         with self._lock:
-            self._index.use(block, now)
+            self._index.drop(block)
+        return removed
 
     def _reserve(self, size: int) -> None:
         with self._lock:
@@ -144,16 +158,16 @@ class FileMedium(Medium):
             self._evict(*oldest)
 
     def _evict(self, block: StoredBlock, used: int) -> None:
-        """Removes a block, unless another engine has used it since we last saw it."""
-        try:
-            mtime = os.stat(self._folder.file(block)).st_mtime_ns
+        """Removes a block, unless someone has used it since `used`."""
+        with self._turn(block):
+            try:
+                mtime = os.stat(self._folder.file(block), follow_symlinks=False).st_mtime_ns
+            except FileNotFoundError:
+                mtime = used
             if mtime > used:
                 with self._lock:
-                    self._index.use(block, mtime)
+                    self._index.use(block, self._folder.leaf(block), mtime)
                 return
-        except FileNotFoundError:
-            pass
-        removed = self._folder.remove(block)
-        with self._lock:
-            self._index.drop(block)
-            self.evictions += removed
+            removed = self._remove(block)
+            with self._lock:
+                self.evictions += removed

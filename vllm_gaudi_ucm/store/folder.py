@@ -54,10 +54,14 @@ class Folder:
             path.chmod(PRIVATE_FOLDER)
             self._prepare()
 
+    def leaf(self, block: StoredBlock) -> str:
+        """The path of the folder that a block's record lies in."""
+        name = block.key[:2].hex()
+        return f"{self._blocks}/{block.block_bytes}/{name[:2]}/{name[2]}"
+
     def file(self, block: StoredBlock) -> str:
         """The path of a block's record."""
-        name = block.key.hex()
-        return f"{self._blocks}/{block.block_bytes}/{name[:2]}/{name[2]}/{name}{_SUFFIX}"
+        return f"{self.leaf(block)}/{block.key.hex()}{_SUFFIX}"
 
     def put(self, block: StoredBlock, record: memoryview, fsync: bool) -> int:
         """Writes a record beside and moves it into place; its mtime in ns. Raises FullError where there is no room."""

@@ -7,7 +7,6 @@ import time
 
 from vllm_gaudi_ucm.store.folder import Folder
 from vllm_gaudi_ucm.store.folder_index import FolderIndex
-from vllm_gaudi_ucm.store.medium import StoredBlock
 
 _SETTLED_NS = 100_000_000
 """A folder's mtime may miss a change that follows within one tick of the clock: younger ones are not relied on."""
@@ -23,7 +22,7 @@ class FolderListing:
         self._folder = folder
         self._index = index
         self._lock = lock
-        self._leaves: dict[str, tuple[int, list[StoredBlock]]] = {}  # mtime in ns (0: not relied on), blocks
+        self._mtimes: dict[str, int] = {}  # of each leaf when it was listed, in ns; 0: not relied on
 
     def refresh(self) -> None:
         """Lists the parts of the folder that have changed since they were last listed."""
@@ -31,17 +30,14 @@ class FolderListing:
             moment = self._index.moment
         begin = time.time_ns()
         leaves = dict(self._folder.leaves())
-        changed = [
-            leaf for leaf in leaves.keys() | self._leaves.keys() if leaves.get(leaf) != self._leaves.get(leaf, (0,))[0]
-        ]
+        changed = [leaf for leaf in leaves.keys() | self._mtimes.keys() if leaves.get(leaf) != self._mtimes.get(leaf)]
         for leaf in changed:
             found = list(self._folder.records(leaf)) if leaf in leaves else []
-            _, known = self._leaves.pop(leaf, (0, []))
             with self._lock:
-                self._index.replace(known, found, moment)
+                self._index.replace(leaf, found, moment)
+            self._mtimes.pop(leaf, None)
             if leaf in leaves:
-                mtime = leaves[leaf] if leaves[leaf] < begin - _SETTLED_NS else 0
-                self._leaves[leaf] = mtime, [block for block, _ in found]
+                self._mtimes[leaf] = leaves[leaf] if leaves[leaf] < begin - _SETTLED_NS else 0
         if changed:
             with self._lock:
                 self._index.sort()

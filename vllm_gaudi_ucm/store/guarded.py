@@ -128,8 +128,7 @@ class GuardedStore(KvStore):
         with job.handover():
             _copy(record[HEADER_BYTES:], block)
         seal(record, key)
-        self._medium.write(key, record)
-        return True
+        return self._medium.write(key, record)
 
     def _record(self) -> memoryview:
         """This I/O thread's own buffer of one record."""

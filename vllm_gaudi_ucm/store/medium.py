@@ -54,8 +54,11 @@ class Medium(ABC):
         """Reads into `record` (header and block); its length as found, of which more does not fit, None: a miss."""
 
     @abstractmethod
-    def write(self, key: bytes, record: memoryview) -> None:
-        """Puts a record in place in one piece, also over another. Raises FullError where there is no room."""
+    def write(self, key: bytes, record: memoryview) -> bool:
+        """Puts a record in place in one piece, over one of the wrong length too; False if someone else just has.
+
+        Raises FullError where there is no room.
+        """
 
     @abstractmethod
     def delete(self, blocks: Sequence[StoredBlock]) -> int:

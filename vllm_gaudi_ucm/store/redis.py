@@ -15,7 +15,7 @@ PREFIX = b"gaudi-ucm:1:"
 _KEY_BYTES = 32
 _BATCH = 512
 _READ_BYTES = 1 << 18
-"""Bytes asked of the socket at once. The client's own 64 KiB halve the bandwidth of blocks of a MiB (743, 1541 MiB/s)."""
+"""Bytes asked of the socket at once. With the client's own 64 KiB blocks of 1 MiB came at 743 MiB/s instead of 1541."""
 _OUT_OF_MEMORY = "OOM"
 
 
@@ -71,7 +71,7 @@ class RedisMedium(Medium):
             record[:] = value
         return len(value)
 
-    def write(self, key: bytes, record: memoryview) -> None:
+    def write(self, key: bytes, record: memoryview) -> bool:
         try:
             self._client.set(_name(key, len(record) - HEADER_BYTES), record, px=self._ttl_ms)
         except self._refused as error:
@@ -79,6 +79,7 @@ class RedisMedium(Medium):
                 raise FullError(f"the server has reached its maxmemory and may not evict ({error})") from error
             raise
         self._keys += 1
+        return True
 
     def delete(self, blocks: Sequence[StoredBlock]) -> int:
         names = [_name(block.key, block.block_bytes) for block in blocks]
