@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -70,6 +72,7 @@ class SchedulerSide:
         self._cached_tokens = cached_tokens
         self._block_size = setup.block_size
         self._states: dict[str, _State] = {}
+        self._epoch = b""
         self._loads: list[BlockLoad] = []
         self.known = KnownKeys()
         self.counts = LookupCounts()
@@ -81,12 +84,19 @@ class SchedulerSide:
 
     def begin(self, request: Request) -> None:
         """A request has arrived."""
+        keys = self._new_keys(request)
+        if keys is not None:
+            self._states[request.request_id] = _State(request, keys)
+
+    def _new_keys(self, request: Request) -> RequestKeys | None:
         extra_args = None if request.sampling_params is None else request.sampling_params.extra_args
         try:
             namespace = self._setup.namespace(read_extra_args(extra_args))
         except ValueError:
-            return  # refused where requests are checked; one that came another way is not stored
-        self._states[request.request_id] = _State(request, RequestKeys(request, namespace, self._block_size))
+            return None  # refused where requests are checked; one that came another way is not stored
+        if self._epoch:
+            namespace = sha256(namespace + self._epoch).digest()
+        return RequestKeys(request, namespace, self._block_size)
 
     def end(self, request_id: str) -> None:
         """It has finished or was aborted; the worker ends a load of it."""
@@ -129,7 +139,7 @@ class SchedulerSide:
             return 0
         hits = lookup.hits or 0
         self.known.add(lookup.keys[:hits])
-        self.known.discard(lookup.keys[hits:])
+        self.known.missed(lookup.keys[hits:])
         return hits * self._block_size if hits >= self._setup.options.min_hit_blocks else 0
 
     def _lookup(self, state: _State, first: int, end: int) -> Lookup | None:
@@ -214,9 +224,20 @@ class SchedulerSide:
         self.known.discard(keys)
 
     def clear(self) -> bool:
-        """Empties the store; what was known of it is forgotten."""
+        """From now on nothing that was stored before is found: the weights may have been replaced.
+
+        What else they are is not known, so nobody else finds what this engine stores from now on. Blocks in the memory
+        of this process are freed; those in a folder or a server stay, for whoever has the weights that they belong to.
+        """
+        self._epoch = os.urandom(16)
         self.known.clear()
-        self.store.clear()
+        if self._setup.options.store.kind == "memory":
+            self.store.clear()
+        for request_id, state in self._states.items():
+            keys = self._new_keys(state.request)
+            assert keys is not None, "it had keys before"
+            self._states[request_id] = _State(state.request, keys, is_closed=state.is_closed)
+            self._waiting.forget(request_id)
         return True
 
     @property
