@@ -62,6 +62,11 @@ def grid_buckets(request: BucketRequest, ladder: Ladder) -> BucketSet:
     return best
 
 
+def coarsest_grid(request: BucketRequest) -> BucketSet:
+    """One value along each axis, its maximum: what `max_graphs` must hold for steps to have a choice at all."""
+    return _make(request, Grid(), lambda axis, maximum, n: [maximum])
+
+
 def _make(request: BucketRequest, grid: Grid, ladder: Ladder) -> BucketSet:
     limits, cost = request.limits, request.cost
     shapes = without_unreachable(_shapes(limits, grid, ladder), limits.dense, cost)

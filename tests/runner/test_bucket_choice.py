@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,10 @@ from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, write_bucket_file
+from vllm_gaudi_ucm.graphs.strategies.grid import coarsest_grid
+from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.phase_log import PhaseLogError, StepRecord
-from vllm_gaudi_ucm.runner.bucket_choice import choose_buckets, cost_model, server_limits, strategy_name
+from vllm_gaudi_ucm.runner.bucket_choice import choose_buckets, cost_model, logger, server_limits, strategy_name
 
 DEVICE = CpuDevice()
 
@@ -98,6 +101,32 @@ def test_without_files_buckets_come_from_the_limits(strategy: str) -> None:
         assert buckets.num_graphs <= 12
         assert buckets.forward[-1] == limits.maximum.forward
         assert buckets.logits[-1] == limits.max_num_seqs
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_too_few_graphs_for_any_grid_are_warned_of(sparse: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """With a sparse method most phases have two graphs, so that a count that served before leaves the largest alone.
+
+    covers: A17
+    """
+    limits = replace(LIMITS, max_selected_blocks=24 if sparse else 0)
+    needed = coarsest_grid(BucketRequest(limits, cost_model(VLLM, DEVICE, 16))).num_graphs
+    caplog.handler.setLevel(logging.WARNING)
+    logger.addHandler(caplog.handler)
+    try:
+        assert len(chosen(limits, max_graphs=needed)[0].forward) == needed - 1
+        assert not caplog.messages
+        assert len(chosen(limits, max_graphs=needed - 1)[0].forward) == 1
+    finally:
+        logger.removeHandler(caplog.handler)
+    expected = f"ucm.graphs.max_graphs: found {needed - 1}, expected at least {needed} for strategy padding_aware"
+    assert caplog.messages[0].startswith(expected + (" with a sparse method" if sparse else "") + ": only the largest")
+
+
+def test_a_grid_of_a_sparse_method_needs_more_graphs() -> None:
+    cost = cost_model(VLLM, DEVICE, 16)
+    dense, sparse = (coarsest_grid(BucketRequest(x, cost)) for x in (LIMITS, replace(LIMITS, max_selected_blocks=24)))
+    assert len(sparse.forward) > 1.5 * len(dense.forward)
 
 
 def test_the_limits_are_the_servers_and_shared_blocks_those_of_two_requests() -> None:

@@ -12,9 +12,11 @@ from vllm_gaudi_ucm.graphs.model_figures import ModelFigures
 from vllm_gaudi_ucm.graphs.shared_contexts import default_shared_blocks
 from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.steps_within import steps_within
-from vllm_gaudi_ucm.graphs.strategies import build_buckets
+from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
+from vllm_gaudi_ucm.graphs.strategies.grid import coarsest_grid
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.phase_log import read_phase_log
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.config import GraphsConfig
     from vllm_gaudi_ucm.device import Device
+
+logger = plugin_logger(__name__)
 
 # Whose peaks stand for a device that has no entry of its own.
 DEFAULT_FIGURES = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
@@ -67,6 +71,8 @@ def choose_buckets(
 ) -> tuple[BucketSet, Steps | None]:
     """The buckets, and the steps of `ucm.graphs.trace` where there is one.
 
+    Logs a warning where `max_graphs` leaves the largest bucket alone, which every step then takes.
+
     Raises:
         ValueError: a file that is missing, malformed or made for other limits, or a strategy without its file.
     """
@@ -75,7 +81,24 @@ def choose_buckets(
     if graphs.trace is not None:
         usage = _usage(graphs.trace, limits)
     request = BucketRequest(limits, cost, graphs.max_graphs, graphs.buckets, usage)
-    return build_buckets(strategy_name(graphs), request), usage
+    strategy = strategy_name(graphs)
+    buckets = build_buckets(strategy, request)
+    if strategy in BLIND_STRATEGIES and len(buckets.forward) == 1:
+        _warn_of_one_bucket(strategy, request)
+    return buckets, usage
+
+
+def _warn_of_one_bucket(strategy: str, request: BucketRequest) -> None:
+    needed = coarsest_grid(request).num_graphs
+    if request.max_graphs is not None and request.max_graphs < needed:
+        logger.warning(
+            "ucm.graphs.max_graphs: found %d, expected at least %d for strategy %s%s: only the largest graph is left, "
+            "and every step costs what it costs; raise max_graphs, or name a bucket file or a trace",
+            request.max_graphs,
+            needed,
+            strategy,
+            " with a sparse method" if request.limits.max_selected_blocks else "",
+        )
 
 
 def _usage(trace: Path, limits: Limits) -> Steps:

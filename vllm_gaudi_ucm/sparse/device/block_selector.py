@@ -177,33 +177,23 @@ class BlockSelector:
         return ranking
 
     def _scores(self, layer_idx: int, query: torch.Tensor, t: SelectionTensors) -> torch.Tensor:
-        summaries, scale = self._summaries[layer_idx], self._layers[layer_idx].scale
-        if self._score is not None:
-            candidates = Candidates(
-                layer_idx,
-                summaries,
-                t.candidate_blocks,
-                t.candidate_spans,
-                t.first_rows,
-                t.num_rows,
-                t.max_rows,
-                t.candidate_places,
-                t.width,
-            )
-            scores = self._score(layer_idx, query, candidates)
-            if scores is not None:
-                return scores
-        return block_scores(
-            query,
-            summaries,
+        asked = Candidates(
+            layer_idx,
+            self._summaries[layer_idx],
             t.candidate_blocks,
             t.candidate_spans,
             t.first_rows,
             t.num_rows,
             t.max_rows,
-            scale,
-            self._kind,
+            t.candidate_places,
+            t.width,
         )
+        found = None if self._score is None else self._score(layer_idx, query, asked)
+        return self._of_summaries(query, asked) if found is None else found
+
+    def _of_summaries(self, query: torch.Tensor, asked: Candidates) -> torch.Tensor:
+        blocks_of_rows = asked.summaries, asked.blocks, asked.spans, asked.first_rows, asked.num_rows, asked.max_rows
+        return block_scores(query, *blocks_of_rows, self._layers[asked.layer_idx].scale, self._kind)
 
     def _measure(self, scores: torch.Tensor, ranking: torch.Tensor, t: SelectionTensors) -> None:
         """Adds to `recall` the estimated attention mass of chosen candidates, and of all; in one layer, to be cheap."""
