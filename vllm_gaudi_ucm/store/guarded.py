@@ -59,12 +59,12 @@ class GuardedStore(KvStore):
         check_keys([key])
         view = block_view("into", into, self._block_bytes, writable=True)
         begin = time.perf_counter()
-        found = bool(self._guard.call(lambda job: self._read(job, key, view)))
+        found = self._guard.call(lambda job: self._read(job, key, view))
         if found:
             self._counts.add(hits=1, bytes_loaded=self._block_bytes, load_seconds=time.perf_counter() - begin)
         else:
             self._counts.add(misses=1)
-        return found
+        return found is True
 
     def save(self, key: bytes, block: memoryview) -> bool:
         check_keys([key])
