@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -227,3 +228,21 @@ def test_request_parameters_that_would_be_ignored(options: dict[str, Any]) -> No
     with pytest.raises(VLLMValidationError, match=next(iter(options))):
         UcmPlatform.validate_request(None, params)
     UcmPlatform.validate_request(None, SamplingParams())
+
+
+def test_our_connector_brings_our_scheduler(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It hears who waits. A scheduler of the user's stays, and a warning says what is missing then."""
+    transfer: dict[str, Any] = {
+        "kv_connector": "UcmConnector",
+        "kv_connector_module_path": "vllm_gaudi_ucm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": {"kind": "memory"}},
+    }
+    ours = "vllm_gaudi_ucm.sparse.scheduler.UcmScheduler"
+    config = start(llama, kv_transfer_config=KVTransferConfig(**transfer))
+    assert config.scheduler_config.scheduler_cls == ours
+    assert start(llama).scheduler_config.scheduler_cls is None
+    theirs = "vllm.v1.core.sched.scheduler.Scheduler"
+    config = start(llama, kv_transfer_config=KVTransferConfig(**transfer), scheduler_cls=theirs)
+    assert config.scheduler_config.scheduler_cls == theirs
+    assert "nothing is prefetched for requests that wait" in caplog.text

@@ -51,6 +51,20 @@ def test_chunks_are_dense_and_decodes_sparse(tmp_path: Path) -> None:
     assert selections(output) == {"long": RequestSelection(SELECT, 1, 20, 4)}
 
 
+def test_prefetch_options_without_a_store_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """covers: C4. The defaults say nothing; KVStar's base method counts, too."""
+    scheduler_of(tmp_path, GSA)
+    assert "do nothing" not in caplog.text
+    options = {"min_tokens": 20, "prefetch_workers": 2, "prefetch_ahead": 0}
+    for ucm in (
+        {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": options}},
+        {"ucm_sparse_method": "KVStar", "ucm_sparse_config": {"KVStar": options}},
+    ):
+        caplog.clear()
+        scheduler_of(tmp_path, ucm)
+        assert "options prefetch_workers, prefetch_ahead do nothing without a store" in caplog.text
+
+
 def test_selections_travel_with_the_output(tmp_path: Path) -> None:
     """Executors send the object by the protocol of `copy`: an attribute goes with it."""
     scheduler = scheduler_of(tmp_path, GSA)

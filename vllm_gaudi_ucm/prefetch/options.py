@@ -37,6 +37,15 @@ class PrefetchOptions(MethodOptions):
         return self.model_copy(update={name: getattr(section, name) for name in shared - self.model_fields_set})
 
 
+def idle_options(config: UcmConfig) -> list[str]:
+    """Prefetch options in GSA's section that are not the defaults; without our connector they do nothing."""
+    section = _gsa_section(config)
+    if section is None:
+        return []
+    shared = [name for name in GsaOptions.model_fields if name in PrefetchOptions.model_fields]
+    return [name for name in shared if getattr(section, name) != GsaOptions.model_fields[name].default]
+
+
 def _gsa_section(config: UcmConfig) -> GsaOptions | None:
     """The options of GSA, also where it is KVStar's base method; None where it does not select."""
     if config.ucm_sparse_method is None:

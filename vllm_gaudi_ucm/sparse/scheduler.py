@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.prefetch.options import idle_options
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 from vllm_gaudi_ucm.sparse.request_options import read_extra_args
 from vllm_gaudi_ucm.sparse.residency.setup import residency_role
@@ -39,6 +40,8 @@ class _SparseScheduling(Scheduler):
         config = resolve_config(self.vllm_config.additional_config)
         # of our connector; others do not ask
         self._plan_prefetch: Callable[[Iterable[Request]], None] | None = getattr(self.connector, "plan_prefetch", None)
+        if self._plan_prefetch is None and (idle := idle_options(config)):
+            logger.warning("GSA's options %s do nothing without a store: see --kv-transfer-config.", ", ".join(idle))
         self.sparse: UcmSparseBase | None = scheduler_role(config, self.block_size, self.max_model_len)
         self.residency = residency_role(config, self.sparse, self.block_size, self.kv_cache_manager)
 

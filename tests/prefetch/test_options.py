@@ -1,0 +1,67 @@
+"""The connector's prefetch options and those of GSA's section."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.config_problems import expected
+from vllm_gaudi_ucm.prefetch.options import PrefetchOptions, idle_options
+from vllm_gaudi_ucm.sparse.options import GsaOptions
+
+SECTION = {"prefetch_workers": 8, "prefetch_ahead": 5, "prefetch_cache_size": 77}
+
+
+def over(method: str | None, **sections: Any) -> PrefetchOptions:
+    config = resolve_config({"ucm": {"ucm_sparse_method": method, "ucm_sparse_config": sections}})
+    return PrefetchOptions(prefetch_ahead=1, deadline=2.0).over_gsa(config)
+
+
+@pytest.mark.parametrize(
+    ("method", "sections"),
+    [("GSA", {"GSA": SECTION}), ("KVStar", {"GSA": SECTION}), ("KVStar", {"KVStar": SECTION})],
+)
+def test_what_the_connector_says_stands_over_gsa(method: str, sections: dict[str, Any]) -> None:
+    """covers: C4"""
+    found = over(method, **sections)
+    assert (found.prefetch_workers, found.prefetch_ahead, found.prefetch_cache_size) == (8, 1, 77)
+    assert (found.max_pending_prefetch, found.deadline) == (64, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "sections"),
+    [
+        (None, {"GSA": SECTION}),
+        ("ESA", {"GSA": SECTION}),
+        ("KVStar", {"GSA": SECTION, "KVStar": {"base_method": "ESA"}}),
+    ],
+)
+def test_the_section_of_a_method_that_does_not_select_counts_for_nothing(
+    method: str | None, sections: dict[str, Any]
+) -> None:
+    assert over(method, **sections) == PrefetchOptions(prefetch_ahead=1, deadline=2.0)
+    config = resolve_config({"ucm": {"ucm_sparse_method": method, "ucm_sparse_config": sections}})
+    assert idle_options(config) == []
+
+
+def test_both_have_the_same_defaults_and_descriptions() -> None:
+    shared = [name for name in PrefetchOptions.model_fields if name in GsaOptions.model_fields]
+    assert len(shared) == 4
+    for name in shared:
+        own, section = PrefetchOptions.model_fields[name], GsaOptions.model_fields[name]
+        assert (own.default, own.description, expected(own)) == (
+            section.default,
+            section.description,
+            expected(section),
+        )
+
+
+def test_the_documentation_has_every_option() -> None:
+    part = (ROOT / "docs/prefetch.md").read_text().split("## Options\n")[1].split("\n## ")[0]
+    assert [line for line in part.splitlines() if line.startswith("| `")] == [
+        f"| `{name}` | {expected(field)} | `{field.default}` | {field.description} |"
+        for name, field in PrefetchOptions.model_fields.items()
+    ]
