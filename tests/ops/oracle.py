@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from tests.ops.batch import Batch
+from vllm_gaudi_ucm.ops.triton_support import why_not_triton
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 
-IMPLEMENTATIONS = ("reference", "cpu", "native", "hpu")
+# `cuda` on a GPU, or on a CPU under Triton's interpreter, which is slow and a process of its own (test_interpreter.py).
+CUDA_RUNS = torch.cuda.is_available() or why_not_triton("cpu") is None
+IMPLEMENTATIONS = ("reference", "cpu", "native", "hpu", *(("cuda",) if CUDA_RUNS else ()))
+
+
+def examples(count: int) -> int:
+    """How many examples a property test draws: a twentieth under Triton's interpreter."""
+    return max(1, count // 20) if why_not_triton("cpu") is None else count
 
 
 def oracle(batch: Batch) -> np.ndarray:
@@ -48,8 +59,11 @@ def attend(
     batch: Batch, implementation: str, *, prepared: bool = False, selected_blocks: Tensor | None = None
 ) -> Tensor:
     """The operation under test, writing into a poisoned `out`."""
+    if implementation == "cuda" and torch.cuda.is_available():
+        batch = on_gpu(batch)
+        selected_blocks = None if selected_blocks is None else selected_blocks.cuda()
     shape = (*batch.query.shape[:2], batch.value.shape[-1])
-    out = torch.full(shape, float("nan"), dtype=batch.query.dtype)
+    out = torch.full(shape, float("nan"), dtype=batch.query.dtype, device=batch.query.device)
     parts = batch.parts
     ready = prepare(parts, batch.key_cache.shape[1], implementation=implementation) if prepared else parts
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
@@ -57,7 +71,22 @@ def attend(
         *tensors, ready, batch.scale, out, implementation=implementation, selected_blocks=selected_blocks
     )
     assert returned is out
-    return out
+    return out.cpu()
+
+
+def on_gpu(batch: Batch) -> Batch:
+    """The batch with all tensors on the GPU, strides as they were."""
+    names = ("query", "key", "value", "key_cache", "value_cache", "slots", "parts")
+    return replace(batch, **{name: _on_gpu(getattr(batch, name)) for name in names})
+
+
+def _on_gpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda").copy_(value)
+    if isinstance(value, tuple):
+        items = [_on_gpu(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
 
 
 def assert_matches(batch: Batch, implementation: str, *, prepared: bool = False) -> None:

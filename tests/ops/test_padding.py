@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.batch import Batch, Request, Shape, build, requests_strategy
-from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend, budget, oracle
+from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend, budget, examples, oracle
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
     CausalPart,
@@ -173,7 +173,7 @@ def test_random_contents_of_pads_never_reach_a_row() -> None:
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(0, 10_000),
 )
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=examples(100), derandomize=True)
 def test_padded_equals_unpadded(
     implementation: str,
     requests: list[Request],

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.ops.batch import Batch, Memory, Request, Shape, build, requests_strategy
-from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend
+from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend, examples
 
 COMMON = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 # Each line is a way of laying out a step that was wrong somewhere once.
@@ -44,7 +44,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @given(requests=requests_strategy(block_size=4), shape=shapes())
-@settings(COMMON, max_examples=150)
+@settings(COMMON, max_examples=examples(150))
 def test_any_batch_equals_the_oracle(implementation: str, requests: list[Request], shape: Shape) -> None:
     """covers: A1, A2, A5, A9, A10, A11, A19. Everything unused, and the dummy block and pads, is NaN or Inf."""
     assert_matches(build(requests, shape), implementation)

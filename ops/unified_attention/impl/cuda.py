@@ -76,7 +76,7 @@ def _work(layer: Layer, plan: Plan, selected_blocks: Tensor | None) -> list[Work
     """Of the parts that read the cache."""
     parts, work = plan.parts, []
     if parts.unique is not None and plan.unique is not None and parts.unique.num_rows:
-        work.append(unique(layer, plan, parts.unique, plan.unique))
+        work.append(unique(layer, plan, plan.unique))
     if parts.shared is not None and parts.shared.blocks.numel():
         work.append(shared(layer, plan, parts.shared))
     if parts.selected is not None and plan.selected is not None:

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Found, Work, scr
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal import attend_causal, find_bounds
 
 Sums = tuple[Tensor, Tensor, Tensor]
-MODE = 1
+MODE = 0
 WS = False
 
 

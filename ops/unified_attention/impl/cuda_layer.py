@@ -12,8 +12,6 @@ from torch import Tensor
 
 LARGEST_HEAD = 256
 LARGEST_GROUP = 64  # query heads per kv head
-# Keys and values of one pipeline stage: three stages of this and the accumulators leave room for two programs on an SM.
-STAGE_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,10 @@ class Layer:
     def cache_strides(self) -> tuple[int, ...]:
         return (*self.key_cache.stride()[:3], *self.value_cache.stride()[:3])
 
-    def tokens_per_tile(self, most: int = 128) -> int:
-        """Keys of one step of a kernel over the cache."""
+    def tokens_per_tile(self, stage: int) -> int:
+        """Keys of one step of a loop that holds `stage` bytes of keys and values."""
         token = (power_of_two(self.query.shape[2]) + power_of_two(self.value_dim)) * (4 if self.wide else 2)
-        return max(16, min(most, 1 << (STAGE_BYTES // token).bit_length() - 1))
+        return max(16, 1 << (stage // token).bit_length() - 1)
 
 
 def why_not(layer: Layer) -> str | None:
@@ -99,6 +97,11 @@ def why_not(layer: Layer) -> str | None:
 def power_of_two(size: int) -> int:
     """The smallest power of two that is not below `size`, at least 16: what a matrix product takes."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def lists_size(count: int) -> int:
+    """A power of two that holds so many lists; the same for most steps, for each is a kernel of its own to compile."""
+    return max(1024, power_of_two(count))
 
 
 @lru_cache(maxsize=16)

@@ -90,10 +90,15 @@ def make_plan(parts: AttentionParts, block_size: int) -> Plan:
     )
 
 
-def unique_place(part: UniquePart, rows: int) -> Tensor:
-    """int32 [rows]: the list of a row, or -1; list i is row i's."""
-    place = torch.arange(rows, dtype=torch.int32, device=part.rows.device)
-    place[min(part.num_rows, rows) :] = -1
+def unique_place(lists: Lists, rows: int) -> Tensor:
+    """int32 [rows]: the list of a row, or -1 where it is empty; list i is row i's.
+
+    A bucket counts any row that may be a single one; rows of a prompt among these have no unique block.
+    """
+    place = torch.full((rows,), -1, dtype=torch.int32, device=lists.offsets.device)
+    known = min(rows, lists.count)
+    index = torch.arange(known, dtype=torch.int32, device=place.device)
+    place[:known] = torch.where(lists.offsets[1 : known + 1] > lists.offsets[:known], index, -1)
     return place
 
 

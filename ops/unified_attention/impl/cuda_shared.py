@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, power_of_two
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, lists_size
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Plan, Tiles, row_order
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_tiles import programs_of, shared_tile
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Work, room_for
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.shared import attend_shared
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.tiles import list_columns
 from vllm_gaudi_ucm.ops.unified_attention.parts import SharedPart
+
+COLUMNS = 128  # shared blocks that a program looks at in one step
 
 
 def shared(layer: Layer, plan: Plan, part: SharedPart) -> Work:
@@ -48,7 +50,7 @@ def shared(layer: Layer, plan: Plan, part: SharedPart) -> Work:
             **tile.sizes(),
             ROWS=rows_per_tile,
             BLOCK_SIZE=plan.block_size,
-            LISTS=power_of_two(tiles.count),
+            LISTS=lists_size(tiles.count),
         )
 
     return Work(launch, found)
@@ -82,7 +84,7 @@ def _tiles(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> 
         BLOCK_SIZE=block_size,
         ROWS=rows_per_tile,
         ROWS_PAD=1 << (rows_per_tile - 1).bit_length(),
-        COLUMNS=min(128, power_of_two(num_columns)),
+        COLUMNS=COLUMNS,
         num_warps=4,
     )
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, power_of_two
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, lists_size
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Lists, Plan, selected_place, unique_place
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_tiles import programs_of, spans_tile
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Work, room_for
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.spans import attend_spans
-from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, UniquePart
+from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
 
 
-def unique(layer: Layer, plan: Plan, part: UniquePart, lists: Lists) -> Work:
+def unique(layer: Layer, plan: Plan, lists: Lists) -> Work:
     """The single rows with the blocks that only they use."""
-    place = plan.kept(("unique place", layer.rows), lambda: unique_place(part, layer.rows))
+    place = plan.kept(("unique place", layer.rows), lambda: unique_place(lists, layer.rows))
     return _spans(layer, plan, "unique", place, lists, lists.blocks, 1, (None, None))
 
 
@@ -62,7 +62,7 @@ def _spans(
             ROWS=rows,
             SINGLE=spans[0] is None,
             BLOCK_SIZE=plan.block_size,
-            LISTS=power_of_two(lists.count),
+            LISTS=lists_size(lists.count),
         )
 
     return Work(launch, found)

@@ -8,6 +8,8 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, multipro
 
 # Programs of the kernels over the cache, per multiprocessor.
 PROGRAMS = 2
+# Bytes of keys and values of one step of a loop: what is bound by memory asks for more at once.
+STAGE, LARGE_STAGE = 32 * 1024, 64 * 1024
 
 
 class Tile(NamedTuple):
@@ -29,21 +31,28 @@ class Tile(NamedTuple):
 
 
 def causal_tile(layer: Layer) -> Tile:
-    block_m = min(32 if layer.wide else 128, power_of_two(layer.rows))
-    return Tile(block_m, layer.tokens_per_tile(64), 3, 8 if block_m >= 128 else 4)
+    """block_m: rows."""
+    if layer.wide:
+        return Tile(32, min(32, layer.tokens_per_tile(STAGE)), 2, 4)
+    return Tile(64, min(64, layer.tokens_per_tile(STAGE)), 3, 4)
 
 
 def spans_tile(layer: Layer, rows: int) -> Tile:
     """rows: of a span."""
-    return Tile(power_of_two(rows * layer.group), layer.tokens_per_tile(128), 3, 4)
+    return Tile(power_of_two(rows * layer.group), min(128, layer.tokens_per_tile(LARGE_STAGE)), 2, 4)
 
 
 def shared_tile(layer: Layer) -> Tile:
-    most = 32 if layer.wide else 128
-    block_m = max(power_of_two(layer.group), min(most, power_of_two(layer.rows * layer.group)))
-    return Tile(block_m, layer.tokens_per_tile(64), 3, 8 if block_m >= 128 else 4)
+    """Two sizes of block_m, for each is a kernel of its own to compile: one for few rows, one for many."""
+    few = layer.rows * layer.group <= 16
+    block_m = max(power_of_two(layer.group), 16 if few else 32 if layer.wide else 64)
+    return Tile(block_m, min(64, layer.tokens_per_tile(STAGE)), 3, 4)
 
 
 def programs_of(layer: Layer, tile: Tile, entries: int) -> int:
-    """Programs per kv head, never more than there are entries."""
-    return max(1, min(entries, PROGRAMS * multiprocessors(layer.query.device) // layer.kv_heads))
+    """Programs per kv head, never more than there are entries.
+
+    A multiple of eight, where there are so many: shares then end more often where a list does.
+    """
+    most = PROGRAMS * multiprocessors(layer.query.device) // layer.kv_heads
+    return max(1, min(entries, most // 8 * 8 or most))

@@ -6,7 +6,7 @@ import triton.language as tl
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import softmax_step, without_garbage
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def find_bounds(starts, bounds, rows, BLOCK_M: tl.constexpr):
     """For each tile of rows, int32 [tiles, 3]: first key that any row sees, first that all see, last row's end.
 
@@ -43,7 +43,7 @@ def _tile(
         return tl.load(places, mask=(n < rows)[:, None] & (d < DIM)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def attend_causal(
     query,
     key,

@@ -32,8 +32,9 @@ def _add_list(
         begin, end = tl.load(offsets + index).to(tl.int64), tl.load(offsets + index + 1).to(tl.int64)
         entries = tl.load(offsets + num_lists).to(tl.int64)
         if end > begin:
-            # the programs that hold the first and the last entry
-            first, last = ((begin + 1) * programs - 1) // entries, (end * programs - 1) // entries
+            # the programs that hold the first and the last entry, see `share_of`
+            sharing = tl.minimum(programs, entries)
+            first, last = ((begin + 1) * sharing - 1) // entries, (end * sharing - 1) // entries
             e = tl.arange(0, BLOCK_V)
             for group in range(first, last + 1, PIECES):
                 program = group + tl.arange(0, PIECES)
@@ -55,7 +56,7 @@ def _add_list(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["u_lists", "u_programs", "s_lists", "s_programs", "c_lists", "c_programs"])
 def merge_parts(
     out,
     starts,

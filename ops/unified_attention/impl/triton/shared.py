@@ -57,7 +57,7 @@ def _partly_seen(
     return k, v, visible
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_columns", "lo_span", "hi_span"])
 def attend_shared(
     query,
     key_cache,
@@ -112,8 +112,7 @@ def attend_shared(
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     pairs = tl.load(offsets + num_tiles)
-    position = share_of(program, tl.num_programs(1), pairs)
-    end = share_of(program + 1, tl.num_programs(1), pairs)
+    position, end = share_of(program, tl.num_programs(1), pairs)
     m = tl.arange(0, BLOCK_M)
     lane, head = m // GROUP, kv_head * GROUP + m % GROUP
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)

@@ -46,6 +46,14 @@ def list_of(offsets, num_lists, position, LISTS: tl.constexpr):
 
 
 @triton.jit
-def share_of(program, programs, total):
-    """First entry of a program's even share of `total` entries; its share ends where the next one's begins."""
-    return (program.to(tl.int64) * total // programs).to(tl.int32)
+def share_of(program, programs, entries):
+    """First entry and end of a program's even share. No more programs share than there are entries, so that none
+    between two that do is idle: what it would leave is read without having been written."""
+    sharing = tl.minimum(programs, entries)
+    if program < sharing:
+        first = (program.to(tl.int64) * entries // sharing).to(tl.int32)
+        end = ((program + 1).to(tl.int64) * entries // sharing).to(tl.int32)
+    else:
+        first = entries
+        end = entries
+    return first, end

@@ -6,7 +6,7 @@ import triton.language as tl
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import list_of, share_of, softmax_step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_spans"])
 def attend_spans(
     query,
     key_cache,
@@ -56,8 +56,7 @@ def attend_spans(
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     entries = tl.load(offsets + num_spans)
-    position = share_of(program, tl.num_programs(1), entries)
-    end = share_of(program + 1, tl.num_programs(1), entries)
+    position, end = share_of(program, tl.num_programs(1), entries)
     m = tl.arange(0, BLOCK_M)
     lane, head = m // GROUP, kv_head * GROUP + m % GROUP
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)

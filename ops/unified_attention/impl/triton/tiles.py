@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_columns", "lo_span", "hi_span"])
 def list_columns(
     order,
     row_spans,
