@@ -68,6 +68,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.memory_mode.enabled": ([False], [1, "yes", None], "true or false"),
     "ucm.memory_mode.resident_ratio": ([0.1, 1.0], [0.0, 1.1, None], "number, above 0 and at most 1"),
     "ucm.memory_mode.refresh_steps": ([1, 64], [0, 1.5, True], "integer, at least 1"),
+    "ucm.memory_mode.max_missed": ([0.0, 0.3, 1.0], [-0.1, 1.1, None], "number, 0 to 1"),
     "ucm.memory_mode.moves_per_step": ([1, 64], [0, "8", None], "integer, at least 1"),
     "ucm.memory_mode.history_decay": ([0.0, 0.9, 1.0], [-0.1, 1.1, "0.5"], "number, 0 to 1"),
     "ucm.memory_mode.away_ratio": ([0.5, 64.0], [0.0, 65.0, None], "number, above 0 and at most 64"),

@@ -21,7 +21,7 @@ PROMPTS = [tokens(count) for count in (20, 130, 200, 260)] + [COMMON + tokens(60
 
 
 def ucm(method: str = "GSA", static: bool = False, ratio: float = 0.2, **mode: Any) -> dict[str, Any]:
-    options = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, **mode}
+    options = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0, **mode}
     config: dict[str, Any] = {
         "ucm_sparse_method": method,
         "ucm_sparse_config": {method: {**WINDOWS, "sparse_ratio": ratio}},

@@ -21,7 +21,14 @@ def scheduler_of(folder: Path, num_blocks: int = 200, method: str = "GSA", cachi
     ucm = {
         "ucm_sparse_method": method,
         "ucm_sparse_config": {method: WINDOWS},
-        "memory_mode": {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, **mode},
+        "memory_mode": {
+            "enabled": True,
+            "resident_ratio": 0.4,
+            "refresh_steps": 3,
+            "history_decay": 0.0,
+            "max_missed": 1.0,
+            **mode,
+        },
     }
     config = vllm_config(folder, ucm, num_blocks=num_blocks)
     config.cache_config.enable_prefix_caching = caching
@@ -83,11 +90,26 @@ def test_moves_per_step(tmp_path: Path, moves: int) -> None:
 
 
 def test_refresh_steps(tmp_path: Path) -> None:
-    """Scored in the first sparse step, and then every so many."""
+    """Scored in the first sparse step, soon again, and then every so many."""
     scheduler, worker = scheduler_of(tmp_path, refresh_steps=5), FakeWorker(random.Random(0))
     scheduler.add_request(request("a", 60, max_tokens=80))
     scored = [bool(run_step(scheduler, worker).ucm_sparse_meta.residency.scored) for _ in range(17)]
-    assert [step for step, is_scored in enumerate(scored) if is_scored] == [1, 6, 11, 16]
+    assert [step for step, is_scored in enumerate(scored) if is_scored] == [1, 2, 4, 8, 13]
+
+
+def test_everything_comes_back_where_too_much_is_missed(tmp_path: Path) -> None:
+    """Random scores miss more than half of the attention."""
+    scheduler, worker = scheduler_of(tmp_path, caching=False, max_missed=0.3), FakeWorker(random.Random(0))
+    scheduler.add_request(request("a", 160, max_tokens=80))
+    away = []
+    for _ in range(60):
+        run_step(scheduler, worker)
+        away.append(scheduler.residency.num_away)
+    totals = scheduler.residency.totals
+    assert max(away) > 10
+    assert away[-1] == 0
+    assert totals.kept == 1
+    assert totals.missed > 0.3
 
 
 @pytest.mark.parametrize(("ratio", "most"), [(0.1, 20), (0.02, 4)])

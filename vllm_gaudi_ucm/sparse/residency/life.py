@@ -19,7 +19,8 @@ class Life:
     saving, saved: blocks of which a copy is being made, and is there. away: blocks that are not in the block table.
     loading: those among them on their way back, and the physical blocks that wait for them; no table has these yet.
     lost: those among them whose copy could not be read. leaving, coming: what the last scores ask for.
-    scores: decayed, by logical block. idle_steps: sparse steps since the last scores.
+    scores: decayed, by logical block. idle_steps, next_scoring: sparse steps since the last scores, and at which the
+    next are asked for. stays: too much was missed, and every block comes back.
     """
 
     request_id: str
@@ -34,6 +35,8 @@ class Life:
     coming: list[int] = field(default_factory=list)
     scores: NDArray[np.float64] | None = None
     idle_steps: int = 0
+    next_scoring: int = 1
+    stays: bool = False
 
     def check_integrity(self) -> None:
         """Conservation: every copy has a row; what is away has a copy; what is on its way back is away."""

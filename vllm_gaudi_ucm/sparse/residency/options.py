@@ -35,7 +35,13 @@ class MemoryModeOptions(BaseModel):
     )
     refresh_steps: Annotated[int, Field(ge=1)] = Field(
         default=16,
-        description="Decodes of a request after which all of its blocks, also those that are away, are scored again.",
+        description="Decodes of a request after which all of its blocks, also those that are away, are scored again; "
+        "at first sooner, after 1, 2, 4 ...",
+    )
+    max_missed: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.25,
+        description="Share of a request's attention that is estimated to fall on blocks that are away, when it is "
+        "scored, above which all of its blocks come back and stay.",
     )
     moves_per_step: Annotated[int, Field(ge=1)] = Field(
         default=8, description="Most blocks that one step copies off the device, and most that it orders back."

@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.sparse.residency.target import resident_target
 from vllm_gaudi_ucm.sparse.residency.totals import ResidencyTotals
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
@@ -99,7 +100,7 @@ class ResidencyScheduler:
             if life is None:
                 continue
             life.idle_steps += 1
-            if life.scores is None or life.idle_steps >= self._options.refresh_steps:
+            if life.idle_steps >= life.next_scoring:
                 orders.scored[request_id] = life.number
         return orders
 
@@ -209,18 +210,29 @@ class ResidencyScheduler:
 
     def _take_scores(self, life: Life, scores: list[float]) -> None:
         fresh = np.array(scores, np.float64)
+        self._measure_missed(life, fresh)
         if life.scores is not None and self._options.history_decay:
             known = life.scores[: len(fresh)]
             both = (known >= 0) & (fresh[: len(known)] >= 0)
             fresh[: len(known)][both] += self._options.history_decay * known[both]
+        if life.scores is not None:
+            life.next_scoring = min(2 * life.next_scoring, self._options.refresh_steps)
         life.scores, life.idle_steps = fresh, 0
-        self.totals.scored += 1
         life.leaving, life.coming = resident_target(
             fresh,
             life.away,
             life.lost | set(life.loading),
             self._block_size,
-            self._options.resident_ratio,
-            self._options.moves_per_step,
+            1.0 if life.stays else self._options.resident_ratio,
+            len(fresh) if life.stays else self._options.moves_per_step,
             self._method,
         )
+
+    def _measure_missed(self, life: Life, scores: NDArray[np.float64]) -> None:
+        """How much the query of these scores would have liked to see of what is away."""
+        missed = scores[sorted(life.away)].clip(0).sum() / max(scores.clip(0).sum(), 1e-9)
+        self.totals.scored += 1
+        self.totals.missed += float(missed)
+        if missed > self._options.max_missed and not life.stays:
+            life.stays = True
+            self.totals.kept += 1

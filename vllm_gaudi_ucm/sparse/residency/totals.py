@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 @dataclass
 class ResidencyTotals:
-    """Blocks, but for `scored`, which counts requests' refreshes.
+    """Blocks, but for `scored`, `missed` and `kept`.
 
+    scored: how often a request was scored. missed: the sum, over these, of the estimated share of its attention that
+    fell on blocks that were away. kept: requests that got all of their blocks back because too much was missed.
     saved, unsaved: copies made, and not made because the store could not. released: left the device.
     loaded, failed: came back from the store, and could not. found: came back from the prefix cache, without a copy.
     """
 
     scored: int = 0
+    missed: float = 0.0
+    kept: int = 0
     saved: int = 0
     unsaved: int = 0
     released: int = 0
