@@ -107,7 +107,7 @@ def test_without_files_buckets_come_from_the_limits(strategy: str) -> None:
 def test_too_few_graphs_for_any_grid_are_warned_of(sparse: bool, caplog: pytest.LogCaptureFixture) -> None:
     """With a sparse method most phases have two graphs, so that a count that served before leaves the largest alone.
 
-    covers: A17
+    covers: B8
     """
     limits = replace(LIMITS, max_selected_blocks=24 if sparse else 0)
     needed = coarsest_grid(BucketRequest(limits, cost_model(VLLM, DEVICE, 16))).num_graphs

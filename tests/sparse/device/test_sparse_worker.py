@@ -62,5 +62,5 @@ def summarised(computed: int, drafts: list[int]) -> list[int]:
 )
 def test_drafts_of_padding_are_none(computed: int, drafts: list[int], full: list[int]) -> None:
     """The scheduler fills up a new decode's drafts with -1: rows that do not exist must not make certain tokens
-    uncertain, which would leave full blocks without a summary. covers: C16 C22"""
+    uncertain, which would leave full blocks without a summary. covers: C11 C16"""
     assert summarised(computed, drafts) == full
