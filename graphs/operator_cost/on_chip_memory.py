@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from vllm_gaudi_ucm.graphs.operator_cost.operation import Access, Operation
 from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import OperatorTrace
 
-LINE = 128 << 10
+LINE = 512 << 10
 
 
 class OnChipMemory:

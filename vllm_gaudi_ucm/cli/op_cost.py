@@ -71,7 +71,7 @@ def _of_batches(args: argparse.Namespace) -> OpCostReport:
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) is not None]
     if given:
         raise ValueError(f"{', '.join(given)}: of buckets; give --strategy, --buckets, --log or --mix, too")
-    block_size = args.block_size or DEFAULT_LIMITS["block_size"]
+    block_size = DEFAULT_LIMITS["block_size"] if args.block_size is None else args.block_size
     if block_size < 1:
         raise ValueError(f"--block-size is {block_size}, expected at least 1")
     name, model = read_model(args.model)

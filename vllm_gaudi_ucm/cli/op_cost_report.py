@@ -11,9 +11,11 @@ from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS
 
 ASSUMPTIONS = (
     "Counted from the stream of operators of one attention layer, and modelled on the vendor's peaks: operators run "
-    "one after the other, results stay in the card's SRAM while there is room (what was used longest ago goes first), and "
-    "the time is that of the slowest engine at its peak. Nothing was measured."
+    "one after the other, results stay in the card's SRAM while there is room (what was used longest ago goes first), "
+    "and the time is that of the slowest engine at its peak. Nothing was measured."
 )
+
+WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ def show(report: OpCostReport) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        # a file or a pipe has no width that the table would have to fit
+        console.width = max(console.width, WIDTH)
     console.print(report.title, style="bold", markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("attention of one layer")

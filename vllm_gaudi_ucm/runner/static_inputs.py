@@ -33,6 +33,8 @@ from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.device.selection_tensors import SelectionTensors
 
 NO_GROUP = -1
+# Rows that Gaudi's matrix engine multiplies at once.
+SHORTEST_SLICE = 128
 
 
 class ForwardInputs(NamedTuple):
@@ -235,8 +237,11 @@ class StaticInputs:
 
     def _causal(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> CausalPart:
         """Which rows are one request's is data: a slice sees as many rows before it as a request has at most."""
-        q, step = shape.query_len, self._causal_slice
-        before = self._limits.max_model_len - 1
+        q, step, longest = shape.query_len, self._causal_slice, self._limits.max_model_len
+        if q > longest:
+            # packed prompts: all rows of a slice look back as far as its first, so short slices waste less
+            step = min(step, max(SHORTEST_SLICE, longest // 4))
+        before = longest - 1
         slices = (
             CausalSlice(lo, min(lo + step, q), max(0, lo - before), min(lo + step, q)) for lo in range(0, q, step)
         )
