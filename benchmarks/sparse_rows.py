@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,22 @@ class DecodedRows:
     @torch.inference_mode()
     def logits(self, policy: Policy, block_size: int) -> Tensor:
         """Float32 `[rows, vocabulary]` under a policy that is asked once for each layer."""
-        token = _policy.set((policy, block_size))
         try:
-            rows = self._tokens[None, self._first :]
-            return self._model(input_ids=rows, past_key_values=self._cache, use_cache=True).logits[0].float()
+            with selecting(policy, block_size):
+                rows = self._tokens[None, self._first :]
+                return self._model(input_ids=rows, past_key_values=self._cache, use_cache=True).logits[0].float()
         finally:
-            _policy.reset(token)
             self._cache.crop(self._first - len(self._tokens))
+
+
+@contextmanager
+def selecting(policy: Policy | None, block_size: int) -> Iterator[None]:
+    """What models of `load_causal` attend to inside; without a policy everything."""
+    token = _policy.set(None if policy is None else (policy, block_size))
+    try:
+        yield
+    finally:
+        _policy.reset(token)
 
 
 def load_causal(folder: Path) -> Any:
@@ -86,7 +96,9 @@ def _attention(
         blocks = policy(step)
         if blocks is not None:
             mask &= blocks.repeat_interleave(block_size, dim=1)[:, :tokens]
+    # without a mask a single row sees every key, and torch's causal mask would show it the first one
+    causal = mask is None and query.shape[2] > 1
     out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=True
     )
     return out.transpose(1, 2), None
