@@ -1,7 +1,8 @@
 """Verification of drafts under a sparse method: how many are accepted and what a step costs, against dense ones.
 
 The draft model is the model itself, dense: so dense verification accepts every draft, and what a sparse one rejects is
-where it disagrees with dense attention. Long real text is continued, greedily.
+where it disagrees with dense attention. Long real text is continued, greedily. No draft model in use is that exact, so
+this is the hardest case; `sparse_same_drafts` has the usual one, without the engine.
 """
 
 from __future__ import annotations
@@ -25,19 +26,12 @@ from benchmarks.sparse_text import find_text, read_text
 from vllm_gaudi_ucm.phase_log import StepRecord, read_phase_log
 
 DRAFTS = 4
-BLOCK_SIZE = 64
-RATIO = 0.1
-
-
-def sparse(method: str) -> dict[str, Any]:
-    return {"ucm_sparse_method": method, "ucm_sparse_config": {method: {"sparse_ratio": RATIO}}}
-
-
-CONTENDERS: dict[str, tuple[dict[str, Any], bool]] = {
-    "dense, verify": ({}, True),
-    "unlocked (GSA), verify": (sparse("GSA"), True),
-    "locked (KVStar), verify": (sparse("KVStar"), True),
-    "locked (KVStar), decode": (sparse("KVStar"), False),
+# name: method, and whether drafts are verified
+CONTENDERS: dict[str, tuple[str | None, bool]] = {
+    "dense, verify": (None, True),
+    "unlocked (GSA), verify": ("GSA", True),
+    "locked (KVStar), verify": ("KVStar", True),
+    "locked (KVStar), decode": ("KVStar", False),
 }
 
 
@@ -47,10 +41,15 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=6144)
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=60)
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--ratio", type=float, default=0.1, help="sparse_ratio")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args()
     rows = {name: measure(options, *contender) for name, contender in CONTENDERS.items()}
-    print(f"{describe_machine()}; {options.prompts} prompts of {options.context} tokens, {DRAFTS} drafts, {RATIO:.0%}")
+    print(
+        f"{describe_machine()}; {options.prompts} prompts of {options.context} tokens, {DRAFTS} drafts, "
+        f"{options.ratio:.0%} of blocks of {options.block_size}"
+    )
     print(f"{'':<26}{'tokens/step':>12}{'against dense':>15}{'ms/step':>10}{'against decode':>16}")
     dense, decode = rows["dense, verify"], rows["locked (KVStar), decode"]
     for name, row in rows.items():
@@ -61,18 +60,21 @@ def main() -> None:
         options.json.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=2) + "\n")
 
 
-def measure(options: argparse.Namespace, ucm: dict[str, Any], drafts: bool) -> dict[str, float]:
+def measure(options: argparse.Namespace, method: str | None, drafts: bool) -> dict[str, float]:
     """Tokens per step of one request at a time, and median milliseconds of its decodes or verifications."""
+    ucm: dict[str, Any] = {}
+    if method is not None:
+        ucm = {"ucm_sparse_method": method, "ucm_sparse_config": {method: {"sparse_ratio": options.ratio}}}
     draft = {"method": "draft_model", "model": str(options.model), "num_speculative_tokens": DRAFTS}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "phases.jsonl"
         engine = LLM(
             str(options.model),
             dtype="float32",
-            max_model_len=options.context + options.new_tokens + BLOCK_SIZE,
+            max_model_len=options.context + options.new_tokens + options.block_size,
             max_num_seqs=1,
             max_num_batched_tokens=1024,
-            block_size=BLOCK_SIZE,
+            block_size=options.block_size,
             additional_config={"ucm": {**ucm, "phase_log": str(log)}},
             **({"speculative_config": draft} if drafts else {}),
         )
