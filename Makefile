@@ -77,6 +77,7 @@ bench-sparse: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the sparse methods: qual
 	$(run_env) $(PY) -m benchmarks.sparse_quality --model $(MODEL)
 	$(PY) -m benchmarks.sparse_attention
 	$(run_env) $(PY) -m benchmarks.sparse_acceptance --model $(MODEL)
+	$(run_env) $(PY) -m benchmarks.sparse_same_drafts --model $(MODEL)
 	$(run_env) $(PY) -m benchmarks.sparse_engine --model $(MODEL) $(ARGS)
 
 bench-store: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the KV stores, the prefetch engine, and the time to the first token with them
