@@ -122,6 +122,24 @@ def test_waiting_requests_are_prefetched_in_the_order_of_the_queue(served: Serve
     assert [answers[name].num_cached_tokens for name in names] == [96, 48, 80, 64]
 
 
+def test_steps_without_tokens_rest(served: Served, expected: list[Answer]) -> None:
+    """The threads that load need Python's lock, which an engine that comes again at once would keep from them."""
+    served.store.load_seconds = 0.1
+    served.worker.engine._dispatcher.cache.clear()
+    name, steps, begin = served.add(PROMPTS[1]), 0, time.monotonic()
+    while not served.engine.core.scheduler.running:
+        served.engine.step()
+        steps += 1
+    assert time.monotonic() - begin > 0.3, "6 blocks, 2 threads"
+    assert steps < 250, "each of them waits for 2 ms"
+    served.store.load_seconds = 0.0
+    found = None
+    while found is None:
+        found = next((output for output in served.engine.step() if output.finished), None)
+    assert (found.request_id, list(found.outputs[0].token_ids)) == (name, expected[1].tokens)
+    served.settle()
+
+
 def test_a_store_that_fails_prefetches_nothing_and_answers_are_the_same(served: Served, expected: list[Answer]) -> None:
     """covers: C6 C8"""
     served.store.raises = True

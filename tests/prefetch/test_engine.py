@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -75,6 +76,20 @@ def test_a_wait_ends_and_the_prefetch_goes_on(make_engine: MakeEngine) -> None:
     assert engine.wait_for_completion("r", 5) is READY
     assert (engine.stats().waits, engine.stats().wait_timeouts) == (2, 1)
     assert engine.stats().wait_seconds > 0.04
+
+
+def test_waiting_for_whichever_is_first(make_engine: MakeEngine) -> None:
+    store = ScriptedStore([1, 2], is_open=False)
+    engine = make_engine(store)
+    handles = [engine.submit_prefetch(str(number), keys(number)) for number in (1, 2)]
+    assert not engine.wait_for_any([], 5), "nothing to wait for"
+    assert not engine.wait_for_any(handles, 0.01)
+    start = time.monotonic()
+    threading.Timer(0.02, lambda: engine.cancel("2")).start()
+    assert engine.wait_for_any(handles, 5)
+    assert time.monotonic() - start < 3
+    assert [handle.outcome for handle in handles] == [None, CANCELLED]
+    assert engine.wait_for_any(handles, 0)
 
 
 def test_one_load_serves_everyone_who_wants_the_block(make_engine: MakeEngine) -> None:

@@ -138,6 +138,10 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks that were loaded since the last call; our runner asks, other connectors do not say."""
         return self._worker.take_loaded()
 
+    def wait_for_load(self, seconds: float) -> None:
+        """Waits for the end of a load; our runner calls it in steps that have nothing else to do."""
+        self._worker.wait_for_load(seconds)
+
     def transfer_totals(self) -> TransferTotals:
         """Blocks that were moved so far; our runner asks, for the phase log."""
         return self._worker.totals()

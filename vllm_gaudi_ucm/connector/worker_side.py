@@ -69,6 +69,7 @@ class WorkerSide:
             raise RuntimeError(
                 f"UcmConnector: a block of the cache has {self.blocks.block_bytes} bytes, expected {setup.block_bytes}"
             )
+        self.blocks.warm_up()
         self.store = setup.open_store()
         options = setup.options
         self.engine = PrefetchEngine(
@@ -148,6 +149,10 @@ class WorkerSide:
     def report(self) -> UcmWorkerMetadata | None:
         unsaved = self.saver.take_unsaved()
         return UcmWorkerMetadata(unsaved) if unsaved else None
+
+    def wait_for_load(self, seconds: float) -> None:
+        """Returns when a load has ended, when so much time has passed, or at once where nothing is loaded."""
+        self.engine.wait_for_any([load.handle for load in self._loads.values()], seconds)
 
     def totals(self) -> TransferTotals:
         """Blocks that were moved so far; may be called in any thread."""

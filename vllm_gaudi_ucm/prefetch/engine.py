@@ -100,6 +100,14 @@ class PrefetchEngine:
             task = self._dispatcher.ledger.find(request_id)
         return PrefetchOutcome.UNKNOWN if task is None else self._dispatcher.wait(task, timeout)
 
+    def wait_for_any(self, handles: Sequence[PrefetchHandle], timeout: float) -> bool:
+        """Waits until one of these prefetches has an outcome; False after `timeout` seconds, or without any handle."""
+        tasks = [handle.task for handle in handles]
+        with self._dispatcher.lock:
+            return self._dispatcher.settled.wait_for(
+                lambda: any(task.outcome is not None for task in tasks), timeout if tasks else 0
+            )
+
     def outcome(self, request_id: str) -> PrefetchOutcome | None:
         """None while it is pending."""
         with self._dispatcher.lock:

@@ -33,7 +33,7 @@ class PrefetchCounters(msgspec.Struct, kw_only=True):
     threads_replaced: int = 0
 
 
-class PrefetchStats(PrefetchCounters, frozen=True, kw_only=True):
+class PrefetchStats(PrefetchCounters, kw_only=True):
     """A copy of the totals; requests by outcome, blocks that wait by priority, and what is held now."""
 
     outcomes: dict[PrefetchOutcome, int]

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 
+REST_SECONDS = 0.002
+"""Of a step without tokens, at most: so late a request that arrives meanwhile may be seen."""
+
 
 @dataclass(frozen=True)
 class StepAttention(AttentionMetadata):
@@ -58,6 +61,7 @@ class KvTransfer:
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._caches: dict[str, torch.Tensor] = {}
         self._finished_requests: set[str] = set()
+        self._has_tokens = False
         self.work = TransferWork()
         self.connector: KVConnectorBase_V1
         if in_layers:
@@ -99,7 +103,7 @@ class KvTransfer:
         self.connector.handle_preemptions(metadata)
         self.connector.bind_connector_metadata(metadata)
         self._finished_requests = scheduler_output.finished_req_ids
-        has_tokens = bool(scheduler_output.total_num_scheduled_tokens)
+        self._has_tokens = has_tokens = bool(scheduler_output.total_num_scheduled_tokens)
         with self._context(has_tokens):
             # before the forward even where it may come later: its threads copy beside the computation
             self.connector.start_load_kv(get_forward_context())
@@ -120,6 +124,8 @@ class KvTransfer:
 
     def finish(self) -> KVConnectorOutput:
         """Ends the step; what the scheduler's side is to hear."""
+        if not self._has_tokens:
+            self._rest()
         with self.work.clock():
             return self._finish()
 
@@ -139,6 +145,13 @@ class KvTransfer:
         )
         connector.clear_connector_metadata()
         return output
+
+    def _rest(self) -> None:
+        """Where every request waits for blocks, the engine comes here again and again, and takes Python's lock from the
+        threads that load: prompts that were stored waited more than twice as long for their first token."""
+        wait: Callable[[float], None] | None = getattr(self.connector, "wait_for_load", None)
+        if wait is not None:
+            wait(REST_SECONDS)
 
     def loaded_blocks(self, scheduler_output: SchedulerOutput) -> NDArray[np.int64]:
         """Blocks with keys and values that this worker has not computed since the last step; maybe others, too.
