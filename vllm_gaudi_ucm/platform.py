@@ -152,6 +152,7 @@ class UcmPlatform(Platform):
         return cls.device_type != "cpu"
 
     @classmethod
+    @torch.inference_mode()
     def insert_blocks_to_device(
         cls,
         src_cache: torch.Tensor,

@@ -41,3 +41,31 @@ def test_a_connector_that_works_layer_by_layer(tiny_llama: Path, tmp_path: Path,
             engine.check_idle()
     # whole blocks, and never the last token
     assert hits == [[0] * len(PROMPTS), [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]]
+
+
+def offloading(**options: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu_bytes_to_use": 64 << 20, "offload_prompt_only": False, **options},
+    )
+
+
+@SHAPES
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_offloaded_blocks_come_back(tiny_llama: Path, ucm: dict[str, Any], blocks_per_chunk: int) -> None:
+    """vLLM's OffloadingConnector over swap_blocks; a cache too small for all prompts evicts what it then loads."""
+    with Engine(tiny_llama, ucm, **OPTIONS) as engine:
+        expected = engine.alone(PROMPTS, 12)
+    config = offloading(block_size=16 * blocks_per_chunk)
+    # one prompt fits, two do not
+    with Engine(tiny_llama, ucm, kv_transfer_config=config, num_gpu_blocks_override=17, **OPTIONS) as engine:
+        first = engine.alone(PROMPTS, 12)
+        assert_same(first, expected)
+        again = engine.alone(PROMPTS, 12)
+        assert_same(again, expected)
+        for _ in range(3):
+            engine.step()
+        engine.check_idle()
+    assert sum(answer.cached_tokens for answer in first) == 0
+    assert again[3].cached_tokens >= 128

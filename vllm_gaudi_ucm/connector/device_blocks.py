@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_gaudi_ucm.memory.kv_cache import DUMMY_BLOCK
 from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ class DeviceBlocks:
             return memoryview(bytearray(nbytes))
         return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
 
+    def warm_up(self) -> None:
+        """Copies the dummy block there and back, so that a Gaudi has compiled the copies before a request waits."""
+        block = self.allocate(self.block_bytes)
+        self.read([(DUMMY_BLOCK, block)])
+        self.write(DUMMY_BLOCK, block)
+
     def write(self, block_id: int, block: memoryview) -> None:
         """Host to device; the block is there when this returns."""
         with self._copying():
@@ -56,6 +63,8 @@ class DeviceBlocks:
         if blocks:
             self._device.synchronize()
 
+    # threads begin outside of inference mode, in which the cache was made
+    @torch.inference_mode()
     def _copy(self, blocks: Sequence[tuple[int, memoryview]], to_device: bool) -> None:
         for block_id, block in blocks:
             offset = 0
@@ -67,6 +76,8 @@ class DeviceBlocks:
                     swap_blocks(host, run, pair, non_blocking=True)
                 else:
                     swap_blocks(run, host, pair, non_blocking=True)
+            # each block is one recipe, whose shape does not depend on their number
+            self._device.end_recipe()
 
     def _copying(self) -> AbstractContextManager[None]:
         if self._device.kind == "cuda":
@@ -85,7 +96,6 @@ class DeviceBlocks:
     @contextmanager
     def _on_device(self) -> Iterator[None]:
         yield
-        self._device.end_recipe()
         self._device.synchronize()
 
 

@@ -28,11 +28,12 @@ class BlockSave:
 
 @dataclass
 class UcmMetadata(KVConnectorMetadata):
-    """From the scheduler to the worker."""
+    """From the scheduler to the worker. lookups: its LookupCounts as a tuple, for the worker's metrics."""
 
     loads: list[BlockLoad] = field(default_factory=list)
     saves: list[BlockSave] = field(default_factory=list)
     prefetch: PrefetchPlan = field(default_factory=PrefetchPlan)
+    lookups: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 @dataclass

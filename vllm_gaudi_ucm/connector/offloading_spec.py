@@ -62,6 +62,7 @@ class SwappingWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """There is nothing to wait for."""
 
+    @torch.inference_mode()
     def _transfer(self, job_id: int, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec, to_host: bool) -> bool:
         start, copied = time.perf_counter(), 0
         chunk_ids = cast(BlockIDsLoadStoreSpec, chunks).block_ids

@@ -188,7 +188,9 @@ class SchedulerSide:
                 state = self._states.get(request_id)
                 if state is not None:
                     saves += self._new_blocks(state, num_scheduled)
-        return UcmMetadata(loads, saves, plan)
+        counts = self.counts
+        lookups = (counts.requests, counts.timeouts, counts.hit_blocks, counts.missed_blocks)
+        return UcmMetadata(loads, saves, plan, lookups)
 
     def _new_blocks(self, state: _State, num_scheduled: int) -> list[BlockSave]:
         """Blocks that this step fills, and those before that nobody has stored. Drafts may turn out wrong: they do not

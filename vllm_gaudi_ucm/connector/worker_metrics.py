@@ -30,12 +30,15 @@ class WorkerMetrics:
         self._store_series = metrics.store(store.stats().kind)
         self._engine_series = metrics.prefetch(USE)
         self._transfer_series = metrics.transfer()
+        self.lookups = (0, 0, 0, 0)
+        """As the scheduler's side last told them."""
         self._reporter = MetricsReporter(self._report)
 
     def _report(self) -> None:
         self._store_series.set(self._store.stats())
         self._engine_series.set(self._engine.stats())
         self._transfer_series.set(*self._totals())
+        self._transfer_series.set_lookups(*self.lookups)
 
     def close(self) -> None:
         """To be called before what is counted is closed."""

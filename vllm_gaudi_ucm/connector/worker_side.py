@@ -84,6 +84,8 @@ class WorkerSide:
 
     def start_loads(self, metadata: UcmMetadata) -> None:
         apply_plan(self.engine, metadata.prefetch)
+        if self._metrics is not None:
+            self._metrics.lookups = metadata.lookups
         for load in metadata.loads:
             self._start(load)
 

@@ -1,0 +1,112 @@
+"""The queue between step and store: bounded, never waited for, and honest about what was not stored."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.connector.fault_store import FaultStore
+from vllm_gaudi_ucm.connector.block_saver import BlockSaver
+from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.connector.metadata import BlockSave
+from vllm_gaudi_ucm.device import get_device
+
+
+@pytest.fixture
+def cache() -> torch.Tensor:
+    return torch.arange(8.0)[:, None, None, None].expand(8, 1, 2, 3).contiguous()
+
+
+@pytest.fixture
+def blocks(cache: torch.Tensor) -> DeviceBlocks:
+    return DeviceBlocks({"layer": cache}, get_device("cpu"))
+
+
+def saves(*block_ids: int) -> list[BlockSave]:
+    return [BlockSave(bytes([block_id]) * 32, block_id) for block_id in block_ids]
+
+
+def stored(store: FaultStore) -> dict[int, float]:
+    return {
+        key[0]: float(torch.frombuffer(bytearray(block), dtype=torch.float32)[0]) for key, block in store.blocks.items()
+    }
+
+
+def test_blocks_are_copied_before_they_may_change(blocks: DeviceBlocks, cache: torch.Tensor) -> None:
+    """covers: C9. The step after may write them while the store is still busy."""
+    store = FaultStore()
+    store.goes_on.clear()
+    saver = BlockSaver(store, blocks, capacity=8, workers=2)
+    saver.submit(saves(1, 5, 2))
+    cache.fill_(torch.nan)
+    store.goes_on.set()
+    assert saver.flush(5)
+    assert stored(store) == {1: 1.0, 5: 5.0, 2: 2.0}
+    assert saver.take_unsaved() == []
+    saver.close()
+    saver.check_integrity()
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_what_the_queue_has_no_room_for_is_dropped_at_once(blocks: DeviceBlocks, capacity: int) -> None:
+    """covers: C4"""
+    store = FaultStore()
+    store.goes_on.clear()
+    saver = BlockSaver(store, blocks, capacity, workers=1)
+    start = time.monotonic()
+    saver.submit(saves(0, 1, 2, 3, 4))
+    saver.submit(saves(5))
+    assert time.monotonic() - start < 1
+    dropped = saves(0, 1, 2, 3, 4, 5)[capacity:]
+    assert saver.take_unsaved() == [save.key for save in dropped]
+    assert saver.counts().dropped == len(dropped)
+    store.goes_on.set()
+    assert saver.flush(5)
+    saver.submit(saves(6))
+    assert saver.flush(5)
+    assert len(store.blocks) == saver.counts().saved == capacity + 1
+    saver.close()
+
+
+def test_what_the_store_refuses_is_told(blocks: DeviceBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FaultStore()
+    store.refuses = True
+    saver = BlockSaver(store, blocks, capacity=4, workers=1)
+    saver.submit(saves(1))
+    assert saver.flush(5)
+
+    def fail(key: bytes, block: memoryview) -> bool:
+        raise OSError("gone")
+
+    monkeypatch.setattr(store, "save", fail)
+    saver.submit(saves(2))
+    assert saver.flush(5)
+    assert saver.take_unsaved() == [save.key for save in saves(1, 2)]
+    assert (saver.counts().saved, saver.counts().refused) == (0, 2)
+    saver.close()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_closing_stores_what_is_left_and_ends_the_threads(blocks: DeviceBlocks, workers: int) -> None:
+    before = threading.active_count()
+    store = FaultStore()
+    saver = BlockSaver(store, blocks, capacity=8, workers=workers)
+    assert threading.active_count() == before + workers
+    saver.submit(saves(*range(8)))
+    saver.close()
+    assert len(store.blocks) == 8
+    assert threading.active_count() == before
+
+
+def test_closing_does_not_wait_for_a_store_that_hangs(blocks: DeviceBlocks) -> None:
+    store = FaultStore()
+    store.goes_on.clear()
+    saver = BlockSaver(store, blocks, capacity=8, workers=1)
+    saver.submit(saves(1, 2))
+    start = time.monotonic()
+    saver.close(timeout=0.1)
+    assert time.monotonic() - start < 2
+    store.goes_on.set()
