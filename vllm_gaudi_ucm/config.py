@@ -25,11 +25,11 @@ class _Section(BaseModel):
 class AttentionConfig(_Section):
     """How Unified Attention computes its three parts."""
 
-    implementation: Literal["auto", "reference", "cpu", "native", "hpu"] = Field(
+    implementation: Literal["auto", "reference", "cpu", "native", "hpu", "cuda"] = Field(
         default="auto",
         description="Kernels to use. `auto` takes the fastest for the device; `reference` defines the semantics and "
         "runs everywhere, slower; `cpu` is torch on a CPU, `native` C++ there, built with the machine's compiler; "
-        "`hpu` is laid out for Gaudi and runs everywhere.",
+        "`hpu` is laid out for Gaudi and runs everywhere; `cuda` is Triton on an NVIDIA GPU.",
     )
     contiguous_pa: Literal["auto"] | bool = Field(
         default="auto",

@@ -37,9 +37,9 @@ PREFETCH_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
 VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.phase_log": ([None, "steps.jsonl"], [3, True, ["a"]], "path of a file or null"),
     "ucm.attention.implementation": (
-        ["auto", "reference", "cpu", "native", "hpu"],
+        ["auto", "reference", "cpu", "native", "hpu", "cuda"],
         ["fast", "CPU", None, 1],
-        'one of "auto", "reference", "cpu", "native", "hpu"',
+        'one of "auto", "reference", "cpu", "native", "hpu", "cuda"',
     ),
     "ucm.attention.contiguous_pa": (["auto", True, False], ["yes", 1, 0, None], '"auto" or true or false'),
     "ucm.attention.causal_slice": ([16, 512, 8192], [15, 8193, "512", 512.0, True, None], "integer, 16 to 8192"),

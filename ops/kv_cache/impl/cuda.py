@@ -73,4 +73,3 @@ def copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
         BLOCK=BLOCK_PIECE,
         num_warps=8,
     )
-

@@ -78,7 +78,7 @@ def _work(layer: Layer, plan: Plan, selected_blocks: Tensor | None) -> list[Work
     if parts.unique is not None and plan.unique is not None and parts.unique.num_rows:
         work.append(unique(layer, plan, plan.unique))
     if parts.shared is not None and parts.shared.blocks.numel():
-        work.append(shared(layer, plan, parts.shared))
+        work.append(shared(layer, plan, parts.shared, beside=bool(work)))
     if parts.selected is not None and plan.selected is not None:
         work.append(selected(layer, plan, parts.selected, plan.selected, selected_blocks))
     return work

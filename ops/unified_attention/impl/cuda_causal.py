@@ -15,8 +15,6 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Found, Work, scr
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal import attend_causal, find_bounds
 
 Sums = tuple[Tensor, Tensor, Tensor]
-MODE = 0
-WS = False
 
 
 def causal(layer: Layer, plan: Plan, starts: Tensor, others: Sequence[Found]) -> Work:
@@ -55,8 +53,6 @@ def causal(layer: Layer, plan: Plan, starts: Tensor, others: Sequence[Found]) ->
             DESCRIBED=described,
             ALONE=not others,
             SAVES=sums is not None,
-            MODE=MODE,
-            WS=WS,
         )
 
     return Work(launch, None)

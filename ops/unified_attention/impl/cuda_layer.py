@@ -55,9 +55,10 @@ class Layer:
     def sizes(self) -> dict[str, Any]:
         """Compile-time arguments that all kernels over keys take."""
         import triton.language as tl
+        from triton import knobs
 
         # Triton's interpreter (3.9) has no matrix product of bf16
-        interpreted_bf16 = self.query.device.type == "cpu" and self.query.dtype == torch.bfloat16
+        interpreted_bf16 = knobs.runtime.interpret and self.query.dtype == torch.bfloat16
         types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         return {
             "HEADS": self.heads,

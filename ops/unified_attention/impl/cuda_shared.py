@@ -15,12 +15,12 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import SharedPart
 COLUMNS = 128  # shared blocks that a program looks at in one step
 
 
-def shared(layer: Layer, plan: Plan, part: SharedPart) -> Work:
-    """Tiles of rows with the shared blocks that they use."""
+def shared(layer: Layer, plan: Plan, part: SharedPart, beside: bool) -> Work:
+    """Tiles of rows with the shared blocks that they use. beside: the step has other parts that read the cache."""
     tile = shared_tile(layer)
     rows_per_tile = tile.block_m // layer.group
     tiles = plan.kept(("tiles", rows_per_tile), lambda: _tiles(part, plan.block_size, layer.rows, rows_per_tile))
-    programs = programs_of(layer, tile, tiles.count * part.blocks.shape[0])
+    programs = programs_of(layer, tiles.count * part.blocks.shape[0], beside)
     found = room_for(layer, plan, "shared", tiles.place, tiles.offsets, programs, rows_per_tile)
 
     def launch() -> None:

@@ -37,7 +37,7 @@ def _spans(
 ) -> Work:
     """rows: of a span at most. spans: first row and number of rows of each; None: span i is row i."""
     tile = spans_tile(layer, rows)
-    programs = programs_of(layer, tile, blocks.shape[0])
+    programs = programs_of(layer, blocks.shape[0])
     found = room_for(layer, plan, part, place, lists.offsets, programs, rows)
 
     def launch() -> None:

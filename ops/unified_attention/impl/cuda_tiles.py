@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, multiprocessors, power_of_two
 
-# Programs of the kernels over the cache, per multiprocessor.
-PROGRAMS = 2
+# Programs of a kernel over the cache, per multiprocessor; one, where it is to leave room for another part.
+PROGRAMS, PROGRAMS_BESIDE = 2, 1
 # Bytes of keys and values of one step of a loop: what is bound by memory asks for more at once.
 STAGE, LARGE_STAGE = 32 * 1024, 64 * 1024
 
@@ -43,16 +43,20 @@ def spans_tile(layer: Layer, rows: int) -> Tile:
 
 
 def shared_tile(layer: Layer) -> Tile:
-    """Two sizes of block_m, for each is a kernel of its own to compile: one for few rows, one for many."""
+    """Two sizes of block_m, for each is a kernel of its own to compile: one for few rows, one for many.
+
+    Two stages are as fast as three (H200) and leave the shared memory that the unique part needs beside it.
+    """
     few = layer.rows * layer.group <= 16
     block_m = max(power_of_two(layer.group), 16 if few else 32 if layer.wide else 64)
-    return Tile(block_m, min(64, layer.tokens_per_tile(STAGE)), 3, 4)
+    return Tile(block_m, min(64, layer.tokens_per_tile(STAGE)), 2, 4)
 
 
-def programs_of(layer: Layer, tile: Tile, entries: int) -> int:
-    """Programs per kv head, never more than there are entries.
+def programs_of(layer: Layer, entries: int, beside: bool = False) -> int:
+    """Programs per kv head, never more than there are entries. beside: it runs beside a part that is bound by memory.
 
     A multiple of eight, where there are so many: shares then end more often where a list does.
     """
-    most = PROGRAMS * multiprocessors(layer.query.device) // layer.kv_heads
+    per_multiprocessor = PROGRAMS_BESIDE if beside else PROGRAMS
+    most = per_multiprocessor * multiprocessors(layer.query.device) // layer.kv_heads
     return max(1, min(entries, most // 8 * 8 or most))

@@ -1,4 +1,4 @@
-"""What a part of the step launches, where its programs leave what they find, and the streams that run parts side by side."""
+"""What a part of the step launches, where its programs leave what they find, and parts that run side by side."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Kernels of Unified Attention in Triton, one per file. Imported by `impl/cuda.py` alone: triton is an optional package."""
+"""Kernels of Unified Attention in Triton. Imported by the CUDA implementation alone: triton is optional."""

@@ -43,7 +43,7 @@ def _tile(
         return tl.load(places, mask=(n < rows)[:, None] & (d < DIM)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def attend_causal(
     query,
     key,
@@ -81,8 +81,6 @@ def attend_causal(
     ALONE: tl.constexpr,
     SAVES: tl.constexpr,
     STAGES: tl.constexpr,
-    MODE: tl.constexpr,
-    WS: tl.constexpr,
 ):
     """One tile of rows and one head per program; the longest tiles start first.
 
@@ -113,59 +111,26 @@ def attend_causal(
         mask=(row < rows)[:, None] & (d < DIM)[None, :],
         other=0.0,
     ).to(COMPUTE)
-    if MODE == 0:
-        # [lowest, all_see) is before some row's request; [all_see, diagonal) is seen by every row; the rest by some
-        all_see = lowest + tl.cdiv(highest - lowest, BLOCK_N) * BLOCK_N
-        diagonal = all_see + tl.maximum(tile * BLOCK_M + 1 - all_see, 0) // BLOCK_N * BLOCK_N
-        for first in tl.range(all_see, diagonal, BLOCK_N, num_stages=STAGES, warp_specialize=WS):
-            k = _tile(key_tiles, keys, first, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-            scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
-            v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
-            acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
-        ends = tl.minimum(all_see, stop)
-        count = tl.cdiv(tl.maximum(ends - lowest, 0), BLOCK_N) + tl.cdiv(tl.maximum(stop - diagonal, 0), BLOCK_N)
-        for index in tl.range(0, count, num_stages=1):
-            before = lowest + index * BLOCK_N
-            first = tl.where(before < ends, before, diagonal + before - all_see)
-            n = first + tl.arange(0, BLOCK_N)
-            k = _tile(key_tiles, keys, first, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-            v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
-            visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
-            scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
-            scores = tl.where(visible, scores, float("-inf"))
-            acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
-    elif MODE == 1:
-        for first in tl.range(lowest, stop, BLOCK_N, num_stages=STAGES, warp_specialize=WS):
-            k = _tile(key_tiles, keys, first, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-            scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
-            if (first < highest) | (first + BLOCK_N > tile * BLOCK_M + 1):
-                n = first + tl.arange(0, BLOCK_N)
-                visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
-                scores = tl.where(visible, scores, float("-inf"))
-            v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
-            acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
-    elif MODE == 3:
-        for first in tl.range(lowest, stop, BLOCK_N, num_stages=STAGES, warp_specialize=WS):
-            k = _tile(key_tiles, keys, first, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-            scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
-            n = first + tl.arange(0, BLOCK_N)
-            visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-            v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
-            acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
-    else:
-        k = _tile(key_tiles, keys, lowest, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    # [lowest, all_see) is before some row's request; [all_see, diagonal) is seen by every row; the rest by some
+    all_see = lowest + tl.cdiv(highest - lowest, BLOCK_N) * BLOCK_N
+    diagonal = all_see + tl.maximum(tile * BLOCK_M + 1 - all_see, 0) // BLOCK_N * BLOCK_N
+    for first in tl.range(all_see, diagonal, BLOCK_N, num_stages=STAGES):
+        k = _tile(key_tiles, keys, first, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
         scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
-        for first in tl.range(lowest, stop, BLOCK_N, num_stages=STAGES, warp_specialize=WS):
-            k = _tile(key_tiles, keys, first + BLOCK_N, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-            next_scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
-            v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
-            if (first < highest) | (first + BLOCK_N > tile * BLOCK_M + 1):
-                n = first + tl.arange(0, BLOCK_N)
-                visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
-                scores = tl.where(visible, scores, float("-inf"))
-            acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
-            scores = next_scores
+        v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
+        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+    ends = tl.minimum(all_see, stop)
+    count = tl.cdiv(tl.maximum(ends - lowest, 0), BLOCK_N) + tl.cdiv(tl.maximum(stop - diagonal, 0), BLOCK_N)
+    for index in tl.range(0, count, num_stages=1):
+        before = lowest + index * BLOCK_N
+        first = tl.where(before < ends, before, diagonal + before - all_see)
+        n = first + tl.arange(0, BLOCK_N)
+        k = _tile(key_tiles, keys, first, kv_head, k_row, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+        v = _tile(value_tiles, values, first, kv_head, v_row, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
+        visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
+        scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
+        scores = tl.where(visible, scores, float("-inf"))
+        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
     # a value that is not finite, times the weight 0 of a row that does not see it: once more, looking at every value
     if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) > 0:
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -192,9 +157,7 @@ def attend_causal(
         place = row64 * HEADS + head
         tl.store(top_out + place, top, mask=saved)
         tl.store(total_out + place, total, mask=saved)
-        tl.store(
-            acc_out + place[:, None] * VALUE_DIM + e[None, :], acc, mask=saved[:, None] & (e < VALUE_DIM)[None, :]
-        )
+        tl.store(acc_out + place[:, None] * VALUE_DIM + e[None, :], acc, mask=saved[:, None] & (e < VALUE_DIM)[None, :])
     acc = tl.where(active[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
     tl.store(
         out + row64[:, None] * o_row + head * o_head + e[None, :],

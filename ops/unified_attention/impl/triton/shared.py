@@ -39,7 +39,7 @@ def _partly_seen(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Tokens [first, first + BLOCK_N) of a tile's list of columns: key, value, and bool [rows, tokens] who sees them."""
+    """Tokens [first, first + BLOCK_N) of a tile's list of columns: key, value, bool [rows, tokens] who sees them."""
     n = first + tl.arange(0, BLOCK_N)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     inside = n < end
@@ -106,8 +106,8 @@ def attend_shared(
     """Grid (kv heads, programs): each program takes an even share of the (tile, block) pairs in use.
 
     order, columns, column_blocks, whole_counts: see `list_columns`; offsets: int32 [tiles + 1] of their counts.
-    acc_out: fp32 [programs + tiles, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: what program p
-        finds of tile t is at p + t.
+    acc_out: fp32 [programs + tiles, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: what program
+        p finds of tile t is at p + t.
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
@@ -166,9 +166,9 @@ def attend_shared(
             part_end = (stop - begins) * BLOCK_SIZE
             for first in tl.range(tl.maximum(from_list, whole_end), part_end, BLOCK_N, num_stages=1):
                 k, v, visible = _partly_seen(
-                    first, part_end, lists, columns, column_blocks, lo, hi, keys, values, span, real, lo_span, lo_column,
-                    hi_span, hi_column, k_block, k_token, v_block, v_token, DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N,
-                    BLOCK_D, BLOCK_V,
+                    first, part_end, lists, columns, column_blocks, lo, hi, keys, values, span, real, lo_span,
+                    lo_column, hi_span, hi_column, k_block, k_token, v_block, v_token, DIM, VALUE_DIM, BLOCK_SIZE,
+                    BLOCK_N, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
                 scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
                 scores = tl.where(visible, scores, float("-inf"))

@@ -50,8 +50,8 @@ def attend_spans(
 
     blocks int64, lo, hi int32 [entries]: sorted by span, those that nobody sees last. offsets: int32 [spans + 1].
     first_rows, num_rows: [spans]; unused if SINGLE, where span i is row i. ROWS: no span has more.
-    acc_out: fp32 [programs + spans, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: what program p
-        finds of span s is at p + s.
+    acc_out: fp32 [programs + spans, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: what program
+        p finds of span s is at p + s.
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
