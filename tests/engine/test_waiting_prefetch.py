@@ -189,6 +189,10 @@ def test_the_phase_log_and_metrics_tell_what_was_moved(served: Served) -> None:
 
     assert eventually(lambda: on_metrics("loaded") == loads.loaded_blocks)
     assert on_metrics("recomputed") == loads.failed_blocks > 0
+    counts = served.scheduler.counts
+    assert on_metrics("hit") == counts.hit_blocks == loads.loaded_blocks + loads.failed_blocks
+    assert on_metrics("missed") == counts.missed_blocks
     seen = scrape(folder)
+    assert seen['gaudi_ucm_kv_lookups_total{engine="0",result="answered"}'] == counts.requests - counts.timeouts > 0
     assert seen['gaudi_ucm_prefetch_blocks_total{engine="0",result="cached",use="connector"}'] >= 9
     assert seen['gaudi_ucm_store_breaker{engine="0",store="fault"}'] == 0

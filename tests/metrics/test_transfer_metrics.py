@@ -68,10 +68,14 @@ def test_figures_of_an_engine(folder: Path) -> None:
 
 
 def test_figures_of_a_connector(folder: Path) -> None:
-    StepMetrics(folder).transfer().set(loaded=4, recomputed=3, saved=2, unsaved=1)
+    series = StepMetrics(folder).transfer()
+    series.set(loaded=4, recomputed=3, saved=2, unsaved=1)
+    series.set_lookups(requests=9, timeouts=2, hit_blocks=7, missed_blocks=6)
     seen = scrape(folder)
     found = {name: seen[total("kv_blocks_total", event=name)] for name in ("loaded", "recomputed", "saved", "unsaved")}
     assert found == {"loaded": 4, "recomputed": 3, "saved": 2, "unsaved": 1}
+    assert [seen[total("kv_blocks_total", event=event)] for event in ("hit", "missed")] == [7, 6]
+    assert [seen[total("kv_lookups_total", result=result)] for result in ("answered", "timeout")] == [7, 2]
 
 
 def test_totals_are_reported_while_nothing_runs_and_at_the_end() -> None:

@@ -81,8 +81,9 @@ PREFETCH_THREADS = Metric(
     "gaudi_ucm_prefetch_threads_replaced", "counter", ("use",), "Threads of the prefetch engine that died."
 )
 KV_BLOCKS = Metric(
-    "gaudi_ucm_kv_blocks", "counter", ("event",), "Device blocks that the connector filled, computed instead, or saved."
+    "gaudi_ucm_kv_blocks", "counter", ("event",), "Blocks of requests, by what the connector did about them."
 )
+KV_LOOKUPS = Metric("gaudi_ucm_kv_lookups", "counter", ("result",), "Requests that the store was asked about.")
 
 METRICS = (
     STEPS,
@@ -117,4 +118,5 @@ METRICS = (
     PREFETCH_WAIT_SECONDS,
     PREFETCH_THREADS,
     KV_BLOCKS,
+    KV_LOOKUPS,
 )

@@ -156,7 +156,7 @@ class ModelRunner:
             static=self.kind != "off",
             table=self.requests,
         )
-        self._sparse_metrics = None if self._sparse is None else metrics.sparse()
+        self._sparse_metrics = None if self._sparse is None else self._sparse.report_to(metrics)
         sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         self._execution: Execution
         self._sampler: TokenSampler

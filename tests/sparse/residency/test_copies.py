@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.metrics.exposition import scrape
+from vllm_gaudi_ucm.metrics.folder import make_private
+from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.sparse.residency.block_copier import BlockCopier
 from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore
@@ -138,3 +142,18 @@ def test_no_thread_is_left(copies: CopyStore) -> None:
     copies.close()
     assert threading.active_count() < before
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ucm-memory-mode")]
+
+
+def test_figures_on_metrics(copies: CopyStore, tmp_path: Path) -> None:
+    folder = tmp_path / "metrics"
+    make_private(folder)
+    copies.report_to(StepMetrics(folder))
+    copies.save((1, 5), block(7))
+    assert wait_for(copies.finished_saves)
+    copies.load((1, 5))
+    assert wait_for(copies.finished_loads)
+    copies.close()
+    seen = scrape(folder)
+    assert seen['gaudi_ucm_store_events_total{engine="0",event="saves",store="memory_mode"}'] == 1
+    assert seen['gaudi_ucm_store_events_total{engine="0",event="hits",store="memory_mode"}'] == 1
+    assert seen['gaudi_ucm_prefetches_total{engine="0",outcome="ready",use="memory_mode"}'] == 1

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
     from vllm_gaudi_ucm.metrics.sparse_metrics import SparseMetrics
+    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.batch_plan import BatchInput
     from vllm_gaudi_ucm.runner.request_table import LiveRequest
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
@@ -118,6 +119,12 @@ class SparseWorker:
             self._locks = meta.locks
         if self.residency is not None and meta is not None and meta.residency is not None:
             self.residency.begin_step(meta.residency)
+
+    def report_to(self, metrics: StepMetrics) -> SparseMetrics:
+        """The series that `report` sets; those of memory mode are reported from now on."""
+        if self.residency is not None:
+            self.residency.report_to(metrics)
+        return metrics.sparse()
 
     def attach_report(self, output: ModelRunnerOutput) -> None:
         """After a step: what the scheduler's side of memory mode is to know."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_gaudi_ucm.metrics.reporter import MetricsReporter
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
 from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
@@ -15,12 +16,15 @@ from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
     from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
     from vllm_gaudi_ucm.store.base import KvStore
 
 Pair = tuple[int, int]
 _PREFIX_BYTES = 16
+USE = "memory_mode"
+"""The value of the labels `store` and `use` of its metrics."""
 
 
 class CopyStore:
@@ -45,6 +49,17 @@ class CopyStore:
         self._saves: dict[Pair, Future[bool]] = {}
         self._loads: dict[Pair, tuple[PrefetchHandle, torch.Tensor]] = {}
         self._copies: dict[int, set[int]] = {}
+        self._reporter: MetricsReporter | None = None
+
+    def report_to(self, metrics: StepMetrics) -> None:
+        """Figures of the store and of the engine reach /metrics from now on."""
+        store, engine = metrics.store(USE), metrics.prefetch(USE)
+
+        def report() -> None:
+            store.set(self.store.stats())
+            engine.set(self._engine.stats())
+
+        self._reporter = MetricsReporter(report)
 
     def save(self, pair: Pair, data: torch.Tensor) -> None:
         """data: uint8 [block_bytes] in host memory that nobody writes to any more."""
@@ -103,6 +118,8 @@ class CopyStore:
         """Deletes what is there, ends the threads and closes the store."""
         for life in [*self._copies]:
             self.end(life)
+        if self._reporter is not None:
+            self._reporter.close()
         self._writer.shutdown()
         self._engine.stop()
         self.store.close()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.sparse.residency.messages import BlockMove, ResidencyOrders, ResidencyReport
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.request_table import RequestTable
     from vllm_gaudi_ucm.sparse.device.selection_state import SelectionState
     from vllm_gaudi_ucm.sparse.residency.block_copier import BlockCopier
@@ -46,6 +47,10 @@ class ResidencyWorker:
         self._targets: dict[Pair, int] = {}
         self._scored: dict[str, int] = {}
         self._report = ResidencyReport()
+
+    def report_to(self, metrics: StepMetrics) -> None:
+        """Figures of the copies reach /metrics."""
+        self._copies.report_to(metrics)
 
     def begin_step(self, orders: ResidencyOrders) -> None:
         """Once the request table knows the step's requests, before the step is planned."""
