@@ -98,8 +98,8 @@ class OperatorTrace(TorchDispatchMode):
             if is_input:
                 self.outside.add(number)
         size = tensor.element_size()
-        pairs = list(zip(tensor.shape, tensor.stride(), strict=True))
-        begin = tensor.storage_offset() * size
+        pairs = [(int(length), int(step)) for length, step in zip(tensor.shape, tensor.stride(), strict=True)]
+        begin = int(tensor.storage_offset()) * size
         span = 0 if tensor.numel() == 0 else (1 + sum((length - 1) * step for length, step in pairs)) * size
         distinct = size if span else 0
         for length, step in pairs:

@@ -47,6 +47,7 @@ def small_tiles(tile: int = 2) -> Iterator[None]:
         patch.setattr(hpu_sizes, "TILE", tile)
         patch.setattr(hpu_sizes, "SCORE_BYTES", 4 * 4 * tile * 4 * tile)
         patch.setattr(hpu_sizes, "KV_BYTES", 1 << 10)
+        patch.setattr(hpu_sizes, "SLICE_BYTES", 1 << 10)
         patch.setattr(hpu_sizes, "PIECE_BYTES", 1 << 10)
         patch.setattr(hpu_sizes, "MOST_ROWS", 2 * tile)
         yield

@@ -31,7 +31,7 @@ def draw(report: OpCostReport, path: Path) -> None:
     """Write the picture, its kind by the suffix."""
     from matplotlib.figure import Figure
 
-    cells = {(row.name, row.form): [] for row in report.rows}
+    cells: dict[tuple[str, str], list[Row]] = {(row.name, row.form): [] for row in report.rows}
     for row in report.rows:
         cells[row.name, row.form].append(row)
     figure = Figure(figsize=(12, 1.6 + 0.45 * len(cells)), dpi=130, layout="constrained")

@@ -105,10 +105,7 @@ def bucket_rows(
 ) -> list[Row]:
     """The buckets that cost the most: by traffic where there is any, else the largest ones."""
     limits = buckets.limits
-    chosen = [(shape, None, _full(shape, limits, model)) for shape in buckets.forward]
-    chosen.sort(key=lambda item: -item[2].flops)
-    if steps is not None:
-        chosen = _used(buckets, steps, model)
+    chosen = _largest(buckets, model) if steps is None else _used(buckets, steps, model)
     rows: list[Row] = []
     for shape, count, least in chosen[:most]:
         for name in IMPLEMENTATIONS:
@@ -117,6 +114,12 @@ def bucket_rows(
             rows.append(Row(_name(shape), "", "bucket", shape, name, cost, least, count))
             progress(len(rows) / (min(most, len(chosen)) * len(IMPLEMENTATIONS)))
     return rows
+
+
+def _largest(buckets: BucketSet, model: ModelFigures) -> list[tuple[ForwardShape, int | None, Work]]:
+    """(bucket, None, what a step needs that fills it), the most FLOPs first."""
+    full = [(shape, None, _full(shape, buckets.limits, model)) for shape in buckets.forward]
+    return sorted(full, key=lambda item: -item[2].flops)
 
 
 def _used(buckets: BucketSet, steps: Steps, model: ModelFigures) -> list[tuple[ForwardShape, int | None, Work]]:

@@ -99,7 +99,7 @@ def _write(out: Tensor, rows: Rows, causal: Partial | None, cached: Partial | No
 
 
 def _cover(cached: Partial, rows: Rows) -> Partial | None:
-    """The rows [count, rows, ...] of a partial that covers the first rows, empty where it ends; None beyond."""
+    """The rows [slices, rows, ...] of a partial that covers the first rows, empty where it ends; None beyond."""
     covered = cached.max.shape[0]
     if rows.first + rows.lo >= covered:
         return None

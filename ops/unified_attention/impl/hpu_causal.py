@@ -8,28 +8,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_sizes import causal_rows, kv_tokens, score_tokens
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_sizes import causal_rows, score_tokens, slice_tokens
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import Scaling, accumulate, attend_tile
 from vllm_gaudi_ucm.ops.unified_attention.parts import CausalPart, CausalSlice, Partial
 
 
 class Rows(NamedTuple):
-    """Rows `first + i * step + lo` to `first + i * step + hi` for i < count: the same rows of adjacent slices."""
+    """Rows `first + i * step + lo` to `first + i * step + hi` for i < slices: the same rows of adjacent slices."""
 
     first: int
-    count: int
+    slices: int
     step: int
     lo: int
     hi: int
 
     @property
     def end(self) -> int:
-        return self.first + (self.count - 1) * self.step + self.hi
+        return self.first + (self.slices - 1) * self.step + self.hi
 
     def of(self, tensor: Tensor) -> Tensor:
-        """[count, hi - lo, ...], a view."""
+        """[slices, hi - lo, ...], a view."""
         begin = self.first + self.lo
-        if self.count == 1:
+        if self.slices == 1:
             return tensor[begin : begin + self.hi - self.lo][None]
         return tensor[begin : self.end].unfold(0, self.hi - self.lo, self.step).movedim(-1, 1)
 
@@ -44,7 +44,7 @@ class CausalTile(NamedTuple):
 def causal_tiles(part: CausalPart, key: Tensor, value: Tensor, heads: int, apart: int) -> Iterator[CausalTile]:
     """Tiles that cover the rows of all slices once. Slices that begin before row `apart` are not put side by side."""
     slices = sorted(one for one in part.slices if one.query_hi > one.query_lo)
-    tokens = kv_tokens(key, value)
+    tokens = slice_tokens(key, value)
     place = 0
     while place < len(slices):
         count = 1 if slices[place].query_lo < apart else _alike(slices, place)
@@ -86,7 +86,7 @@ def _tiles(one: CausalSlice, count: int, heads: int, most: int) -> Iterator[Caus
 def attend_causal(
     query: Tensor, key: Tensor, value: Tensor, part: CausalPart, scaling: Scaling, tile: CausalTile
 ) -> Partial | None:
-    """Partial [count, rows, heads, ...] of a tile, None where it has no keys."""
+    """Partial [slices, rows, heads, ...] of a tile, None where it has no keys."""
     position = torch.arange(query.shape[0], device=query.device)
     rows, own = scaling.apply(tile.rows.of(query)), tile.rows.of(part.groups)[..., None]
     row_position = tile.rows.of(position)[..., None]

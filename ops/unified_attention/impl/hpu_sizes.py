@@ -13,7 +13,9 @@ TILE = 128
 # float32 scores of one tile; softmax has a few tensors of that size at a time.
 SCORE_BYTES = 8 << 20
 # Keys and values of one tile as they lie in the cache; they are there once more as gathered, or put in order.
-KV_BYTES = 8 << 20
+KV_BYTES = 16 << 20
+# Keys and values of slices that lie side by side: they stay while all rows of the slices are computed.
+SLICE_BYTES = 8 << 20
 # float32 results of blocks that wait for their reduction to rows.
 PIECE_BYTES = 16 << 20
 # Rows that read a tile of shared blocks together, and rows of a causal tile at most.
@@ -27,8 +29,16 @@ def score_tokens(heads: int, rows: int) -> int:
 
 def kv_tokens(key: Tensor, value: Tensor) -> int:
     """Tokens of keys and values [..., kv_heads, dim] that are read at a time."""
-    width = key.shape[-1] + value.shape[-1]
-    return max(1, KV_BYTES // (key.shape[-2] * width * key.element_size()))
+    return max(1, KV_BYTES // _token_bytes(key, value))
+
+
+def slice_tokens(key: Tensor, value: Tensor) -> int:
+    """Tokens of all slices that lie side by side."""
+    return max(1, SLICE_BYTES // _token_bytes(key, value))
+
+
+def _token_bytes(key: Tensor, value: Tensor) -> int:
+    return key.shape[-2] * (key.shape[-1] + value.shape[-1]) * key.element_size()
 
 
 def block_tile(key_cache: Tensor, value_cache: Tensor, heads: int, rows: int = 1) -> int:
