@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
+from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.memory.kv_cache import split_key_value
 from vllm_gaudi_ucm.runner.attention_layers import attention_layers
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
@@ -13,7 +15,6 @@ from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.device.block_selector import SelectionLayer
 from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, SparseWorker, selection_limits, summary_share
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.sparse.residency.block_copier import BlockCopier
 from vllm_gaudi_ucm.sparse.residency.worker_setup import residency_worker
 from vllm_gaudi_ucm.speculation.draft_layers import is_draft_layer
 
@@ -47,12 +48,13 @@ def make_sparse_worker(
     sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(some_away=config.memory_mode.enabled)
     worker = SparseWorker(method, _layers(vllm_config, kv_caches), sizes)
     if config.memory_mode.enabled:
-        copier = BlockCopier([*kv_caches.values()])
+        device = get_device(next(iter(kv_caches.values())).device.type)
+        blocks = DeviceBlocks(kv_caches, device)
         # a cache for measurements has one block only
-        num_rows = 1 if table is None else config.memory_mode.max_away(num_blocks, copier.block_bytes)
+        num_rows = 1 if table is None else config.memory_mode.max_away(num_blocks, blocks.block_bytes)
         worker.keep_queries(num_rows, _query_heads(vllm_config), vllm_config.model_config.dtype)
         if table is not None:
-            worker.residency = residency_worker(config.memory_mode, worker, table, copier, num_rows)
+            worker.residency = residency_worker(config.memory_mode, worker, table, blocks, num_rows, device)
     return worker
 
 

@@ -63,11 +63,6 @@ class BlockScorer:
     def bytes(self) -> int:
         return self._queries.nbytes + sum(away.nbytes for away in self._away)
 
-    def warm_up(self) -> None:
-        """Has a device that compiles compile now what `keep_summary` and `scores` run."""
-        self.keep_summary(0, 0)
-        self.scores(0, np.zeros(1, np.int64), np.zeros(1, np.int64))
-
     def keep_queries(self, layer_idx: int, query: torch.Tensor, t: SelectionTensors) -> None:
         """The first row of each request that chooses in this step. query: [rows, heads, dim]."""
         self._queries[self._places[layer_idx]].index_copy_(0, t.choice_slots, query.index_select(0, t.first_rows))

@@ -6,8 +6,6 @@ import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import torch
-
 from vllm_gaudi_ucm.metrics.reporter import MetricsReporter
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
     from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
+    from vllm_gaudi_ucm.prefetch.load_runner import Allocate
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
     from vllm_gaudi_ucm.store.base import KvStore
 
@@ -35,19 +34,21 @@ class CopyStore:
     Args:
         store: where copies are; closed with this.
         block_bytes: of a block.
+        allocate: host memory of so many bytes.
         options: of the engine that loads.
     """
 
-    def __init__(self, store: KvStore, block_bytes: int, options: PrefetchOptions) -> None:
+    def __init__(self, store: KvStore, block_bytes: int, allocate: Allocate, options: PrefetchOptions) -> None:
         self.store = store
         self._block_bytes = block_bytes
+        self._allocate = allocate
         self._prefix = secrets.token_bytes(_PREFIX_BYTES)
         self._engine = PrefetchEngine(store, block_bytes, options)
         self._engine.start()
         # one thread: what is deleted was saved before
         self._writer = ThreadPoolExecutor(1, "ucm-memory-mode")
         self._saves: dict[Pair, Future[bool]] = {}
-        self._loads: dict[Pair, tuple[PrefetchHandle, torch.Tensor]] = {}
+        self._loads: dict[Pair, tuple[PrefetchHandle, memoryview]] = {}
         self._copies: dict[int, set[int]] = {}
         self._reporter: MetricsReporter | None = None
 
@@ -61,18 +62,17 @@ class CopyStore:
 
         self._reporter = MetricsReporter(report)
 
-    def save(self, pair: Pair, data: torch.Tensor) -> None:
-        """data: uint8 [block_bytes] in host memory that nobody writes to any more."""
+    def save(self, pair: Pair, data: memoryview) -> None:
+        """data: a block that nobody writes to any more."""
         self._copies.setdefault(pair[0], set()).add(pair[1])
-        self._saves[pair] = self._writer.submit(self.store.save, self._key(pair), memoryview(data.numpy()))
+        self._saves[pair] = self._writer.submit(self.store.save, self._key(pair), data)
 
     def load(self, pair: Pair) -> None:
         """Has a copy read; `finished_loads` gives it."""
-        data = torch.empty(self._block_bytes, dtype=torch.uint8)
-        into = memoryview(data.numpy())
+        data = self._allocate(self._block_bytes)
 
         def deliver(index: int, block: memoryview) -> None:
-            into[:] = block
+            data[:] = block
 
         name = f"{pair[0]}:{pair[1]}"
         handle = self._engine.submit_prefetch(name, [self._key(pair)], PrefetchPriority.URGENT, deliver)
@@ -84,8 +84,8 @@ class CopyStore:
             future = self._saves.pop(pair)
             yield pair, not future.cancelled() and future.exception() is None and future.result()
 
-    def finished_loads(self) -> Iterator[tuple[Pair, torch.Tensor | None]]:
-        """Loads that have ended since the last call: uint8 [block_bytes], None where the copy could not be read."""
+    def finished_loads(self) -> Iterator[tuple[Pair, memoryview | None]]:
+        """Loads that have ended since the last call: the block, None where the copy could not be read."""
         for pair in [pair for pair, (handle, _) in self._loads.items() if handle.outcome is not None]:
             handle, data = self._loads.pop(pair)
             is_ready = handle.outcome is PrefetchOutcome.READY

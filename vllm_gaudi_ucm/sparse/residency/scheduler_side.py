@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_gaudi_ucm.sparse.options import BlockOptions
-    from vllm_gaudi_ucm.sparse.residency.device_blocks import DeviceBlocks
     from vllm_gaudi_ucm.sparse.residency.options import MemoryModeOptions
+    from vllm_gaudi_ucm.sparse.residency.request_blocks import RequestBlocks
 
 
 class ResidencyScheduler:
@@ -39,7 +39,7 @@ class ResidencyScheduler:
     """
 
     def __init__(
-        self, options: MemoryModeOptions, method: BlockOptions, block_size: int, blocks: DeviceBlocks, num_rows: int
+        self, options: MemoryModeOptions, method: BlockOptions, block_size: int, blocks: RequestBlocks, num_rows: int
     ) -> None:
         self.totals = ResidencyTotals()
         self._options = options

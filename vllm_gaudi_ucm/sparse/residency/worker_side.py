@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.memory.kv_cache import DUMMY_BLOCK
 from vllm_gaudi_ucm.sparse.residency.messages import BlockMove, ResidencyOrders, ResidencyReport
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
+    from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.request_table import RequestTable
     from vllm_gaudi_ucm.sparse.device.selection_state import SelectionState
-    from vllm_gaudi_ucm.sparse.residency.block_copier import BlockCopier
     from vllm_gaudi_ucm.sparse.residency.block_scorer import BlockScorer
     from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore, Pair
 
@@ -25,8 +27,9 @@ class ResidencyWorker:
         table: block tables of the live requests, which orders change.
         state: which blocks have a summary, and which requests chose in a step.
         scorer: scores of blocks.
-        copier: blocks of the KV cache.
+        blocks: of the KV cache.
         copies: where blocks go.
+        device: whose recipes are cut.
     """
 
     def __init__(
@@ -34,14 +37,16 @@ class ResidencyWorker:
         table: RequestTable,
         state: SelectionState,
         scorer: BlockScorer,
-        copier: BlockCopier,
+        blocks: DeviceBlocks,
         copies: CopyStore,
+        device: Device,
     ) -> None:
         self._table = table
         self._state = state
         self._scorer = scorer
-        self._copier = copier
+        self._blocks = blocks
         self._copies = copies
+        self._device = device
         # of each life, the summary's row of every block that was saved; and where a load is to go
         self._rows: dict[int, dict[int, int]] = {}
         self._targets: dict[Pair, int] = {}
@@ -83,13 +88,25 @@ class ResidencyWorker:
         report, self._report, self._scored = self._report, ResidencyReport(), {}
         return report
 
+    def warm_up(self) -> None:
+        """Has a device that compiles compile now what moves and scores run, apart from each other as later."""
+        self._device.end_recipe()
+        self._scorer.keep_summary(DUMMY_BLOCK, 0)
+        self._device.end_recipe()
+        self._blocks.warm_up()
+        nothing = np.full(1, -1, np.int64)
+        self._scorer.scores(0, nothing, nothing)
+
     def close(self) -> None:
         self._copies.close()
 
     def _save(self, move: BlockMove) -> None:
         self._rows.setdefault(move.life, {})[move.number] = move.row
         self._scorer.keep_summary(move.block, move.row)
-        self._copies.save((move.life, move.number), self._copier.read(move.block))
+        self._device.end_recipe()
+        data = self._blocks.allocate(self._blocks.block_bytes)
+        self._blocks.read([(move.block, data)])
+        self._copies.save((move.life, move.number), data)
 
     def _take_finished(self) -> None:
         for pair, saved in self._copies.finished_saves():
@@ -99,7 +116,7 @@ class ResidencyWorker:
             if data is None:
                 self._report.failed.append(pair)
                 continue
-            self._copier.write(block, data)
+            self._blocks.write(block, data)
             # its summary was that of another content
             self._state.summaries.written(np.array([block]))
             self._report.loaded.append(pair)
@@ -111,4 +128,5 @@ class ResidencyWorker:
             if blocks[number] == 0:
                 rows[number] = row
         blocks[(blocks == 0) | ~self._state.summaries.ready[blocks]] = -1
+        self._device.end_recipe()
         return list(self._scorer.scores(slot, blocks, rows).tolist())

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class DeviceBlocks:
+class RequestBlocks:
     """As vLLM's sliding window does it: a block that leaves is replaced by the null block and freed.
 
     A block is freed by its count of owners, so one that another request or the prefix cache still uses stays theirs.
