@@ -1,38 +1,27 @@
-"""What the engine's threads and its callers share: requests, queue, cache and loads under one lock."""
+"""What the engine's threads and its callers share: who gets the next free thread, and blocks on their way."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 
-from vllm_gaudi_ucm.prefetch.cache import HostCache
-from vllm_gaudi_ucm.prefetch.ledger import Ledger
 from vllm_gaudi_ucm.prefetch.load import Load
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
 from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
-from vllm_gaudi_ucm.prefetch.stats import PrefetchCounters
+from vllm_gaudi_ucm.prefetch.settlement import Settlement
 from vllm_gaudi_ucm.prefetch.task import DONE, LOST, Deliver, PrefetchTask
-from vllm_gaudi_ucm.prefetch.task_queue import TaskQueue
 
 
-class Dispatcher:
+class Dispatcher(Settlement):
     """Which block a free thread loads next, and what its end means for the requests that wait for it.
 
     Reads of the store and calls of `deliver` happen outside the lock, in load_runner.py.
     """
 
     def __init__(self, options: PrefetchOptions, clock: Callable[[], float]) -> None:
-        self.options = options
-        self.clock = clock
-        self.lock = threading.Lock()
+        super().__init__(options, clock)
         self.work = threading.Condition(self.lock)
-        self.settled = threading.Condition(self.lock)
-        self.cache = HostCache(options.prefetch_cache_size)
-        self.queue = TaskQueue(options.ageing)
-        self.ledger = Ledger(self.cache)
-        self.counters = PrefetchCounters()
         self.loads: dict[bytes, Load] = {}
         self.generation = 0
         """Odd while the engine runs; threads of an earlier generation take no more work."""
@@ -82,61 +71,6 @@ class Dispatcher:
                     return load
                 self.work.wait()
             return None
-
-    def settle(self, task: PrefetchTask, outcome: PrefetchOutcome) -> bool:
-        """Ends a task that is pending, with the lock held; its outcome stands when no `deliver` of it runs."""
-        if not task.is_open:
-            return False
-        self.queue.remove(task)
-        task.settle(outcome)
-        self.finish_if_quiet(task)
-        return True
-
-    def finish_if_quiet(self, task: PrefetchTask) -> None:
-        """Makes a settled task's outcome final once no `deliver` of it runs; with the lock held."""
-        if task.settling is not None and task.outcome is None and not task.delivering:
-            self.ledger.finish(task, task.settling)
-            self.settled.notify_all()
-
-    def mark(self, task: PrefetchTask, index: int, state: int) -> None:
-        """A block has arrived (DONE) or not (LOST), with the lock held; the last one settles the task."""
-        task.mark(index, state)
-        if task.is_open and not task.remaining:
-            self.settle(task, PrefetchOutcome.FAILED if task.failed() else PrefetchOutcome.READY)
-
-    def expire(self, task: PrefetchTask) -> None:
-        """Ends a task whose deadline has passed, with the lock held."""
-        if task.is_open and self.clock() >= task.expires:
-            self.settle(task, PrefetchOutcome.TIMEOUT)
-
-    def cancel(self, task: PrefetchTask) -> bool:
-        with self.lock:
-            return self.settle(task, PrefetchOutcome.CANCELLED)
-
-    def outcome_of(self, task: PrefetchTask) -> PrefetchOutcome | None:
-        with self.lock:
-            self.expire(task)
-            return task.outcome
-
-    def failed_of(self, task: PrefetchTask) -> frozenset[int]:
-        with self.lock:
-            return task.failed()
-
-    def wait(self, task: PrefetchTask, timeout: float | None) -> PrefetchOutcome:
-        """The outcome, or TIMEOUT when `timeout` seconds or the task's deadline have passed first."""
-        with self.lock:
-            start = self.clock()
-            limit = task.expires if timeout is None else min(task.expires, start + timeout)
-            self.counters.waits += 1
-            while task.outcome is None and (left := limit - self.clock()) > 0:
-                self.settled.wait(left)
-            self.expire(task)
-            self.counters.wait_seconds += self.clock() - start
-            self.counters.wait_timeouts += task.outcome in (None, PrefetchOutcome.TIMEOUT)
-            return task.outcome or PrefetchOutcome.TIMEOUT
-
-    def depths(self) -> Counter[PrefetchPriority]:
-        return self.queue.depths()
 
     def _next_load(self) -> Load | None:
         while (task := self.queue.first()) is not None:

@@ -168,7 +168,7 @@ class PrefetchEngine:
         threads = self._threads.alive()
         with self._dispatcher.lock:
             dispatcher = self._dispatcher
-            depths = dispatcher.depths()
+            depths = dispatcher.queue.depths()
             return PrefetchStats(
                 **msgspec.structs.asdict(dispatcher.counters),
                 outcomes={outcome: dispatcher.ledger.outcomes[outcome] for outcome in PrefetchOutcome},
