@@ -43,7 +43,8 @@ class DeviceBlocks:
         """Host memory that copies are fastest with."""
         if not self._device.pins_host_memory:
             return memoryview(bytearray(nbytes))
-        return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
+        # an array is a buffer, which numpy's stubs say from Python 3.12 on
+        return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
 
     def warm_up(self) -> None:
         """Copies the dummy block there and back, so that a Gaudi has compiled the copies before a request waits."""
@@ -66,6 +67,8 @@ class DeviceBlocks:
     # threads begin outside of inference mode, in which the cache was made
     @torch.inference_mode()
     def _copy(self, blocks: Sequence[tuple[int, memoryview]], to_device: bool) -> None:
+        # what was launched before is no part of the recipe of a block
+        self._device.end_recipe()
         for block_id, block in blocks:
             offset = 0
             pair = torch.tensor([[0, block_id]] if to_device else [[block_id, 0]])

@@ -77,7 +77,7 @@ class SwappingWorker(OffloadingWorker):
         self._finished.append(TransferResult(job_id, True, copied, time.perf_counter() - start))
         return True
 
-    def _pairs(self, blocks: GPULoadStoreSpec, chunk_ids: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    def _pairs(self, blocks: GPULoadStoreSpec, chunk_ids: NDArray[np.integer]) -> list[NDArray[np.int64]]:
         """Per group int64 [n, 2]: block of the device, block of the host. The first chunk of a group may be begun in
         its middle, and the last one left there."""
         found, block_start, chunk_start = [], 0, 0

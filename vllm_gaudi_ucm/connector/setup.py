@@ -45,7 +45,8 @@ class ConnectorSetup:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         (group,) = kv_cache_config.kv_cache_groups
         per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        layers = {name: per_layer[name] if per_layer else group.kv_cache_spec for name in group.layer_names}
+        specs = {name: per_layer[name] if per_layer else group.kv_cache_spec for name in group.layer_names}
+        layers = {name: spec for name, spec in specs.items() if isinstance(spec, AttentionSpec)}
         options = ConnectorOptions.resolve(extra, EXTRA_CONFIG)
         _check_process(options, vllm_config.parallel_config.distributed_executor_backend)
         return cls(vllm_config, options, group.kv_cache_spec.block_size, layers)

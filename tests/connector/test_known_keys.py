@@ -1,0 +1,27 @@
+"""What the scheduler believes the store to hold."""
+
+from __future__ import annotations
+
+from vllm_gaudi_ucm.connector.known_keys import SAVE_SECONDS, KnownKeys
+
+
+def test_the_oldest_are_forgotten() -> None:
+    known = KnownKeys(most=2)
+    known.add([b"a", b"b"])
+    known.add([b"a", b"c"])
+    assert (b"a" in known, b"b" in known, b"c" in known, len(known)) == (True, False, True, 2)
+    known.clear()
+    assert len(known) == 0
+
+
+def test_a_miss_forgets_what_is_not_on_its_way() -> None:
+    """A look-up may be older than the save that it does not see."""
+    now = 0.0
+    known = KnownKeys(clock=lambda: now)
+    known.add([b"old"])
+    now = SAVE_SECONDS
+    known.add([b"new"])
+    known.missed([b"old", b"new", b"never"])
+    assert (b"old" in known, b"new" in known) == (False, True)
+    known.discard([b"new"])
+    assert b"new" not in known

@@ -1,0 +1,74 @@
+"""The connector's options: strict, and documented as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
+from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config
+
+MEMORY = {"store": {"kind": "memory"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "kv_connector_extra_config.store"),
+        ({"store": {"kind": "disk"}}, "store.kind: found 'disk'"),
+        ({"store": {"kind": "file"}}, "kv_connector_extra_config.store.path"),
+        ({**MEMORY, "load_deadlin": 3}, "load_deadline"),
+        ({**MEMORY, "load_deadline": 0}, "load_deadline: found 0"),
+        ({**MEMORY, "save": "yes"}, "save: found 'yes'"),
+        ({**MEMORY, "load_failure": "ignore"}, '"recompute"'),
+        ({**MEMORY, "prefetch": {"prefetch_workers": 0}}, "prefetch.prefetch_workers"),
+        ({**MEMORY, "save_queue": 0}, "save_queue: found 0"),
+        ({**MEMORY, "min_hit_blocks": 1.5}, "min_hit_blocks"),
+    ],
+)
+def test_what_cannot_be_used_is_named(given: dict[str, Any], message: str) -> None:
+    """covers: C4 C19"""
+    with pytest.raises(UcmConfigError, match=re.escape(message)):
+        ConnectorOptions.resolve(given, EXTRA_CONFIG)
+
+
+def test_every_option_is_documented_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kv-transfer.md").read_text()
+    for name, field in ConnectorOptions.model_fields.items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        if name not in ("store", "prefetch"):
+            assert f"`{field.default}`" in row
+            assert f"| {field.description} |" in row
+
+
+def config(name: str, **extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_the_policy_of_failed_loads_is_ours(policy: str) -> None:
+    ours = config("UcmConnector", **MEMORY, load_failure=policy)
+    complete_transfer_config(ours)
+    assert ours.kv_load_failure_policy == policy
+    other = config("ExampleConnector")
+    complete_transfer_config(other)
+    assert other.kv_load_failure_policy == "fail"
+
+
+def test_bad_options_are_found_before_the_engine_starts() -> None:
+    with pytest.raises(UcmConfigError, match="store"):
+        complete_transfer_config(config("UcmConnector"))
+
+
+def test_the_offloading_connector_gets_our_copies() -> None:
+    ours, theirs = config("OffloadingConnector"), config("OffloadingConnector", spec_name="Mine")
+    for one in (ours, theirs):
+        complete_transfer_config(one)
+        complete_transfer_config(one)
+    assert ours.kv_connector_extra_config["spec_name"] == "UcmOffloadingSpec"
+    assert theirs.kv_connector_extra_config == {"spec_name": "Mine"}
