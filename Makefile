@@ -43,7 +43,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup model demo serve test lint bench bench-sparse bench-store bench-peers clean clean-all
+.PHONY: help setup model demo serve test lint bench bench-attention bench-sparse bench-store bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure planning, buckets, recompilatio
 	$(PY) -m benchmarks.buckets
 	$(run_env) $(PY) -m benchmarks.recompilation
 	$(run_env) $(PY) -m benchmarks.engine --model $(MODEL) $(if $(wildcard $(PEERS_PY)),--peer-python $(PEERS_PY)) $(ARGS)
+
+bench-attention: $(PLUGIN_STAMP) ## Measure attention of one layer beside its peers (ARGS="--device cuda" on a GPU)
+	$(PY) -m benchmarks.attention $(ARGS)
 
 bench-sparse: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the sparse methods: quality of every summary, attention, verification, decoding
 	$(run_env) $(PY) -m benchmarks.sparse_quality --model $(MODEL)

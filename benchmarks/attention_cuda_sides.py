@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +13,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.attention_cuda_case import Batch
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 
-Side = tuple[Callable[[], None], Tensor]
-"""A call, and the [rows, heads, dim] tensor that it writes."""
 SEGMENTS = 16
+
+
+class Side(NamedTuple):
+    """A call; the tensor that the last one has written, in memory that a graph of the call keeps; that tensor as
+    [rows, heads, dim]."""
+
+    run: Callable[[], None]
+    written: Callable[[], Tensor]
+    rows: Callable[[], Tensor]
 
 
 def ours(batch: Batch, implementation: str) -> Side:
@@ -27,7 +35,7 @@ def ours(batch: Batch, implementation: str) -> Side:
             batch.query, batch.key, batch.value, *batch.caches, ready, batch.model.scale, out,
         )  # fmt: skip
 
-    return run, out
+    return Side(run, lambda: out, lambda: out)
 
 
 def vllm_triton(batch: Batch, split: bool) -> Side | None:
@@ -61,7 +69,7 @@ def vllm_triton(batch: Batch, split: bool) -> Side | None:
             **(room if split else {}),
         )  # fmt: skip
 
-    return run, out
+    return Side(run, lambda: out, lambda: out)
 
 
 def sdpa(batch: Batch, backend: SDPBackend) -> Side | None:
@@ -71,23 +79,20 @@ def sdpa(batch: Batch, backend: SDPBackend) -> Side | None:
         return None
     count, new, tokens = len(requests), requests[0].new, requests[0].cached + requests[0].new
     ids = batch.tables.long()
-    keys, values = (
-        cache[ids].flatten(1, 2)[:, :tokens].transpose(1, 2).contiguous() for cache in batch.caches
-    )
+    keys, values = (cache[ids].flatten(1, 2)[:, :tokens].transpose(1, 2).contiguous() for cache in batch.caches)
     groups = model.heads // model.kv_heads
     if new == 1:
         query = batch.query.view(count, model.kv_heads, groups, model.dim)
     else:
         query = batch.query.view(count, new, model.heads, model.dim).transpose(1, 2).contiguous()
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    out = torch.empty_like(batch.query)
+    last: list[Tensor] = []
 
     def run() -> None:
         with sdpa_kernel(backend):
-            found = scaled_dot_product_attention(query, keys, values, is_causal=new > 1)
-        holder[0] = found
+            last[:] = [scaled_dot_product_attention(query, keys, values, is_causal=new > 1)]
 
-    holder = [out]
-    run()
-    found = holder[0]
-    return run, found.view_as(batch.query) if new == 1 else found.transpose(1, 2).reshape_as(batch.query)
+    def rows() -> Tensor:
+        return (last[0] if new == 1 else last[0].transpose(1, 2)).reshape(batch.query.shape)
+
+    return Side(run, lambda: last[0], rows)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 
-import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_causal import causal
@@ -90,6 +89,6 @@ def _too_large(layer: Layer, plan: Plan) -> str | None:
 
 
 def _tell(reason: str) -> None:
-    if reason not in _told and not torch.cuda.is_current_stream_capturing():
+    if reason not in _told:
         _told.add(reason)
         logger.warning("unified_attention: the CUDA kernels do not cover %s; the reference computes it, slower", reason)

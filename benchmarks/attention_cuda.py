@@ -1,0 +1,150 @@
+"""Attention of one layer on a GPU: ours, vLLM's Triton kernels and torch SDPA in one run, interleaved, in CUDA graphs.
+
+`python -m benchmarks.attention --device cuda`. 32 query and 8 kv heads of 128, blocks of 128 tokens, bf16, the parts as
+a bucket has them. Every result is poisoned before its run and compared with float64. Where vLLM is not installed its
+columns are empty; SDPA is given contiguous keys, which a paged cache never has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from benchmarks.attention_cuda_case import CASES, Batch, Case, Model, make_batch
+from benchmarks.attention_cuda_sides import Side, ours, sdpa, vllm_triton
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare
+
+OURS = "ours"
+GATE = 1e-2  # relative L2 error, bf16
+INNER = 5  # calls in one graph, so that the launch of the graph does not count
+
+
+@dataclass
+class Result:
+    """Milliseconds and relative errors by contender; plan: what is derived once per step; limit: of this GPU."""
+
+    name: str
+    goal: float
+    limit: float
+    plan: float
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parse(argv)
+    if not torch.cuda.is_available():
+        print("benchmarks.attention: found no CUDA GPU, expected one", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    rate = copy_rate(device)
+    results = [measure(case, rate, args.repeats, device) for case in CASES]
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, copies at {rate / 1e12:.2f} TB/s")
+    for result in results:
+        print(_line(result))
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    return int(max(result.errors[OURS] for result in results) > GATE)
+
+
+def measure(case: Case, rate: float, repeats: int, device: torch.device) -> Result:
+    """A B C A B C: every contender in turn, and the median of each."""
+    batch = make_batch(case, Model(), device)
+    sides: dict[str, Side | None] = {
+        OURS: ours(batch, "auto"),
+        "triton 2d": vllm_triton(batch, split=False),
+        "triton 3d": vllm_triton(batch, split=True),
+        "sdpa flash": sdpa(batch, SDPBackend.FLASH_ATTENTION),
+        "sdpa cudnn": sdpa(batch, SDPBackend.CUDNN_ATTENTION),
+    }
+    there = {name: side for name, side in sides.items() if side is not None}
+    result = Result(case.name, case.goal, batch.bytes / rate * 1e3, _median(_graph(lambda: _plan(batch)), repeats))
+    graphs = {name: _graph(side.run) for name, side in there.items()}
+    samples: dict[str, list[float]] = {name: [] for name in there}
+    for _ in range(repeats):
+        for name, graph in graphs.items():
+            there[name].written().fill_(float("nan"))
+            samples[name].append(_milliseconds(graph))
+    for name, side in there.items():
+        result.milliseconds[name] = statistics.median(samples[name])
+        result.errors[name] = relative_error(batch, side.rows())
+    return result
+
+
+def relative_error(batch: Batch, out: Tensor) -> float:
+    """Relative L2 error of some rows against float64; infinite where any row is not finite."""
+    if not bool(out.isfinite().all()):
+        return float("inf")
+    last = batch.query.shape[0] - 1
+    rows = sorted({0, 1, last // 3, last // 2, last - 1, last})
+    exact = torch.stack([batch.exact(row) for row in rows])
+    return float((out[rows].double() - exact).norm() / exact.norm())
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes read and written per second by a copy of 4 GB."""
+    source = torch.empty(2**30, device=device).normal_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (_median(_graph(lambda: target.copy_(source)), 9) / 1e3)
+
+
+def _plan(batch: Batch) -> None:
+    prepare(batch.parts, batch.model.block_size)
+
+
+def _graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """INNER calls as one graph; the first call, outside of it, compiles the kernels."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(INNER):
+            run()
+    return graph
+
+
+def _median(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    return statistics.median(_milliseconds(graph) for _ in range(repeats))
+
+
+def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Of one call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / INNER
+
+
+def _line(result: Result) -> str:
+    own = result.milliseconds[OURS]
+    others = (f"{name} {ms:.3f} ({ms / own:.2f}x)" for name, ms in result.milliseconds.items() if name != OURS)
+    return (
+        f"{result.name:<28} ours {own:.3f} ms, goal {result.goal:.2f}, limit {result.limit:.3f} "
+        f"({result.limit / own:.0%} reached), plan {result.plan:.3f}, error {result.errors[OURS]:.1e}; "
+        + ", ".join(others)
+    )
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention --device cuda", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=9, help="samples of each contender")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

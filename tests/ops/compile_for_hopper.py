@@ -1,0 +1,62 @@
+"""Compiles the CUDA kernels for compute capability 9.0 where there is no GPU; prints each with its shared memory.
+
+usage: python -m tests.ops.compile_for_hopper bfloat16|float32
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests.ops.batch import Request, Shape, build
+from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
+from vllm_gaudi_ucm.ops.unified_attention.impl import cuda
+
+
+class Hopper:
+    """A driver that says what it drives and can launch nothing."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def compile_instead_of_launching(found: dict[str, int]) -> None:
+    """Every launch from here on compiles its kernel, and notes bytes of shared memory by name."""
+    driver.set_active(Hopper())
+    plain: Any = JITFunction.run
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        kernel = plain(self, *arguments, grid=grid, warmup=True, **named)
+        found[self.fn.__name__] = max(found.get(self.fn.__name__, 0), kernel.metadata.shared)
+
+    JITFunction.run = run  # type: ignore[method-assign]
+
+
+def main(dtype: torch.dtype) -> None:
+    chosen = frozenset({0, 1})
+    requests = [Request(600, 1, prefix=2), Request(700, 3, prefix=2), Request(400, 1, chosen=chosen)]
+    shape = Shape(32, 8, 128, 128, 128, dtype, poison=0.0, memory="pairs by token")
+    batch = build(requests, shape)
+    found: dict[str, int] = {}
+    compile_instead_of_launching(found)
+    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
+    plan = cuda.plan(batch.parts, shape.block_size)
+    assert cuda.attend(*tensors, plan, batch.scale, torch.empty_like(batch.query))
+    kv_cache.write(*tensors[1:], batch.slots)
+    for name, shared in found.items():
+        print(name, shared)
+
+
+if __name__ == "__main__":
+    main(getattr(torch, sys.argv[1]))

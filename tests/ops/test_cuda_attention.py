@@ -1,0 +1,147 @@
+"""What only the CUDA implementation promises. Runs on a GPU, or on a CPU in the process of test_interpreter.py."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.ops.batch import Memory, Request, Shape, build, requests_strategy, sparse_requests_strategy
+from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
+from tests.ops.test_padding import Pads, pad
+from tests.ops.test_unified_attention import COMMON, shapes
+
+pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
+
+# Decodes with and without a shared prefix, a prompt with a context, one without, a verification with a choice.
+MIXED = [
+    Request(9, 1, prefix=2),
+    Request(12, 1, prefix=3, chosen=frozenset({0, 1})),
+    Request(0, 1),
+    Request(8, 7, prefix=2),
+    Request(19, 4, chosen=frozenset({1, 2}), dropped=frozenset({0, 3})),
+    Request(0, 11),
+]
+
+
+def _scaled(block_size: int) -> list[Request]:
+    return [replace(r, cached=r.cached // 4 * block_size + r.cached % 4) for r in MIXED]
+
+
+@given(requests=requests_strategy(block_size=4), shape=shapes())
+@settings(COMMON, max_examples=examples(60))
+def test_any_batch_equals_the_oracle(requests: list[Request], shape: Shape) -> None:
+    """covers: A1, A2, A5, A9, A10, A11."""
+    assert_matches(build(requests, shape), "cuda")
+
+
+@given(requests=sparse_requests_strategy(block_size=4), shape=shapes())
+@settings(COMMON, max_examples=examples(60))
+def test_any_choice_equals_the_oracle(requests: list[Request], shape: Shape) -> None:
+    """covers: C15, C16."""
+    assert_matches(build(requests, shape), "cuda", prepared=True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim", "dtype", "block_size", "memory"),
+    [
+        (4, 2, 64, 64, torch.bfloat16, 16, "pairs by token"),
+        (6, 2, 96, 96, torch.float16, 16, "pairs by head"),
+        (8, 1, 128, 128, torch.bfloat16, 128, "dense"),
+        (2, 2, 256, 256, torch.float32, 16, "pairs by token"),
+        (9, 3, 20, 36, torch.float32, 1, "holes"),
+    ],
+)
+def test_heads_blocks_and_memory(
+    heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, block_size: int, memory: Memory
+) -> None:
+    """covers: A12. Any head size up to 256, any ratio of heads, any block size and layout of the cache."""
+    shape = Shape(heads, kv_heads, dim, value_dim, block_size, dtype, memory=memory)
+    assert_matches(build(_scaled(block_size), shape), "cuda", prepared=True)
+
+
+def test_a_cache_of_another_dtype() -> None:
+    """Queries in fp32 over a cache in bf16: the arithmetic is fp32."""
+    batch = build(MIXED, Shape(poison=0.0))
+    halves = replace(batch, key_cache=batch.key_cache.bfloat16(), value_cache=batch.value_cache.bfloat16())
+    torch.testing.assert_close(attend(halves, "cuda"), attend(halves, "reference"))
+
+
+@pytest.mark.parametrize("programs", [1, 3, 11])
+@pytest.mark.parametrize("loose", [False, True])
+def test_any_number_of_programs_is_the_same(monkeypatch: pytest.MonkeyPatch, programs: int, loose: bool) -> None:
+    """covers: A13, A22. Shares that cut a row's blocks, more programs than entries, programs without a share."""
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_shared, cuda_spans
+
+    for module in (cuda_shared, cuda_spans):
+        monkeypatch.setattr(module, "programs_of", lambda *_: programs)
+    assert_matches(build([*MIXED, Request(90, 1), Request(61, 3)], Shape(loose=loose)), "cuda", prepared=True)
+
+
+@pytest.mark.parametrize("phase", ["csu", "--u"])
+def test_a_bucket_of_more_phases(phase: str) -> None:
+    """covers: B4. Parts that the step does not have, and single rows of the bucket that are rows of a prompt."""
+    pads = Pads(rows=3, shared=4, unique=5, spans=1, singles=9, phase=phase)
+    for requests in ([], [Request(0, 6)], [Request(4, 1, prefix=1), Request(7, 1, prefix=1)]):
+        assert_matches(pad(build(requests, Shape(pads=0)), pads, math.nan), "cuda", prepared=True)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize("request_index", [1, 3, 5])
+def test_a_bad_token_breaks_the_rows_that_see_it(bad: float, which: str, request_index: int) -> None:
+    """covers: A9. Also where other rows of the same tile do not see it."""
+    batch = build(MIXED, Shape(poison=1e4))
+    last = batch.first_row[request_index] + batch.requests[request_index].new - 1
+    expected = attend(batch, "reference")
+    slot = divmod(int(batch.slots[last]), batch.key_cache.shape[1])
+    getattr(batch, which)[last] = bad
+    getattr(batch, f"{which}_cache")[slot] = bad
+    out = attend(batch, "cuda")
+    assert not out[last].isfinite().all(-1).any(), "a broken token must stay detectable"
+    others = [row for row in range(out.shape[0]) if row != last]
+    torch.testing.assert_close(out[others], expected[others])
+
+
+def test_a_bad_token_that_rows_of_a_tile_share_in_part() -> None:
+    """covers: A9, A14. One request sees two tokens of a shared block, the other only the first: the second is NaN."""
+    batch = build([Request(3, 1, prefix=1), Request(5, 1, prefix=1), Request(6, 3, prefix=1)], Shape(poison=1e4))
+    assert batch.parts.shared is not None
+    batch.parts.shared.hi[0, 0] = 2
+    batch.value_cache[batch.tables[1][0], 3] = math.nan
+    expected, out = attend(batch, "reference"), attend(batch, "cuda")
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
+    torch.testing.assert_close(out, expected, equal_nan=True)
+
+
+def test_repeats_are_equal_to_the_last_bit() -> None:
+    batch = build(MIXED, Shape(dtype=torch.float16))
+    assert torch.equal(attend(batch, "cuda"), attend(batch, "cuda"))
+
+
+def test_a_layer_gives_its_own_blocks() -> None:
+    batch = build(MIXED, Shape())
+    part = batch.parts.selected
+    assert part is not None
+    expected, own = attend(batch, "cuda"), part.blocks.clone()
+    batch.parts = batch.parts._replace(selected=part._replace(blocks=torch.zeros_like(own)))
+    assert torch.equal(attend(batch, "cuda", prepared=True, selected_blocks=own), expected)
+
+
+@pytest.mark.parametrize(("shape", "reason"), [(Shape(dim=272), "heads of 272"), (Shape(heads=130), "65 query heads")])
+def test_what_is_not_covered_is_said_once_and_computed_by_the_reference(
+    caplog: pytest.LogCaptureFixture, shape: Shape, reason: str
+) -> None:
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda
+
+    cuda._told.clear()
+    batch = build([Request(5, 1), Request(0, 3)], shape)
+    with caplog.at_level(logging.WARNING):
+        found = [attend(batch, "cuda") for _ in range(2)]
+    assert torch.equal(found[0], attend(batch, "reference").to(found[0].dtype)) or torch.cuda.is_available()
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
