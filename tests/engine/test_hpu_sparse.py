@@ -63,3 +63,27 @@ def test_tokens_and_compilations(tiny_llama: Path, tmp_path: Path) -> None:
         assert run["served"] == run["warm"], method
         assert run["selected"] > 0
         assert run["warm"][1] > 0
+
+
+def serve_memory_mode(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What memory mode moved, and the card's counts when warm and in the end."""
+    graphs = {"mode": "capture", "warm_up": "full", "max_graphs": 20}
+    with Engine(Path(model), {**options, "graphs": graphs}, **OPTIONS, enable_prefix_caching=False) as engine:
+        from habana_frameworks.torch.simulator import card
+
+        warm = card.compilations, card.captures, card.bypasses
+        answers = engine.staggered(PROMPTS, [0, 1, 3, 7], 40)
+        served = card.compilations, card.captures, card.bypasses
+        totals = dataclasses.asdict(engine._core.scheduler.residency.totals)
+    return {"lengths": [len(answer.tokens) for answer in answers], "warm": warm, "served": served, "totals": totals}
+
+
+def test_memory_mode_compiles_nothing_once_warm(tiny_llama: Path, tmp_path: Path) -> None:
+    """covers: B1. Blocks leave and come back by recipes that were compiled before serving."""
+    mode = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
+    options = {**ucm("ESA"), "memory_mode": mode}
+    found = run_on_card(serve_memory_mode, tmp_path, model=str(tiny_llama), options=options).result
+    assert found["lengths"] == [40] * len(PROMPTS)
+    assert found["totals"]["released"]
+    assert found["totals"]["loaded"]
+    assert found["served"] == found["warm"]
