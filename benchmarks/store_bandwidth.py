@@ -36,26 +36,32 @@ def key(number: int) -> bytes:
 def measure_bandwidth(
     block_bytes: int, count: int, repeats: int, progress: Callable[[float], None]
 ) -> list[dict[str, Any]]:
-    """Rows: MiB per second, and the ratio to a plain copy and to what the store is built on."""
+    """Rows: MiB per second, and the ratio to a plain copy and to what the store is built on.
+
+    CPU seconds are those of this process, all threads together: they tell the work also on a machine that is busy.
+    """
     data = np.random.default_rng(0).integers(0, 256, (count, block_bytes), dtype=np.uint8)
     targets = [memoryview(row) for row in np.zeros_like(data)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         runs = _contenders(stack, folder, data)
         times: dict[str, list[float]] = {name: [] for name in runs}
+        busy: dict[str, list[float]] = {name: [] for name in runs}
         for repeat in range(repeats + 1):
             for index, (name, run) in enumerate(runs.items()):
                 for target in targets:
                     target[:8] = b"\xee" * 8
-                start = time.perf_counter()
+                start, start_busy = time.perf_counter(), time.process_time()
                 run(targets)
-                spent = time.perf_counter() - start
+                spent, spent_busy = time.perf_counter() - start, time.process_time() - start_busy
                 assert all(target == memoryview(row) for target, row in zip(targets, data, strict=True)), name
                 if repeat:  # the first round faults memory in
                     times[name].append(spent)
+                    busy[name].append(spent_busy)
                 progress((repeat + index / len(runs)) / (repeats + 1))
-    speeds = {name: data.nbytes / 2**20 / statistics.median(spent) for name, spent in times.items()}
-    return [_row(name, speeds) for name in speeds]
+    mib = data.nbytes / 2**20
+    speeds = {name: mib / statistics.median(spent) for name, spent in times.items()}
+    return [_row(name, speeds) | {"MiB per CPU second": mib / statistics.median(busy[name])} for name in speeds]
 
 
 def _row(name: str, speeds: dict[str, float]) -> dict[str, Any]:
