@@ -1,0 +1,191 @@
+"""The scheduler's half: what is asked, loaded, saved, and how its options change that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.connector.fault_store import FaultStore
+from tests.connector.test_setup import make_setup
+from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
+
+BLOCK = 16
+
+
+def make_request(name: str, count: int, **more: Any) -> Any:
+    """The fields of vLLM's request that are read."""
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "all_token_ids": list(range(count)),
+        "num_tokens": count,
+        "num_computed_tokens": 0,
+        "skip_reading_prefix_cache": False,
+        "sampling_params": None,
+        "lora_request": None,
+        "mm_features": [],
+        "cache_salt": None,
+        "prompt_embeds": None,
+    }
+    return SimpleNamespace(**{**fields, **more})
+
+
+def scheduled(**num_scheduled: int) -> Any:
+    return SimpleNamespace(num_scheduled_tokens=num_scheduled)
+
+
+class Side:
+    """A scheduler side over a store in a dictionary."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+        self.store = FaultStore()
+        monkeypatch.setattr("vllm_gaudi_ucm.connector.setup.open_store", lambda options, block_bytes: self.store)
+        setup = make_setup(folder, **changes)
+        # what prefetches for waiting requests are planned by
+        setup.vllm_config.scheduler_config = SimpleNamespace(max_num_seqs=4)  # type: ignore[misc]
+        self.side = SchedulerSide(setup, lambda request_id: list(range(100, 200)))
+
+    def save(self, count: int) -> list[bytes]:
+        """Keys of the blocks of a request with so many tokens, now stored."""
+        request = make_request("first", count)
+        self.side.begin(request)
+        saves = self.side.metadata(scheduled(first=count)).saves
+        self.store.blocks.update({save.key: b"" for save in saves})
+        self.side.end("first")
+        return [save.key for save in saves]
+
+
+@pytest.fixture
+def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[Side] = []
+
+    def make(**changes: Any) -> Side:
+        made.append(Side(tmp_path, monkeypatch, **changes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.side.close()
+
+
+def matched(side: Side, request: Any, computed: int = 0) -> int | None:
+    """Asks until there is an answer."""
+    for _ in range(1000):
+        found = side.side.matched_tokens(request, computed)
+        if found is not None:
+            return found
+    return None
+
+
+@pytest.mark.parametrize(("count", "hits"), [(15, 0), (16, 0), (17, 16), (64, 48), (65, 64), (200, 64)])
+def test_the_last_token_is_never_loaded(sides: Any, count: int, hits: int) -> None:
+    side = sides()
+    side.save(64)
+    request = make_request("second", count)
+    side.side.begin(request)
+    assert matched(side, request) == hits
+
+
+def test_what_the_device_has_is_not_loaded(sides: Any) -> None:
+    side = sides()
+    keys = side.save(64)
+    request = make_request("second", 70)
+    side.side.begin(request)
+    assert matched(side, request, computed=32) == 32
+    side.side.admitted(request, [7, 8, 9, 10, 11], 32)
+    (load,) = side.side.metadata(scheduled()).loads
+    assert (load.keys, load.block_ids) == (keys[2:4], [9, 10])
+    assert side.side.metadata(scheduled()).loads == []
+
+
+@pytest.mark.parametrize(("least", "hits"), [(1, 32), (2, 32), (3, 0)])
+def test_min_hit_blocks(sides: Any, least: int, hits: int) -> None:
+    side = sides(options={"min_hit_blocks": least})
+    side.save(32)
+    request = make_request("second", 80)
+    side.side.begin(request)
+    assert matched(side, request) == hits
+
+
+def test_each_block_is_saved_once_and_drafts_are_not(sides: Any) -> None:
+    """covers: C20"""
+    side = sides()
+    request = make_request("a", 40)
+    side.side.begin(request)
+    assert [save.block_id for save in side.side.metadata(scheduled(a=20)).saves] == [100]
+    request.num_computed_tokens = 20
+    # 20 tokens of the prompt and 10 drafts, which would fill the third block
+    assert [save.block_id for save in side.side.metadata(scheduled(a=30)).saves] == [101]
+    request.all_token_ids += list(range(8))
+    request.num_tokens, request.num_computed_tokens = 48, 40
+    assert [save.block_id for save in side.side.metadata(scheduled(a=8)).saves] == [102]
+    twin = make_request("b", 40)
+    side.side.begin(twin)
+    assert side.side.metadata(scheduled(b=40)).saves == []
+
+
+@pytest.mark.parametrize("change", [{"options": {"save": False}}, {"role": "kv_consumer"}])
+def test_nothing_is_saved(sides: Any, change: dict[str, Any]) -> None:
+    side = sides(**change)
+    assert side.save(64) == []
+
+
+def test_a_producer_loads_nothing(sides: Any) -> None:
+    side = sides(role="kv_producer")
+    assert len(side.save(64)) == 4
+    request = make_request("second", 70)
+    side.side.begin(request)
+    assert side.side.matched_tokens(request, 0) == 0
+    assert side.store.looked_up == 0
+
+
+def test_a_failed_load_is_not_tried_again_and_its_blocks_are_saved_again(sides: Any) -> None:
+    """covers: C8"""
+    side = sides()
+    side.save(64)
+    request = make_request("second", 70)
+    side.side.begin(request)
+    assert matched(side, request) == 64
+    side.side.admitted(request, [1, 2, 3, 4, 5], 64)
+    side.side.metadata(scheduled())
+    side.side.loaded({"second"}, {3})
+    assert side.side.matched_tokens(request, 0) == 0
+    assert [save.block_id for save in side.side.metadata(scheduled(second=70)).saves] == [102]
+
+
+@pytest.mark.parametrize("deadline", [0.05, 5.0])
+def test_lookup_deadline(sides: Any, deadline: float) -> None:
+    """covers: D4"""
+    side = sides(options={"lookup_deadline": deadline})
+    side.save(64)
+    side.store.lookup_seconds = 0.3
+    request = make_request("second", 70)
+    side.side.begin(request)
+    assert side.side.matched_tokens(request, 0) is None
+    assert matched(side, request) == (64 if deadline > 1 else 0)
+    assert side.side.counts.timeouts == (deadline < 1)
+
+
+def test_extra_keys_that_are_no_plain_data_are_not_stored(sides: Any) -> None:
+    """covers: D5"""
+    side = sides()
+    request = make_request("odd", 70, cache_salt=object())
+    side.side.begin(request)
+    assert side.side.matched_tokens(request, 0) == 0
+    assert side.side.metadata(scheduled(odd=70)).saves == []
+    assert side.side.num_requests == 0
+
+
+def test_after_a_reset_nothing_is_found_and_everything_is_saved(sides: Any) -> None:
+    side = sides()
+    side.save(64)
+    blocks = dict(side.store.blocks)
+    assert side.side.clear()
+    side.store.blocks.update(blocks)  # a server that others share keeps them
+    request = make_request("second", 70)
+    side.side.begin(request)
+    assert matched(side, request) == 0
+    assert len(side.side.metadata(scheduled(second=70)).saves) == 4

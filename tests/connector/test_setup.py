@@ -1,0 +1,128 @@
+"""What keys depend on: engines that differ in anything that changes KV have different namespaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from tests.engine.tiny_models import make_config
+from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.connector.setup import ConnectorSetup, sparse_policy
+
+GSA = {"ucm_sparse_method": "GSA"}
+
+
+def make_setup(folder: Path, **changes: Any) -> ConnectorSetup:
+    """The configuration of an engine, as far as it is read; changes: of its parts."""
+    given: dict[str, Any] = {
+        "dtype": torch.float32,
+        "kv_dtype": torch.float32,
+        "block_size": 16,
+        "heads": 2,
+        "layers": ("0", "1"),
+        "ucm": {},
+        "revision": None,
+        "hf": {},
+        "role": "kv_both",
+        "options": {},
+        "executor": "uni",
+        **changes,
+    }
+    folder.mkdir(exist_ok=True)
+    model = SimpleNamespace(
+        model=str(folder),
+        dtype=given["dtype"],
+        revision=given["revision"],
+        hf_config=make_config("llama", **given["hf"]),
+    )
+    transfer = KVTransferConfig(
+        kv_connector="UcmConnector",
+        kv_role=given["role"],
+        kv_connector_extra_config={"store": {"kind": "memory"}, **given["options"]},
+    )
+    config: Any = SimpleNamespace(
+        model_config=model,
+        speculative_config=None,
+        additional_config={"ucm": given["ucm"]},
+        kv_transfer_config=transfer,
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, distributed_executor_backend=given["executor"]),
+    )
+    spec = FullAttentionSpec(
+        block_size=given["block_size"], num_kv_heads=given["heads"], head_size=8, dtype=given["kv_dtype"]
+    )
+    group = KVCacheGroupSpec(list(given["layers"]), spec)
+    return ConnectorSetup.of(config, KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.bfloat16},
+        {"kv_dtype": torch.bfloat16},
+        {"block_size": 32},
+        {"heads": 1},
+        {"layers": ("0", "1", "2")},
+        {"revision": "v2"},
+        {"hf": {"rms_norm_eps": 1e-3}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_each_of_these_changes_the_keys(tmp_path: Path, change: dict[str, Any]) -> None:
+    """covers: D1"""
+    base, other = make_setup(tmp_path), make_setup(tmp_path, **change)
+    assert base.namespace(sparse=False) != other.namespace(sparse=False)
+
+
+def test_other_weights_change_the_keys_and_another_place_does_not(tmp_path: Path) -> None:
+    """covers: D1"""
+    digests = []
+    for parent, weights in (("x", b"1"), ("y", b"1"), ("z", b"2")):
+        folder = tmp_path / parent / "model"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(weights)
+        digests.append(make_setup(folder).namespace(sparse=False))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_sparse_method_counts_for_the_requests_that_it_applies_to(tmp_path: Path) -> None:
+    """covers: D2"""
+    dense, sparse = make_setup(tmp_path), make_setup(tmp_path, ucm=GSA)
+    assert dense.namespace(sparse=True) == dense.namespace(sparse=False) == sparse.namespace(sparse=False)
+    assert sparse.namespace(sparse=True) != sparse.namespace(sparse=False)
+    policies = {
+        sparse_policy(resolve_config({"ucm": {**GSA, "ucm_sparse_config": {"GSA": options}}}))
+        for options in ({}, {"sparse_ratio": 0.2}, {"prefetch_workers": 9}, {"min_tokens": 64})
+    }
+    # how blocks are prefetched changes nothing in them
+    assert len(policies) == 3
+
+
+def test_bytes_of_a_block(tmp_path: Path) -> None:
+    assert make_setup(tmp_path).block_bytes == 2 * (16 * 2 * 16 * 4)
+
+
+@pytest.mark.parametrize(
+    ("role", "save", "loads", "saves"),
+    [
+        ("kv_both", True, True, True),
+        ("kv_both", False, True, False),
+        ("kv_consumer", True, True, False),
+        ("kv_producer", True, False, True),
+    ],
+)
+def test_role_and_option_say_what_it_does(tmp_path: Path, role: str, save: bool, loads: bool, saves: bool) -> None:
+    setup = make_setup(tmp_path, role=role, options={"save": save})
+    assert (setup.loads, setup.saves) == (loads, saves)
+
+
+def test_memory_of_another_process_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UcmConfigError, match=r"store\.kind.*distributed-executor-backend mp"):
+        make_setup(tmp_path, executor="mp")
+    make_setup(tmp_path, executor="mp", options={"store": {"kind": "redis"}})
