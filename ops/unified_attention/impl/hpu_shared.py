@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_sizes
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_blocks import in_range
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_sizes import MOST_ROWS, kv_tokens, score_tokens
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_sizes import kv_tokens, score_tokens
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import Scaling, accumulate, attend_tile
 from vllm_gaudi_ucm.ops.unified_attention.partial import combine, nothing
 from vllm_gaudi_ucm.ops.unified_attention.parts import Partial, SharedGroup, SharedPart
@@ -21,7 +22,7 @@ def shared(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SharedPa
         return _all_rows(query, key_cache, value_cache, part, groups[0], scaling)
     result = nothing(query, query.shape[0], value_cache.shape[-1])
     for group in groups:
-        for rows in group.rows.split(MOST_ROWS):
+        for rows in group.rows.split(hpu_sizes.MOST_ROWS):
             spans = part.row_spans.index_select(0, rows)
             piece = _group_rows(query.index_select(0, rows), key_cache, value_cache, part, group, spans, scaling)
             both = combine(Partial(*(whole.index_select(0, rows) for whole in result)), piece)
@@ -36,7 +37,7 @@ def _all_rows(
     """A group of every row, as buckets have it: in whatever order it names them, they are taken as they lie."""
     pieces = [
         _group_rows(rows, key_cache, value_cache, part, group, spans, scaling)
-        for rows, spans in zip(query.split(MOST_ROWS), part.row_spans.split(MOST_ROWS), strict=True)
+        for rows, spans in zip(query.split(hpu_sizes.MOST_ROWS), part.row_spans.split(hpu_sizes.MOST_ROWS), strict=True)
     ]
     return pieces[0] if len(pieces) == 1 else Partial(*(torch.cat(column) for column in zip(*pieces, strict=True)))
 
