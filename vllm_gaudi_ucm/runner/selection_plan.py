@@ -32,7 +32,9 @@ class SelectionInput(NamedTuple):
 
     def take(self, index: NDArray[np.int64]) -> SelectionInput:
         """The entries of these requests."""
-        return SelectionInput(*(None if array is None else array[index] for array in self))
+        modes, counts, thresholds, slots, candidates, absent = self
+        taken = modes[index], counts[index], thresholds[index], slots[index], candidates[index]
+        return SelectionInput(*taken, absent=None if absent is None else absent[index])
 
     def left_out(self) -> NDArray[np.bool_] | None:
         """bool [requests, width] blocks that are attended by choice or not at all; None: every block is attended."""

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class ScoredLayer(NamedTuple):
-    """A layer that chooses. index: among the model's layers. summaries: [blocks, vectors, kv heads, width]."""
+    """A layer that chooses. layer_idx: among the model's layers. summaries: [blocks, vectors, kv heads, width]."""
 
-    index: int
+    layer_idx: int
     summaries: torch.Tensor
     scale: float
 
@@ -51,7 +51,7 @@ class BlockScorer:
     ) -> None:
         self._layers = list(layers)
         self._kind = kind
-        self._places = {layer.index: place for place, layer in enumerate(layers)}
+        self._places = {layer.layer_idx: place for place, layer in enumerate(layers)}
         device = layers[0].summaries.device
         self._queries = torch.zeros((len(layers), num_slots, *query_shape), dtype=query_dtype, device=device)
         self._away = [layer.summaries.new_zeros((num_rows, *layer.summaries.shape[1:])) for layer in layers]
