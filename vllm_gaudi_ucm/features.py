@@ -76,10 +76,15 @@ def _asked_by_engine(config: VllmConfig) -> Iterator[Asked]:
     for feature, (flag, is_asked) in flags.items():
         if is_asked:
             yield feature, flag
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector in CUDA_CONNECTORS:
+        yield f"the KV connector {transfer.kv_connector}, which copies by CUDA kernels of vLLM", "--kv-transfer-config"
     dtype = config.cache_config.cache_dtype
     if dtype not in ("auto", "float16", "bfloat16"):
         yield f"a KV cache of dtype {dtype}", f"--kv-cache-dtype {dtype}"
 
+
+CUDA_CONNECTORS = ("SimpleCPUOffloadConnector", "HiSparseConnector")
 
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 

@@ -71,10 +71,10 @@ class UcmPlatform(Platform):
         if vllm_config.scheduler_config.async_scheduling:
             logger.info("Asynchronous scheduling is off: a step's tokens are needed to plan the next one.")
             vllm_config.scheduler_config.async_scheduling = False
-        if vllm_config.kv_transfer_config is not None:
-            complete_transfer_config(vllm_config.kv_transfer_config)
-            if vllm_config.kv_transfer_config.kv_connector == UCM_CONNECTOR:
-                use_planning_scheduler(vllm_config)
+        complete_transfer_config(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector == UCM_CONNECTOR:
+            use_planning_scheduler(vllm_config)
         if config.ucm_sparse_method is not None:
             use_sparse_scheduler(vllm_config)
         if config.memory_mode.enabled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,25 +51,39 @@ def config(name: str, **extra: Any) -> KVTransferConfig:
     return KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
 
 
+def complete(transfer: KVTransferConfig | None, offloading: float | None = None) -> KVTransferConfig | None:
+    engine: Any = SimpleNamespace(
+        kv_transfer_config=transfer, cache_config=SimpleNamespace(kv_offloading_size=offloading)
+    )
+    complete_transfer_config(engine)
+    found: KVTransferConfig | None = engine.kv_transfer_config
+    return found
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_the_policy_of_failed_loads_is_ours(policy: str) -> None:
     ours = config("UcmConnector", **MEMORY, load_failure=policy)
-    complete_transfer_config(ours)
+    complete(ours)
     assert ours.kv_load_failure_policy == policy
     other = config("ExampleConnector")
-    complete_transfer_config(other)
+    complete(other)
     assert other.kv_load_failure_policy == "fail"
 
 
 def test_bad_options_are_found_before_the_engine_starts() -> None:
     with pytest.raises(UcmConfigError, match="store"):
-        complete_transfer_config(config("UcmConnector"))
+        complete(config("UcmConnector"))
 
 
 def test_the_offloading_connector_gets_our_copies() -> None:
     ours, theirs = config("OffloadingConnector"), config("OffloadingConnector", spec_name="Mine")
     for one in (ours, theirs):
-        complete_transfer_config(one)
-        complete_transfer_config(one)
+        complete(one)
+        complete(one)
     assert ours.kv_connector_extra_config["spec_name"] == "UcmOffloadingSpec"
     assert theirs.kv_connector_extra_config == {"spec_name": "Mine"}
+    # --kv-offloading-size, for which vLLM names the connector later
+    asked = complete(None, offloading=4.0)
+    assert asked is not None
+    assert asked.kv_connector_extra_config["spec_name"] == "UcmOffloadingSpec"
+    assert complete(None) is None

@@ -49,6 +49,11 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         "--speculative-config",
         {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
     ),
+    (
+        "the KV connector SimpleCPUOffloadConnector",
+        "--kv-transfer-config",
+        {"kv_transfer_config": KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both")},
+    ),
     ("dtype fp8", "--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}),
     ("prompt embeddings", "--enable-prompt-embeds", {"enable_prompt_embeds": True}),
     ("quantised weights (fp8)", "--quantization", {"quantization": "fp8"}),

@@ -8,19 +8,27 @@ from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.logger import plugin_logger
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
+    from vllm.config import VllmConfig
 
 logger = plugin_logger(__name__)
 
 OURS = "UcmConnector"
-OFFLOADING_SPEC = "UcmOffloadingSpec"
+_OFFLOADING = {"spec_name": "UcmOffloadingSpec", "spec_module_path": "vllm_gaudi_ucm.connector.offloading_spec"}
 
 
-def complete_transfer_config(config: KVTransferConfig) -> None:
+def complete_transfer_config(vllm_config: VllmConfig) -> None:
     """Checks the options of our connector, and gives vLLM's offloading connector copies that run on our devices.
 
     Raises UcmConfigError for options that cannot be used.
     """
+    if vllm_config.kv_transfer_config is None and vllm_config.cache_config.kv_offloading_size is not None:
+        from vllm.config import KVTransferConfig
+
+        # vLLM names the connector of --kv-offloading-size in this once the platform has seen the configuration
+        vllm_config.kv_transfer_config = KVTransferConfig(kv_connector_extra_config=dict(_OFFLOADING))
+    config = vllm_config.kv_transfer_config
+    if config is None:
+        return
     extra = config.kv_connector_extra_config
     if config.kv_connector == OURS:
         policy = ConnectorOptions.resolve(extra, EXTRA_CONFIG).load_failure
@@ -28,5 +36,4 @@ def complete_transfer_config(config: KVTransferConfig) -> None:
             logger.info("kv_load_failure_policy is %r: the option load_failure of %s says so", policy, OURS)
             config.kv_load_failure_policy = policy
     elif config.kv_connector == "OffloadingConnector" and "spec_name" not in extra:
-        extra["spec_name"] = OFFLOADING_SPEC
-        extra["spec_module_path"] = "vllm_gaudi_ucm.connector.offloading_spec"
+        extra.update(_OFFLOADING)
