@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from tests.ops.batch import Request, Shape, build
-from tests.ops.oracle import attend
+from tests.ops.oracle import CUDA_RUNS, attend
 from vllm_gaudi_ucm.ops.native.library import native
-from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention import api
+from vllm_gaudi_ucm.ops.unified_attention.api import (
+    PreparedParts,
+    choose_implementation,
+    choose_static_implementation,
+    prepare,
+    unified_attention,
+)
 
 REQUESTS = [Request(5, 1), Request(4, 3, prefix=1), Request(0, 4)]
 
@@ -99,3 +106,29 @@ def test_traces_as_one_graph_with_the_reference() -> None:
     arguments = _arguments()
     compiled = torch.compile(unified_attention, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(**arguments), unified_attention(**arguments))  # type: ignore[arg-type]
+
+
+def test_auto_is_cuda_on_a_gpu_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In graphs too; without triton it is the reference."""
+    for choose in (choose_implementation, choose_static_implementation):
+        for reason, expected in ((None, "cuda"), ("triton cannot be imported", "reference")):
+            monkeypatch.setattr(api, "why_not_triton", lambda device, reason=reason: reason)
+            assert choose("auto", "cuda") == expected
+        assert choose("reference", "cuda") == "reference"
+
+
+@pytest.mark.skipif(CUDA_RUNS, reason="CUDA kernels run here")
+@pytest.mark.parametrize(("device", "reason"), [("cpu", "TRITON_INTERPRET=1 is not set"), ("hpu", "they are for cuda")])
+def test_cuda_is_refused_elsewhere(device: str, reason: str) -> None:
+    """covers: A18"""
+    for choose in (choose_implementation, choose_static_implementation):
+        with pytest.raises(ValueError, match=f"'cuda' cannot be used here .*({reason}|cannot be imported)"):
+            choose("cuda", device)
+
+
+def test_what_is_compiled_is_the_reference_where_kernels_cannot_be_traced() -> None:
+    arguments = _arguments()
+    prepared = PreparedParts(arguments["parts"], 4, "cuda", None)  # type: ignore[arg-type]
+    compiled = torch.compile(unified_attention, backend="eager", fullgraph=True)
+    found = compiled(**{**arguments, "parts": prepared})
+    torch.testing.assert_close(found, unified_attention(**arguments, implementation="reference"))  # type: ignore[arg-type]

@@ -36,7 +36,8 @@ def test_the_interpreter_runs_the_tests_of_the_cuda_kernels(file: str) -> None:
     assert skipped is None
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+# products in fp32 are unrolled, which takes the compiler half a minute
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
     """Every kernel of a step with all parts, heads of 128: no GPU is needed to see that it compiles and fits."""
     lines = _run(["-m", "tests.ops.compile_for_hopper", dtype], TRITON_INTERPRET="0").splitlines()

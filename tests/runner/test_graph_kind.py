@@ -86,6 +86,14 @@ def test_kernels_that_read_shapes_on_the_host_exclude_static_shapes(mode: str) -
     assert graph_kind(config("off", "cpu"), "cpu", True, False) == "off"
 
 
+def test_kernels_that_torch_compile_cannot_trace_are_refused_there() -> None:
+    """covers: A18"""
+    with pytest.raises(ValueError, match=r"ucm\.attention\.implementation: 'cuda' .* ucm\.graphs\.mode 'compile'"):
+        graph_kind(config("compile", "cuda"), "cuda", True, False)
+    assert graph_kind(config("auto", "cuda"), "cuda", True, False) == "cuda_graph"
+    assert graph_kind(config("compile", "auto"), "cuda", True, False) == "compile"
+
+
 @pytest.mark.parametrize(
     ("graphs", "kind", "device", "expected"),
     [

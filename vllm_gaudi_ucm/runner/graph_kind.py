@@ -38,6 +38,11 @@ def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) 
             f"ucm.attention.implementation: {config.attention.implementation!r} reads a step's shape on the host, "
             f"which ucm.graphs.mode {mode!r} excludes; set the implementation to 'auto', or the mode to 'off'"
         )
+    if kind == "compile" and config.attention.implementation == "cuda":
+        raise ValueError(
+            "ucm.attention.implementation: 'cuda' launches kernels of its own, which ucm.graphs.mode 'compile' cannot "
+            "trace; set the implementation to 'auto', or the mode to 'capture'"
+        )
     return kind
 
 
