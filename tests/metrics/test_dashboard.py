@@ -32,6 +32,7 @@ ROWS = [
     "Time by stage",
     "Sparse methods",
     "KV stores and prefetch",
+    "Memory mode",
 ]
 NAME = re.compile(r"\bgaudi_ucm_\w+")
 
@@ -48,6 +49,7 @@ def exported(folder: Path) -> dict[str, dict[str, set[str]]]:
     metrics.store("file").set(StoreStats(kind="file"))
     metrics.prefetch("connector").set(PrefetchEngine(ScriptedStore(), 1, PrefetchOptions()).stats())
     metrics.transfer()
+    metrics.memory_mode()
     found: dict[str, dict[str, set[str]]] = {}
     for key in scrape(folder):
         name, _, labels = key.partition("{")

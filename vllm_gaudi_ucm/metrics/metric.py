@@ -84,6 +84,19 @@ KV_BLOCKS = Metric(
     "gaudi_ucm_kv_blocks", "counter", ("event",), "Blocks of requests, by what the connector did about them."
 )
 KV_LOOKUPS = Metric("gaudi_ucm_kv_lookups", "counter", ("result",), "Requests that the store was asked about.")
+MEMORY_MODE_BLOCKS = Metric(
+    "gaudi_ucm_memory_mode_blocks", "counter", ("event",), "Blocks that memory mode copied, released and brought back."
+)
+MEMORY_MODE_AWAY = Metric("gaudi_ucm_memory_mode_away", "gauge", (), "Blocks of requests that are not on the device.")
+MEMORY_MODE_SCORINGS = Metric(
+    "gaudi_ucm_memory_mode_scorings",
+    "counter",
+    ("share",),
+    "Requests scored, and the share of their attention that was estimated to fall on blocks that were away, summed.",
+)
+MEMORY_MODE_KEPT = Metric(
+    "gaudi_ucm_memory_mode_kept", "counter", (), "Requests that got every block back, because too much was missed."
+)
 
 METRICS = (
     STEPS,
@@ -119,4 +132,8 @@ METRICS = (
     PREFETCH_THREADS,
     KV_BLOCKS,
     KV_LOOKUPS,
+    MEMORY_MODE_BLOCKS,
+    MEMORY_MODE_AWAY,
+    MEMORY_MODE_SCORINGS,
+    MEMORY_MODE_KEPT,
 )

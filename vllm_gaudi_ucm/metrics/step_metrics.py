@@ -9,6 +9,7 @@ from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, phase_string
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.metrics import metric
 from vllm_gaudi_ucm.metrics.folder import make_private, metrics_folder, remove_files
+from vllm_gaudi_ucm.metrics.memory_mode_metrics import MemoryModeMetrics
 from vllm_gaudi_ucm.metrics.metrics_file import MetricsFile, Series
 from vllm_gaudi_ucm.metrics.prefetch_metrics import PrefetchMetrics
 from vllm_gaudi_ucm.metrics.sparse_metrics import SparseMetrics
@@ -65,6 +66,10 @@ class StepMetrics:
     def transfer(self) -> TransferMetrics:
         """The series of the blocks that a connector moves."""
         return TransferMetrics(self._file)
+
+    def memory_mode(self) -> MemoryModeMetrics:
+        """The series of memory mode; a server without it shows none."""
+        return MemoryModeMetrics(self._file)
 
     @classmethod
     def of_engine(cls, instance_id: str, engine: int) -> StepMetrics:

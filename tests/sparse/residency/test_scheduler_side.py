@@ -170,6 +170,9 @@ def test_failed_loads_stay_away(tmp_path: Path) -> None:
     totals = scheduler.residency.totals
     assert totals.failed
     assert totals.loaded == 0
+    sent = run_step(scheduler, worker).ucm_sparse_meta.residency.totals
+    assert sent.failed == totals.failed
+    assert sent.away == scheduler.residency.num_away
     (life,) = scheduler.residency._lives.values()
     assert len(life.lost) == totals.failed, "each is tried once"
 

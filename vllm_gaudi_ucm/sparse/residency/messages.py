@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from vllm_gaudi_ucm.sparse.residency.totals import ResidencyTotals
+
 
 class BlockMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One block of one request on its way.
@@ -34,7 +36,7 @@ class ResidencyOrders(msgspec.Struct):
     dropped: copies, by (life, logical block), to delete; the blocks are on the device.
     patches: changes of block tables.
     saves: blocks to copy off the device. loads: blocks to bring back.
-    scored: requests to score after the forward, and their life.
+    scored: requests to score after the forward, and their life. totals: for the worker's metrics.
     """
 
     ended: list[int] = []
@@ -43,6 +45,7 @@ class ResidencyOrders(msgspec.Struct):
     saves: list[BlockMove] = []
     loads: list[BlockMove] = []
     scored: dict[str, int] = {}
+    totals: ResidencyTotals = msgspec.field(default_factory=ResidencyTotals)
 
 
 class ResidencyReport(msgspec.Struct):

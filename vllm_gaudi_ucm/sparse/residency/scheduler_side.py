@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from vllm_gaudi_ucm.sparse.residency.life import Life
@@ -95,6 +96,8 @@ class ResidencyScheduler:
         orders.loads = [move for move in orders.loads if move.life not in ended]
         orders.dropped = [pair for pair in orders.dropped if pair[0] not in ended]
         orders.patches = [patch for patch in orders.patches if patch.life not in ended]
+        self.totals.away = self.num_away
+        orders.totals = msgspec.structs.replace(self.totals)
         for request_id in sparse:
             life = self._lives.get(request_id)
             if life is None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass
-class ResidencyTotals:
+class ResidencyTotals(msgspec.Struct):
     """Blocks, but for `scored`, `missed` and `kept`.
 
     scored: how often a request was scored. missed: the sum, over these, of the estimated share of its attention that
     fell on blocks that were away. kept: requests that got all of their blocks back because too much was missed.
     saved, unsaved: copies made, and not made because the store could not. released: left the device.
     loaded, failed: came back from the store, and could not. found: came back from the prefix cache, without a copy.
+    away: of live requests, not on the device now.
     """
 
     scored: int = 0
@@ -24,3 +24,4 @@ class ResidencyTotals:
     loaded: int = 0
     failed: int = 0
     found: int = 0
+    away: int = 0

@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.sparse.residency.messages import BlockMove, ResidencyOrders,
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
     from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.metrics.memory_mode_metrics import MemoryModeMetrics
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.request_table import RequestTable
     from vllm_gaudi_ucm.sparse.device.selection_state import SelectionState
@@ -52,9 +53,11 @@ class ResidencyWorker:
         self._targets: dict[Pair, int] = {}
         self._scored: dict[str, int] = {}
         self._report = ResidencyReport()
+        self._metrics: MemoryModeMetrics | None = None
 
     def report_to(self, metrics: StepMetrics) -> None:
-        """Figures of the copies reach /metrics."""
+        """Figures of memory mode, and of its copies, reach /metrics."""
+        self._metrics = metrics.memory_mode()
         self._copies.report_to(metrics)
 
     def begin_step(self, orders: ResidencyOrders) -> None:
@@ -77,6 +80,8 @@ class ResidencyWorker:
             self._targets[move.life, move.number] = move.block
             self._copies.load((move.life, move.number))
         self._scored = orders.scored
+        if self._metrics is not None:
+            self._metrics.set(orders.totals)
 
     def report(self) -> ResidencyReport:
         """After a step: what has happened since the last report. Waits for the device where a request is scored."""
