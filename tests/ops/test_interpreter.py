@@ -25,14 +25,17 @@ def _run(arguments: list[str], **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("file", ["test_cuda_attention.py", "test_cuda_kv_cache.py"])
-def test_the_interpreter_runs_the_tests_of_the_cuda_kernels(file: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "least"),
+    [("ops/test_cuda_attention.py", 20), ("ops/test_cuda_kv_cache.py", 8), ("runner/test_static_inputs.py", 1)],
+)
+def test_the_interpreter_runs_the_tests_of_the_cuda_kernels(file: str, least: int) -> None:
     """covers: A9, A10, A11, A12, A13, A22. None of them is skipped there."""
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=250"]
-    report = _run(["-m", "pytest", f"tests/ops/{file}", *options], TRITON_INTERPRET="1")
+    options = ["-q", "-k", "cuda", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=250"]
+    report = _run(["-m", "pytest", f"tests/{file}", *options], TRITON_INTERPRET="1")
     passed, skipped = (re.search(rf"(\d+) {word}", report) for word in ("passed", "skipped"))
     assert passed is not None
-    assert int(passed[1]) >= 8
+    assert int(passed[1]) >= least
     assert skipped is None
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.batch import Batch
-from tests.ops.oracle import assert_matches, attend
+from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
 from tests.runner.batches import Request, Step, lay_out, steps
 from tests.runner.expand import owners
 from tests.runner.test_staging import run_step
@@ -111,6 +111,15 @@ def test_every_real_row_gets_attention_over_its_own_past_and_pads_get_zeros(stat
     inputs._host.fill_(POISON)
     split = inputs.split(static.fill(inputs), static.bucket.forward)
     assert_matches(in_bucket(static, split), "reference", prepared=True)
+
+
+@pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
+@settings(max_examples=examples(100))
+@given(static=static_steps())
+def test_cuda_takes_the_tensors_of_a_bucket(static: Static) -> None:
+    """covers: A9 A10 A11 B4"""
+    inputs = static.inputs()
+    assert_matches(in_bucket(static, inputs.split(static.fill(inputs), static.bucket.forward)), "cuda", prepared=True)
 
 
 @settings(max_examples=50)

@@ -32,7 +32,7 @@ class Lists(NamedTuple):
     offsets: Tensor
 
     @property
-    def count(self) -> int:
+    def num_lists(self) -> int:
         return self.offsets.shape[0] - 1
 
 
@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
     offsets: Tensor
 
     @property
-    def count(self) -> int:
+    def num_tiles(self) -> int:
         return self.offsets.shape[0] - 1
 
 
@@ -96,7 +96,7 @@ def unique_place(lists: Lists, rows: int) -> Tensor:
     A bucket counts any row that may be a single one; rows of a prompt among these have no unique block.
     """
     place = torch.full((rows,), -1, dtype=torch.int32, device=lists.offsets.device)
-    known = min(rows, lists.count)
+    known = min(rows, lists.num_lists)
     index = torch.arange(known, dtype=torch.int32, device=place.device)
     place[:known] = torch.where(lists.offsets[1 : known + 1] > lists.offsets[:known], index, -1)
     return place

@@ -20,7 +20,7 @@ def shared(layer: Layer, plan: Plan, part: SharedPart, beside: bool) -> Work:
     tile = shared_tile(layer)
     rows_per_tile = tile.block_m // layer.group
     tiles = plan.kept(("tiles", rows_per_tile), lambda: _tiles(part, plan.block_size, layer.rows, rows_per_tile))
-    programs = programs_of(layer, tiles.count * part.blocks.shape[0], beside)
+    programs = programs_of(layer, tiles.num_tiles * part.blocks.shape[0], beside)
     found = room_for(layer, plan, "shared", tiles.place, tiles.offsets, programs, rows_per_tile)
 
     def launch() -> None:
@@ -40,7 +40,7 @@ def shared(layer: Layer, plan: Plan, part: SharedPart, beside: bool) -> Work:
             found.top,
             found.total,
             layer.scale,
-            tiles.count,
+            tiles.num_tiles,
             part.blocks.shape[0],
             *part.lo.stride(),
             *part.hi.stride(),
@@ -50,7 +50,7 @@ def shared(layer: Layer, plan: Plan, part: SharedPart, beside: bool) -> Work:
             **tile.sizes(),
             ROWS=rows_per_tile,
             BLOCK_SIZE=plan.block_size,
-            LISTS=lists_size(tiles.count),
+            LISTS=lists_size(tiles.num_tiles),
         )
 
     return Work(launch, found)

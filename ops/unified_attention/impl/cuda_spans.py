@@ -54,7 +54,7 @@ def _spans(
             found.top,
             found.total,
             layer.scale,
-            lists.count,
+            lists.num_lists,
             *layer.query.stride()[:2],
             *layer.cache_strides(),
             **layer.sizes(),
@@ -62,7 +62,7 @@ def _spans(
             ROWS=rows,
             SINGLE=spans[0] is None,
             BLOCK_SIZE=plan.block_size,
-            LISTS=lists_size(lists.count),
+            LISTS=lists_size(lists.num_lists),
         )
 
     return Work(launch, found)

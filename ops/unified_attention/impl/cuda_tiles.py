@@ -10,6 +10,8 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, multipro
 PROGRAMS, PROGRAMS_BESIDE = 2, 1
 # Bytes of keys and values of one step of a loop: what is bound by memory asks for more at once.
 STAGE, LARGE_STAGE = 32 * 1024, 64 * 1024
+# Tiles of fp32 are smaller throughout: their products are unrolled into single multiplications, which the compiler and
+# the registers feel.
 
 
 class Tile(NamedTuple):
@@ -39,7 +41,8 @@ def causal_tile(layer: Layer) -> Tile:
 
 def spans_tile(layer: Layer, rows: int) -> Tile:
     """rows: of a span."""
-    return Tile(power_of_two(rows * layer.group), min(128, layer.tokens_per_tile(LARGE_STAGE)), 2, 4)
+    most = 64 if layer.wide else 128
+    return Tile(power_of_two(rows * layer.group), min(most, layer.tokens_per_tile(LARGE_STAGE)), 2, 4)
 
 
 def shared_tile(layer: Layer) -> Tile:
@@ -49,7 +52,7 @@ def shared_tile(layer: Layer) -> Tile:
     """
     few = layer.rows * layer.group <= 16
     block_m = max(power_of_two(layer.group), 16 if few else 32 if layer.wide else 64)
-    return Tile(block_m, min(64, layer.tokens_per_tile(STAGE)), 2, 4)
+    return Tile(block_m, min(32 if layer.wide else 64, layer.tokens_per_tile(STAGE)), 2, 4)
 
 
 def programs_of(layer: Layer, entries: int, beside: bool = False) -> int:
