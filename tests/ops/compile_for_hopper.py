@@ -54,6 +54,7 @@ def main(dtype: torch.dtype) -> None:
     plan = cuda.plan(batch.parts, shape.block_size)
     assert cuda.attend(*tensors, plan, batch.scale, torch.empty_like(batch.query))
     kv_cache.write(*tensors[1:], batch.slots)
+    kv_cache.copy(batch.key_cache[None], batch.value_cache[None], torch.zeros(1, 2, dtype=torch.int64))
     for name, shared in found.items():
         print(name, shared)
 
