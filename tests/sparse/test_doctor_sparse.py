@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,27 @@ def test_options_without_effect() -> None:
     assert rows(None, GSA={"min_blocks": 9})["ucm.ucm_sparse_config.GSA"].status == "warn"
     found = rows("GSA", ESA={"min_blocks": 9})["ucm.ucm_sparse_config.ESA"]
     assert (found.status, found.advice) == ("warn", "set ucm.ucm_sparse_method to ESA, or remove the section")
+
+
+def test_memory_mode(tmp_path: Path) -> None:
+    """On, off with options that do nothing, and with a store that must make a round trip."""
+
+    def found(**mode: Any) -> dict[str, Check]:
+        config = resolve_config({"ucm": {"ucm_sparse_method": "GSA", "memory_mode": mode}})
+        return {check.name: check for check in sparse_checks(config)}
+
+    assert "ucm.memory_mode" not in found()
+    assert found(resident_ratio=0.7)["ucm.memory_mode"].status == "warn"
+    row = found(enabled=True)["ucm.memory_mode"]
+    assert (row.status, row.found) == (
+        "ok",
+        "on: 50% of a context's full blocks stay on the device; copies in host memory",
+    )
+    rows_with_store = found(enabled=True, store={"kind": "file", "path": str(tmp_path / "kv")})
+    assert any(check.section == "store" and check.status == "ok" for check in rows_with_store.values())
+    (tmp_path / "no folder").write_text("")
+    broken = found(enabled=True, store={"kind": "file", "path": str(tmp_path / "no folder")})
+    assert any(check.section == "store" and check.status == "fail" for check in broken.values())
 
 
 @pytest.fixture

@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 
 from vllm_gaudi_ucm.cli.checks.check import Check
+from vllm_gaudi_ucm.cli.checks.store import checks_of_store
 from vllm_gaudi_ucm.config import UcmConfig
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import block_budget, shortest_sparse_context
 from vllm_gaudi_ucm.sparse.config import SparseConfig
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.sparse.residency.options import MemoryModeOptions
 
 SECTION = "sparse"
 METHOD = "ucm.ucm_sparse_method"
@@ -31,7 +33,22 @@ def sparse_checks(config: UcmConfig) -> Iterator[Check]:
         yield Check(SECTION, name, "ok", ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items()))
         if isinstance(method.selecting_method.options, BlockOptions):
             yield _contexts(method.selecting_method.options)
+    yield from _memory_mode(config.memory_mode)
     yield from _unused(config)
+
+
+def _memory_mode(options: MemoryModeOptions) -> Iterator[Check]:
+    key, off = "ucm.memory_mode", MemoryModeOptions()
+    if not options.enabled:
+        if options != off:
+            advice = f"set {key}.enabled to true, or remove the section"
+            yield Check(SECTION, key, "warn", "options of memory mode, which is off", "options of what is on", advice)
+        return
+    kind = "host memory" if options.store is None else f"a store of kind {options.store.kind}"
+    found = f"on: {options.resident_ratio:.0%} of a context's full blocks stay on the device; copies in {kind}"
+    yield Check(SECTION, key, "ok", found)
+    if options.store is not None:
+        yield from checks_of_store(options.store)
 
 
 def _contexts(options: BlockOptions) -> Check:

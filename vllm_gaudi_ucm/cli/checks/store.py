@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.config_error import UcmConfigError
 from vllm_gaudi_ucm.store.base import KvStore
 from vllm_gaudi_ucm.store.byte_size import show_bytes
 from vllm_gaudi_ucm.store.factory import open_medium, open_store
-from vllm_gaudi_ucm.store.options import FileStoreOptions, RedisStoreOptions
+from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions, RedisStoreOptions
 from vllm_gaudi_ucm.store.redis import RedisMedium
 
 SECTION = "store"
@@ -31,11 +31,17 @@ def store_checks(text: str | None) -> Iterator[Check]:
         return
     try:
         options = resolve_store_text(text)
-        store = open_store(options, BLOCK_BYTES)
     except UcmConfigError as error:
         for problem in error.problems:
             yield Check(SECTION, problem.key, "fail", problem.found, problem.expected, "correct it")
         return
+    yield from checks_of_store(options)
+
+
+def checks_of_store(options: MemoryStoreOptions | FileStoreOptions | RedisStoreOptions) -> Iterator[Check]:
+    """The rows of one store."""
+    try:
+        store = open_store(options, BLOCK_BYTES)
     except ValueError as error:
         yield Check(SECTION, options.kind, "fail", str(error), "a store that opens", "correct it")
         return
