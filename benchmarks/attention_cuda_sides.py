@@ -95,4 +95,9 @@ def sdpa(batch: Batch, backend: SDPBackend) -> Side | None:
     def rows() -> Tensor:
         return (last[0] if new == 1 else last[0].transpose(1, 2)).reshape(batch.query.shape)
 
+    try:
+        run()
+    except RuntimeError:
+        # torch says "no available kernel": this backend does not take these shapes
+        return None
     return Side(run, lambda: last[0], rows)

@@ -145,3 +145,15 @@ def test_what_is_not_covered_is_said_once_and_computed_by_the_reference(
         found = [attend(batch, "cuda") for _ in range(2)]
     assert torch.equal(found[0], attend(batch, "reference").to(found[0].dtype)) or torch.cuda.is_available()
     assert [reason in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("drafts", [20, 70])
+def test_spans_of_many_rows(caplog: pytest.LogCaptureFixture, drafts: int) -> None:
+    """covers: C15. As many as a program holds, and more, which the reference computes."""
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda
+
+    cuda._told.clear()
+    requests = [Request(21, drafts + 1, chosen=frozenset({0, 2})), Request(9, 1, chosen=frozenset({0}))]
+    with caplog.at_level(logging.WARNING):
+        assert_matches(build(requests, Shape()), "cuda")
+    assert bool(caplog.records) == (2 * (drafts + 1) > cuda.LARGEST_SPAN)

@@ -29,6 +29,8 @@ _told: set[str] = set()
 
 # Columns listed per tile of rows, int32 twice: beyond this the lists are larger than what they save.
 MOST_LISTED = 1 << 27
+# Rows times query heads of a kv head that one program holds: a verification of many drafts, at most.
+LARGEST_SPAN = 128
 
 
 def plan(parts: AttentionParts, block_size: int) -> Plan:
@@ -85,7 +87,12 @@ def _work(layer: Layer, plan: Plan, selected_blocks: Tensor | None) -> list[Work
 
 def _too_large(layer: Layer, plan: Plan) -> str | None:
     listed = listed_pairs(layer, plan.parts.shared)
-    return f"{listed} pairs of a tile of rows and a shared block" if listed > MOST_LISTED else None
+    if listed > MOST_LISTED:
+        return f"{listed} pairs of a tile of rows and a shared block, expected at most {MOST_LISTED}"
+    chosen = plan.parts.selected
+    if chosen is not None and chosen.max_rows * layer.group > LARGEST_SPAN:
+        return f"spans of {chosen.max_rows} rows with {layer.group} heads each, expected at most {LARGEST_SPAN} in all"
+    return None
 
 
 def _tell(reason: str) -> None:

@@ -42,7 +42,8 @@ def causal_tile(layer: Layer) -> Tile:
 def spans_tile(layer: Layer, rows: int) -> Tile:
     """rows: of a span."""
     most = 64 if layer.wide else 128
-    return Tile(power_of_two(rows * layer.group), min(most, layer.tokens_per_tile(LARGE_STAGE)), 2, 4)
+    block_m = power_of_two(rows * layer.group)
+    return Tile(block_m, min(most, layer.tokens_per_tile(LARGE_STAGE)), 2, 8 if block_m >= 128 else 4)
 
 
 def shared_tile(layer: Layer) -> Tile:
