@@ -131,3 +131,37 @@ def test_pinned_slots_are_torchs_page_locked_memory(monkeypatch: pytest.MonkeyPa
     assert store.save(key(1), block(1))
     assert loaded(store, 1) == block(1)
     assert [traits["pin_memory"] for traits in asked] == [True]
+
+
+def test_a_lent_block_is_not_overwritten() -> None:
+    """covers: C9. It is lent where it lies; evicting and deleting leave it alone until it is given back."""
+    store = MemoryStore(BLOCK_BYTES, 2 * BLOCK_BYTES)
+    store.save(key(0), block(0))
+    store.save(key(1), block(1))
+    loan = store.lend(key(0))
+    assert loan is not None
+    with loan as lent:
+        assert lent.readonly
+        store.save(key(2), block(2))  # evicts 1, though 0 is older
+        assert store.lookup([key(0), key(1), key(2)]) == [True, False, True]
+        assert store.delete([key(0)]) == 1
+        assert not store.save(key(3), block(3)) or store.lookup([key(2)]) == [False]
+        store.check_integrity()
+        assert lent == block(0)
+    store.check_integrity()
+    assert store.lend(key(0)) is None
+    stats = store.stats()
+    assert (stats.hits, stats.bytes_loaded) == (1, BLOCK_BYTES)
+
+
+def test_a_lent_block_outlasts_the_store() -> None:
+    store = MemoryStore(BLOCK_BYTES, 2 * BLOCK_BYTES)
+    store.save(key(0), block(0))
+    loan = store.lend(key(0))
+    assert loan is not None
+    with loan as lent:
+        store.close()
+        assert lent == block(0)
+    store.check_integrity()
+    with pytest.raises(RuntimeError, match="closed"):
+        store.lend(key(0))

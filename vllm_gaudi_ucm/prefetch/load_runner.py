@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.dispatcher import Dispatcher
@@ -26,26 +27,30 @@ class LoadRunner:
 
     def run(self, load: Load) -> None:
         """Leaves no trace of the load behind, even where the thread is ended in the middle of it."""
-        buffer = None
         try:
-            buffer = self._read(load)
-            while (waiter := self._next_waiter(load, buffer)) is not None:
-                self._deliver(load, waiter, buffer)
+            with ExitStack() as lent:
+                buffer = self._read(load, lent)
+                while (waiter := self._next_waiter(load, buffer)) is not None:
+                    if waiter[0].deliver is None:
+                        self._keep(load, waiter, buffer)
+                    else:
+                        self._deliver(load, waiter, buffer)
         finally:
             self._abandon(load)
 
-    def _read(self, load: Load) -> memoryview | None:
-        """The block's bytes, in the cache where it has room; None where the store does not give them."""
+    def _read(self, load: Load, lent: ExitStack) -> memoryview | None:
+        """The block's bytes, where the store lends them or copied to host memory; None where it does not give them."""
         if load.cached and load.slot is not None:
             return load.slot.buffer
         dispatcher, found, failed, start = self._dispatcher, False, False, self._dispatcher.clock()
+        buffer = None
         try:
-            buffer = load.slot.buffer if load.slot is not None else None
-            if buffer is None:
-                buffer = self._allocate(self._block_bytes)
-            if load.slot is not None:
-                load.slot.buffer = buffer
-            found = self._store.load(load.key, buffer)
+            loan = self._store.lend(load.key)
+            if loan is not None:
+                buffer, found = lent.enter_context(loan), True
+            else:
+                buffer = self._buffer(load)
+                found = self._store.load(load.key, buffer)
         except Exception as error:
             failed = True
             logger.warning("prefetch: a block could not be loaded from the store: %s: %s", type(error).__name__, error)
@@ -58,12 +63,40 @@ class LoadRunner:
                 return None
             counters.blocks_loaded += 1
             counters.bytes_loaded += self._block_bytes
-            if load.slot is not None:
+            if load.slot is not None and buffer is load.slot.buffer:
                 dispatcher.cache.put(load.slot, load.key)
             return buffer
 
+    def _buffer(self, load: Load) -> memoryview:
+        """Host memory for the block: the cache's, where that has room."""
+        if load.slot is None:
+            return self._allocate(self._block_bytes)
+        if load.slot.buffer is None:
+            load.slot.buffer = self._allocate(self._block_bytes)
+        return load.slot.buffer
+
+    def _keep(self, load: Load, waiter: tuple[PrefetchTask, int], buffer: memoryview | None) -> None:
+        """A block that the store has lent goes into the cache, for those who want to find it there."""
+        assert buffer is not None
+        assert load.slot is not None
+        is_kept = False
+        try:
+            self._buffer(load)[:] = buffer
+            is_kept = True
+        except Exception as error:
+            logger.warning("prefetch: no host memory for a block: %s: %s", type(error).__name__, error)
+        with self._dispatcher.lock:
+            if is_kept:
+                self._dispatcher.cache.put(load.slot, load.key)
+            else:
+                load.waiters.popleft()
+                self._dispatcher.mark(*waiter, LOST)
+
     def _next_waiter(self, load: Load, buffer: memoryview | None) -> tuple[PrefetchTask, int] | None:
-        """The next request to deliver the block to; the others are marked on the way. None ends the load."""
+        """The next request to deliver the block to; the others are marked on the way. None ends the load.
+
+        One without `deliver` is given, and stays the next, where the block must be kept first.
+        """
         dispatcher = self._dispatcher
         with dispatcher.lock:
             while load.waiters:
@@ -80,6 +113,9 @@ class LoadRunner:
                 elif load.slot is None:
                     dispatcher.counters.no_room += 1
                     dispatcher.mark(task, index, LOST)
+                elif load.slot.key is None:
+                    load.waiters.appendleft((task, index))
+                    return task, index
                 else:
                     load.slot.users += 1
                     task.pins.append(load.slot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import msgspec
@@ -53,6 +54,13 @@ class KvStore(ABC):
 
         After False what `into` holds is undefined.
         """
+
+    def lend(self, key: bytes) -> AbstractContextManager[memoryview] | None:
+        """The block where it lies, to read while the context is open: no copy is made. Counts as a load.
+
+        None where it is not there, or where nothing can be lent because blocks are checked as they are loaded.
+        """
+        return None
 
     @abstractmethod
     def save(self, key: bytes, block: memoryview) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,24 +52,42 @@ class MemoryStore(KvStore):
     def load(self, key: bytes, into: memoryview) -> bool:
         check_keys([key])
         view = block_view("into", into, self._block_bytes, writable=True)
-        begin = time.perf_counter()
+        entry = self._begin_read(key)
+        if entry is None:
+            self._counts.add(misses=1)
+            return False
+        with self._reading(entry) as source:
+            np.copyto(np.frombuffer(view, np.uint8), source)
+        return True
+
+    def lend(self, key: bytes) -> AbstractContextManager[memoryview] | None:
+        check_keys([key])
+        entry = self._begin_read(key)
+        return None if entry is None else self._reading(entry)
+
+    def _begin_read(self, key: bytes) -> _Entry | None:
         with self._lock:
             self._check_open()
             entry = self._entries.get(key)
-            if entry is None:
-                self._counts.add(misses=1)
-                return False
-            self._entries.move_to_end(key)
-            entry.readers += 1
-            source = self._pool.view(entry.slot)
-        np.copyto(np.frombuffer(view, np.uint8), source)
-        with self._lock:
-            entry.readers -= 1
-            if entry.removed and entry.readers == 0:
-                self._busy -= 1
-                self._pool.give(entry.slot)
-        self._counts.add(hits=1, bytes_loaded=self._block_bytes, load_seconds=time.perf_counter() - begin)
-        return True
+            if entry is not None:
+                self._entries.move_to_end(key)
+                entry.readers += 1
+            return entry
+
+    @contextmanager
+    def _reading(self, entry: _Entry) -> Iterator[memoryview]:
+        """The block of an entry that `_begin_read` gave; its slot is nobody else's until the end."""
+        begin, pool = time.perf_counter(), self._pool
+        try:
+            yield memoryview(pool.view(entry.slot)).toreadonly()
+        finally:
+            with self._lock:
+                entry.readers -= 1
+                # a store that was closed meanwhile has another pool
+                if entry.removed and entry.readers == 0 and pool is self._pool:
+                    self._busy -= 1
+                    pool.give(entry.slot)
+            self._counts.add(hits=1, bytes_loaded=self._block_bytes, load_seconds=time.perf_counter() - begin)
 
     def save(self, key: bytes, block: memoryview) -> bool:
         check_keys([key])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
@@ -31,6 +32,9 @@ class SharedMemoryStore(KvStore):
 
     def load(self, key: bytes, into: memoryview) -> bool:
         return self._used.load(key, into)
+
+    def lend(self, key: bytes) -> AbstractContextManager[memoryview] | None:
+        return self._used.lend(key)
 
     def save(self, key: bytes, block: memoryview) -> bool:
         return self._used.save(key, block)
