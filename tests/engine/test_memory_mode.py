@@ -21,7 +21,14 @@ PROMPTS = [tokens(count) for count in (20, 130, 200, 260)] + [COMMON + tokens(60
 
 
 def ucm(method: str = "GSA", static: bool = False, ratio: float = 0.2, **mode: Any) -> dict[str, Any]:
-    options = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0, **mode}
+    options = {
+        "enabled": True,
+        "resident_ratio": 0.4,
+        "refresh_steps": 3,
+        "history_decay": 0.0,
+        "max_missed": 1.0,
+        **mode,
+    }
     config: dict[str, Any] = {
         "ucm_sparse_method": method,
         "ucm_sparse_config": {method: {**WINDOWS, "sparse_ratio": ratio}},
@@ -79,6 +86,18 @@ def test_drafts(tiny_llama: Path) -> None:
         assert watched.residency.totals.released
         assert watched.residency.totals.loaded
         engine.check_idle()
+
+
+def test_copies_in_files(tmp_path: Path, tiny_llama: Path) -> None:
+    """Nothing of them is left when the engine has ended."""
+    config = ucm(store={"kind": "file", "path": str(tmp_path / "kv"), "fsync": False})
+    with Engine(tiny_llama, config, **OPTIONS, enable_prefix_caching=False) as engine:
+        watched = WatchedEngine(engine)
+        check_finite(watched.generate(PROMPTS[2:4], 60))
+        assert watched.residency.totals.loaded
+        store = copies_of(engine).store
+        assert store.stats().saves >= watched.residency.totals.saved > 0
+    assert store.stats().blocks == 0
 
 
 def test_room_for_everything_changes_no_token(tiny_llama: Path) -> None:

@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.sparse.residency.fake_worker import FakeWorker
 from tests.sparse.schedulers import finish_step, make_scheduler, request, sampled_ids, vllm_config
+from vllm_gaudi_ucm.sparse.residency.scheduler_side import STEPS_UNDER_WAY
 from vllm_gaudi_ucm.sparse.scheduler import UcmScheduler
 from vllm_gaudi_ucm.sparse.scheduler_contract import attach_report
 
@@ -87,6 +88,18 @@ def test_moves_per_step(tmp_path: Path, moves: int) -> None:
         meta = run_step(scheduler, worker).ucm_sparse_meta
         most = [max(most[0], len(meta.residency.saves)), max(most[1], len(meta.residency.loads))]
     assert most == [moves, moves]
+
+
+def test_moves_under_way_are_bounded(tmp_path: Path) -> None:
+    """A slow store holds up moves, not memory."""
+    scheduler = scheduler_of(tmp_path, caching=False, moves_per_step=2)
+    worker = FakeWorker(random.Random(0), delay=40)
+    scheduler.add_request(request("a", 160, max_tokens=80))
+    under_way = []
+    for _ in range(60):
+        run_step(scheduler, worker)
+        under_way.append(len(worker._moving))
+    assert 6 <= max(under_way) <= 2 * 2 * STEPS_UNDER_WAY
 
 
 def test_refresh_steps(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.residency.options import MemoryModeOptions
     from vllm_gaudi_ucm.sparse.residency.request_blocks import RequestBlocks
 
+# Moves that may be under way, in steps' worth of them.
+STEPS_UNDER_WAY = 4
+
 
 class ResidencyScheduler:
     """Decides what leaves and what comes back; the worker moves it and reports.
@@ -79,7 +82,10 @@ class ResidencyScheduler:
 
     def before_scheduling(self, requests: Mapping[str, Request], num_running: int) -> None:
         """Frees and takes blocks, so that what is freed serves the step that is about to be scheduled."""
-        saves = loads = self._options.moves_per_step
+        # a slow store must not fill the host's memory with blocks on their way
+        most, lives = self._options.moves_per_step, self._lives.values()
+        saves = min(most, STEPS_UNDER_WAY * most - sum(len(life.saving) for life in lives))
+        loads = min(most, STEPS_UNDER_WAY * most - sum(len(life.loading) for life in lives))
         for life in self._lives.values():
             if not life.leaving and not life.coming:
                 continue
@@ -144,7 +150,7 @@ class ResidencyScheduler:
                 self._orders.patches.append(TablePatch(life.number, life.request_id, number, 0))
                 released += 1
                 continue
-            row = self._take_row(life) if saves and number not in life.saving else None
+            row = self._take_row(life) if saves > 0 and number not in life.saving else None
             if row is not None:
                 saves -= 1
                 life.rows[number] = row
