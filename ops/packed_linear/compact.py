@@ -68,10 +68,10 @@ def find_compact(weight: Tensor) -> Compact | None:
     for form, encode in _ENCODERS.items():
         if encode(weight[:SAMPLE]) is None:
             continue
-        chunks = [encode(rows) for rows in weight.split(CHUNK)]
-        if None not in chunks:
-            parts = (torch.cat(part) for part in zip(*chunks, strict=True))  # type: ignore[arg-type]
-            return Compact(form, *(_panels(part, widths[0]) for part in parts), widths[0])
+        chunks = [encoded for rows in weight.split(CHUNK) if (encoded := encode(rows)) is not None]
+        if sum(len(encoded.codes) for encoded in chunks) == len(weight):
+            codes, scales, offsets = (_panels(torch.cat(part), widths[0]) for part in zip(*chunks, strict=True))
+            return Compact(form, codes, scales, offsets, widths[0])
     return None
 
 

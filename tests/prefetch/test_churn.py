@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import AbstractContextManager
 
 import pytest
 
-from tests.prefetch.stores import BLOCK_BYTES, ScriptedStore, content, key
+from tests.prefetch.stores import BLOCK_BYTES, content, key
+from tests.prefetch.test_lent_blocks import LendingStore
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
@@ -21,12 +23,19 @@ CACHE = 12
 STEPS = 20_000
 
 
-class FaultyStore(ScriptedStore):
-    """Slow, missing, raising, and now and then ending the thread that asks it; blocks above 50 are never there."""
+class FaultyStore(LendingStore):
+    """Slow, missing, raising, and now and then ending the thread that asks it; blocks above 50 are never there.
+
+    Half of its blocks it lends.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__(range(50))
         self._random = random.Random(seed)
+
+    def lend(self, key: bytes) -> AbstractContextManager[memoryview] | None:
+        """Now and then."""
+        return super().lend(key) if self._random.random() < 0.5 else None
 
     def load(self, key: bytes, into: memoryview) -> bool:
         chance = self._random.random()

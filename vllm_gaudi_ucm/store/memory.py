@@ -79,7 +79,7 @@ class MemoryStore(KvStore):
         """The block of an entry that `_begin_read` gave; its slot is nobody else's until the end."""
         begin, pool = time.perf_counter(), self._pool
         try:
-            yield memoryview(pool.view(entry.slot)).toreadonly()
+            yield pool.view(entry.slot).data.toreadonly()
         finally:
             with self._lock:
                 entry.readers -= 1
