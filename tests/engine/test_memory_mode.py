@@ -130,7 +130,9 @@ def test_a_full_store_changes_no_token(tiny_llama: Path, monkeypatch: pytest.Mon
 def test_a_store_that_loses_everything(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """covers: C8 D5. What left stays away, is counted, and is never attended."""
     with Engine(tiny_llama, ucm(), **OPTIONS, enable_prefix_caching=False) as engine:
-        monkeypatch.setattr(copies_of(engine).store, "load", lambda key, into: False)
+        store = copies_of(engine).store
+        monkeypatch.setattr(store, "lend", lambda key: None)
+        monkeypatch.setattr(store, "load", lambda key, into: False)
         watched = WatchedEngine(engine)
         check_finite(watched.generate(PROMPTS, 40))
         totals = watched.residency.totals
