@@ -61,7 +61,7 @@ class WatchedEngine:
         if row is None or not blocks:
             return
         seen = self.engine.runner.requests.blocks(life.request_id, len(blocks)).tolist()
-        not_sent = {patch.number for patch in self.residency._orders.patches if patch.life == life.number}
+        not_sent = {patch.number for patch in self.residency._moves.orders.patches if patch.life == life.number}
         block_size = self.engine.runner._block_size
         for number in range(min(request.num_computed_tokens // block_size, len(blocks))):
             if number in not_sent:

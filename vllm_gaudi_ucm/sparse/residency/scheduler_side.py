@@ -10,14 +10,13 @@ import msgspec
 import numpy as np
 
 from vllm_gaudi_ucm.sparse.residency.life import Life
-from vllm_gaudi_ucm.sparse.residency.messages import BlockMove, ResidencyOrders, ResidencyReport, TablePatch
-from vllm_gaudi_ucm.sparse.residency.rows import Rows
+from vllm_gaudi_ucm.sparse.residency.messages import ResidencyOrders, ResidencyReport
+from vllm_gaudi_ucm.sparse.residency.moves import Moves
 from vllm_gaudi_ucm.sparse.residency.target import resident_target
 from vllm_gaudi_ucm.sparse.residency.totals import ResidencyTotals
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
     from vllm_gaudi_ucm.sparse.options import BlockOptions
@@ -50,10 +49,9 @@ class ResidencyScheduler:
         self._method = method
         self._block_size = block_size
         self._blocks = blocks
-        self._rows = Rows(num_rows)
         self._lives: dict[str, Life] = {}
         self._numbers = count(1)
-        self._orders = ResidencyOrders()
+        self._moves = Moves(blocks, num_rows, self.totals)
 
     @property
     def num_away(self) -> int:
@@ -70,9 +68,7 @@ class ResidencyScheduler:
         life = self._lives.pop(request_id, None)
         if life is None:
             return
-        self._blocks.give_back(list(life.loading.values()))
-        self._rows.give_back(life.rows.values())
-        self._orders.ended.append(life.number)
+        self._moves.end(life)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """Requests whose tables are gone: what they compute again is on the device, all of it."""
@@ -89,19 +85,14 @@ class ResidencyScheduler:
         for life in self._lives.values():
             if not life.leaving and not life.coming:
                 continue
-            released, saves = self._release(life, saves)
+            released, saves = self._moves.release(life, saves)
             # a block of its own in exchange, or one that no running request needs next
             spare = max(released, self._blocks.num_free - num_running)
-            loads = self._bring_back(life, requests[life.request_id], spare, loads)
+            loads = self._moves.bring_back(life, requests[life.request_id], spare, loads)
 
     def orders(self, sparse: Iterable[str]) -> ResidencyOrders:
-        """What to send with a step in which these requests are sparse. Lives that are over have no moves any more."""
-        orders, self._orders = self._orders, ResidencyOrders()
-        ended = set(orders.ended)
-        orders.saves = [move for move in orders.saves if move.life not in ended]
-        orders.loads = [move for move in orders.loads if move.life not in ended]
-        orders.dropped = [pair for pair in orders.dropped if pair[0] not in ended]
-        orders.patches = [patch for patch in orders.patches if patch.life not in ended]
+        """What to send with a step in which these requests are sparse."""
+        orders = self._moves.take_orders()
         self.totals.away = self.num_away
         orders.totals = msgspec.structs.replace(self.totals)
         for request_id in sparse:
@@ -118,10 +109,10 @@ class ResidencyScheduler:
         lives = {life.number: life for life in self._lives.values()}
         for number, saved in [*((pair, True) for pair in report.saved), *((pair, False) for pair in report.unsaved)]:
             if number[0] in lives:
-                self._take_save(lives[number[0]], number[1], saved)
+                self._moves.take_save(lives[number[0]], number[1], saved)
         for number, loaded in [*((pair, True) for pair in report.loaded), *((pair, False) for pair in report.failed)]:
             if number[0] in lives:
-                self._take_load(lives[number[0]], number[1], loaded)
+                self._moves.take_load(lives[number[0]], number[1], loaded)
         for life_number, scores in report.scores.items():
             if life_number in lives:
                 self._take_scores(lives[life_number], scores)
@@ -136,86 +127,7 @@ class ResidencyScheduler:
                 raise AssertionError(
                     f"memory mode of request {life.request_id!r}: away {sorted(life.away)}, absent {sorted(absent)}"
                 )
-        self._rows.check_integrity([row for life in self._lives.values() for row in life.rows.values()])
-
-    def _release(self, life: Life, saves: int) -> tuple[int, int]:
-        """Releases what has a copy and orders copies of the rest; returns (released blocks, copies still allowed)."""
-        released, waiting = 0, []
-        for number in life.leaving:
-            if number in life.away or not self._blocks.is_owned_alone(life.request_id, number):
-                continue
-            if number in life.saved:
-                self._blocks.release(life.request_id, number)
-                life.away.add(number)
-                self._orders.patches.append(TablePatch(life.number, life.request_id, number, 0))
-                released += 1
-                continue
-            row = self._take_row(life) if saves > 0 and number not in life.saving else None
-            if row is not None:
-                saves -= 1
-                life.rows[number] = row
-                life.saving.add(number)
-                block = self._blocks.table(life.request_id)[number].block_id
-                self._orders.saves.append(BlockMove(life.number, number, block, row))
-            waiting.append(number)
-        life.leaving = waiting
-        self.totals.released += released
-        return released, saves
-
-    def _take_row(self, life: Life) -> int | None:
-        """A free row, or that of a block of the same request that is back on the device and stays there."""
-        row = self._rows.take()
-        if row is None:
-            back = next((number for number in life.saved - life.away if number not in life.leaving), None)
-            if back is not None:
-                life.saved.discard(back)
-                self._orders.dropped.append((life.number, back))
-                row = life.rows.pop(back)
-        return row
-
-    def _bring_back(self, life: Life, request: Request, spare: int, loads: int) -> int:
-        """Brings back what can be found, and orders loads of the rest; returns the loads still allowed."""
-        waiting = []
-        for number in life.coming:
-            if spare <= 0 or loads <= 0:
-                waiting.append(number)
-                continue
-            found = self._blocks.take_cached(request, number)
-            spare -= 1
-            if found is not None:
-                self._return(life, number, found)
-                self.totals.found += 1
-                continue
-            loads -= 1
-            block = life.loading[number] = self._blocks.take()
-            self._orders.loads.append(BlockMove(life.number, number, block.block_id, life.rows[number]))
-        life.coming = waiting
-        return loads
-
-    def _return(self, life: Life, number: int, block: KVCacheBlock) -> None:
-        self._blocks.put(life.request_id, number, block)
-        life.away.discard(number)
-        self._orders.patches.append(TablePatch(life.number, life.request_id, number, block.block_id))
-
-    def _take_save(self, life: Life, number: int, saved: bool) -> None:
-        life.saving.discard(number)
-        if saved:
-            life.saved.add(number)
-            self.totals.saved += 1
-            return
-        self.totals.unsaved += 1
-        self._rows.give_back([life.rows.pop(number)])
-        life.leaving = [other for other in life.leaving if other != number]
-
-    def _take_load(self, life: Life, number: int, loaded: bool) -> None:
-        block = life.loading.pop(number)
-        if loaded:
-            self._return(life, number, block)
-            self.totals.loaded += 1
-            return
-        self.totals.failed += 1
-        life.lost.add(number)
-        self._blocks.give_back([block])
+        self._moves.rows.check_integrity([row for life in self._lives.values() for row in life.rows.values()])
 
     def _take_scores(self, life: Life, scores: list[float]) -> None:
         fresh = np.array(scores, np.float64)
