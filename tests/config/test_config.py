@@ -11,7 +11,18 @@ from pydantic import ValidationError
 from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table, resolve_config, resolve_value
 from vllm_gaudi_ucm.config_error import UcmConfigError
 
-SECTIONS = "ucm.attention or ucm.cpu or ucm.graphs or ucm.memory_mode or ucm.phase_log or ucm.ucm_sparse_config or ucm.ucm_sparse_method"
+SECTIONS = " or ".join(
+    f"ucm.{name}"
+    for name in (
+        "attention",
+        "cpu",
+        "graphs",
+        "memory_mode",
+        "phase_log",
+        "ucm_sparse_config",
+        "ucm_sparse_method",
+    )
+)
 README = Path(__file__).parents[2] / "README.md"
 
 BLOCK_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
