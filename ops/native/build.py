@@ -33,7 +33,7 @@ def build(cache: Path | None = None) -> Path:
     try:
         folder = folder or Path.home() / ".cache" / "vllm-gaudi-ucm" / "native"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_foreign(folder)
+        refuse_foreign(folder)
         library = folder / f"kernels-{_key(compiler)}.so"
         if not library.is_file():
             _compile(compiler, library)
@@ -42,8 +42,8 @@ def build(cache: Path | None = None) -> Path:
     return library
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """What lies there is loaded into the process: nobody else may be able to put it there."""
+def refuse_foreign(folder: Path) -> None:
+    """PermissionError if others may put something into the folder: what lies there is loaded or believed."""
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError("it belongs to another user, or others may write to it")
@@ -83,12 +83,12 @@ def _key(compiler: str) -> str:
     for source in sorted(SOURCE.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     status = Path(compiler).resolve().stat()
-    facts = (*FLAGS, str(Path(compiler).resolve()), str(status.st_size), str(status.st_mtime_ns), _cpu())
+    facts = (*FLAGS, str(Path(compiler).resolve()), str(status.st_size), str(status.st_mtime_ns), cpu_features())
     digest.update("\0".join(facts).encode())
     return digest.hexdigest()[:20]
 
 
-def _cpu() -> str:
+def cpu_features() -> str:
     """What -march=native looks at: the first CPU's lines of /proc/cpuinfo that name its model and features."""
     names = (
         "vendor_id",

@@ -5,7 +5,7 @@ A job is a tile of rows that see the same cached tokens; rows of a prompt chunk 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,9 +45,9 @@ class Jobs:
         return self._empty[rows]
 
 
-def make_jobs(parts: AttentionParts, block_size: int) -> Jobs:
-    """The jobs of a step; every (row, token) pair of the parts is in exactly one of them."""
-    return _tables([tile for item in make_items(parts, block_size) for tile in _tiles(item)])
+def make_jobs(parts: AttentionParts, block_size: int, unsplit: Collection[int] = ()) -> Jobs:
+    """The jobs of a step; every (row, token) pair of the parts is in exactly one of them. unsplit: see `make_items`."""
+    return _tables([tile for item in make_items(parts, block_size, unsplit) for tile in _tiles(item)])
 
 
 def _tiles(item: Item) -> Iterator[Item]:
