@@ -3,12 +3,15 @@
 import inspect
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from vllm_gaudi_ucm.device import Device, get_device
+from vllm_gaudi_ucm.device import Device, cuda, get_device
 from vllm_gaudi_ucm.device.cpu import cpu_model
 from vllm_gaudi_ucm.device.hpu import HpuDevice
 
@@ -59,6 +62,32 @@ def test_cpu_model(tmp_path: Path) -> None:
     assert cpu_model(cpuinfo) == "Some CPU @ 2 GHz"
 
 
+def test_cuda_copies_on_a_stream_of_the_threads_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread waits for what it launched there, and the stream is made once."""
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self) -> None:
+            calls.append("made")
+
+        def synchronize(self) -> None:
+            calls.append("waited")
+
+    @contextmanager
+    def use(stream: Stream) -> Iterator[None]:
+        calls.append("begin")
+        yield
+        calls.append("end")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(cuda, "_own", threading.local())
+    for _ in range(2):
+        with get_device("cuda").beside_computation():
+            calls.append("copy")
+    assert calls == ["made", *["begin", "copy", "end", "waited"] * 2]
+
+
 def test_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls and their order of results; a GPU itself is not needed for that."""
     calls: list[str] = []
@@ -107,6 +136,19 @@ first = torch.rand(2)
 device.seed_all(11)
 assert torch.equal(first, torch.rand(2)), "the host is seeded, too"
 assert card.synchronizations == 2 and card.seeds == [11, 11]
+from threading import Thread
+streams = []
+def copy():
+    for _ in range(2):
+        with device.beside_computation():
+            streams.append(torch.hpu.current_stream())
+threads = [Thread(target=copy) for _ in range(2)]
+for thread in threads:
+    thread.start()
+    thread.join()
+assert streams[0] is streams[1] is not streams[2] is streams[3], "a stream for each thread"
+assert torch.hpu.default_stream() not in streams
+assert torch.hpu.current_stream() is torch.hpu.default_stream()
 card.reset()
 assert card.synchronizations == 0 and card.seeds == [] and card.device_type == "synDeviceGaudi3"
 """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -15,15 +13,13 @@ from vllm_gaudi_ucm.memory.kv_cache import DUMMY_BLOCK
 from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm_gaudi_ucm.device import Device
 
 
 class DeviceBlocks:
     """Copies between the cache and host memory. Bytes of a block: [layer, token, kv head, k | v].
 
-    Any thread may copy; each has a stream of its own on a GPU, so that copies run beside the computation.
+    Any thread may copy, on a GPU or a Gaudi with a stream of its own, beside the computation.
 
     Args:
         caches: by layer [blocks, kv heads, block size, k | v], in the order in which a stored block holds them.
@@ -32,7 +28,6 @@ class DeviceBlocks:
 
     def __init__(self, caches: Mapping[str, torch.Tensor], device: Device) -> None:
         self._device = device
-        self._streams = threading.local()
         # layers of one shape lie side by side; a draft model's have another one
         self._runs = [
             list(run) for _, run in groupby(caches.values(), key=lambda cache: (cache.shape[1:], cache.dtype))
@@ -54,7 +49,7 @@ class DeviceBlocks:
 
     def write(self, block_id: int, block: memoryview) -> None:
         """Host to device; the block is there when this returns."""
-        with self._copying():
+        with self._device.beside_computation():
             self._copy([(block_id, block)], to_device=True)
 
     def read(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
@@ -81,25 +76,6 @@ class DeviceBlocks:
                     swap_blocks(run, host, pair, non_blocking=True)
             # each block is one recipe, whose shape does not depend on their number
             self._device.end_recipe()
-
-    def _copying(self) -> AbstractContextManager[None]:
-        if self._device.kind == "cuda":
-            return self._on_side_stream()
-        return self._on_device()
-
-    @contextmanager
-    def _on_side_stream(self) -> Iterator[None]:
-        stream = getattr(self._streams, "stream", None)
-        if stream is None:
-            stream = self._streams.stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
-
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        yield
-        self._device.synchronize()
 
 
 def _block_bytes(cache: torch.Tensor) -> int:

@@ -1,5 +1,6 @@
 """The device protocol: all that code outside this folder may ask of a device."""
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ class Device(Protocol):
 
     def enter_thread(self) -> None:
         """Makes the device of the process current in the calling thread."""
+
+    def beside_computation(self) -> AbstractContextManager[None]:
+        """Within, what this thread launches runs beside the computation of others; at the end it has finished."""
 
     def end_recipe(self) -> None:
         """Launches what has accumulated as one recipe, on a device that accumulates; elsewhere nothing does."""

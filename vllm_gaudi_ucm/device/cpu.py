@@ -2,6 +2,7 @@
 
 import gc
 import platform
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -43,6 +44,10 @@ class CpuDevice:
 
     def enter_thread(self) -> None:
         """Every thread has the CPU."""
+
+    def beside_computation(self) -> AbstractContextManager[None]:
+        """A copy runs in the thread that calls it, beside those of others."""
+        return nullcontext()
 
     def end_recipe(self) -> None:
         """A CPU computes at once."""

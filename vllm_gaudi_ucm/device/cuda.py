@@ -1,8 +1,14 @@
 """An NVIDIA GPU as a device: the reference where one is at hand."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from vllm_gaudi_ucm.device.base import Memory
+
+_own = threading.local()
 
 
 class CudaDevice:
@@ -39,6 +45,16 @@ class CudaDevice:
     def enter_thread(self) -> None:
         """A new thread begins with GPU 0, which is the one GPU that a worker sees."""
         torch.cuda.set_device(0)
+
+    @contextmanager
+    def beside_computation(self) -> Iterator[None]:
+        """On a stream of the thread's own."""
+        stream = getattr(_own, "stream", None)
+        if stream is None:
+            stream = _own.stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
     def end_recipe(self) -> None:
         """CUDA launches every kernel by itself."""

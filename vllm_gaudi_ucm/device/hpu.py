@@ -3,6 +3,9 @@
 import atexit
 import gc
 import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -10,6 +13,8 @@ from typing import Any
 import torch
 
 from vllm_gaudi_ucm.device.base import Memory
+
+_own = threading.local()
 
 
 class HpuDevice:
@@ -52,6 +57,17 @@ class HpuDevice:
     def enter_thread(self) -> None:
         """The card belongs to the process: asking for the thread's stream is all that a thread needs."""
         bridge().current_stream()
+
+    @contextmanager
+    def beside_computation(self) -> Iterator[None]:
+        """On a stream of the thread's own; what has accumulated is launched there before it is left."""
+        stream = getattr(_own, "stream", None)
+        if stream is None:
+            stream = _own.stream = bridge().Stream()
+        with bridge().stream(stream):
+            yield
+            self.end_recipe()
+        stream.synchronize()
 
     def compilations(self) -> int:
         """From the bridge's metric `graph_compilation`, which counts from the first call on."""
