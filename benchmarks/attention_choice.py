@@ -1,8 +1,8 @@
 """The choice by the fitted cost model against the best way, and against never splitting shared prefixes, on CPU.
 
-`python -m benchmarks.attention_choice`: fits, then measures steps that the fit has not seen: 1 to 64 requests, 0 to 8192
-tokens of a shared prefix, decodes and prompt chunks. 32 query and 8 kv heads of 128, blocks of 128 tokens, fp32; a way's
-time is the least of interleaved samples, a layer's with its share of what is derived once for all layers.
+`python -m benchmarks.attention_choice`: fits, then measures steps that the fit has not seen: 1 to 64 requests, 0 to
+8192 tokens of a shared prefix, decodes and prompt chunks. 32 query and 8 kv heads of 128, blocks of 128 tokens, fp32; a
+way's time is the least of interleaved samples, a layer's with its share of what is derived once for all layers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from benchmarks.attention_case import BLOCK_SIZE, DIM, HEADS, KV_HEADS, SCALE, C
 from benchmarks.machine import describe_machine
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import CostModel
-from vllm_gaudi_ucm.ops.unified_attention.cost.fit import candidates, fit, measure, ways_of
+from vllm_gaudi_ucm.ops.unified_attention.cost.fit import fit, measure, ways_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
 from vllm_gaudi_ucm.ops.unified_attention.cost.passes import uses_of
-from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way, cheapest_way
+from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way, candidates, cheapest_way
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, plan_batch
 from vllm_gaudi_ucm.runner.staging import Staging
 

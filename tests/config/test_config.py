@@ -54,6 +54,11 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     ),
     "ucm.attention.contiguous_pa": (["auto", True, False], ["yes", 1, 0, None], '"auto" or true or false'),
     "ucm.attention.causal_slice": ([16, 512, 8192], [15, 8193, "512", 512.0, True, None], "integer, 16 to 8192"),
+    "ucm.attention.cost_model": (
+        ["auto", "off", "cost.json"],
+        [3, True, None],
+        'one of "auto", "off" or path of a file',
+    ),
     "ucm.graphs.mode": (
         ["auto", "off", "eager", "capture", "compile"],
         ["on", True, None],
@@ -128,7 +133,9 @@ def test_every_key_is_tested_here() -> None:
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key in VALUES for value in VALUES[key][0]])
 def test_valid_value(key: str, value: Any) -> None:
     config = resolve_config(nested(key, value))
-    expected = Path(value) if "path of a file" in VALUES[key][2] and value is not None else value
+    words = VALUES[key][2]
+    is_path = "path of a file" in words and value is not None and f'"{value}"' not in words
+    expected = Path(value) if is_path else value
     assert read(config, key) == expected
     assert type(read(config, key)) is type(expected) or isinstance(expected, Path)
 

@@ -17,6 +17,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
 from vllm_gaudi_ucm.phase_log import PhaseLog
+from vllm_gaudi_ucm.runner.attention_choice import make_choice
 from vllm_gaudi_ucm.runner.attention_layers import bind_kv_caches, kv_cache_specs
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
 from vllm_gaudi_ucm.runner.bucket_choice import choose_buckets, server_limits
@@ -47,7 +48,7 @@ from vllm_gaudi_ucm.speculation.verification import Verification
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
     from vllm_gaudi_ucm.config import UcmConfig
     from vllm_gaudi_ucm.device import Device
@@ -161,9 +162,17 @@ class ModelRunner:
         self._execution: Execution
         self._sampler: TokenSampler
         if self.kind == "off":
-            attention = self._config.attention
+            attention, spec = self._config.attention, cast("AttentionSpec", group.kv_cache_spec)
+            choice = make_choice(
+                attention.cost_model,
+                attention.implementation,
+                self._tensors_on,
+                self._vllm_config,
+                spec,
+                len(group.layer_names),
+            )
             self._execution = TrueShapeExecution(
-                self.decoder, attention, self._block_size, self._tensors_on, self._sparse
+                self.decoder, attention, self._block_size, self._tensors_on, self._sparse, choice
             )
             self._sampler = VllmSampler(sampler)
         else:

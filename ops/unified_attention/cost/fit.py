@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native.library import native
-from vllm_gaudi_ucm.ops.triton_support import why_not_triton
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import CostModel, Sample
 from vllm_gaudi_ucm.ops.unified_attention.cost.features import features_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.grid import GEOMETRIES, Geometry, Step, blocks_of, make_parts, steps_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
 from vllm_gaudi_ucm.ops.unified_attention.cost.passes import Uses, passes_of, uses_of
-from vllm_gaudi_ucm.ops.unified_attention.cost.way import SPLITTING, Way
+from vllm_gaudi_ucm.ops.unified_attention.cost.way import SPLITTING, Way, candidates
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 
 REPEATS = 5
@@ -54,15 +52,6 @@ class Measured:
             )
             for way, seconds in self.layer_seconds.items()
         ]
-
-
-def candidates(device_type: str) -> tuple[str, ...]:
-    """Implementations that compute true shapes on this type of device, the one of the fixed rule first."""
-    if device_type == "cpu":
-        return ("cpu", "reference") if native() is None else (SPLITTING, "cpu", "reference")
-    if device_type == "cuda" and why_not_triton(device_type) is None:
-        return ("cuda", "reference")
-    return ("hpu", "reference") if device_type == "hpu" else ("reference",)
 
 
 def fit(measured: Sequence[Measured]) -> CostModel:

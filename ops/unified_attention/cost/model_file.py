@@ -31,7 +31,7 @@ class Facts:
     """What a fit is valid for.
 
     device: name of the CPU or the accelerator. torch: its version. kernels: key of the C++ kernels, or "".
-    threads: of torch, on a CPU; elsewhere 0. features: of the model, hashed, so that a newer package asks for a new fit.
+    threads: of torch, on a CPU; elsewhere 0. features: of the model, hashed: another version's fit is no fit.
     """
 
     device: str

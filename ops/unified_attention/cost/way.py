@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.triton_support import why_not_triton
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import CostModel
 from vllm_gaudi_ucm.ops.unified_attention.cost.features import features_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
@@ -23,6 +25,15 @@ class Way(NamedTuple):
 
     implementation: str
     unsplit: frozenset[int] = frozenset()
+
+
+def candidates(device_type: str) -> tuple[str, ...]:
+    """Implementations that compute true shapes on this type of device, the one of the fixed rule first."""
+    if device_type == "cpu":
+        return ("cpu", "reference") if native() is None else (SPLITTING, "cpu", "reference")
+    if device_type == "cuda" and why_not_triton(device_type) is None:
+        return ("cuda", "reference")
+    return ("hpu", "reference") if device_type == "hpu" else ("reference",)
 
 
 def cheapest_way(model: CostModel, uses: Uses, layer: LayerShape, candidates: Sequence[str]) -> Way:
