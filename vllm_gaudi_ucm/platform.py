@@ -78,7 +78,7 @@ class UcmPlatform(Platform):
         if config.ucm_sparse_method is not None:
             use_sparse_scheduler(vllm_config)
         if config.memory_mode.enabled:
-            refuse_beside_memory_mode(vllm_config)
+            refuse_beside_memory_mode(vllm_config, config.memory_mode)
         compilation = vllm_config.compilation_config
         if compilation.mode != CompilationMode.NONE:
             logger.info("torch.compile and CUDA graphs are off, whatever --compilation-config says.")

@@ -204,7 +204,8 @@ class SchedulerSide:
         if keys is None:
             return []
         block_ids = self._block_table(request.request_id)
-        new = [index for index in range(state.saved, full) if keys[index] not in self.known]
+        # memory mode may have put the null block in the place of one that has left the device
+        new = [index for index in range(state.saved, full) if block_ids[index] and keys[index] not in self.known]
         self.known.add(keys[index] for index in new)
         state.saved = full
         return [BlockSave(keys[index], block_ids[index]) for index in new]
@@ -230,16 +231,20 @@ class SchedulerSide:
 
         What else they are is not known, so nobody else finds what this engine stores from now on. Blocks in the memory
         of this process are freed; those in a folder or a server stay, for whoever has the weights that they belong to.
+        What requests compute that have begun rests on what was computed before, and is not stored.
         """
         self._epoch = os.urandom(16)
         self.known.clear()
         if self._setup.options.store.kind == "memory":
             self.store.clear()
-        for request_id, state in self._states.items():
+        for request_id, state in list(self._states.items()):
+            self._waiting.forget(request_id)
+            if state.request.num_computed_tokens:
+                del self._states[request_id]
+                continue
             keys = self._new_keys(state.request)
             assert keys is not None, "it had keys before"
             self._states[request_id] = _State(state.request, keys, is_closed=state.is_closed)
-            self._waiting.forget(request_id)
         return True
 
     @property

@@ -127,7 +127,11 @@ def sparse_policy(config: UcmConfig) -> str:
     if config.ucm_sparse_method is None:
         return ""
     options = config.ucm_sparse_config.options(config.ucm_sparse_method)
-    return f"{config.ucm_sparse_method} {options.model_dump_json(exclude=_NO_PART_OF_KV)}"
+    policy = f"{config.ucm_sparse_method} {options.model_dump_json(exclude=_NO_PART_OF_KV)}"
+    if not config.memory_mode.enabled:
+        return policy
+    # answers attend to what is on the device, which their KV shows; where the rest is changes nothing
+    return f"{policy} memory_mode {config.memory_mode.model_dump_json(exclude={'store'})}"
 
 
 # where the model lies, and what wrote its configuration, change nothing that it computes

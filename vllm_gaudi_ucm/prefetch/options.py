@@ -38,11 +38,15 @@ class PrefetchOptions(MethodOptions):
 
 
 def idle_options(config: UcmConfig) -> list[str]:
-    """Prefetch options in GSA's section that are not the defaults; without our connector they do nothing."""
-    section = _gsa_section(config)
-    if section is None:
+    """Prefetch options in GSA's section that are not the defaults, and do nothing without our connector.
+
+    Memory mode uses them: with copies in host memory their threads only, else all.
+    """
+    section, memory_mode = _gsa_section(config), config.memory_mode
+    if section is None or (memory_mode.enabled and not memory_mode.is_in_host_memory):
         return []
-    shared = [name for name in GsaOptions.model_fields if name in PrefetchOptions.model_fields]
+    used = {"prefetch_workers"} if memory_mode.enabled else set()
+    shared = [name for name in GsaOptions.model_fields if name in PrefetchOptions.model_fields and name not in used]
     return [name for name in shared if getattr(section, name) != GsaOptions.model_fields[name].default]
 
 

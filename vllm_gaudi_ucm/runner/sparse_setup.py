@@ -54,7 +54,7 @@ def make_sparse_worker(
         num_rows = 1 if table is None else config.memory_mode.max_away(num_blocks, blocks.block_bytes)
         worker.keep_queries(num_rows, _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype))
         if table is not None:
-            worker.residency = residency_worker(config.memory_mode, worker, table, blocks, num_rows, device)
+            worker.residency = residency_worker(config, worker, table, blocks, num_rows, device)
     return worker
 
 

@@ -41,7 +41,8 @@ class _SparseScheduling(Scheduler):
         # of our connector; others do not ask
         self._plan_prefetch: Callable[[Iterable[Request]], None] | None = getattr(self.connector, "plan_prefetch", None)
         if self._plan_prefetch is None and (idle := idle_options(config)):
-            logger.warning("GSA's options %s do nothing without a store: see --kv-transfer-config.", ", ".join(idle))
+            where = "see --kv-transfer-config, and ucm.memory_mode.store"
+            logger.warning("GSA's options %s do nothing without a store: %s.", ", ".join(idle), where)
         self.sparse: UcmSparseBase | None = scheduler_role(config, self.block_size, self.max_model_len)
         self.residency = residency_role(config, self.sparse, self.block_size, self.kv_cache_manager)
 

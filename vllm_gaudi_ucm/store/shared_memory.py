@@ -22,7 +22,7 @@ class SharedMemoryStore(KvStore):
     def __init__(self, options: MemoryStoreOptions, block_bytes: int) -> None:
         self._name = options, block_bytes
         with self._lock:
-            store, users = self._open.get(self._name) or (_new_memory_store(options, block_bytes), 0)
+            store, users = self._open.get(self._name) or (new_memory_store(options, block_bytes), 0)
             self._open[self._name] = store, users + 1
         self._store: MemoryStore | None = store
         self._closed_with: StoreStats | None = None
@@ -75,7 +75,8 @@ class SharedMemoryStore(KvStore):
         return store
 
 
-def _new_memory_store(options: MemoryStoreOptions, block_bytes: int) -> MemoryStore:
+def new_memory_store(options: MemoryStoreOptions, block_bytes: int) -> MemoryStore:
+    """A store that nobody else opens. Raises UcmConfigError for page-locked memory without a device."""
     pinned = _can_pin() if options.pin == "auto" else options.pin
     if pinned and not _can_pin():
         raise UcmConfigError([Problem("store.pin", "true", "false or auto here: page-locked memory needs a device")])

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
 from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
     from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Pair = tuple[int, int]
 _PREFIX_BYTES = 16
+_AHEAD = "ahead "
 USE = "memory_mode"
 """The value of the labels `store` and `use` of its metrics."""
 
@@ -49,6 +50,7 @@ class CopyStore:
         self._writer = ThreadPoolExecutor(1, "ucm-memory-mode")
         self._saves: dict[Pair, Future[bool]] = {}
         self._loads: dict[Pair, tuple[PrefetchHandle, memoryview]] = {}
+        self._near: set[Pair] = set()
         self._copies: dict[int, set[int]] = {}
         self._reporter: MetricsReporter | None = None
 
@@ -74,9 +76,20 @@ class CopyStore:
         def deliver(index: int, block: memoryview) -> None:
             data[:] = block
 
-        name = f"{pair[0]}:{pair[1]}"
+        name = _name(pair)
         handle = self._engine.submit_prefetch(name, [self._key(pair)], PrefetchPriority.URGENT, deliver)
         self._loads[pair] = handle, data
+
+    def bring_near(self, pairs: Sequence[Pair]) -> None:
+        """Has these copies read into host memory, where a later `load` finds them; those named before and not any more
+        may be forgotten. To be called after the loads of a step, which join or take over what is under way."""
+        wanted = set(pairs)
+        for pair in self._near - wanted:
+            self._engine.forget(_AHEAD + _name(pair))
+        for pair in pairs:
+            if pair not in self._near:
+                self._engine.submit_prefetch(_AHEAD + _name(pair), [self._key(pair)], PrefetchPriority.HIGH)
+        self._near = wanted
 
     def finished_saves(self) -> Iterator[tuple[Pair, bool]]:
         """Saves that have ended since the last call, and whether the copy is there."""
@@ -104,6 +117,7 @@ class CopyStore:
         for pair in [pair for pair in self._loads if pair[0] == life]:
             handle, _ = self._loads.pop(pair)
             self._engine.forget(handle.request_id)
+        self.bring_near([pair for pair in self._near if pair[0] != life])
         numbers = self._copies.pop(life, None)
         if numbers:
             self._writer.submit(self.store.delete, [self._key((life, number)) for number in numbers])
@@ -111,8 +125,9 @@ class CopyStore:
     def check_idle(self) -> None:
         """Raises AssertionError where a move is under way or a copy is kept. Waits for deletions."""
         self._writer.submit(int).result()
-        if self._saves or self._loads or self._copies:
-            raise AssertionError(f"copies: saving {[*self._saves]}, loading {[*self._loads]}, kept {self._copies}")
+        if self._saves or self._loads or self._near or self._copies:
+            moving = f"saving {[*self._saves]}, loading {[*self._loads]}, near {self._near}"
+            raise AssertionError(f"copies: {moving}, kept {self._copies}")
 
     def close(self) -> None:
         """Deletes what is there, ends the threads and closes the store."""
@@ -126,3 +141,7 @@ class CopyStore:
 
     def _key(self, pair: Pair) -> bytes:
         return self._prefix + pair[0].to_bytes(8, "big") + pair[1].to_bytes(8, "big")
+
+
+def _name(pair: Pair) -> str:
+    return f"{pair[0]}:{pair[1]}"

@@ -36,6 +36,8 @@ class ResidencyOrders(msgspec.Struct):
     dropped: copies, by (life, logical block), to delete; the blocks are on the device.
     patches: changes of block tables.
     saves: blocks to copy off the device. loads: blocks to bring back.
+    ahead: copies, by (life, logical block), to bring to host memory and keep there; those of earlier steps that it does
+        not name any more are not wanted.
     scored: requests to score after the forward, and their life. totals: for the worker's metrics.
     """
 
@@ -44,6 +46,7 @@ class ResidencyOrders(msgspec.Struct):
     patches: list[TablePatch] = []
     saves: list[BlockMove] = []
     loads: list[BlockMove] = []
+    ahead: list[tuple[int, int]] = []
     scored: dict[str, int] = {}
     totals: ResidencyTotals = msgspec.field(default_factory=ResidencyTotals)
 

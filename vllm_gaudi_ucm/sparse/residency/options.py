@@ -73,6 +73,11 @@ class MemoryModeOptions(BaseModel):
         capacity = getattr(self.store, "capacity", None)
         return most if capacity is None else min(most, capacity // block_bytes)
 
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether copies lie in this process, where nothing can be brought nearer to the device."""
+        return self.store is None or isinstance(self.store, MemoryStoreOptions)
+
     def open_options(self, max_away: int, block_bytes: int) -> AnyStore:
         """The store to open."""
         return MemoryStoreOptions(capacity=max_away * block_bytes) if self.store is None else self.store

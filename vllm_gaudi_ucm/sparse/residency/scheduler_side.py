@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,15 +39,23 @@ class ResidencyScheduler:
         block_size: tokens per block.
         blocks: tables and free blocks.
         num_rows: blocks that may have a copy.
+        num_ahead: most blocks that are brought to host memory before it is their turn to come back.
     """
 
     def __init__(
-        self, options: MemoryModeOptions, method: BlockOptions, block_size: int, blocks: RequestBlocks, num_rows: int
+        self,
+        options: MemoryModeOptions,
+        method: BlockOptions,
+        block_size: int,
+        blocks: RequestBlocks,
+        num_rows: int,
+        num_ahead: int = 0,
     ) -> None:
         self.totals = ResidencyTotals()
         self._options = options
         self._method = method
         self._block_size = block_size
+        self._num_ahead = num_ahead
         self._blocks = blocks
         self._lives: dict[str, Life] = {}
         self._numbers = count(1)
@@ -95,6 +103,8 @@ class ResidencyScheduler:
         orders = self._moves.take_orders()
         self.totals.away = self.num_away
         orders.totals = msgspec.structs.replace(self.totals)
+        waiting = ((life.number, number) for life in self._lives.values() for number in life.coming)
+        orders.ahead = list(islice(waiting, self._num_ahead))
         for request_id in sparse:
             life = self._lives.get(request_id)
             if life is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.compat import kv_block_bytes
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.sparse.residency.prefetch import blocks_ahead
 from vllm_gaudi_ucm.sparse.residency.request_blocks import RequestBlocks
 from vllm_gaudi_ucm.sparse.residency.scheduler_side import ResidencyScheduler
 
@@ -30,4 +31,4 @@ def residency_role(
     num_rows = config.memory_mode.max_away(manager.block_pool.num_gpu_blocks, kv_block_bytes(manager))
     logger.info("Memory mode: up to %d blocks have a copy off the device.", num_rows)
     blocks = RequestBlocks(manager, block_size)
-    return ResidencyScheduler(config.memory_mode, method, block_size, blocks, num_rows)
+    return ResidencyScheduler(config.memory_mode, method, block_size, blocks, num_rows, blocks_ahead(config))

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore
+from vllm_gaudi_ucm.sparse.residency.prefetch import prefetch_options
 from vllm_gaudi_ucm.sparse.residency.worker_side import ResidencyWorker
 from vllm_gaudi_ucm.store.factory import open_store
+from vllm_gaudi_ucm.store.options import MemoryStoreOptions
+from vllm_gaudi_ucm.store.shared_memory import new_memory_store
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.config import UcmConfig
     from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.runner.request_table import RequestTable
     from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.sparse.residency.options import MemoryModeOptions
+    from vllm_gaudi_ucm.store.base import KvStore
 
 
 def residency_worker(
-    options: MemoryModeOptions,
+    config: UcmConfig,
     sparse: SparseWorker,
     table: RequestTable,
     blocks: DeviceBlocks,
@@ -28,7 +32,7 @@ def residency_worker(
     """The worker's side of memory mode.
 
     Args:
-        options: of memory mode.
+        config: memory mode is on in it.
         sparse: worker's side of the method, which keeps queries.
         table: block tables of the live requests.
         blocks: of the KV cache.
@@ -38,10 +42,16 @@ def residency_worker(
     selector, state = sparse.selector, sparse.state
     if selector is None or state is None or selector.scorer is None:
         raise ValueError("ucm.memory_mode: found a worker that keeps no queries, expected keep_queries before")
-    store = open_store(options.open_options(num_rows, blocks.block_bytes), blocks.block_bytes)
-    # what is on its way is all that the engine's own host memory is for
-    engine = PrefetchOptions(prefetch_cache_size=2 * options.moves_per_step)
-    copies = CopyStore(store, blocks.block_bytes, blocks.allocate, engine)
+    store = _open_store(config.memory_mode, num_rows, blocks.block_bytes)
+    copies = CopyStore(store, blocks.block_bytes, blocks.allocate, prefetch_options(config))
     worker = ResidencyWorker(table, state, selector.scorer, blocks, copies, device)
     worker.warm_up()
     return worker
+
+
+def _open_store(options: MemoryModeOptions, num_rows: int, block_bytes: int) -> KvStore:
+    found = options.open_options(num_rows, block_bytes)
+    if isinstance(found, MemoryStoreOptions):
+        # never the one of a connector with the same options: what that evicts would be copies
+        return new_memory_store(found, block_bytes)
+    return open_store(found, block_bytes)

@@ -79,6 +79,7 @@ class ResidencyWorker:
         for move in orders.loads:
             self._targets[move.life, move.number] = move.block
             self._copies.load((move.life, move.number))
+        self._copies.bring_near(orders.ahead)
         self._scored = orders.scored
         if self._metrics is not None:
             self._metrics.set(orders.totals)
