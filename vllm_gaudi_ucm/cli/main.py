@@ -33,6 +33,7 @@ COMMANDS = {
     "tune": Command("vllm_gaudi_ucm.cli.tune", "choose the best buckets for a phase log"),
     "plan": Command("vllm_gaudi_ucm.cli.plan", "show buckets, padding, memory and warm-up before paying for them"),
     "op-cost": Command("vllm_gaudi_ucm.cli.op_cost", "count what attention's operators cost on Gaudi, modelled"),
+    "fit-attention": Command("vllm_gaudi_ucm.cli.fit_attention", "measure attention here, so that a server can choose"),
     "sparse-report": Command("vllm_gaudi_ucm.cli.sparse_report", "compare the sparse methods with dense, on a text"),
     "store": Command("vllm_gaudi_ucm.cli.store", "count, verify or clear the KV blocks in a file or Redis store"),
     "plot": Command("vllm_gaudi_ucm.cli.plot", "draw the steps of a phase log and the buckets over them"),
