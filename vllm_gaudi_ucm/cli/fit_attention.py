@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.cli.fit_attention_report import FitReport, show
 from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.ops.unified_attention.cost.fit import REPEATS, fit, measure
 from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import (
+    FITTED_DEVICES,
     Facts,
     ModelFileError,
     default_path,
@@ -20,12 +21,12 @@ from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import (
     save_model,
 )
 
-DEVICES = ("cpu", "cuda")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to measure (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=FITTED_DEVICES, default="cpu", help="where to measure (default: %(default)s)"
+    )
     parser.add_argument(
         "--threads", type=int, metavar="N", help="of torch on a CPU, as ucm.cpu.threads (default: torch's own choice)"
     )

@@ -9,7 +9,13 @@ import torch
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
-from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import Facts, ModelFileError, default_path, load_model
+from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import (
+    FITTED_DEVICES,
+    Facts,
+    ModelFileError,
+    default_path,
+    load_model,
+)
 from vllm_gaudi_ucm.ops.unified_attention.cost.passes import uses_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way, candidates, cheapest_way, reads_slice
 
@@ -58,15 +64,20 @@ class AttentionChoice:
         return reads_slice(self._model, self._last, self._shape, slice_len, in_use, self._block_size)
 
 
-def find_model(option: CostModelOption, device: torch.device) -> CostModel | None:
-    """The model that `ucm.attention.cost_model` asks for; None: fixed rules.
+def find_model(option: CostModelOption, device: torch.device, threads: int | None = None) -> CostModel | None:
+    """The model that `ucm.attention.cost_model` asks for; None: fixed rules. threads: None for torch's own.
 
     Raises ValueError for a file that the option names and that is not usable here; one in the cache is ignored with a
     warning.
     """
-    if option == "off":
+    if option == "off" or (option == "auto" and device.type not in FITTED_DEVICES):
         return None
-    facts = Facts.of(device)
+    if device.type not in FITTED_DEVICES:
+        raise ValueError(
+            f"ucm.attention.cost_model: found {str(option)!r} with device {device.type}, where nothing is chosen; "
+            'expected "auto" or "off"'
+        )
+    facts = Facts.of(device, threads)
     if isinstance(option, Path):
         try:
             return load_model(option, facts)
@@ -75,13 +86,14 @@ def find_model(option: CostModelOption, device: torch.device) -> CostModel | Non
                 f"ucm.attention.cost_model: {error}; `gaudi-ucm fit-attention -o FILE` writes one"
             ) from error
     try:
-        model = load_model(default_path(facts), facts)
+        path = default_path(facts)
+        model = load_model(path, facts)
     except FileNotFoundError:
         return None
-    except (ModelFileError, RuntimeError) as error:
+    except (ModelFileError, RuntimeError) as error:  # RuntimeError: there is no home folder
         logger.warning("ucm.attention.cost_model: fixed rules instead of what was fitted: %s", error)
         return None
-    logger.info("Attention is computed in the way that is the fastest by %s", default_path(facts))
+    logger.info("Attention is computed in the way that is the fastest by %s", path)
     return model
 
 

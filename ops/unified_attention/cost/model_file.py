@@ -19,6 +19,7 @@ from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import NAMES, CostModel
 
 SCHEMA = 1
+FITTED_DEVICES = ("cpu", "cuda")  # types whose steps run at true shapes and can be measured here
 MOST_BYTES = 1 << 20  # no model is as large; what is larger is not read
 
 
@@ -44,10 +45,10 @@ class Facts:
     def of(cls, device: torch.device, threads: int | None = None) -> Facts:
         """Those of this process. threads: None for torch's own."""
         on_cpu = device.type == "cpu"
-        name = _digest(cpu_features()) if on_cpu else torch.get_device_module(device).get_device_name(device)
+        name = _cpu_name() if on_cpu else torch.get_device_module(device).get_device_name(device)
         library = native() if on_cpu else None
         return cls(
-            f"{platform.machine()} {name}" if on_cpu else name,
+            name,
             torch.__version__,
             "" if library is None else Path(library._name).stem,
             (threads or torch.get_num_threads()) if on_cpu else 0,
@@ -119,6 +120,13 @@ def _refuse_others(path: Path) -> None:
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o002:
         raise PermissionError("it belongs to another user, or everybody may write to it")
+
+
+def _cpu_name() -> str:
+    """The CPU's model, and a hash of all that says what code is compiled for it."""
+    features = cpu_features()
+    names = [line.partition(":")[2].strip() for line in features.splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()} ({_digest(features)})"
 
 
 def _digest(text: str) -> str:
