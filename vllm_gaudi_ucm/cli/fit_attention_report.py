@@ -17,6 +17,9 @@ from vllm_gaudi_ucm.ops.unified_attention.cost.grid import Step
 from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way, candidates, cheapest_way, seconds_of
 
 
+WIDTH = 120  # columns that the table needs
+
+
 @dataclass(frozen=True)
 class StepRow:
     """A step of the grid: measured and predicted seconds of a layer, by way; chosen is one of these."""
@@ -80,14 +83,14 @@ def show(report: FitReport) -> None:
     """Prints a line per step and the summary."""
     table = Table(title="attention of one layer, milliseconds", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("heads", no_wrap=True)
-    table.add_column("step")
-    for heading in ("chosen", "measured", "predicted", "best", "regret"):
-        table.add_column(heading, justify="left" if heading == "chosen" else "right")
+    table.add_column("step", no_wrap=True)
+    for heading in ("chosen", "measured", "predicted", "regret"):
+        table.add_column(heading, justify="left" if heading == "chosen" else "right", no_wrap=True)
     for row in report.rows:
-        best = min(row.measured.values())
-        milliseconds = [f"{value * 1e3:.2f}" for value in (row.measured[row.chosen], row.predicted[row.chosen], best)]
+        milliseconds = [f"{seconds[row.chosen] * 1e3:.2f}" for seconds in (row.measured, row.predicted)]
         table.add_row(row.heads, _words(row.step), way_name(row.chosen), *milliseconds, f"{row.regret:.1%}")
     console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
     console.print(table)
     summary = report.summary()
     console.print(
@@ -112,6 +115,6 @@ def _row(model: CostModel, one: Measured, device_type: str) -> StepRow:
 def _words(step: Step) -> str:
     kinds = [f"{step.decodes} decodes"] if step.decodes else []
     kinds += [f"{step.chunks} chunks of {step.new}"] if step.chunks else []
-    context = [f"{step.prefix} shared blocks"] if step.prefix else []
-    context += [f"{step.own} own tokens"] if step.own else []
-    return " + ".join(kinds) + (f" at {' + '.join(context)}" if context else "") + (" (slice)" if step.sliced else "")
+    kinds += [f"{step.prefix} shared blocks"] if step.prefix else []
+    kinds += [f"{step.own} own tokens"] if step.own else []
+    return ", ".join(kinds) + (" (slice)" if step.sliced else "")

@@ -38,30 +38,30 @@ class AttentionChoice:
         model: fitted on the device that steps run on.
         shape: the model's attention layers.
         block_size: tokens per cache block.
-        implementation: `auto` to choose it as well; else only whether shared groups are split, and how unique blocks
-            are read, are chosen.
-        device_type: where the parts live.
+        implementations: to choose from, the one of the fixed rule first, which the model has to know; with one alone
+            only whether shared groups are split, and how unique blocks are read, are chosen.
     """
 
-    def __init__(
-        self, model: CostModel, shape: LayerShape, block_size: int, implementation: str, device_type: str
-    ) -> None:
+    def __init__(self, model: CostModel, shape: LayerShape, block_size: int, implementations: tuple[str, ...]) -> None:
         self._model = model
         self._shape = shape
         self._block_size = block_size
-        self._candidates = candidates(device_type) if implementation == "auto" else (implementation,)
-        self._last = self._candidates[0]
+        self._candidates = implementations
+        self._key: tuple[object, ...] = ()
+        self._way = Way(self._candidates[0])
 
     def way(self, parts: AttentionParts) -> Way:
         """The fastest way of these parts; with a selected part, which was not measured, no other implementation."""
-        names = self._candidates if parts.selected is None else self._candidates[:1]
-        way = cheapest_way(self._model, uses_of(parts, self._block_size), self._shape, names)
-        self._last = way.implementation
-        return way
+        uses = uses_of(parts, self._block_size)
+        key = (parts.selected is None, *uses.key())
+        if key != self._key:  # predicting takes a tenth of a millisecond, and a decode's next step is mostly the same
+            names = self._candidates if parts.selected is None else self._candidates[:1]
+            self._key, self._way = key, cheapest_way(self._model, uses, self._shape, names)
+        return self._way
 
     def reads_slice(self, slice_len: int, in_use: int) -> bool:
         """For the implementation of the step before: the next one's parts do not exist yet, and it rarely changes."""
-        return reads_slice(self._model, self._last, self._shape, slice_len, in_use, self._block_size)
+        return reads_slice(self._model, self._way.implementation, self._shape, slice_len, in_use, self._block_size)
 
 
 def find_model(option: CostModelOption, device: torch.device, threads: int | None = None) -> CostModel | None:
@@ -107,9 +107,10 @@ def make_choice(
 ) -> AttentionChoice | None:
     """None where there is no model for the device, or none is wanted, or it knows nothing of the implementation."""
     model = find_model(option, device)
-    if model is None or (implementation != "auto" and implementation not in model.coefficients):
+    names = candidates(device.type) if implementation == "auto" else (implementation,)
+    if model is None or names[0] not in model.coefficients:
         return None
     heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
     dim = spec.head_size
     shape = LayerShape(heads, spec.num_kv_heads, dim, dim, spec.dtype.itemsize, layers)
-    return AttentionChoice(model, shape, spec.block_size, implementation, device.type)
+    return AttentionChoice(model, shape, spec.block_size, names)

@@ -40,6 +40,10 @@ class CostModel:
         """Predicted seconds of all layers of a step; KeyError for an implementation that was not measured."""
         return float(self.coefficients[implementation] @ features.over(layers))
 
+    def coefficient(self, implementation: str, name: str) -> float:
+        """Seconds for one of the feature, one of NAMES; KeyError for an implementation that was not measured."""
+        return float(self.coefficients[implementation][NAMES.index(name)])
+
     def covers(self, implementation: str, features: Features) -> bool:
         """Whether the features are near what was measured; far beyond it the prediction is worth nothing."""
         return bool((features.over(1) <= NEAR * self.largest[implementation]).all())

@@ -45,6 +45,11 @@ class Uses(NamedTuple):
     is_slice: bool
     block_size: int
 
+    def key(self) -> tuple[object, ...]:
+        """Equal for steps that differ in the last tokens of blocks only, as a decode's next step does."""
+        shared = tuple((use.first_rows.tobytes(), use.rows, use.blocks) for use in self.shared)
+        return (self.singles, tuple(self.chunks.items()), shared, self.unique_entries, self.is_slice)
+
 
 class Passes(NamedTuple):
     """float64 [passes] each: how often a pass like this occurs, its rows, its cached tokens, whether causal (0 or 1).

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.triton_support import why_not_triton
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import CostModel
-from vllm_gaudi_ucm.ops.unified_attention.cost.features import features_of
+from vllm_gaudi_ucm.ops.unified_attention.cost.features import Features, features_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
 from vllm_gaudi_ucm.ops.unified_attention.cost.passes import Uses, passes_of
 
@@ -45,15 +45,13 @@ def cheapest_way(model: CostModel, uses: Uses, layer: LayerShape, candidates: Se
     first = candidates[0]
     if first not in model.coefficients:
         return Way(first)
-    best = _best_split(model, uses, layer, first)
-    least = seconds_of(model, uses, layer, best)
-    whole = features_of(uses, passes_of(uses), layer)
+    whole = features_of(uses, passes_of(uses), layer)  # split, which only `native` need not do
+    least, best = _best_split(model, uses, layer, whole, first)
     for name in candidates[1:]:
         if name in model.coefficients and model.covers(name, whole):
-            way = _best_split(model, uses, layer, name)
-            seconds = seconds_of(model, uses, layer, way) * MARGIN
-            if seconds < least:
-                best, least = way, seconds
+            seconds, way = _best_split(model, uses, layer, whole, name)
+            if seconds * MARGIN < least:
+                least, best = seconds * MARGIN, way
     return best
 
 
@@ -68,24 +66,29 @@ def reads_slice(
 ) -> bool:
     """Whether unique blocks are read faster as the slice `cache[:slice_len]` than gathered, `in_use` of them.
 
-    slice_len, in_use: blocks. A tie is for gathering, which stages fewer entries.
+    slice_len, in_use: blocks. A tie is for gathering, which stages fewer entries. KeyError for an implementation that
+    was not measured.
     """
-    gathered = Uses(1, {}, (), in_use, in_use * block_size, False, block_size)
-    sliced = gathered._replace(unique_entries=slice_len, is_slice=True)
-    way = Way(implementation)
-    return seconds_of(model, sliced, layer, way) < seconds_of(model, gathered, layer, way)
+    # the other features do not depend on it, so only what differs is looked up: this is asked in every step
+    numbers = block_size * layer.kv_heads * layer.width * layer.layers
+    sliced, gathered, entries = (
+        model.coefficient(implementation, name) for name in ("layer.sliced", "layer.gathered", "step.entries")
+    )
+    return slice_len * (sliced * numbers + entries) < in_use * (gathered * numbers + entries)
 
 
-def _best_split(model: CostModel, uses: Uses, layer: LayerShape, implementation: str) -> Way:
-    """Group by group: the one with the most tokens first, for the others are then seen beside it."""
+def _best_split(
+    model: CostModel, uses: Uses, layer: LayerShape, whole: Features, implementation: str
+) -> tuple[float, Way]:
+    """Group by group: the one with the most tokens first, for the others are then seen beside it. whole: all split."""
     way = Way(implementation)
+    least = model.seconds(implementation, whole, layer.layers)
     groups = [index for index, use in enumerate(uses.shared) if len(use.first_rows) > 1]
-    if implementation != SPLITTING or not groups or len(groups) > MOST_GROUPS:
-        return way
-    least = seconds_of(model, uses, layer, way)
+    if implementation != SPLITTING or len(groups) > MOST_GROUPS:
+        return least, way
     for index in sorted(groups, key=lambda index: -uses.shared[index].tokens):
         tried = Way(implementation, way.unsplit | {index})
         seconds = seconds_of(model, uses, layer, tried)
         if seconds < least:
-            way, least = tried, seconds
-    return way
+            least, way = seconds, tried
+    return least, way
