@@ -37,7 +37,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
-@pytest.mark.parametrize("name", ["device", "torch", "kernels", "threads", "features"])
+@pytest.mark.parametrize("name", ["device", "torch_version", "kernels", "threads", "features"])
 def test_another_device_or_software_is_refused(tmp_path: Path, name: str) -> None:
     save_model(tmp_path / "cost.json", MODEL, FACTS, {})
     other = replace(FACTS, **{name: 7 if name == "threads" else "another"})
@@ -104,5 +104,5 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 
 def test_facts_of_this_process() -> None:
     facts = Facts.of(torch.device("cpu"))
-    assert (facts.torch, facts.threads) == (torch.__version__, torch.get_num_threads())
+    assert (facts.torch_version, facts.threads) == (torch.__version__, torch.get_num_threads())
     assert Facts.of(torch.device("cpu"), 77) == replace(facts, threads=77)

@@ -16,7 +16,6 @@ from vllm_gaudi_ucm.ops.unified_attention.cost.fit import Measured
 from vllm_gaudi_ucm.ops.unified_attention.cost.grid import Step
 from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way, candidates, cheapest_way, seconds_of
 
-
 WIDTH = 120  # columns that the table needs
 
 

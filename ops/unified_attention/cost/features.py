@@ -52,19 +52,19 @@ class Features(NamedTuple):
 
 def features_of(uses: Uses, passes: Passes, layer: LayerShape) -> Features:
     """See LAYER_FEATURES and STEP_FEATURES."""
-    count, rows, tokens, causal = passes.count, passes.rows, passes.tokens, passes.causal
+    times, rows, tokens, causal = passes.times, passes.rows, passes.tokens, passes.causal
     row_tiles = np.ceil(rows / ROW_TILE)
     long = (row_tiles == 1) & (tokens > TOKEN_TILE + TOKEN_TILE // 2)
     pieces = np.where(long, np.ceil(tokens / TOKEN_TILE), 1)
     vectors = rows * layer.group
     few = (vectors <= FEW_VECTORS) & (layer.element_size == 4) & (layer.dim % LANES == 0)
-    tiles = float((count * row_tiles * pieces).sum())
-    loaded = float((count * row_tiles * tokens).sum()) * layer.kv_heads * layer.width
-    products = count * tokens * layer.kv_heads * layer.width
+    tiles = float((times * row_tiles * pieces).sum())
+    loaded = float((times * row_tiles * tokens).sum()) * layer.kv_heads * layer.width
+    products = times * tokens * layer.kv_heads * layer.width
     padded = np.ceil(vectors / VECTORS) * VECTORS
     cached = float(sum(use.tokens for use in uses.shared) + uses.unique_tokens)
     total_rows = float(sum(uses.chunks.values()) + uses.singles)
-    merged = passes.merged + float((count * rows * pieces)[long].sum())
+    merged = passes.merged + float((times * rows * pieces)[long].sum())
     unique = float(uses.unique_entries * uses.block_size * layer.kv_heads * layer.width)
     by_name = {
         "one": 1.0,
@@ -74,14 +74,14 @@ def features_of(uses: Uses, passes: Passes, layer: LayerShape) -> Features:
         "halves": loaded if layer.element_size == 2 else 0.0,
         "few": float((products * vectors)[few].sum()),
         "many": float((products * padded)[~few].sum()),
-        "causal": float((count * causal * rows * (rows + 1) / 2).sum()) * layer.heads * layer.width,
+        "causal": float((times * causal * rows * (rows + 1) / 2).sum()) * layer.heads * layer.width,
         "merged": merged * layer.heads * layer.value_dim,
         "out": total_rows * layer.heads * layer.value_dim,
-        "calls": float(len(count)) + uses.unique_tokens / (2 * TOKEN_TILE),
+        "calls": float(len(times)) + uses.unique_tokens / (2 * TOKEN_TILE),
         "sliced": unique if uses.is_slice else 0.0,
         "gathered": 0.0 if uses.is_slice else unique,
         "rows": total_rows + passes.merged,
-        "passes": float(count.sum()),
+        "passes": float(times.sum()),
         "entries": float(uses.unique_entries + sum(use.blocks for use in uses.shared)),
     }
     step = by_name | {"tiles": tiles}

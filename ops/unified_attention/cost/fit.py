@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,7 +152,7 @@ def _on(parts: AttentionParts, device: torch.device) -> AttentionParts:
         if isinstance(part, Tensor):
             return part.to(device)
         if isinstance(part, tuple):
-            entries = [moved(entry) for entry in part]
+            entries: list[Any] = [moved(entry) for entry in part]
             return type(part)(*entries) if hasattr(part, "_fields") else tuple(entries)
         return part
 

@@ -36,7 +36,7 @@ class Facts:
     """
 
     device: str
-    torch: str
+    torch_version: str
     kernels: str
     threads: int
     features: str
@@ -58,7 +58,7 @@ class Facts:
     def to_json(self) -> dict[str, str | int]:
         return {
             "device": self.device,
-            "torch": self.torch,
+            "torch_version": self.torch_version,
             "kernels": self.kernels,
             "threads": self.threads,
             "features": self.features,

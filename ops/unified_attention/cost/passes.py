@@ -57,7 +57,7 @@ class Passes(NamedTuple):
     merged: rows whose result is put together from several passes, once for each of these.
     """
 
-    count: Numbers
+    times: Numbers
     rows: Numbers
     tokens: Numbers
     causal: Numbers
@@ -98,12 +98,12 @@ def passes_of(uses: Uses, unsplit: Collection[int] = ()) -> Passes:
                 chunks[first] += use.tokens
             else:
                 single_tokens += use.tokens
-    lines = [(1, rows, tokens, 0) for rows, tokens in groups]
+    lines: list[tuple[int, int, float, int]] = [(1, rows, tokens, 0) for rows, tokens in groups]
     lines += [(1, uses.chunks[first], tokens, 1) for first, tokens in chunks.items()]
     if uses.singles and single_tokens:
         lines.append((uses.singles, 1, single_tokens / uses.singles, 0))
-    count, rows_of, tokens_of, causal = np.array(lines, np.float64).reshape(-1, 4).T
-    return Passes(count, rows_of, tokens_of, causal, float(merged))
+    times, rows_of, tokens_of, causal = np.array(lines, np.float64).reshape(-1, 4).T
+    return Passes(times, rows_of, tokens_of, causal, float(merged))
 
 
 def _chunks(part: CausalPart) -> dict[int, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_gaudi_ucm.cli.checks.check import Check
+from vllm_gaudi_ucm.cli.checks.check import Check, Status
 from vllm_gaudi_ucm.config import UcmConfig
 from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import (
     FITTED_DEVICES,
@@ -39,7 +39,7 @@ def attention_cost_checks(config: UcmConfig, device: str | None) -> Iterator[Che
         else:
             yield Check(SECTION, NAME, "info", "'auto': no fit for this device; fixed rules", advice=FIT)
     except ModelFileError as error:
-        status = "fail" if isinstance(option, Path) else "warn"
+        status: Status = "fail" if isinstance(option, Path) else "warn"
         yield Check(SECTION, NAME, status, str(error), "a fit for this device", f"{FIT}; --force replaces the file")
     else:
         yield Check(SECTION, NAME, "ok", f"{str(option)!r}: fitted for {facts.device}, {path}")
