@@ -189,3 +189,25 @@ def test_after_a_reset_nothing_is_found_and_everything_is_saved(sides: Any) -> N
     side.side.begin(request)
     assert matched(side, request) == 0
     assert len(side.side.metadata(scheduled(second=70)).saves) == 4
+
+
+def test_a_request_that_runs_through_a_reset_stores_nothing_more(sides: Any) -> None:
+    """What it computes rests on what was computed before."""
+    side = sides()
+    running, waiting = make_request("running", 70, num_computed_tokens=32), make_request("waiting", 70)
+    side.side.begin(running)
+    side.side.begin(waiting)
+    side.side.clear()
+    saves = side.side.metadata(scheduled(running=38, waiting=70)).saves
+    assert len(saves) == 4
+    assert side.side.num_requests == 1
+
+
+def test_blocks_that_are_away_are_not_stored(sides: Any) -> None:
+    """covers: C8. Memory mode puts the null block in their place."""
+    side = sides()
+    request = make_request("sparse", 70, num_computed_tokens=48)
+    side.side.begin(request)
+    side.side._block_table = lambda request_id: [7, 0, 0, 9, 11]
+    assert [save.block_id for save in side.side.metadata(scheduled(sparse=22)).saves] == [7, 9]
+    assert len(side.side.known) == 2

@@ -104,6 +104,20 @@ def test_a_sparse_method_counts_for_the_requests_that_it_applies_to(tmp_path: Pa
     assert len(policies) == 3
 
 
+def test_memory_mode_counts_for_sparse_requests(tmp_path: Path) -> None:
+    """covers: D2. Answers do not attend to blocks that are away; where these are changes nothing."""
+
+    def digest(**mode: Any) -> bytes:
+        return make_setup(tmp_path, ucm={**GSA, "memory_mode": mode}).namespace(sparse=True)
+
+    on = digest(enabled=True)
+    assert len({on, digest(), digest(enabled=True, resident_ratio=0.7)}) == 3
+    assert digest(enabled=True, store={"kind": "memory"}) == on
+    assert make_setup(tmp_path, ucm={**GSA, "memory_mode": {"enabled": True}}).namespace(sparse=False) == (
+        make_setup(tmp_path).namespace(sparse=False)
+    )
+
+
 def test_bytes_of_a_block(tmp_path: Path) -> None:
     assert make_setup(tmp_path).block_bytes == 2 * (16 * 2 * 16 * 4)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import RequestOutput
+from vllm.v1.request import RequestStatus
 
 from tests.engine.serving import Engine, greedy_params
 from vllm_gaudi_ucm.sparse.residency.scheduler_side import ResidencyScheduler
@@ -19,10 +20,14 @@ class WatchedEngine:
     Free blocks that the prefix cache does not keep, and the null block, are overwritten with NaN after every step: a
     block that is away and attended would show in the logits. The first content of every full block is kept and
     compared with what stands in the table whenever the block is there.
+
+    tolerance: where requests with the same prompts take each other's blocks, computed in other chunks, from the prefix
+        cache: largest difference of a prompt's block. Those of answers, which rest on other choices, are not compared.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tolerance: float | None = None) -> None:
         self.engine = engine
+        self._tolerance = tolerance
         self._first: dict[tuple[int, int], torch.Tensor] = {}
         self.steps = 0
 
@@ -58,7 +63,8 @@ class WatchedEngine:
         request = self.engine._core.scheduler.requests[life.request_id]
         row = self.engine.runner.requests.requests.get(life.request_id)
         blocks = self.residency._blocks.table(life.request_id)
-        if row is None or not blocks:
+        # one that waits for a connector's load has blocks that the worker does not know of yet
+        if row is None or not blocks or request.status != RequestStatus.RUNNING:
             return
         seen = self.engine.runner.requests.blocks(life.request_id, len(blocks)).tolist()
         not_sent = {patch.number for patch in self.residency._moves.orders.patches if patch.life == life.number}
@@ -67,14 +73,17 @@ class WatchedEngine:
             if number in not_sent:
                 continue
             assert seen[number] == blocks[number].block_id, "both sides have the same table"
-            if seen[number]:
+            is_compared = self._tolerance is None or number < request.num_prompt_tokens // block_size
+            if seen[number] and is_compared:
                 self._check_content(life.number, number, seen[number])
 
     def _check_content(self, life: int, number: int, block: int) -> None:
         content = self.engine.runner.kv_caches
         found = torch.stack([cache[block] for cache in content.values()])
         first = self._first.setdefault((life, number), found)
-        assert torch.equal(found, first), f"block {number} of life {life} has changed"
+        changed = float((found - first).abs().max())
+        # NaN is no small change
+        assert changed <= (self._tolerance or 0.0), f"block {number} of life {life} has changed by {changed}"
 
     @torch.inference_mode()
     def _poison(self) -> None:

@@ -189,12 +189,29 @@ def test_more_requests_run_at_once(tiny_llama: Path) -> None:
 
 
 def test_what_does_not_know_of_blocks_that_are_away_is_refused(tiny_llama: Path) -> None:
-    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    with pytest.raises(UnsupportedFeatureError, match=r"a KV connector with ucm\.memory_mode"):
-        Engine(tiny_llama, ucm(), **OPTIONS, kv_transfer_config=connector)
+    others: list[tuple[str, dict[str, Any]]] = [
+        ("ExampleConnector", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
+        ("OffloadingConnector", {"kv_offloading_size": 1.0}),
+    ]
+    for name, options in others:
+        with pytest.raises(UnsupportedFeatureError, match=rf"the KV connector {name} with ucm\.memory_mode"):
+            Engine(tiny_llama, ucm(), **OPTIONS, **options)
     drafts = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": 2}
     with pytest.raises(UnsupportedFeatureError, match=r"a draft model with ucm\.memory_mode"):
         Engine(tiny_llama, ucm(), **OPTIONS, speculative_config=drafts)
+
+
+def test_copies_in_the_folder_of_a_connector_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    """Either would delete what is the other's to make room."""
+    store = {"kind": "file", "path": str(tmp_path / "kv")}
+    connector = {
+        "kv_connector": "UcmConnector",
+        "kv_connector_module_path": "vllm_gaudi_ucm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": {**store, "path": f"{tmp_path}/x/../kv"}},
+    }
+    with pytest.raises(Exception, match=r"memory_mode\.store\.path.*another folder than that of"):
+        Engine(tiny_llama, ucm(store=store), **OPTIONS, kv_transfer_config=connector)
 
 
 def copies_of(engine: Engine) -> CopyStore:

@@ -60,6 +60,7 @@ class FakeWorker:
         for move in orders.loads:
             assert self._rows[move.life, move.number] == move.row
             self._moving.append((self._rng.randint(0, self._delay), False, move))
+        assert set(orders.ahead) <= set(self._copies), "what is brought nearer has a copy"
         self._write(output, requests)
         self._check(output, requests)
         for request_id, life in orders.scored.items():

@@ -18,10 +18,17 @@ from vllm_gaudi_ucm.sparse.scheduler_contract import attach_report
 WINDOWS = {"min_tokens": 20, "sparse_ratio": 0.2, "min_blocks": 4}
 
 
-def scheduler_of(folder: Path, num_blocks: int = 200, method: str = "GSA", caching: bool = True, **mode: Any) -> Any:
+def scheduler_of(
+    folder: Path,
+    num_blocks: int = 200,
+    method: str = "GSA",
+    caching: bool = True,
+    prefetch: dict[str, Any] | None = None,
+    **mode: Any,
+) -> Any:
     ucm = {
         "ucm_sparse_method": method,
-        "ucm_sparse_config": {method: WINDOWS},
+        "ucm_sparse_config": {method: {**WINDOWS, **(prefetch or {})}},
         "memory_mode": {
             "enabled": True,
             "resident_ratio": 0.4,
@@ -220,7 +227,9 @@ def test_an_id_used_again_while_a_block_is_on_its_way(tmp_path: Path) -> None:
 def test_random_traffic(tmp_path: Path, method: str, caching: bool, seed: int) -> None:
     """covers: C5 C8 C9 C10. Few blocks (preemption), aborts, reused ids, resets, moves that are slow or fail."""
     rng = random.Random(seed)
-    scheduler = scheduler_of(tmp_path, 60, method, caching, moves_per_step=rng.choice([2, 8]), away_ratio=1.0)
+    store = {"kind": "file", "path": str(tmp_path / "kv")}
+    moves = rng.choice([2, 8])
+    scheduler = scheduler_of(tmp_path, 60, method, caching, moves_per_step=moves, away_ratio=1.0, store=store)
     worker = FakeWorker(rng, fail_saves=0.05, fail_loads=0.05, delay=3)
     preempted = 0
     for step in range(250):
