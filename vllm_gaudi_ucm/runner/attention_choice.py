@@ -89,6 +89,8 @@ def find_model(option: CostModelOption, device: torch.device, threads: int | Non
         path = default_path(facts)
         model = load_model(path, facts)
     except FileNotFoundError:
+        on = f"{facts.device}, {facts.threads} threads" if facts.threads else facts.device
+        logger.info("Attention is chosen by fixed rules: `gaudi-ucm fit-attention` was not run on %s", on)
         return None
     except (ModelFileError, RuntimeError) as error:  # RuntimeError: there is no home folder
         logger.warning("ucm.attention.cost_model: fixed rules instead of what was fitted: %s", error)
