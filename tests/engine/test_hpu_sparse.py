@@ -7,8 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.test_connector import transfer
 from tests.engine.tiny_models import VOCAB
 
 RNG = random.Random(6)
@@ -66,24 +69,32 @@ def test_tokens_and_compilations(tiny_llama: Path, tmp_path: Path) -> None:
 
 
 def serve_memory_mode(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What memory mode moved, and the card's counts when warm and in the end."""
+    """What memory mode moved, and the card's counts when warm and in the end. The second time prompts are stored."""
     graphs = {"mode": "capture", "warm_up": "full", "max_graphs": 20}
-    with Engine(Path(model), {**options, "graphs": graphs}, **OPTIONS, enable_prefix_caching=False) as engine:
+    engine_options = {**OPTIONS, "enable_prefix_caching": False, "kv_transfer_config": transfer({"kind": "memory"})}
+    with Engine(Path(model), {**options, "graphs": graphs}, **engine_options) as engine:
         from habana_frameworks.torch.simulator import card
 
         warm = card.compilations, card.captures, card.bypasses
-        answers = engine.staggered(PROMPTS, [0, 1, 3, 7], 40)
+        answers = [engine.staggered(PROMPTS, [0, 1, 3, 7], 40) for _ in range(2)]
         served = card.compilations, card.captures, card.bypasses
-        totals = dataclasses.asdict(engine._core.scheduler.residency.totals)
-    return {"lengths": [len(answer.tokens) for answer in answers], "warm": warm, "served": served, "totals": totals}
+        totals = msgspec.structs.asdict(engine._core.scheduler.residency.totals)
+    return {
+        "lengths": [len(answer.tokens) for answer in answers[0] + answers[1]],
+        "stored": [answer.cached_tokens for answer in answers[1]],
+        "warm": warm,
+        "served": served,
+        "totals": totals,
+    }
 
 
 def test_memory_mode_compiles_nothing_once_warm(tiny_llama: Path, tmp_path: Path) -> None:
-    """covers: B1. Blocks leave and come back by recipes that were compiled before serving."""
+    """covers: B1. Blocks leave and come back, and prompts come from a store, by recipes that were compiled before."""
     mode = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
     options = {**ucm("ESA"), "memory_mode": mode}
     found = run_on_card(serve_memory_mode, tmp_path, model=str(tiny_llama), options=options).result
-    assert found["lengths"] == [40] * len(PROMPTS)
+    assert found["lengths"] == [40] * len(PROMPTS) * 2
+    assert found["stored"] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
     assert found["totals"]["released"]
     assert found["totals"]["loaded"]
     assert found["served"] == found["warm"]
