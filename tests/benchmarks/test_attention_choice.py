@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.attention_case import Case
-from benchmarks.attention_choice import PREFIXES, CaseResult, cases, measure_case, summary
+from benchmarks.attention_choice import PREFIXES, cases, measure_case
+from benchmarks.attention_choice_result import CaseResult, summary
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import NAMES, CostModel
 from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import CostModel, Sample
 from vllm_gaudi_ucm.ops.unified_attention.cost.features import features_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.grid import GEOMETRIES, Geometry, Step, blocks_of, make_parts, steps_of
+from vllm_gaudi_ucm.ops.unified_attention.cost.grid_tensors import make_cache, on_device
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
 from vllm_gaudi_ucm.ops.unified_attention.cost.passes import Uses, passes_of, uses_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.way import SPLITTING, Way, candidates
@@ -73,19 +73,20 @@ def measure(
     result = []
     for index, (geometry, step) in enumerate(work):
         if geometry not in caches:
-            caches = {geometry: _cache(geometry, device)}
+            blocks = max(blocks_of(some, geometry.block_size) for one, some in work if one == geometry)
+            caches = {geometry: make_cache(geometry, blocks, device)}
         result.append(measure_step(geometry, step, caches[geometry], random, repeats))
         progress((index + 1) / len(work))
     return result
 
 
 def measure_step(geometry: Geometry, step: Step, cache: Tensor, random: torch.Generator, repeats: int) -> Measured:
-    """One step, in every way. cache: as `_cache` makes it, of enough blocks."""
+    """One step, in every way. cache: as `make_cache` makes it, of enough blocks."""
     parts = make_parts(step, geometry.block_size, random)
     shape = LayerShape(
         geometry.heads, geometry.kv_heads, geometry.dim, geometry.dim, cache.element_size(), geometry.layers
     )
-    parts = _on(parts, cache.device)
+    parts = on_device(parts, cache.device)
     result = Measured(step, shape, uses_of(parts, geometry.block_size))
     rows = step.decodes + step.chunks * step.new
     query = torch.randn(rows, geometry.heads, geometry.dim, generator=random).to(cache.device)
@@ -131,33 +132,6 @@ def _measure_ways(
     for _ in range(repeats):
         for way in ways:
             run(way, kept=True)
-    return result
-
-
-def _cache(geometry: Geometry, device: torch.device) -> Tensor:
-    """[2, blocks, block_size, kv_heads, dim] for all steps of the grid: keys, then values."""
-    blocks = max(blocks_of(step, geometry.block_size) for step in steps_of(geometry, slices=True))
-    some = torch.randn(64, geometry.kv_heads, geometry.dim, generator=torch.Generator().manual_seed(0))
-    numbers = blocks * geometry.block_size // 64 + 1
-    tokens = some.to(geometry.dtype).to(device).repeat(2, numbers, 1, 1)
-    return tokens[:, : blocks * geometry.block_size].unflatten(1, (blocks, geometry.block_size))
-
-
-def _on(parts: AttentionParts, device: torch.device) -> AttentionParts:
-    """The parts with their tensors on the device."""
-    if device.type == "cpu":
-        return parts
-
-    def moved(part: object) -> object:
-        if isinstance(part, Tensor):
-            return part.to(device)
-        if isinstance(part, tuple):
-            entries: list[Any] = [moved(entry) for entry in part]
-            return type(part)(*entries) if hasattr(part, "_fields") else tuple(entries)
-        return part
-
-    result = moved(parts)
-    assert isinstance(result, AttentionParts)
     return result
 
 
