@@ -43,7 +43,7 @@ def test_what_decides_the_code_decides_the_key(change: str, tmp_path: Path, monk
     elif change == "flags":
         monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O2"))
     else:
-        monkeypatch.setattr(build, "_cpu", lambda: "another CPU")
+        monkeypatch.setattr(build, "cpu_features", lambda: "another CPU")
     assert build._key(compiler) != before
 
 
