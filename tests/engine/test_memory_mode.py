@@ -100,6 +100,20 @@ def test_copies_in_files(tmp_path: Path, tiny_llama: Path) -> None:
     assert store.stats().blocks == 0
 
 
+def test_blocks_that_wait_to_come_back_are_read_before_their_turn(tmp_path: Path, tiny_llama: Path) -> None:
+    """covers: C4. GSA's prefetch options: two blocks come back in a step, and the next ones are in host memory then."""
+    config = ucm(moves_per_step=2, store={"kind": "file", "path": str(tmp_path / "kv"), "fsync": False})
+    config["ucm_sparse_config"]["GSA"].update(prefetch_workers=2, prefetch_ahead=4)
+    with Engine(tiny_llama, config, **OPTIONS, enable_prefix_caching=False) as engine:
+        watched = WatchedEngine(engine)
+        check_finite(watched.generate(PROMPTS[2:], 60))
+        assert watched.residency.totals.loaded
+        stats = copies_of(engine)._engine.stats()
+        assert stats.threads == 2
+        assert stats.blocks_cached + stats.blocks_shared
+        assert stats.blocks_loaded < 2 * watched.residency.totals.loaded, "no block is read twice"
+
+
 def test_room_for_everything_changes_no_token(tiny_llama: Path) -> None:
     """Resident ratio 1: the method chooses as it does without memory mode."""
     plain = ucm()

@@ -73,7 +73,9 @@ def test_a_stored_prompt_is_not_computed_and_its_blocks_leave(
 ) -> None:
     """covers: C8 C10 C11 C20. The second time all prompts come from the store, whichever of their blocks were away."""
     log = tmp_path / "phases.jsonl"
-    config = {**ucm(static=static), "phase_log": str(log)}
+    # with the same options in memory, and yet two stores
+    own = store_options("memory", tmp_path)
+    config = {**ucm(static=static, store=own), "phase_log": str(log)}
     with Engine(tiny_llama, config, **OPTIONS, kv_transfer_config=transfer(store_options(kind, tmp_path))) as engine:
         served = Served(engine)
         first = served.serve()
@@ -86,6 +88,8 @@ def test_a_stored_prompt_is_not_computed_and_its_blocks_leave(
         assert totals.released > released
         assert not totals.failed
         served.settle()
+        assert served.worker.store.stats().blocks
+        assert not copies_of(engine).store.stats().blocks
     records = read_phase_log(log)[1]
     cached = sum(first) + sum(map(loadable, PROMPTS))
     assert sum(record.tokens for record in records) == 2 * sum(len(p) + OUTPUTS - 1 for p in PROMPTS) - cached
