@@ -55,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> type[FakeProbe]:
 
 
 def test_pretty_report(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run(argparse.Namespace(json=False, config=None)) == 0
+    assert doctor.run(argparse.Namespace(json=False, config=None, store=None)) == 0
     out = capsys.readouterr().out
     assert all(
         word in out
@@ -72,7 +72,7 @@ def test_pretty_report(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str
 
 
 def test_pretty_report_of_a_problem(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run(argparse.Namespace(json=False, config='{"cpu": {"treads": 3}}')) == 1
+    assert doctor.run(argparse.Namespace(json=False, config='{"cpu": {"treads": 3}}', store=None)) == 1
     out = capsys.readouterr().out
     assert "1 of " in out
     assert "ucm.cpu.threads" in out
@@ -96,7 +96,7 @@ def test_no_section_can_crash_the_doctor(
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(doctor, broken, crash)
-    assert doctor.run(argparse.Namespace(json=True, config=None)) == 1
+    assert doctor.run(argparse.Namespace(json=True, config=None, store=None)) == 1
     assert "RuntimeError: unforeseen" in capsys.readouterr().out
 
 

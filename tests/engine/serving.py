@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class Engine:
         self._core.model_executor.shutdown()
         self._core.scheduler.shutdown()
         del self.llm, self._core
+        # now, and not in the middle of a step of another engine: see `_restore_groups`
+        gc.collect()
 
     @property
     def core(self) -> Any:
@@ -123,6 +126,7 @@ class Engine:
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
 
     def step(self) -> list[RequestOutput]:
+        self._restore_groups()
         outputs = self.llm.llm_engine.step()
         self.runner.requests.check_integrity()
         return [output for output in outputs if isinstance(output, RequestOutput)]

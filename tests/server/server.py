@@ -30,7 +30,9 @@ def serve_command(model: Path, *options: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | OFFLINE
+    """Ours, less what tests of an engine in this process may have set: a server's engine has a process of its own."""
+    own = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    return own | OFFLINE
 
 
 @dataclass
