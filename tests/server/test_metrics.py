@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -48,8 +50,8 @@ def test_metrics_agree_with_the_phase_log(server: Server, client: OpenAI) -> Non
 
 def test_a_server_removes_its_files(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are there, for this user alone, while it serves (also with --disable-log-stats), and gone afterwards."""
-    temp = tmp_path / "tmp"
-    temp.mkdir()
+    # vLLM's sockets lie there, whose paths have at most 107 characters: a test's own folder may be too deep
+    temp = Path(tempfile.mkdtemp(prefix="ucm-"))
     monkeypatch.setenv("TMPDIR", str(temp))
     server = start_server(smollm2, tmp_path, "--disable-log-stats")
     try:
@@ -60,6 +62,7 @@ def test_a_server_removes_its_files(smollm2: Path, tmp_path: Path, monkeypatch: 
         assert not folder.exists(), server.log_tail()
     finally:
         server.kill()
+        shutil.rmtree(temp)
 
 
 def _sizes(steps: list[StepRecord]) -> dict[str, int]:
