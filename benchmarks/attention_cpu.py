@@ -106,7 +106,8 @@ def measure(sides: Sequence[EngineSide], repeats: int, machine: Machine) -> list
 
 
 def report(results: Sequence[CaseResult], machine: Machine, args: argparse.Namespace) -> None:
-    console = Console(highlight=False)
+    # in a file or a pipe rich would take 80 columns, and cut the figures
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     rates = f"{machine.bytes_per_second / 1e9:.1f} GB/s read, {machine.flops_per_second / 1e9:.0f} GFLOP/s fp32"
     console.print(f"{describe_machine()}; measured {rates}; median of {args.repeats}", style="dim")
     console.print(table(results))
