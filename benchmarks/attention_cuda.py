@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.attention_cuda_case import CASES, Batch, Case, Model, make_batch
 from benchmarks.attention_cuda_sides import Side, ours, sdpa, vllm_triton
+from benchmarks.positive import positive
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 
 OURS = "ours"
@@ -141,7 +142,7 @@ def _line(result: Result) -> str:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention --device cuda", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9, help="samples of each contender")
+    parser.add_argument("--repeats", type=positive, default=9, help="samples of each contender")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results")
     return parser.parse_args(argv)
 

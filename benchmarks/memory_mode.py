@@ -24,6 +24,7 @@ from vllm import LLM, SamplingParams
 
 from benchmarks.machine import describe_machine
 from benchmarks.memory_mode_quality import equal_share, follow, look_ups
+from benchmarks.positive import positive
 from benchmarks.retrieval.model import MODEL as RETRIEVAL_MODEL
 from benchmarks.sparse_text import find_text, read_text
 from vllm_gaudi_ucm.cli.sparse_forced_tokens import ForcedTokens
@@ -147,13 +148,15 @@ def missed(llm: LLM) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--blocks", type=int, default=160, help="blocks of the KV cache in which requests must fit")
-    parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=10)
-    parser.add_argument("--context", type=int, default=1536)
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--texts", type=int, default=4, help="prompts whose real continuation is followed")
-    parser.add_argument("--sequences", type=int, default=12, help="prompts of 16 look-ups each")
+    parser.add_argument(
+        "--blocks", type=positive, default=160, help="blocks of the KV cache in which requests must fit"
+    )
+    parser.add_argument("--block-size", type=positive, default=32)
+    parser.add_argument("--requests", type=positive, default=10)
+    parser.add_argument("--context", type=positive, default=1536)
+    parser.add_argument("--new-tokens", type=positive, default=96)
+    parser.add_argument("--texts", type=positive, default=4, help="prompts whose real continuation is followed")
+    parser.add_argument("--sequences", type=positive, default=12, help="prompts of 16 look-ups each")
     parser.add_argument("--sparse-ratio", type=float, default=0.3)
     parser.add_argument("--resident-ratios", type=float, nargs="+", default=[0.5, 0.35])
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")

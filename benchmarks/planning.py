@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.machine import describe_machine
 from benchmarks.planning_peer import plan_plainly
+from benchmarks.positive import positive
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
 
@@ -184,7 +185,7 @@ def table(results: Sequence[Result]) -> Table:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 if the two sides plan differently."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
-    parser.add_argument("--steps", type=_positive, default=1000, help="steps of each workload")
+    parser.add_argument("--steps", type=positive, default=1000, help="steps of each workload")
     parser.add_argument("--json", action="store_true", help="one JSON object per workload instead of a table")
     args = parser.parse_args(argv)
     try:
@@ -200,13 +201,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"{describe_machine()}; block size {BLOCK_SIZE}, median of {args.steps} steps", style="dim")
     console.print(table(results))
     return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"found {value}, expected a number >= 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe_machine
+from benchmarks.positive import positive
 from benchmarks.store_bandwidth import measure_bandwidth
 from benchmarks.store_step import measure_steps
 from vllm_gaudi_ucm.cli.task_progress import task_progress
@@ -25,12 +26,12 @@ PARTS = ("bandwidth", "step", "first-token")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--block-bytes", type=int, default=1 << 20, help="of a block, all layers (1 MiB)")
-    parser.add_argument("--blocks", type=int, default=64, help="read in each round of the bandwidth table")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=60, help="of each contender of the step table")
+    parser.add_argument("--block-bytes", type=positive, default=1 << 20, help="of a block, all layers (1 MiB)")
+    parser.add_argument("--blocks", type=positive, default=64, help="read in each round of the bandwidth table")
+    parser.add_argument("--repeats", type=positive, default=9)
+    parser.add_argument("--steps", type=positive, default=60, help="of each contender of the step table")
     parser.add_argument("--model", type=Path, help="folder of a model, for first-token")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt of first-token")
+    parser.add_argument("--prompt", type=positive, default=1024, help="tokens of a prompt of first-token")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args()
     if "first-token" in options.parts and options.model is None:

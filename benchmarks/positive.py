@@ -1,0 +1,12 @@
+"""A count on a command line: argparse refuses anything below one, with what was found."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {value}, expected a number >= 1")
+    return value
