@@ -1,8 +1,8 @@
 """Attention of one layer on a GPU: ours, vLLM's Triton kernels and torch SDPA in one run, interleaved, in CUDA graphs.
 
-`python -m benchmarks.attention --device cuda`. 32 query and 8 kv heads of 128, blocks of 128 tokens, bf16, the parts as
-a bucket has them. Every result is poisoned before its run and compared with float64. Where vLLM is not installed its
-columns are empty; SDPA is given contiguous keys, which a paged cache never has.
+`python -m benchmarks.attention --device cuda [--sweep]`. 32 query and 8 kv heads of 128, blocks of 128 tokens, bf16,
+the parts as a bucket has them. Every result is poisoned before its run and compared with float64. Where vLLM is not
+installed its columns are empty; SDPA is given contiguous keys, which a paged cache never has.
 """
 
 from __future__ import annotations
@@ -12,33 +12,24 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from benchmarks.attention_cuda_case import CASES, Batch, Case, Model, make_batch
+from benchmarks.attention_cuda_result import OURS, Result
 from benchmarks.attention_cuda_sides import Side, ours, sdpa, vllm_triton
+from benchmarks.attention_cuda_sweep import sweep
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 
-OURS = "ours"
 GATE = 1e-2  # relative L2 error, bf16
 INNER = 5  # calls in one graph, so that the launch of the graph does not count
-
-
-@dataclass
-class Result:
-    """Milliseconds and relative errors by contender; plan: what is derived once per step; limit: of this GPU."""
-
-    name: str
-    goal: float
-    limit: float
-    plan: float
-    milliseconds: dict[str, float] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,25 +39,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cuda")
     rate = copy_rate(device)
-    results = [measure(case, rate, args.repeats, device) for case in CASES]
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, copies at {rate / 1e12:.2f} TB/s")
-    for result in results:
-        print(_line(result))
+    one = partial(measure, rate=rate, repeats=args.repeats, device=device)
+    if args.sweep:
+        results = sweep(partial(one, with_sdpa=False), Console(width=120, highlight=False))
+    else:
+        results = [one(case) for case in CASES]
+        for result in results:
+            print(result.line())
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
     return int(max(result.errors[OURS] for result in results) > GATE)
 
 
-def measure(case: Case, rate: float, repeats: int, device: torch.device) -> Result:
+def measure(case: Case, rate: float, repeats: int, device: torch.device, with_sdpa: bool = True) -> Result:
     """A B C A B C: every contender in turn, and the median of each."""
     batch = make_batch(case, Model(), device)
     sides: dict[str, Side | None] = {
         OURS: ours(batch, "auto"),
         "triton 2d": vllm_triton(batch, split=False),
         "triton 3d": vllm_triton(batch, split=True),
-        "sdpa flash": sdpa(batch, SDPBackend.FLASH_ATTENTION),
-        "sdpa cudnn": sdpa(batch, SDPBackend.CUDNN_ATTENTION),
     }
+    if with_sdpa:
+        sides["sdpa flash"] = sdpa(batch, SDPBackend.FLASH_ATTENTION)
+        sides["sdpa cudnn"] = sdpa(batch, SDPBackend.CUDNN_ATTENTION)
     there = {name: side for name, side in sides.items() if side is not None}
     result = Result(case.name, case.goal, batch.bytes / rate * 1e3, _median(_graph(lambda: _plan(batch)), repeats))
     graphs = {name: _graph(side.run) for name, side in there.items()}
@@ -86,16 +82,16 @@ def relative_error(batch: Batch, out: Tensor) -> float:
     if not bool(out.isfinite().all()):
         return float("inf")
     last = batch.query.shape[0] - 1
-    rows = sorted({0, 1, last // 3, last // 2, last - 1, last})
+    rows = sorted({0, min(1, last), last // 3, last // 2, max(last - 1, 0), last})
     exact = torch.stack([batch.exact(row) for row in rows])
     return float((out[rows].double() - exact).norm() / exact.norm())
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read and written per second by a copy of 4 GB."""
+    """Bytes read and written per second by a kernel over 4 GB; a plain copy may go through a slower copy engine."""
     source = torch.empty(2**30, device=device).normal_()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (_median(_graph(lambda: target.copy_(source)), 9) / 1e3)
+    return 2 * source.nbytes / (_median(_graph(lambda: torch.neg(source, out=target)), 9) / 1e3)
 
 
 def _plan(batch: Batch) -> None:
@@ -130,19 +126,10 @@ def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
     return float(begin.elapsed_time(end)) / INNER
 
 
-def _line(result: Result) -> str:
-    own = result.milliseconds[OURS]
-    others = (f"{name} {ms:.3f} ({ms / own:.2f}x)" for name, ms in result.milliseconds.items() if name != OURS)
-    return (
-        f"{result.name:<28} ours {own:.3f} ms, goal {result.goal:.2f}, limit {result.limit:.3f} "
-        f"({result.limit / own:.0%} reached), plan {result.plan:.3f}, error {result.errors[OURS]:.1e}; "
-        + ", ".join(others)
-    )
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention --device cuda", description=__doc__)
     parser.add_argument("--repeats", type=positive, default=9, help="samples of each contender")
+    parser.add_argument("--sweep", action="store_true", help="requests x shared prefixes, and a mixed batch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results")
     return parser.parse_args(argv)
 

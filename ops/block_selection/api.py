@@ -6,13 +6,18 @@ current query, `choose_blocks` by these scores, `keep_or_replace` against the st
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.impl import native, reference
 from vllm_gaudi_ucm.ops.block_selection.projection import projection
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.triton_support import why_not_triton
 
+IMPLEMENTATIONS = ("auto", "reference", "cuda")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -68,15 +73,19 @@ def block_scores(
     first_rows, num_rows: int64 [spans], rows `first_rows[i]` to `first_rows[i] + num_rows[i]` of the query.
     max_rows: host-side, no span has more rows.
     A block whose estimate is not finite has score 1 and takes no part in the softmax of the others.
-    implementation: `reference`, or `auto` for the native kernels where they can be used and else the reference.
+    implementation: `reference`, `cuda` (Triton kernels; also on a CPU under its interpreter), or `auto` for the fastest
+        that can be used: native kernels on a CPU, `cuda` on a GPU; what these do not cover the reference computes.
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
     """
     if not torch.compiler.is_compiling():
         _check_scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, kind)
-        if _try_native(implementation, query):
+        chosen, found = _choose_implementation(implementation, query.device.type), None
+        if chosen == "native":
             found = native.scores(query, summaries, blocks, spans, first_rows, num_rows, scale, kind)
-            if found is not None:
-                return found
+        elif chosen == "cuda":
+            found = _cuda().scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
+        if found is not None:
+            return found
     return reference.scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
 
 
@@ -96,15 +105,25 @@ def choose_blocks(
         _check("choose_blocks", "places", places, tuple(scores.shape), (torch.int64,), scores.device)
         if min(num_spans, width, most) < 0:
             raise ValueError(f"choose_blocks: {num_spans=}, {width=}, {most=}, expected none below 0")
-        if _try_native(implementation, scores):
+        chosen, found = _choose_implementation(implementation, scores.device.type), None
+        if chosen == "native":
             found = native.choose(scores, places, num_spans, width, most)
-            if found is not None:
-                return found
+        elif chosen == "cuda":
+            found = _cuda().choose(scores, places, num_spans, width, most)
+        if found is not None:
+            return found
     return reference.choose(scores, places, num_spans, width, most)
 
 
 def keep_or_replace(
-    stored: Tensor, fresh: Tensor, counts: Tensor, modes: Tensor, thresholds: Tensor, width: int
+    stored: Tensor,
+    fresh: Tensor,
+    counts: Tensor,
+    modes: Tensor,
+    thresholds: Tensor,
+    width: int,
+    *,
+    implementation: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What each span attends to from now on: (chosen int64 [spans, most], kept bool [spans], replaced bool [spans]).
 
@@ -114,6 +133,7 @@ def keep_or_replace(
         as sets, differ in at most `thresholds` blocks (added + removed) and it has that many; kept and replaced tell
         which it was and are False in other modes.
     Source: KVStar's checkpoint (seed 002, 3.1), with the threshold configurable and on the top-k part only.
+    implementation: as of `block_scores`.
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
     """
     if not torch.compiler.is_compiling():
@@ -122,13 +142,32 @@ def keep_or_replace(
         _check(operation, "fresh", fresh, tuple(stored.shape), (torch.int64,), stored.device)
         for name, tensor in (("counts", counts), ("modes", modes), ("thresholds", thresholds)):
             _check(operation, name, tensor, (stored.shape[0],), (torch.int64,), stored.device)
+        if _choose_implementation(implementation, stored.device.type) == "cuda":
+            found = _cuda().keep_or_replace(stored, fresh, counts, modes, thresholds, width)
+            if found is not None:
+                return found
     return reference.keep_or_replace(stored, fresh, counts, modes, thresholds, width)
 
 
-def _try_native(implementation: str, tensor: Tensor) -> bool:
-    if implementation not in ("auto", "reference"):
-        raise ValueError(f"block_selection: implementation {implementation!r} is unknown, choose 'auto' or 'reference'")
-    return implementation == "auto" and tensor.device.type == "cpu"
+def _choose_implementation(implementation: str, device_type: str) -> str:
+    """`auto` resolved; ValueError for one that is unknown or cannot run here."""
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"block_selection: implementation {implementation!r} is unknown, choose one of {known}")
+    if implementation == "auto":
+        if device_type == "cpu":
+            return "native"
+        return "cuda" if device_type == "cuda" and why_not_triton(device_type) is None else "reference"
+    if implementation == "cuda" and (reason := why_not_triton(device_type)) is not None:
+        raise ValueError(
+            f"block_selection: implementation 'cuda' cannot be used here ({reason}), choose 'auto' or 'reference'"
+        )
+    return implementation
+
+
+def _cuda() -> ModuleType:
+    """Imported on first use: triton is optional."""
+    return import_module("vllm_gaudi_ucm.ops.block_selection.impl.cuda")
 
 
 def _check_scores(

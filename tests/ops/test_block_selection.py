@@ -228,7 +228,7 @@ def test_traces_as_one_graph(kind: SummaryKind) -> None:
         ({"num_rows": torch.zeros(1, dtype=torch.int64)}, r"num_rows is .* expected torch.int64 \(2\)"),
         ({"blocks": torch.zeros(4, dtype=torch.int64, device="meta")}, "blocks is .* on meta, expected .* on cpu"),
         ({"max_rows": 0}, "max_rows is 0"),
-        ({"implementation": "fast"}, "implementation 'fast' is unknown, choose 'auto' or 'reference'"),
+        ({"implementation": "fast"}, "implementation 'fast' is unknown, choose one of auto, reference, cuda"),
         ({"kind": SummaryKind.MINMAX}, "summaries have 1 vectors, expected 2 for minmax"),
     ],
 )

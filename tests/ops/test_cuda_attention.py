@@ -64,6 +64,18 @@ def test_heads_blocks_and_memory(
     assert_matches(build(_scaled(block_size), shape), "cuda", prepared=True)
 
 
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_steps_of_one_block(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+    """covers: A13, A22. One loop over all entries of a program, whose spans begin and end anywhere in it."""
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_spans
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_tiles import Tile
+
+    monkeypatch.setattr(cuda_spans, "MANY_SPANS", 1)
+    monkeypatch.setattr(cuda_spans, "flat_spans_tile", lambda *_: Tile(16, 16, 2, 4))
+    monkeypatch.setattr(cuda_spans, "programs_of", lambda *_: programs)
+    assert_matches(build([*_scaled(32), Request(70, 1), Request(40, 1)], Shape(block_size=32)), "cuda", prepared=True)
+
+
 def test_a_cache_of_another_dtype() -> None:
     """Queries in fp32 over a cache in bf16: the arithmetic is fp32."""
     batch = build(MIXED, Shape(poison=0.0))

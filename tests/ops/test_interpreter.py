@@ -27,7 +27,12 @@ def _run(arguments: list[str], **environment: str) -> str:
 
 @pytest.mark.parametrize(
     ("file", "least"),
-    [("ops/test_cuda_attention.py", 20), ("ops/test_cuda_kv_cache.py", 8), ("runner/test_static_inputs.py", 1)],
+    [
+        ("ops/test_cuda_attention.py", 20),
+        ("ops/test_cuda_block_selection.py", 20),
+        ("ops/test_cuda_kv_cache.py", 8),
+        ("runner/test_static_inputs.py", 1),
+    ],
 )
 def test_the_interpreter_runs_the_tests_of_the_cuda_kernels(file: str, least: int) -> None:
     """covers: A9, A10, A11, A12, A13, A22. None of them is skipped there."""
@@ -48,6 +53,7 @@ def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
     assert set(found) == {
         "list_columns",
         "find_bounds",
+        "repair_causal",
         "attend_spans",
         "attend_shared",
         "attend_causal",

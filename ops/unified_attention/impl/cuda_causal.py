@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import LARGEST_HEAD, Layer, has_copy_engine, power_of_two
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_descriptors import describe_tokens
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Plan
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_tiles import causal_tile
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Found, Work, scratch
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal import attend_causal, find_bounds
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal import attend_causal
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal_repair import repair_causal
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal_tiles import find_bounds
 
 Sums = tuple[Tensor, Tensor, Tensor]
+LOOKED_AT = 64  # pairs of a tile and a head that a program of the repair looks at
 
 
 def causal(layer: Layer, plan: Plan, starts: Tensor, others: Sequence[Found]) -> Work:
@@ -27,33 +30,32 @@ def causal(layer: Layer, plan: Plan, starts: Tensor, others: Sequence[Found]) ->
     bounds = plan.kept(("bounds", tile.block_m), lambda: _bounds(starts, tile.block_m))
     sums = saved_sums(layer, plan, others)
     has_more = None if sums is None else plan.kept(("has more", layer.rows), lambda: _has_more(others))
-    key_tiles, value_tiles = (_descriptor(tokens, tile.block_n) for tokens in (layer.key, layer.value))
-    described = key_tiles is not None and value_tiles is not None
+    broken = plan.kept(("broken", tiles * layer.heads), lambda: starts.new_zeros(tiles * layer.heads))
+    sides = (
+        (layer.query, tile.block_m),
+        (layer.key, tile.block_n),
+        (layer.value, tile.block_n),
+        (layer.out, tile.block_m),
+    )
+    described = [describe_tokens(tokens, size) for tokens, size in sides]
+    if None in described:
+        described = [None] * 4
+    results = (has_more, broken, layer.out, *(sums or (None, None, None)))
+    strides = [stride for tokens, _ in sides for stride in tokens.stride()[:2]]
+    flags = {"ALONE": not others, "SAVES": sums is not None}
+    sizes = {**layer.sizes(), **tile.sizes()}
 
     def launch() -> None:
+        tensors = (layer.query, layer.key, layer.value)
         attend_causal[(tiles * layer.heads,)](
-            layer.query,
-            layer.key,
-            layer.value,
-            key_tiles if described else None,
-            value_tiles if described else None,
-            starts,
-            bounds,
-            has_more,
-            layer.out,
-            *(sums or (None, None, None)),
-            layer.scale,
-            layer.rows,
-            *layer.query.stride()[:2],
-            *layer.key.stride()[:2],
-            *layer.value.stride()[:2],
-            *layer.out.stride()[:2],
-            **layer.sizes(),
-            **tile.sizes(),
-            DESCRIBED=described,
-            ALONE=not others,
-            SAVES=sums is not None,
-        )
+            *tensors, *described, starts, bounds, *results, layer.scale, layer.rows, *strides,
+            **sizes, **flags, DESCRIBED=described[0] is not None,
+        )  # fmt: skip
+        once_more = {name: size for name, size in sizes.items() if name != "STAGES"}
+        repair_causal[(-(-tiles * layer.heads // LOOKED_AT),)](
+            *tensors, starts, bounds, *results, layer.scale, layer.rows, tiles, *strides,
+            **once_more, **flags, LOOKED_AT=LOOKED_AT,
+        )  # fmt: skip
 
     return Work(launch, None)
 
@@ -81,13 +83,3 @@ def _bounds(starts: Tensor, block_m: int) -> Tensor:
     bounds = starts.new_empty((tiles, 3))
     find_bounds[(tiles,)](starts, bounds, starts.shape[0], BLOCK_M=block_m)
     return bounds
-
-
-def _descriptor(tokens: Tensor, block_n: int) -> TensorDescriptor | None:
-    """Tiles [block_n, dim] of tokens [rows, kv_heads, dim] for a Hopper's copy engine; None where it cannot be used."""
-    rows, heads, dim = tokens.shape
-    if not has_copy_engine(tokens.device) or dim != power_of_two(dim) or dim > LARGEST_HEAD or tokens.stride(1) != dim:
-        return None
-    if tokens.data_ptr() % 16 or tokens.stride(0) * tokens.element_size() % 16:
-        return None
-    return TensorDescriptor(tokens, [rows, heads * dim], [tokens.stride(0), 1], [block_n, dim])

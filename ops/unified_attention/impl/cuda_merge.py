@@ -11,8 +11,9 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Plan
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Found
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.merge import merge_parts
 
-HEADS_PER_PROGRAM = 8
-PIECES = 4  # pieces of a row that are read at once
+# Heads per program, and pieces of a row that are read at once. Of few rows, many programs hold pieces of each, and one
+# piece after the other is slow (H200, one request of 2560 tokens: 0.023 -> 0.009 ms).
+FEW_ROWS, OF_FEW, OF_MANY = 16, (1, 32), (4, 8)
 
 
 def merge(layer: Layer, plan: Plan, found: Sequence[Found]) -> None:
@@ -26,7 +27,8 @@ def merge(layer: Layer, plan: Plan, found: Sequence[Found]) -> None:
         else:
             arguments += [one.place, one.acc, one.top, one.total, one.offsets, one.offsets.shape[0] - 1, one.programs]
     sums = saved_sums(layer, plan, found)
-    block_h = min(HEADS_PER_PROGRAM, 1 << (layer.heads - 1).bit_length())
+    heads, pieces = OF_FEW if layer.rows <= FEW_ROWS else OF_MANY
+    block_h = min(heads, 1 << (layer.heads - 1).bit_length())
     merge_parts[(layer.rows, -(-layer.heads // block_h))](
         layer.out,
         plan.starts,
@@ -44,6 +46,6 @@ def merge(layer: Layer, plan: Plan, found: Sequence[Found]) -> None:
         UNIQUE="unique" in by_part,
         SHARED="shared" in by_part,
         SELECTED="selected" in by_part,
-        PIECES=PIECES,
+        PIECES=pieces,
         num_warps=4,
     )

@@ -22,13 +22,14 @@ class Lists(NamedTuple):
     """Entries (a block and the range of its tokens that is seen) by list, those that nobody sees last.
 
     order: int64 [entries] place of each in the part. blocks: int64, lo, hi: int32 [entries].
-    offsets: int32 [lists + 1] where each list begins.
+    owners: int32 [entries] list of each. offsets: int32 [lists + 1] where each list begins.
     """
 
     order: Tensor
     blocks: Tensor
     lo: Tensor
     hi: Tensor
+    owners: Tensor
     offsets: Tensor
 
     @property
@@ -137,24 +138,24 @@ def _starts(groups: Tensor) -> Tensor:
 
 def _unique_lists(part: UniquePart, block_size: int) -> Lists:
     seen = part.hi.clamp(max=block_size) > part.lo.clamp(min=0)
-    order, offsets = _sorted(part.rows, seen, part.num_rows)
+    order, owners, offsets = _sorted(part.rows, seen, part.num_rows)
     blocks = order if part.blocks is None else part.blocks[order]
-    return Lists(order, blocks, part.lo[order].int(), part.hi[order].int(), offsets)
+    return Lists(order, blocks, part.lo[order].int(), part.hi[order].int(), owners, offsets)
 
 
 def _selected_lists(part: SelectedPart) -> Lists:
     seen = (part.hi > 0) & (part.num_rows > 0)[part.spans]
-    order, offsets = _sorted(part.spans, seen, part.first_rows.shape[0])
+    order, owners, offsets = _sorted(part.spans, seen, part.first_rows.shape[0])
     hi = part.hi[order].int()
-    return Lists(order, part.blocks[order], torch.zeros_like(hi), hi, offsets)
+    return Lists(order, part.blocks[order], torch.zeros_like(hi), hi, owners, offsets)
 
 
-def _sorted(owners: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Entries sorted by owner, int64 [entries], and where the list of each of `count` owners begins, and the end."""
-    key = torch.where(seen, owners, count)
+def _sorted(owners: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Entries by owner, int64 [entries], those that nobody sees last; the owner of each, int32; offsets, see Lists."""
+    key = torch.where(seen, owners, count).int()
     by_owner, order = torch.sort(key, stable=True)
     bounds = torch.arange(count + 1, dtype=key.dtype, device=key.device)
-    return order, torch.searchsorted(by_owner, bounds).int()
+    return order, by_owner, torch.searchsorted(by_owner, bounds).int()
 
 
 def _has_room(part: SelectedPart) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_descriptors import describe_cache
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, lists_size
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Plan, Tiles, row_order
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_tiles import programs_of, shared_tile
@@ -22,12 +23,16 @@ def shared(layer: Layer, plan: Plan, part: SharedPart, beside: bool) -> Work:
     tiles = plan.kept(("tiles", rows_per_tile), lambda: _tiles(part, plan.block_size, layer.rows, rows_per_tile))
     programs = programs_of(layer, tiles.num_tiles * part.blocks.shape[0], beside)
     found = room_for(layer, plan, "shared", tiles.place, tiles.offsets, programs, rows_per_tile)
+    key_tiles, value_tiles = (describe_cache(cache, tile.block_n) for cache in (layer.key_cache, layer.value_cache))
+    described = key_tiles is not None and value_tiles is not None
 
     def launch() -> None:
         attend_shared[(layer.kv_heads, programs)](
             layer.query,
             layer.key_cache,
             layer.value_cache,
+            key_tiles if described else None,
+            value_tiles if described else None,
             tiles.order,
             part.row_spans,
             part.lo,
@@ -51,6 +56,7 @@ def shared(layer: Layer, plan: Plan, part: SharedPart, beside: bool) -> Work:
             ROWS=rows_per_tile,
             BLOCK_SIZE=plan.block_size,
             LISTS=lists_size(tiles.num_tiles),
+            DESCRIBED=described,
         )
 
     return Work(launch, found)

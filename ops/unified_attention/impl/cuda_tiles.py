@@ -7,7 +7,7 @@ from typing import NamedTuple
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, multiprocessors, power_of_two
 
 # Programs of a kernel over the cache, per multiprocessor; one, where it is to leave room for another part.
-PROGRAMS, PROGRAMS_BESIDE = 2, 1
+PROGRAMS, PROGRAMS_BESIDE, PROGRAMS_FLAT = 2, 1, 4
 # Bytes of keys and values of one step of a loop: what is bound by memory asks for more at once.
 STAGE, LARGE_STAGE = 32 * 1024, 64 * 1024
 # Tiles of fp32 are smaller throughout: their products are unrolled into single multiplications, which the compiler and
@@ -46,21 +46,33 @@ def spans_tile(layer: Layer, rows: int) -> Tile:
     return Tile(block_m, min(most, layer.tokens_per_tile(LARGE_STAGE)), 2, 8 if block_m >= 128 else 4)
 
 
+def flat_spans_tile(layer: Layer, block_size: int, beside: bool) -> Tile | None:
+    """For single rows in one loop over all entries, which also keeps queries in its stages; None where it does not fit.
+
+    beside: as of `programs_of`; fewer programs ask for more at once.
+    """
+    block_m = power_of_two(layer.group)
+    most, stage = (128, LARGE_STAGE) if beside else (64, STAGE)
+    tile = Tile(block_m, min(most, layer.tokens_per_tile(stage)), 3, 4)
+    fits = not layer.wide and block_m <= (16 if beside else 32) and block_size % tile.block_n == 0
+    return tile if fits else None
+
+
 def shared_tile(layer: Layer) -> Tile:
     """Two sizes of block_m, for each is a kernel of its own to compile: one for few rows, one for many.
 
-    Two stages are as fast as three (H200) and leave the shared memory that the unique part needs beside it.
+    Two stages leave the shared memory that the unique part needs beside it.
     """
     few = layer.rows * layer.group <= 16
     block_m = max(power_of_two(layer.group), 16 if few else 32 if layer.wide else 64)
-    return Tile(block_m, min(32 if layer.wide else 64, layer.tokens_per_tile(STAGE)), 2, 4)
+    return Tile(block_m, min(32 if layer.wide else 128, layer.tokens_per_tile(LARGE_STAGE)), 2, 4)
 
 
-def programs_of(layer: Layer, entries: int, beside: bool = False) -> int:
+def programs_of(layer: Layer, entries: int, beside: bool = False, flat: bool = False) -> int:
     """Programs per kv head, never more than there are entries. beside: it runs beside a part that is bound by memory.
 
     A multiple of eight, where there are so many: shares then end more often where a list does.
     """
-    per_multiprocessor = PROGRAMS_BESIDE if beside else PROGRAMS
+    per_multiprocessor = PROGRAMS_BESIDE if beside else PROGRAMS_FLAT if flat else PROGRAMS
     most = per_multiprocessor * multiprocessors(layer.query.device) // layer.kv_heads
     return max(1, min(entries, most // 8 * 8 or most))

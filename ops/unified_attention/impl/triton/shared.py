@@ -62,6 +62,8 @@ def attend_shared(
     query,
     key_cache,
     value_cache,
+    key_tiles,
+    value_tiles,
     order,
     row_spans,
     lo,
@@ -101,9 +103,13 @@ def attend_shared(
     BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Grid (kv heads, programs): each program takes an even share of the (tile, block) pairs in use.
+
+    DESCRIBED: key_tiles and value_tiles are descriptors of the caches as [blocks, kv heads, block size, dim] in tiles
+        [1, 1, BLOCK_N, dim], and BLOCK_N divides the block size.
 
     order, columns, column_blocks, whole_counts: see `list_columns`; offsets: int32 [tiles + 1] of their counts.
     acc_out: fp32 [programs + tiles, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: what program
@@ -141,27 +147,29 @@ def attend_shared(
             from_list = (position - begins) * BLOCK_SIZE
             whole_end = (whole - begins) * BLOCK_SIZE
             for first in tl.range(from_list, whole_end, BLOCK_N, num_stages=STAGES):
-                if BLOCK_SIZE % BLOCK_N == 0:
-                    token = first % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-                    block = tl.load(column_blocks + lists + first // BLOCK_SIZE).to(tl.int64)
-                    inside = token >= 0
+                if DESCRIBED:
+                    block32, inner = tl.load(column_blocks + lists + first // BLOCK_SIZE), first % BLOCK_SIZE
+                    k = key_tiles.load([block32, kv_head, inner, 0]).reshape(BLOCK_N, BLOCK_D).to(COMPUTE)
+                    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                    v = value_tiles.load([block32, kv_head, inner, 0]).reshape(BLOCK_N, BLOCK_V).to(COMPUTE)
                 else:
                     n = first + tl.arange(0, BLOCK_N)
                     inside = n < whole_end
                     token = n % BLOCK_SIZE
                     block = tl.load(column_blocks + lists + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-                k_place = block * k_block + token * k_token
-                v_place = block * v_block + token * v_token
-                k = tl.load(
-                    keys + k_place[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0
-                ).to(COMPUTE)
-                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                if BLOCK_SIZE % BLOCK_N != 0:
+                    k_place = block * k_block + token * k_token
+                    v_place = block * v_block + token * v_token
+                    k = tl.load(
+                        keys + k_place[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0
+                    ).to(COMPUTE)
+                    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                     scores = tl.where(inside[None, :], scores, float("-inf"))
-                v = tl.load(
-                    values + v_place[:, None] + e[None, :], mask=inside[:, None] & (e < VALUE_DIM)[None, :], other=0.0
-                ).to(COMPUTE)
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION)
+                    v = tl.load(
+                        values + v_place[:, None] + e[None, :],
+                        mask=inside[:, None] & (e < VALUE_DIM)[None, :],
+                        other=0.0,
+                    ).to(COMPUTE)
+                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, True)
             span = tl.load(row_spans + row, mask=real, other=0).to(tl.int64)
             part_end = (stop - begins) * BLOCK_SIZE
             for first in tl.range(tl.maximum(from_list, whole_end), part_end, BLOCK_N, num_stages=1):
@@ -172,7 +180,7 @@ def attend_shared(
                 )  # fmt: skip
                 scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
                 scores = tl.where(visible, scores, float("-inf"))
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+                acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, True)
             # a value that is not finite, times the weight 0 of a row that does not see it: look at every value
             if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) > 0:
                 acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -188,7 +196,9 @@ def attend_shared(
                     scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
                     scores = tl.where(visible, scores, float("-inf"))
                     v, tainted = without_garbage(v, visible, tainted)
-                    acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+                    acc, top, total = softmax_step(
+                        acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, True
+                    )
                 acc = tl.where(tainted[:, None] > 0, float("nan"), acc)
             place = ((program + tile).to(tl.int64) * ROWS + lane) * HEADS + head
             tl.store(top_out + place, top, mask=real)

@@ -9,14 +9,19 @@ import triton.language as tl
 
 
 @triton.jit
-def softmax_step(acc, top, total, scores, scale, value, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
+def softmax_step(
+    acc, top, total, scores, scale, value, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr
+):
     """Adds a tile of keys to (acc, top, total): [rows, value_dim], [rows], [rows], all fp32.
 
     scores: fp32 [rows, keys], before scaling, -inf where a row does not see a key. scale: positive, times log2(e).
+    MASKED: a row may have seen nothing yet; else one whose scores are all -inf becomes NaN.
     """
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-    # a row that has seen nothing yet: -inf - -inf would be NaN
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    base = new_top
+    if MASKED:
+        # -inf - -inf would be NaN
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)

@@ -106,7 +106,7 @@ def attend_spans(
                 v = tl.load(
                     values + v_place[:, None] + e[None, :], mask=seen[:, None] & (e < VALUE_DIM)[None, :], other=0.0
                 ).to(COMPUTE)
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION)
+                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, True)
             place = ((program + span).to(tl.int64) * ROWS + lane) * HEADS + head
             tl.store(top_out + place, top, mask=real)
             tl.store(total_out + place, total, mask=real)

@@ -1,0 +1,1 @@
+"""Kernels of block selection in Triton. Imported by the CUDA implementation alone: triton is optional."""
