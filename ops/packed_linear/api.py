@@ -1,10 +1,12 @@
-"""Linear layers on CPU with packed weights: through oneDNN, which torch carries, and natively for a few rows.
+"""Linear layers on CPU with packed weights: through oneDNN, which torch carries, and natively where that is faster.
 
 Why: on CPUs that torch's default BLAS has no fast path for, `torch.nn.functional.linear` in fp32 reached a third of
 oneDNN's speed (all of SmolLM2-135M's weights once, one thread of an AVX-512 core: 16 rows 100 ms against 34 ms, 1024
 rows 4.8 s against 1.0 s, 1 row 38 ms against 17 ms). With few rows memory is the bound, and the native kernel closer to
 it (another core, 1 row 42 ms against oneDNN's 50, 16 rows 60 ms against 70). A weight that fits in fewer bits is read
-from a compact copy (`compact.py`), whose product differs in the order of its sums alone.
+from a compact copy (`compact.py`), whose product differs in the order of its sums alone. On a CPU with a matrix unit
+both forms are multiplied there, as sums of bfloat16 (`ops/native/source/tile_linear.cpp`), and a weight with a compact
+copy needs no other.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.native.tensor import is_rows
 from vllm_gaudi_ucm.ops.packed_linear.compact import Compact, find_compact
@@ -23,12 +26,21 @@ from vllm_gaudi_ucm.ops.packed_linear.panels import Panels, find_panels
 PACK_FOR_ROWS = 16
 # More rows are bound by arithmetic, which oneDNN orders better.
 NATIVE_ROWS = 64
+# Rows from which on the matrix unit is faster. fp32 panels have to be split first, and cost twice the products.
+# All of SmolLM2-135M's weights, one thread: compact 1 row 13 ms against 16, 2 rows 26 against 16; panels 64 rows even.
+TILE_ROWS_COMPACT = 2
+TILE_ROWS_PANELS = 65
+# How the native kernel numbers fp32 panels, beside the values of `Form`.
+_FLOAT32 = 3
 
 
 class PackedWeight(NamedTuple):
-    """An opaque reordered weight [outputs, inputs], its panels for the native kernel, and its compact copy."""
+    """An opaque reordered weight [outputs, inputs], its panels for the native kernels, and its compact copy.
 
-    tensor: Tensor
+    tensor: None where the compact copy is all there is.
+    """
+
+    tensor: Tensor | None
     outputs: int
     inputs: int
     panels: Panels | None
@@ -49,41 +61,67 @@ def can_pack(weight: Tensor) -> bool:
 def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
     """Reorders a weight [out features, in features] for which `can_pack` holds. A copy: the weight may be freed.
 
-    compact: look for a form of fewer bits that holds every value, and keep that too.
+    compact: look for a form of fewer bits that holds every value, and keep that too; alone where the CPU's matrix unit
+        multiplies it, whatever the number of rows.
     """
     plain = weight.detach().contiguous()
-    packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
     found = find_compact(plain) if compact else None
+    if found is not None and matrix_unit.in_use():
+        return PackedWeight(None, plain.shape[0], plain.shape[1], None, found)
+    packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
     return PackedWeight(packed, plain.shape[0], plain.shape[1], find_panels(plain, packed), found)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in features] times the weight's transpose, plus bias [out features]; the result has the dtype of x."""
-    native_form = weight.compact or weight.panels
-    if native_form is not None and not torch.compiler.is_compiling() and _is_native(x, weight, bias):
-        return _multiply_few_rows(x, native_form, weight.outputs, bias)
+    """x [..., in features] times the weight's transpose, plus bias [out features]; the result has the dtype of x.
+
+    Raises RuntimeError where sizes or dtypes do not fit.
+    """
+    if x.dim() != 2:
+        rows = x.reshape(-1, x.shape[-1])
+        return packed_linear(rows, weight, bias).view(*x.shape[:-1], weight.outputs)
+    if weight.tensor is None and x.stride(1) != 1:
+        x = x.contiguous()
+    form = weight.compact or weight.panels
+    if form is not None and not torch.compiler.is_compiling() and _fits(x, weight, bias):
+        if x.shape[0] >= _tile_rows(form) and matrix_unit.in_use():
+            return _multiply(x, form, weight.outputs, bias, tiles=True)
+        if x.shape[0] <= NATIVE_ROWS or weight.tensor is None:
+            return _multiply(x, form, weight.outputs, bias, tiles=False)
+    if weight.tensor is None:
+        raise RuntimeError(
+            f"a packed weight of {weight.outputs} outputs and {weight.inputs} inputs: found x {x.dtype} "
+            f"{tuple(x.shape)}, bias {None if bias is None else tuple(bias.shape)}; expected float32 rows of "
+            f"{weight.inputs} on the CPU, a bias of {weight.outputs}, and no compilation"
+        )
     return torch.ops.mkldnn._linear_pointwise(x, weight.tensor, bias, "none", [], "")
 
 
-def _is_native(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
-    """Few rows of the right size; what does not fit is left to oneDNN, which says so."""
-    if not is_rows(x) or x.shape[0] > NATIVE_ROWS or x.shape[1] != weight.inputs:
+def _tile_rows(form: Compact | Panels) -> int:
+    return TILE_ROWS_COMPACT if isinstance(form, Compact) else TILE_ROWS_PANELS
+
+
+def _fits(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
+    """Rows of the right size; what does not fit is left to oneDNN, which says so."""
+    if not is_rows(x) or x.shape[1] != weight.inputs:
         return False
     return bias is None or (bias.dtype == x.dtype and bias.shape == (weight.outputs,) and bias.is_contiguous())
 
 
-def _multiply_few_rows(x: Tensor, weight: Compact | Panels, outputs: int, bias: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, weight: Compact | Panels, outputs: int, bias: Tensor | None, tiles: bool) -> Tensor:
+    """tiles: on the matrix unit, which is in use."""
     kernels = native()
     assert kernels is not None, "these forms are found only for native kernels"
     out = x.new_empty((x.shape[0], outputs))
     address = None if bias is None else bias.data_ptr()
-    sizes = (x.shape[0], x.shape[1], outputs, weight.width)
+    given = (x.data_ptr(), x.stride(0))
+    to = (address, out.data_ptr(), x.shape[0], x.shape[1], outputs, weight.width)
     if isinstance(weight, Compact):
         codes, scales, offsets = (part.data_ptr() for part in (weight.codes, weight.scales, weight.offsets))
-        form = int(weight.form)
-        kernels.ucm_compact_linear(
-            x.data_ptr(), x.stride(0), form, codes, scales, offsets, address, out.data_ptr(), *sizes
-        )
+        multiply = kernels.ucm_tile_linear if tiles else kernels.ucm_compact_linear
+        multiply(*given, int(weight.form), codes, scales, offsets, *to)
+    elif tiles:
+        kernels.ucm_tile_linear(*given, _FLOAT32, weight.address, None, None, *to)
     else:
-        kernels.ucm_linear(x.data_ptr(), x.stride(0), weight.address, address, out.data_ptr(), *sizes)
+        kernels.ucm_linear(*given, weight.address, *to)
     return out

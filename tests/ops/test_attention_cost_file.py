@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import NAMES, CostModel
 from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import (
     MOST_BYTES,
@@ -106,3 +107,13 @@ def test_facts_of_this_process() -> None:
     facts = Facts.of(torch.device("cpu"))
     assert (facts.torch_version, facts.threads) == (torch.__version__, torch.get_num_threads())
     assert Facts.of(torch.device("cpu"), 77) == replace(facts, threads=77)
+
+
+@pytest.mark.skipif(not matrix_unit.available(), reason=matrix_unit.why_not())
+def test_a_fit_with_the_matrix_unit_is_none_without_it() -> None:
+    device = torch.device("cpu")
+    used = Facts.of(device)
+    assert used.kernels.endswith("+matrix")
+    with matrix_unit.using(False):
+        assert Facts.of(device) == Facts.of(device, matrix=False)
+    assert Facts.of(device, matrix=False) == replace(used, kernels=used.kernels.removesuffix("+matrix"))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.ops.batch import Batch, Request, Shape, build
+from tests.ops.batch import Batch, Memory, Request, Shape, build
 from tests.ops.oracle import assert_matches
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
@@ -64,6 +64,23 @@ def test_any_tiling_is_the_same(monkeypatch: pytest.MonkeyPatch, row_tile: int, 
     assert_matches(build(MIXED, Shape()), "native")
 
 
+@pytest.mark.parametrize("memory", ["dense", "pairs by head", "pairs by token"])
+def test_kv_heads_in_turns_change_no_bit(memory: Memory) -> None:
+    """covers: D8. How many heads of a decode take turns depends on the threads; 20 are more than can."""
+    shape = Shape(heads=40, kv_heads=20, memory=memory)
+    batch = build([Request(9, 1), Request(200, 1), Request(75, 2), Request(14, 5)], shape)
+    assert_matches(batch, "native")
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 7):
+            torch.set_num_threads(count)
+            found.append(attend_natively(batch)[1])
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0, equal_nan=True)
+
+
 def test_cost_follows_what_is_seen() -> None:
     """covers: A13, A14, A15. Every (row, token) pair is in one job; a chunk and its own context are one job."""
     requests = [Request(40, 1), Request(12, 6), Request(0, 9)]
@@ -76,6 +93,16 @@ def test_cost_follows_what_is_seen() -> None:
     assert pairs == 41 + 6 * 12 + sum(range(1, 7)) + sum(range(1, 10))
     assert (len(jobs.jobs), jobs.partials) == (3, 0)
     assert jobs.empty_rows(19).tolist() == [16, 17, 18]
+
+
+def test_jobs_of_steps_with_many_new_rows_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: A13. Nothing else changes; single rows and pads do not count."""
+    batch = build([Request(0, 90), Request(14, 70), *[Request(9, 1)] * 5], Shape(pads=9))
+    for many, largest in ((161, 64), (160, 90)):
+        monkeypatch.setattr(native_jobs, "MANY_ROWS", many)
+        jobs = native_jobs.make_jobs(batch.parts, 4).jobs
+        assert (jobs[:, 1] - jobs[:, 0]).max() == largest
+        assert_matches(batch, "native")
 
 
 def test_a_block_outside_of_the_cache_is_named() -> None:

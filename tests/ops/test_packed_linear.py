@@ -132,3 +132,9 @@ def test_zeros_say_nothing_about_the_format_of_others(monkeypatch: pytest.Monkey
     zeros = pack(torch.zeros(192, 48))
     assert not packed_linear(x, zeros).any()
     torch.testing.assert_close(packed_linear(x, pack(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(32,), (2, 3, 32), (0, 3, 32)])
+def test_rows_of_any_shape(shape: tuple[int, ...]) -> None:
+    weight, x = torch.randn(64, 32), torch.randn(shape)
+    torch.testing.assert_close(packed_linear(x, pack(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,11 @@
 // Unified Attention over a paged cache: new tokens, shared and unique blocks in one online softmax, fp32 inside.
 // Tokens that a row does not see are never read for it; a score or result that is not finite is reported.
-#include "attention_products.h"
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "attention_unit.h"
 
 using namespace ucm;
 
@@ -8,48 +13,31 @@ namespace {
 
 constexpr int64_t SERIAL = 1024;  // scores for which waking other threads costs more than it saves
 
-void add_cached(Unit& unit, const Layer& layer, const Tensors& tensors, const Job& job, const Span* spans, int64_t head) {
-    const bool few = unit.count <= FEW && layer.cache_type == FP32 && unit.dim % LANES == 0 && unit.value_dim % LANES == 0;
+// take(key, value) of each cached token that the job's rows see.
+template <typename Take>
+void each_cached(const Layer& layer, const Tensors& tensors, const Job& job, const Span* spans, int64_t head, Take take) {
     const int64_t size = layer.cache_type == FP32 ? 4 : 2;
-    Tile tiles[2], *tile = tiles, *before = nullptr;  // a tile is multiplied while the one after it is fetched
-    tiles[0].first_key = tiles[1].first_key = -1, tiles[0].type = tiles[1].type = layer.cache_type;
-    tile->count = 0;
-    const auto add = [&](const Tile& full, const Tile* next) {
-        few ? add_tile_to_few(unit, full) : add_tile(unit, full, next);
-    };
     for (int64_t s = job.span_lo; s < job.span_hi; ++s) {
         const int64_t block = spans[s].block_of(tensors.selected);
         const char* key = tensors.key_cache + (block * layer.key_block + head * layer.key_cache_head) * size;
         const char* value = tensors.value_cache + (block * layer.value_block + head * layer.value_cache_head) * size;
-        for (int64_t t = spans[s].lo; t < spans[s].hi; ++t) {
-            tile->key[tile->count] = key + t * layer.key_token * size;
-            tile->value[tile->count] = value + t * layer.value_token * size;
-            const bool last = s + 1 == job.span_hi && t + 1 == spans[s].hi;
-            if (++tile->count < KEYS && !last) continue;
-            if (before) add(*before, tile);
-            before = tile;
-            tile = tile == tiles ? tiles + 1 : tiles;
-            tile->count = 0;
-        }
+        for (int64_t t = spans[s].lo; t < spans[s].hi; ++t)
+            take(key + t * layer.key_token * size, value + t * layer.value_token * size);
     }
-    if (before) add(*before, nullptr);
 }
 
-void add_new(Unit& unit, const Layer& layer, const Tensors& tensors, int64_t first, int64_t first_row, int64_t last_row,
-             int64_t head) {
-    Tile tile;
-    tile.type = FP32, tile.first_row = first_row;
-    for (int64_t key = first; key <= last_row; key += KEYS) {
-        tile.first_key = key;
-        tile.count = last_row + 1 - key < KEYS ? last_row + 1 - key : KEYS;
-        for (int64_t t = 0; t < tile.count; ++t) {
-            tile.key[t] = reinterpret_cast<const char*>(
-                tensors.key + (key + t) * layer.key_row + head * layer.key_head);
-            tile.value[t] = reinterpret_cast<const char*>(
-                tensors.value + (key + t) * layer.value_row + head * layer.value_head);
-        }
-        add_tile(unit, tile, nullptr);
-    }
+void add_cached(Tiles& tiles, const Layer& layer, const Tensors& tensors, const Job& job, const Span* spans, int64_t head) {
+    tiles.begin(layer.cache_type, -1, 0);
+    each_cached(layer, tensors, job, spans, head, [&](const char* key, const char* value) { tiles.take(key, value); });
+}
+
+void add_new(Tiles& tiles, const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
+    if (job.causal_first < 0) return;
+    const int64_t first_row = plan.rows[job.row_lo].row, end = first_row + job.row_hi - job.row_lo;
+    tiles.begin(FP32, job.causal_first, first_row);
+    for (int64_t row = job.causal_first; row < end; ++row)
+        tiles.take(tensors.key + row * layer.key_row + head * layer.key_head,
+                   tensors.value + row * layer.value_row + head * layer.value_head);
 }
 
 // The job's result for one kv head, normalised into the output or as a partial. False: something is not finite.
@@ -74,32 +62,43 @@ bool leave(const Unit& unit, const Layer& layer, const Tensors& tensors, const P
 }
 
 bool run(const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
-    static thread_local Scratch scratch;
-    Unit unit;
-    const int64_t rows = job.row_hi - job.row_lo;
-    unit.dim = layer.dim, unit.value_dim = layer.value_dim, unit.group = layer.heads / layer.kv_heads;
-    unit.count = rows * unit.group;
-    unit.value_width = padded(unit.value_dim, WIDTH);
-    const int64_t room = padded(unit.count, ROWS), vectors = ROWS > FEW ? ROWS : FEW;
-    unit.keys = scratch.take(KEYS * (unit.dim + unit.value_width + vectors) + room * (unit.dim + unit.value_width + 1 + LANES));
-    unit.values = unit.keys + KEYS * unit.dim;
-    unit.scores = unit.values + KEYS * unit.value_width;
-    unit.out = unit.scores + KEYS * vectors;
-    unit.query = unit.out + room * unit.value_width;
-    unit.total = unit.query + room * unit.dim;
-    unit.top = unit.total + room * LANES;
-    std::memset(unit.out, 0, room * (unit.value_width + unit.dim + LANES) * sizeof(float));
-    for (int64_t i = 0; i < room; ++i) unit.top[i] = NOTHING;
-    for (int64_t i = 0; i < unit.count; ++i) {
-        const int64_t row = plan.rows[job.row_lo + i / unit.group].row;
-        const float* from =
-            tensors.query + row * layer.query_row + (head * unit.group + i % unit.group) * layer.query_head;
-        for (int64_t d = 0; d < unit.dim; ++d) unit.query[i * unit.dim + d] = from[d] * layer.scale;
-    }
-    add_cached(unit, layer, tensors, job, plan.spans, head);
-    const int64_t first_row = plan.rows[job.row_lo].row;
-    if (job.causal_first >= 0) add_new(unit, layer, tensors, job.causal_first, first_row, first_row + rows - 1, head);
+    Unit unit = unit_of(layer, job);
+    const MatrixUnit matrix = lay_out(unit);
+    take_queries(unit, layer, tensors.query, plan.rows + job.row_lo, head);
+    matrix.work(unit, [&] {
+        Tiles tiles(unit, matrix);
+        add_cached(tiles, layer, tensors, job, plan.spans, head);
+        add_new(tiles, layer, tensors, plan, job, head);
+    });
     return leave(unit, layer, tensors, plan, job, head);
+}
+
+void add_few_new(Unit& unit, const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
+    const MatrixUnit none;
+    Tiles tiles(unit, none);
+    add_new(tiles, layer, tensors, plan, job, head);
+}
+
+// The same for few query vectors of several kv heads.
+bool run_few(const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t first, int64_t last) {
+    Heads heads;
+    heads.count = last - first, heads.key_bytes = layer.key_cache_head * 4, heads.value_bytes = layer.value_cache_head * 4;
+    lay_out(heads, unit_of(layer, job));
+    for (int64_t h = 0; h < heads.count; ++h)
+        take_queries(heads.units[h], layer, tensors.query, plan.rows + job.row_lo, first + h);
+    Tile tile;
+    tile.type = FP32, tile.first_key = -1, tile.count = 0;
+    each_cached(layer, tensors, job, plan.spans, first, [&](const char* key, const char* value) {
+        tile.key[tile.count] = key, tile.value[tile.count] = value;
+        if (++tile.count == KEYS) add_tile_to_few(heads, tile), tile.count = 0;
+    });
+    if (tile.count) add_tile_to_few(heads, tile);
+    bool finite = true;
+    for (int64_t h = 0; h < heads.count; ++h) {
+        add_few_new(heads.units[h], layer, tensors, plan, job, first + h);
+        finite = leave(heads.units[h], layer, tensors, plan, job, first + h) && finite;
+    }
+    return finite;
 }
 
 // Normalised softmax over the partial results of a row.
@@ -120,6 +119,26 @@ void merge(const Layer& layer, const Tensors& tensors, const Plan& plan, const M
     for (int64_t d = 0; d < layer.value_dim; ++d) out[d] /= total;
 }
 
+// What a thread takes at once: kv heads first..last of a job, one where it has many query vectors.
+struct Share {
+    int64_t job, first, last;
+};
+
+// Heads that take turns are as many as leave shares enough for all threads.
+std::vector<Share> shares_of(const Plan& plan, const Layer& layer) {
+    int64_t few = 0;
+    for (int64_t j = 0; j < plan.num_jobs; ++j) few += is_few(layer, plan.jobs[j]);
+    const int64_t wanted = few * layer.kv_heads / (2 * omp_get_max_threads());
+    const int64_t turns = std::max<int64_t>(1, std::min({wanted, layer.kv_heads, MOST_HEADS}));
+    std::vector<Share> shares;
+    for (int64_t j = 0; j < plan.num_jobs; ++j) {
+        const int64_t step = is_few(layer, plan.jobs[j]) ? turns : 1;
+        for (int64_t head = 0; head < layer.kv_heads; head += step)
+            shares.push_back({j, head, std::min(head + step, layer.kv_heads)});
+    }
+    return shares;
+}
+
 }  // namespace
 
 // 0: done. 1: something was not finite, the output is not valid. 2: a block or token is outside of the cache.
@@ -136,11 +155,16 @@ extern "C" int64_t ucm_attend(const Plan* plan, const Layer* layer, const Tensor
             if (block < 0 || block >= layer->blocks || span.lo < 0 || span.hi > layer->block_size) return 2;
         }
     }
-    const int64_t units = plan->num_jobs * layer->kv_heads;
+    const std::vector<Share> shares = shares_of(*plan, *layer);
+    const int64_t count = shares.size();
     bool finite = true;
 #pragma omp parallel for schedule(dynamic, 1) reduction(&& : finite) if (pairs * layer->heads > SERIAL)
-    for (int64_t u = 0; u < units; ++u)
-        finite = run(*layer, *tensors, *plan, plan->jobs[u / layer->kv_heads], u % layer->kv_heads) && finite;
+    for (int64_t i = 0; i < count; ++i) {
+        const Job& job = plan->jobs[shares[i].job];
+        const int64_t first = shares[i].first, last = shares[i].last;
+        finite = (is_few(*layer, job) ? run_few(*layer, *tensors, *plan, job, first, last)
+                                      : run(*layer, *tensors, *plan, job, first)) && finite;
+    }
     if (!finite) return 1;
 #pragma omp parallel for collapse(2) if (plan->num_merges > 4)
     for (int64_t m = 0; m < plan->num_merges; ++m)

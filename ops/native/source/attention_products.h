@@ -1,4 +1,4 @@
-// A tile of the online softmax added to a unit: scores, weights and weighted values, for many query vectors or few.
+// A tile of the online softmax added to a unit: scores, weights and weighted values, in register blocks.
 #pragma once
 
 #include "attention_tile.h"
@@ -8,9 +8,9 @@ namespace ucm {
 // Keys of a tile are transposed. Values are read where they lie, unless they are half precision or do not fill registers.
 template <int R>
 void add_tile_by(Unit& unit, const Tile& tile, const Tile* next) {
-    const int64_t size = tile.type == FP32 ? 4 : 2, width = unit.value_width;
+    const int64_t width = unit.value_width;
     const int64_t products = (unit.count + R - 1) / R * (unit.dim + KEYS) / FETCH, packs = KEYS / LANES * (unit.dim / LANES);
-    Ahead ahead(next, unit.dim * size, unit.value_dim * size, products + packs + 1);
+    Ahead ahead(unit, next, products + packs + 1);
     const bool in_place = tile.type == FP32 && unit.value_dim == width;
     pack_keys(unit, tile, ahead);
     if (!in_place) pack_values(unit, tile);
@@ -47,39 +47,6 @@ void add_tile_by(Unit& unit, const Tile& tile, const Tile* next) {
 inline void add_tile(Unit& unit, const Tile& tile, const Tile* next) {
     if (padded(unit.count, ROWS - 1) < padded(unit.count, ROWS)) add_tile_by<ROWS - 1>(unit, tile, next);
     else add_tile_by<ROWS>(unit, tile, next);
-}
-
-// Few query vectors: keys and values are read where they lie, once, and the next ones fetched meanwhile.
-inline void add_tile_to_few(Unit& unit, const Tile& tile) {
-    for (int64_t t = 0; t < tile.count; t += LANES) {
-        const float* keys[LANES];
-        for (int lane = 0; lane < LANES; ++lane) {
-            const int64_t next = t + lane + LANES;
-            if (next < tile.count) prefetch(tile.key[next], unit.dim * 4);
-            keys[lane] = reinterpret_cast<const float*>(tile.key[t + lane < tile.count ? t + lane : t]);
-        }
-        for (int64_t i = 0; i < unit.count; ++i) {
-            Floats parts[LANES];
-            for (int lane = 0; lane < LANES; ++lane) parts[lane] = dot(unit.query + i * unit.dim, keys[lane], unit.dim);
-            store(unit.scores + i * KEYS + t, sum_each(parts));
-        }
-    }
-    for (int64_t i = 0; i < unit.count; ++i) {
-        float* out = unit.out + i * unit.value_width;
-        const float* weights = unit.scores + i * KEYS;
-        const float kept = weigh(unit, i, unit.scores + i * KEYS, tile.count, padded(tile.count, LANES));
-        for (int64_t d = 0; d < unit.value_dim; d += WIDTH) {
-            const int vectors = unit.value_dim - d < WIDTH ? int((unit.value_dim - d) / LANES) : VECTORS;
-            Floats c[VECTORS] = {};
-            for (int j = 0; j < vectors; ++j) c[j] = load(out + d + j * LANES) * kept;
-            for (int64_t t = 0; t < tile.count; ++t) {
-                const float* value = reinterpret_cast<const float*>(tile.value[t]) + d;
-                const Floats weight = all(weights[t]);
-                for (int j = 0; j < vectors; ++j) c[j] += weight * load(value + j * LANES);
-            }
-            for (int j = 0; j < vectors; ++j) store(out + d + j * LANES, c[j]);
-        }
-    }
 }
 
 }  // namespace ucm

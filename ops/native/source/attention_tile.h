@@ -46,8 +46,10 @@ struct Ahead {
     int64_t key_size, value_size, pace, at = 0;
 
     // calls: how often `fetch` is called, about, while this tile is multiplied
-    Ahead(const Tile* next, int64_t key_bytes, int64_t value_bytes, int64_t calls)
-        : tile(next), key_size(key_bytes), value_size(value_bytes), pace((2 * KEYS + calls - 1) / calls) {}
+    Ahead(const Unit& unit, const Tile* next, int64_t calls) : tile(next), pace((2 * KEYS + calls - 1) / calls) {
+        const int64_t size = next && next->type != FP32 ? 2 : 4;
+        key_size = unit.dim * size, value_size = unit.value_dim * size;
+    }
 
     void fetch() {
         if (!tile) return;
@@ -141,36 +143,39 @@ inline bool keeps_top(const Unit& unit, int64_t i, const float* scores, int64_t 
     return inside;
 }
 
+// Raises a query vector's maximum where this tile has a larger one; returns what its earlier result must be multiplied
+// with, the sum of its weights already is.
+inline float raise_top(Unit& unit, int64_t i, const float* scores, int64_t limit, int64_t depth) {
+    if (limit == 0) return 1.0f;
+    const float before = unit.top[i], after = new_top(unit, i, scores, limit, depth);
+    if (before == after) return 1.0f;
+    const float kept = std::exp(before - after);
+    float* total = unit.total + i * LANES;
+    store(total, load(total) * kept);
+    unit.top[i] = after;
+    return kept;
+}
+
+// Weights of the tokens from t on, 0 for those beyond `limit`.
+inline Floats weights_of(const float* scores, int64_t t, int64_t limit, float top) {
+    Ints lane_index;
+    for (int lane = 0; lane < LANES; ++lane) lane_index[lane] = lane;
+    return lane_index < int32_t(limit - t) ? exponential(load(scores + t) - top) : Floats{};
+}
+
 // Scores of one query vector to weights, in place, zeros from `limit` to `depth`; returns what its earlier result must be
 // multiplied with. `depth` is a multiple of the lanes.
 inline float weigh(Unit& unit, int64_t i, float* scores, int64_t limit, int64_t depth) {
+    const bool whole = limit == depth && keeps_top(unit, i, scores, depth);
+    const float kept = whole ? 1.0f : raise_top(unit, i, scores, limit, depth), top = unit.top[i];
     float* total = unit.total + i * LANES;
-    if (limit == depth && keeps_top(unit, i, scores, depth)) {
-        Floats sums = load(total);
-        for (int64_t t = 0; t < depth; t += LANES) {
-            const Floats w = exponential(load(scores + t) - unit.top[i]);
-            store(scores + t, w);
-            sums += w;
-        }
-        store(total, sums);
-        return 1.0f;
-    }
-    if (limit == 0) {
-        std::memset(scores, 0, depth * sizeof(float));
-        return 1.0f;
-    }
-    Ints lane_index;
-    for (int lane = 0; lane < LANES; ++lane) lane_index[lane] = lane;
-    const float before = unit.top[i], after = new_top(unit, i, scores, limit, depth);
-    const float kept = before == after ? 1.0f : std::exp(before - after);
-    Floats sums = load(total) * kept;
+    Floats sums = load(total);
     for (int64_t t = 0; t < depth; t += LANES) {
-        const Floats w = lane_index < int32_t(limit - t) ? exponential(load(scores + t) - after) : Floats{};
+        const Floats w = whole ? exponential(load(scores + t) - top) : weights_of(scores, t, limit, top);
         store(scores + t, w);
         sums += w;
     }
     store(total, sums);
-    unit.top[i] = after;
     return kept;
 }
 

@@ -57,15 +57,18 @@ inline float largest(Floats v) {
 
 // Whether every lane is finite and at most `bound`.
 inline bool within(Floats v, float bound) {
-    const Ints inside = (v >= -FLT_MAX) & (v <= bound);
 #if defined(__AVX512F__)
-    return _mm512_movepi32_mask((__m512i)inside) == 0xffff;
-#elif defined(__AVX__)
+    const __mmask16 large_enough = _mm512_cmp_ps_mask((__m512)v, (__m512)all(-FLT_MAX), _CMP_GE_OQ);
+    return _mm512_mask_cmp_ps_mask(large_enough, (__m512)v, (__m512)all(bound), _CMP_LE_OQ) == 0xffff;
+#else
+    const Ints inside = (v >= -FLT_MAX) & (v <= bound);
+#if defined(__AVX__)
     return _mm256_movemask_ps((__m256)inside) == 0xff;
 #else
     int64_t outside = 0;
     for (int lane = 0; lane < LANES; ++lane) outside += inside[lane] == 0;
     return outside == 0;
+#endif
 #endif
 }
 
@@ -94,7 +97,11 @@ inline Floats sum_each(Floats* v) {
 // Cody-Waite reduction to |r| <= ln(2)/2 and a polynomial of degree 6 (the coefficients of Cephes' expf).
 inline Floats exponential(Floats x) {
     constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+#if defined(__AVX512F__)
+    const Floats clamped = (Floats)_mm512_min_ps((__m512)all(88.0f), (__m512)x);  // NaN stays
+#else
     const Floats above = x < -87.0f ? all(-87.0f) : x, clamped = above > 88.0f ? all(88.0f) : above;
+#endif
     const Floats shifted = clamped * 1.44269504088896341f + rounder;
     const Floats n = shifted - rounder;
     const Floats r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -105,10 +112,15 @@ inline Floats exponential(Floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+    const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, (__m512)all(-87.0f), _CMP_NLT_UQ);
+    return (Floats)_mm512_maskz_scalef_ps(seen, (__m512)p, (__m512)n);
+#else
     const Ints exponent = ((Ints)shifted - (Ints)all(rounder)) << 23;
     const Floats scaled = (Floats)((Ints)p + exponent);
     const Floats result = x < -87.0f ? Floats{} : scaled;
     return x == x ? result : x;
+#endif
 }
 
 }  // namespace ucm

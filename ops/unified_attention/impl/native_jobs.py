@@ -13,8 +13,10 @@ import numpy as np
 from vllm_gaudi_ucm.ops.unified_attention.impl.native_items import NO_CAUSAL, Ints, Item, make_items
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 
-# Rows of a job: keys are transposed once per tile of them, and the jobs of one prompt have to keep all cores busy.
+# Rows of a job: keys are prepared once per tile of them, and the jobs of a step have to keep all cores busy. Where
+# there are many new rows there are enough jobs of twice the size.
 ROW_TILE = 64
+MANY_ROWS = 1024
 # Cached tokens of a job: a long context is split among cores, and its partial results are merged.
 TOKEN_TILE = 1024
 
@@ -47,14 +49,20 @@ class Jobs:
 
 def make_jobs(parts: AttentionParts, block_size: int, unsplit: Collection[int] = ()) -> Jobs:
     """The jobs of a step; every (row, token) pair of the parts is in exactly one of them. unsplit: see `make_items`."""
-    return _tables([tile for item in make_items(parts, block_size, unsplit) for tile in _tiles(item)])
+    size = row_tile(0 if parts.causal is None else int((parts.causal.groups >= 0).sum()))
+    return _tables([tile for item in make_items(parts, block_size, unsplit) for tile in _tiles(item, size)])
 
 
-def _tiles(item: Item) -> Iterator[Item]:
-    """Cuts an item into tiles of rows; few rows with a long context are cut by tokens too."""
-    for first in range(0, len(item.rows), ROW_TILE):
-        rows = item.rows[first : first + ROW_TILE]
-        pieces = [item.spans] if len(item.rows) > ROW_TILE else _pieces(item.spans)
+def row_tile(chunk_rows: int) -> int:
+    """Most rows of a job in a step with so many rows of prompt chunks."""
+    return ROW_TILE * 2 if chunk_rows >= MANY_ROWS else ROW_TILE
+
+
+def _tiles(item: Item, size: int) -> Iterator[Item]:
+    """Cuts an item into tiles of so many rows; few rows with a long context are cut by tokens too."""
+    for first in range(0, len(item.rows), size):
+        rows = item.rows[first : first + size]
+        pieces = [item.spans] if len(item.rows) > size else _pieces(item.spans)
         yield Item(rows, pieces[0], item.causal_first)
         for spans in pieces[1:]:
             yield Item(rows, spans)

@@ -29,7 +29,7 @@ def attention_cost_checks(config: UcmConfig, device: str | None) -> Iterator[Che
         why = "'off'" if option == "off" else f"{str(option)!r}: nothing to choose on {device}"
         yield Check(SECTION, NAME, "info", f"{why}; fixed rules")
         return
-    facts = Facts.of(torch.device(device), config.cpu.threads)
+    facts = Facts.of(torch.device(device), config.cpu.threads, config.cpu.matrix_unit)
     path = option if isinstance(option, Path) else default_path(facts)
     try:
         load_model(path, facts)

@@ -1,9 +1,10 @@
-"""Doctor's section on the machine: the device that was chosen, its memory, CPU threads and huge pages."""
+"""Doctor's section on the machine: the device that was chosen, its memory, CPU threads, huge pages and matrix unit."""
 
 from collections.abc import Iterator
 
 from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.cli.checks.check import Check, Status
+from vllm_gaudi_ucm.config import UcmConfig
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.cores import Cores, find_cores
 from vllm_gaudi_ucm.device.detect import gaudi_cards
@@ -37,6 +38,21 @@ def thread_checks() -> Iterator[Check]:
     huge = envs.observed("THP_MEM_ALLOC_ENABLE")
     advice = "" if huge == "1" else "THP_MEM_ALLOC_ENABLE=1 makes large CPU tensors faster"
     yield Check(SECTION, "THP_MEM_ALLOC_ENABLE", "info", "unset" if huge is None else repr(huge), advice=advice)
+
+
+def matrix_unit_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
+    """A row for a server on the CPU: whether float32 is multiplied on its matrix unit. May build the kernels."""
+    from vllm_gaudi_ucm.ops.native import matrix_unit
+
+    if device != "cpu":
+        return
+    wanted, why_not = config.cpu.matrix_unit, matrix_unit.why_not()
+    if why_not:
+        yield Check(SECTION, "matrix unit", "info", f"not used: {why_not}")
+    elif wanted:
+        yield Check(SECTION, "matrix unit", "ok", "used for float32, as sums of bfloat16")
+    else:
+        yield Check(SECTION, "matrix unit", "info", "there, but ucm.cpu.matrix_unit is false", "true")
 
 
 def _cards() -> Check:

@@ -1,0 +1,114 @@
+// A unit's memory, its query vectors, and the tokens that it sees, passed in tiles to the kernel that suits its size.
+#pragma once
+
+#include "attention_few.h"
+#include "attention_matrix.h"
+#include "attention_products.h"
+
+namespace ucm {
+
+// The thread's memory for units, until its next ones.
+inline Scratch& unit_scratch() {
+    static thread_local Scratch scratch;
+    return scratch;
+}
+
+inline Unit unit_of(const Layer& layer, const Job& job) {
+    Unit unit;
+    unit.dim = layer.dim, unit.value_dim = layer.value_dim, unit.group = layer.heads / layer.kv_heads;
+    unit.count = (job.row_hi - job.row_lo) * unit.group;
+    unit.value_width = padded(unit.value_dim, WIDTH);
+    return unit;
+}
+
+// State of `room` query vectors, results zero, and scores of `vectors` of them; returns the end of the memory that it takes.
+inline float* place_state(Unit& unit, float* at, int64_t room, int64_t vectors) {
+    unit.scores = at;
+    unit.out = unit.scores + KEYS * vectors;
+    unit.query = unit.out + room * unit.value_width;
+    unit.total = unit.query + room * unit.dim;
+    unit.top = unit.total + room * LANES;
+    std::memset(unit.out, 0, room * (unit.value_width + unit.dim + LANES) * sizeof(float));
+    for (int64_t i = 0; i < room; ++i) unit.top[i] = NOTHING;
+    return unit.top + padded(room, LANES);
+}
+
+inline int64_t state_size(const Unit& unit, int64_t room, int64_t vectors) {
+    return KEYS * vectors + room * (unit.value_width + unit.dim + LANES) + padded(room, LANES);
+}
+
+inline int64_t packed_size(const Unit& unit) { return KEYS * (unit.dim + unit.value_width); }
+
+inline void place_packed(Unit& unit, float* at) { unit.keys = at, unit.values = at + KEYS * unit.dim; }
+
+inline MatrixUnit lay_out(Unit& unit) {
+    const bool tiles = MatrixUnit::pays(unit);
+    const int64_t strips = tiles ? MatrixUnit::bytes(unit) / sizeof(float) : packed_size(unit);
+    const int64_t room = padded(unit.count, tiles ? MATRIX_ROWS : ROWS), vectors = tiles ? 2 * MATRIX_ROWS : ROWS;
+    float* const start = unit_scratch().take(strips + state_size(unit, room, vectors));
+    place_state(unit, start + strips, room, vectors);
+    if (tiles) return MatrixUnit(unit, reinterpret_cast<char*>(start));
+    place_packed(unit, start);
+    return MatrixUnit();
+}
+
+// They share what a tile of new tokens is packed into.
+inline void lay_out(Heads& heads, const Unit& unit) {
+    const int64_t room = padded(unit.count, ROWS), vectors = FEW > ROWS ? FEW : ROWS;
+    float* const start = unit_scratch().take(packed_size(unit) + heads.count * state_size(unit, room, vectors));
+    float* at = start + packed_size(unit);
+    for (int64_t h = 0; h < heads.count; ++h) {
+        heads.units[h] = unit;
+        place_packed(heads.units[h], start);
+        at = place_state(heads.units[h], at, room, vectors);
+    }
+}
+
+inline void take_queries(Unit& unit, const Layer& layer, const float* query, const Row* rows, int64_t head) {
+    for (int64_t i = 0; i < unit.count; ++i) {
+        const int64_t row = rows[i / unit.group].row;
+        const float* from = query + row * layer.query_row + (head * unit.group + i % unit.group) * layer.query_head;
+        for (int64_t d = 0; d < unit.dim; ++d) unit.query[i * unit.dim + d] = from[d] * layer.scale;
+    }
+}
+
+// Tokens to tiles. Each is multiplied while the one after it is fetched; the last ones when the object dies.
+class Tiles {
+public:
+    Tiles(Unit& of, const MatrixUnit& by) : unit(of), matrix(by) { tiles[0].count = tiles[1].count = 0; }
+    ~Tiles() {
+        if (tile->count) pass_on();
+        if (before) add(*before, nullptr);
+    }
+
+    // The tokens that follow are of this type; first_key and first_row as in Tile.
+    void begin(int64_t type, int64_t first_key, int64_t first_row) {
+        if (tile->count) pass_on();
+        tile->type = type, tile->first_key = first_key, tile->first_row = first_row;
+    }
+
+    void take(const void* key, const void* value) {
+        tile->key[tile->count] = static_cast<const char*>(key);
+        tile->value[tile->count] = static_cast<const char*>(value);
+        if (++tile->count == KEYS) pass_on();
+    }
+
+private:
+    Unit& unit;
+    const MatrixUnit& matrix;
+    Tile tiles[2], *tile = tiles, *before = nullptr;
+
+    void pass_on() {
+        if (before) add(*before, tile);
+        before = tile;
+        tile = tile == tiles ? tiles + 1 : tiles;
+        tile->count = 0, tile->type = before->type, tile->first_row = before->first_row;
+        tile->first_key = before->first_key < 0 ? -1 : before->first_key + KEYS;
+    }
+
+    void add(const Tile& full, const Tile* next) {
+        matrix.used() ? add_tile_by_matrix(unit, matrix, full, next) : add_tile(unit, full, next);
+    }
+};
+
+}  // namespace ucm
