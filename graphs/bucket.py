@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES, flat_tiles, is_bounded
+
 
 def phase_string(causal: bool, shared: bool, unique: bool) -> str:
     """`csu` with `-` for each absent part: `--u` is a decode step, `c--` a step of fresh prompts."""
@@ -11,9 +13,10 @@ def phase_string(causal: bool, shared: bool, unique: bool) -> str:
 
 
 class ForwardShape(NamedTuple):
-    """What a forward graph is captured for: (phase, query_len, shared_blocks, unique_blocks, selected_blocks).
+    """What a forward graph is captured for.
 
     selected_blocks: blocks that a sparse method chooses, over all requests; their part has no letter in the phase.
+    causal_reach: tiles of rows that a causal request spans (`causal_tiles`), `ALL_TILES` where nothing is said of it.
     """
 
     phase: str
@@ -21,37 +24,48 @@ class ForwardShape(NamedTuple):
     shared_blocks: int
     unique_blocks: int
     selected_blocks: int = 0
+    causal_reach: int = ALL_TILES
 
     @classmethod
     def of(
-        cls, causal: bool, query_len: int, shared_blocks: int, unique_blocks: int, selected_blocks: int = 0
+        cls,
+        causal: bool,
+        query_len: int,
+        shared_blocks: int,
+        unique_blocks: int,
+        selected_blocks: int = 0,
+        causal_reach: int = ALL_TILES,
     ) -> ForwardShape:
-        """The shape whose phase has `s` and `u` exactly where it has such blocks."""
+        """The shape whose phase has `s` and `u` exactly where it has such blocks; a reach of all rows is no bound."""
         phase = phase_string(causal, shared_blocks > 0, unique_blocks > 0)
-        return cls(phase, query_len, shared_blocks, unique_blocks, selected_blocks)
+        if not causal or not is_bounded(query_len, causal_reach):
+            causal_reach = ALL_TILES
+        return cls(phase, query_len, shared_blocks, unique_blocks, selected_blocks, causal_reach)
 
     def step(self, logits: int) -> Bucket:
         """The bucket of this shape and of so many logits rows."""
-        phase, query_len, shared_blocks, unique_blocks, selected_blocks = self
-        return Bucket(phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks)
+        return Bucket(*self[:4], logits, *self[4:])
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """(query_len, shared_blocks, unique_blocks, selected_blocks)."""
-        return self.query_len, self.shared_blocks, self.unique_blocks, self.selected_blocks
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """(query_len, shared_blocks, unique_blocks, selected_blocks, causal_reach)."""
+        return self[1:]
 
     def with_selected(self, selected_blocks: int) -> ForwardShape:
         """The same shape with another selected part."""
         return self._replace(selected_blocks=selected_blocks)
 
+    def with_reach(self, causal_reach: int) -> ForwardShape:
+        """The same shape with another reach; without a causal part it has none."""
+        return ForwardShape.of("c" in self.phase, *self.sizes[:4], causal_reach)
+
     def to_list(self) -> list[str | int]:
-        """For files and JSON: selected blocks are written only where there are any."""
-        sizes = self.sizes if self.selected_blocks else self.sizes[:3]
-        return [self.phase, *sizes]
+        """For files and JSON: selected blocks are written only where there are any, the reach where it is a bound."""
+        return [self.phase, *written_sizes(self.sizes)]
 
 
 class Bucket(NamedTuple):
-    """(phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks): tensor shapes follow from it alone."""
+    """A forward shape and `logits` rows: tensor shapes follow from it alone."""
 
     phase: str
     query_len: int
@@ -59,12 +73,28 @@ class Bucket(NamedTuple):
     unique_blocks: int
     logits: int
     selected_blocks: int = 0
+    causal_reach: int = ALL_TILES
 
     @property
     def forward(self) -> ForwardShape:
         """The key of the forward graph; the graph of logits and sampling has `logits` alone for its key."""
-        phase, query_len, shared_blocks, unique_blocks, _, selected_blocks = self
-        return ForwardShape(phase, query_len, shared_blocks, unique_blocks, selected_blocks)
+        return ForwardShape(*self[:4], *self[5:])
+
+    def to_list(self) -> list[str | int]:
+        """As `ForwardShape.to_list`."""
+        return [self.phase, *written_sizes(self[1:])]
+
+
+def written_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes that end with selected blocks and reach, without those two where they say nothing."""
+    if sizes[-1] != ALL_TILES:
+        return sizes
+    return sizes[:-1] if sizes[-2] else sizes[:-2]
+
+
+def least_reach(shape: ForwardShape | Bucket) -> int:
+    """The reach that a bucket needs for it: nobody looks back on more than all rows, without a causal part on none."""
+    return min(shape.causal_reach, flat_tiles(shape.query_len)) if "c" in shape.phase else 0
 
 
 def dominates(bucket: Bucket, step: Bucket) -> bool:
@@ -72,6 +102,7 @@ def dominates(bucket: Bucket, step: Bucket) -> bool:
 
     A part that the bucket has and the step has not is legal: it runs over empty ranges.
     """
+    step = step._replace(causal_reach=least_reach(step))
     return all(have in (part, "-") for have, part in zip(step.phase, bucket.phase, strict=True)) and all(
         size <= room for size, room in zip(step[1:], bucket[1:], strict=True)
     )

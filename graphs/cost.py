@@ -8,7 +8,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from vllm_gaudi_ucm.graphs import causal_tiles
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.device_figures import DeviceFigures
 from vllm_gaudi_ucm.graphs.model_figures import ModelFigures
 
@@ -27,7 +29,13 @@ class Cost(Protocol):
     """What a search over buckets needs: seconds, never smaller when a size grows or a part is added."""
 
     def forward_seconds(
-        self, causal: ArrayLike, query: ArrayLike, shared: ArrayLike, unique: ArrayLike, selected: ArrayLike = 0
+        self,
+        causal: ArrayLike,
+        query: ArrayLike,
+        shared: ArrayLike,
+        unique: ArrayLike,
+        selected: ArrayLike = 0,
+        reach: ArrayLike = ALL_TILES,
     ) -> Floats: ...
 
     def logits_seconds(self, logits: ArrayLike) -> Floats: ...
@@ -46,23 +54,28 @@ class CostModel:
 
     def forward(self, shape: ForwardShape | Bucket) -> float:
         """Seconds of the forward graph of `shape`."""
-        s = shape
-        return float(
-            self.forward_seconds("c" in s.phase, s.query_len, s.shared_blocks, s.unique_blocks, s.selected_blocks)
-        )
+        forward = shape.forward if isinstance(shape, Bucket) else shape
+        return float(self.forward_seconds("c" in shape.phase, *forward.sizes))
 
     def step(self, bucket: Bucket) -> float:
         """Seconds of the forward graph and of the logits graph of `bucket`."""
         return self.forward(bucket) + float(self.logits_seconds(bucket.logits))
 
     def forward_seconds(
-        self, causal: ArrayLike, query: ArrayLike, shared: ArrayLike, unique: ArrayLike, selected: ArrayLike = 0
+        self,
+        causal: ArrayLike,
+        query: ArrayLike,
+        shared: ArrayLike,
+        unique: ArrayLike,
+        selected: ArrayLike = 0,
+        reach: ArrayLike = ALL_TILES,
     ) -> Floats:
         """Seconds of forward graphs; the arguments broadcast."""
         flags = np.asarray(causal, np.float64)
         q, s, u = (np.asarray(size, np.float64) for size in (query, shared, unique))
         parts = 1 + flags + (s > 0) + (u > 0)
-        seconds = self._linear(q) + flags * self._causal(q) + self._shared(q, s) + self._unique(u)
+        causal_seconds = flags * self._causal(q, np.asarray(reach, np.float64))
+        seconds = self._linear(q) + causal_seconds + self._shared(q, s) + self._unique(u)
         return parts * self.device.launch_seconds + seconds + self.selected_seconds(selected)
 
     def selected_seconds(self, selected: ArrayLike) -> Floats:
@@ -88,8 +101,9 @@ class CostModel:
         bytes_moved = (m.layer_weights + q * activations) * m.dtype_bytes
         return m.layers * self._roofline(2.0 * q * m.layer_weights, bytes_moved)
 
-    def _causal(self, q: Floats) -> Floats:
-        keys = 0.5 * (q + np.minimum(q, CAUSAL_SLICE))
+    def _causal(self, q: Floats, reach: Floats) -> Floats:
+        longest = np.minimum(q, reach * causal_tiles.TILE_ROWS)
+        keys = 0.5 * (longest + np.minimum(longest, CAUSAL_SLICE))
         m = self.model
         bytes_moved = q * (2 * m.kv_heads * m.dtype_bytes + m.heads * PARTIAL_BYTES) * m.head_dim
         return m.layers * self._roofline(4.0 * m.heads * m.head_dim * q * keys, bytes_moved)

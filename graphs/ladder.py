@@ -1,4 +1,4 @@
-"""The sizes of the selected part for buckets that are chosen without knowing the traffic: the rungs of a ladder."""
+"""Sizes of the selected part, and reaches, of buckets that are chosen without knowing the traffic: rungs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,33 @@ def with_rungs(shapes: Iterable[ForwardShape], rungs: Sequence[int], cost: Cost)
         shapes: without selected blocks.
         rungs: ascending, the first 0; the last one is always kept.
     """
-    found = []
+    found: list[ForwardShape] = []
     for shape in shapes:
-        at_rungs = [shape.with_selected(rung) for rung in rungs]
-        seconds = shape_seconds(cost, graph_array(at_rungs)).tolist()
-        above = float("inf")
-        for each, its_seconds in zip(reversed(at_rungs), reversed(seconds), strict=True):
-            # decodes of requests that are not sparse must not pay for those that are
-            is_dense_decode = not each.selected_blocks and "c" not in each.phase
-            if is_dense_decode or above > (1.0 + NEEDLESS) * its_seconds:
-                found.append(each)
-                above = its_seconds
+        # decodes of requests that are not sparse must not pay for those that are
+        least = shape.with_selected(0) if "c" not in shape.phase else None
+        found += _worth([shape.with_selected(rung) for rung in rungs], cost, least)
+    return found
+
+
+def with_reaches(shapes: Iterable[ForwardShape], reaches: Sequence[int], cost: Cost) -> list[ForwardShape]:
+    """Every shape at every reach, less the needless ones; only long steps of prompts have more than one.
+
+    Args:
+        reaches: ascending; the last one, which is no bound, is always kept.
+    """
+    found: list[ForwardShape] = []
+    for shape in shapes:
+        found += _worth(list(dict.fromkeys(shape.with_reach(reach) for reach in reaches)), cost)
+    return found
+
+
+def _worth(at_rungs: list[ForwardShape], cost: Cost, keep: ForwardShape | None = None) -> list[ForwardShape]:
+    """Those that cost less enough than the next one above that is kept."""
+    found = []
+    seconds = shape_seconds(cost, graph_array(at_rungs)).tolist()
+    above = float("inf")
+    for each, its_seconds in zip(reversed(at_rungs), reversed(seconds), strict=True):
+        if each == keep or above > (1.0 + NEEDLESS) * its_seconds:
+            found.append(each)
+            above = its_seconds
     return found

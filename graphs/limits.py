@@ -27,6 +27,7 @@ class Limits:
         steps then divides those that have more.
     max_selected_blocks: blocks that a sparse method chooses for the requests of a step, one counted for each request
         that it is chosen for. 0: there is no such method.
+    causal_reach: buckets may bound how far rows look back on other new ones, which is less work for Gaudi's attention.
     """
 
     max_num_batched_tokens: int
@@ -37,6 +38,7 @@ class Limits:
     contiguous: bool = True
     max_shared_blocks: int | None = None
     max_selected_blocks: int = 0
+    causal_reach: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size"):

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, phase_string
+from vllm_gaudi_ucm.graphs.causal_tiles import flat_tiles
 from vllm_gaudi_ucm.graphs.cost import Cost
 from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.steps import Shapes, graph_array, shape_seconds
@@ -21,7 +22,8 @@ class BucketSet:
     Forward shapes are kept in ascending order of cost. For every value of a dimension there is a set of the shapes that
     are large enough, as the bits of an integer; the intersection over all dimensions is every shape that dominates a
     step, and its lowest bit the cheapest. That is three binary searches and three bitwise ands, whatever the buckets
-    are (about 1 microsecond at 64); with a sparse method it is one more of each, for the selected blocks.
+    are (about 1 microsecond at 64); with a sparse method it is one more of each, for the selected blocks, and one for
+    the reach of causal steps where buckets bound it.
 
     Args:
         forward: forward shapes; `limits.maximum` is added where it is missing.
@@ -44,12 +46,13 @@ class BucketSet:
             )
             for phase in (phase_string(*parts) for parts in product((False, True), repeat=3))
         }
-        self._query, self._shared, self._unique, self._selected = (
+        self._query, self._shared, self._unique, self._selected, self._reach = (
             _Axis(sizes) for sizes in list(zip(*self.forward, strict=True))[1:]
         )
         self.selected = tuple(self._selected.values)
         """The different numbers of selected blocks, ascending; the last one is the limits'."""
         self._has_selected = self.selected != (0,)
+        self._has_reach = len(self._reach.values) > 1
 
     @property
     def num_graphs(self) -> int:
@@ -61,7 +64,7 @@ class BucketSet:
         Raises:
             LimitsError: the step exceeds the limits that the set was made for.
         """
-        phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks = step
+        phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks, causal_reach = step
         query, shared, unique = self._query, self._shared, self._unique
         fitting = (
             self._phases[phase]
@@ -71,20 +74,20 @@ class BucketSet:
         )
         if self._has_selected or selected_blocks:
             fitting &= self._selected.fitting[bisect_left(self.selected, selected_blocks)]
+        if self._has_reach and "c" in phase:
+            causal_reach = min(causal_reach, flat_tiles(query_len))
+            fitting &= self._reach.fitting[bisect_left(self._reach.values, causal_reach)]
         row = bisect_left(self.logits, logits)
         if not fitting or row == len(self.logits):
             raise LimitsError(_beyond(step, self.limits))
-        phase, query_len, shared_blocks, unique_blocks, selected_blocks = self.forward[
-            (fitting & -fitting).bit_length() - 1
-        ]
-        rows = self.logits[row] if logits else 0
-        return Bucket(phase, query_len, shared_blocks, unique_blocks, rows, selected_blocks)
+        found = self.forward[(fitting & -fitting).bit_length() - 1]
+        return found.step(self.logits[row] if logits else 0)
 
     def assign(self, shapes: Shapes) -> NDArray[np.int64]:
         """[n] index into `forward` of the cheapest that dominates each shape: the lookup for many at once.
 
         Args:
-            shapes: [n, 5], or [n, 4] without selected blocks.
+            shapes: [n, 6], or fewer (see `Shapes`): then buckets are taken as having as many dimensions.
         """
         return cheapest_fit(graph_array(self.forward)[:, : shapes.shape[1]], shapes)
 
@@ -122,11 +125,12 @@ def _by_cost(shapes: Iterable[ForwardShape], cost: Cost) -> tuple[ForwardShape, 
 
 def _checked(shape: ForwardShape) -> ForwardShape:
     expected = ForwardShape.of("c" in shape.phase, *shape.sizes)
-    if shape != expected or min(shape.sizes) < 0 or shape.query_len < 1:
+    if shape[:5] != expected[:5] or min(shape.sizes[:4]) < 0 or shape.query_len < 1 or shape.causal_reach < 1:
         raise ValueError(
-            f"bucket {list(shape)}: expected at least one row, and the phase {expected.phase!r} for these blocks"
+            f"bucket {shape.to_list()}: expected at least one row, a reach of at least one tile, and the phase "
+            f"{expected.phase!r} for these blocks"
         )
-    return shape
+    return expected
 
 
 def _bits(flags: Iterable[bool]) -> int:
@@ -140,6 +144,6 @@ def _beyond(step: Bucket, limits: Limits) -> str:
         if size > most
     ]
     return (
-        f"step {list(step)} exceeds the limits of the buckets ({', '.join(beyond)}); "
+        f"step {step.to_list()} exceeds the limits of the buckets ({', '.join(beyond)}); "
         "they were made for a server with smaller limits"
     )

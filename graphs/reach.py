@@ -34,10 +34,10 @@ def _largest_steps(buckets: BucketSet, shape: ForwardShape) -> Iterator[Bucket]:
     parts = [(True, False) if letter != "-" else (False,) for letter in shape.phase]
     for causal, shared, unique in product(*parts):
         top = limits.phase_maximum(causal, shared, unique, selected=True)
-        q, s, u, selected = (min(size, most) for size, most in zip(shape.sizes, top.sizes, strict=True))
+        q, s, u, selected, tiles = (min(size, most) for size, most in zip(shape.sizes, top.sizes, strict=True))
         for some, alone in _within_cache(buckets, s, u):
             if (some > 0, alone > 0) == (shared, unique) and limits.allows(causal, q, some, alone, selected):
-                yield ForwardShape.of(causal, q, some, alone, selected).step(1)
+                yield ForwardShape.of(causal, q, some, alone, selected, tiles).step(1)
 
 
 def _within_cache(buckets: BucketSet, s: int, u: int) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_gaudi_ucm.bucket_columns import BucketColumns
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
 from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
@@ -40,15 +41,15 @@ def warm_up_table(summary: WarmUpSummary) -> Table:
     """One line per graph: forward shapes and then logits rows, each in ascending order of cost."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("graph", no_wrap=True)
-    selected = any(isinstance(record.key, ForwardShape) and record.key.selected_blocks for record in summary.records)
-    for heading in ("query", "shared", "unique", *(["selected"] if selected else []), "logits"):
+    columns = BucketColumns.of(record.key for record in summary.records if isinstance(record.key, ForwardShape))
+    for heading in (*columns.headings, "logits"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for heading in ("seconds", "MiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("reason", overflow="fold")
     for record in summary.records:
-        table.add_row(*_sizes(record.key, selected), Text(record.state, STATE_STYLES[record.state]), *_figures(record))
+        table.add_row(*_sizes(record.key, columns), Text(record.state, STATE_STYLES[record.state]), *_figures(record))
     return table
 
 
@@ -61,11 +62,10 @@ def warm_up_text(summary: WarmUpSummary) -> str:
     return "\n".join([*lines, summary_line(summary)])
 
 
-def _sizes(key: GraphKey, selected: bool) -> list[Text | str]:
-    columns = 4 if selected else 3
+def _sizes(key: GraphKey, columns: BucketColumns) -> list[Text | str]:
     if isinstance(key, ForwardShape):
-        return [phase_text(key.phase), *(f"{size:,}" for size in key.sizes[:columns]), ""]
-    return ["logits", *[""] * columns, f"{key:,}"]
+        return [phase_text(key.phase), *columns.cells(key), ""]
+    return ["logits", *[""] * len(columns.names), f"{key:,}"]
 
 
 def _figures(record: GraphRecord) -> list[Text | str]:

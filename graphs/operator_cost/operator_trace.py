@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ _MOVES = frozenset(
     f"aten::{name}"
     for name in (
         *("clone", "copy_", "cat", "stack", "_to_copy", "fill_", "zero_", "zeros", "full", "ones", "arange"),
-        *("new_full", "new_zeros", "zeros_like", "full_like", "constant_pad_nd"),
+        *("new_full", "new_zeros", "zeros_like", "full_like", "constant_pad_nd", "index_copy_"),
     )
 )
+VECTOR_WORK: dict[Any, Callable[..., float]] = {}
+"""Two-byte elements that the vector engines go over in operators that do more than one thing, of their arguments."""
 _ALLOCATIONS = frozenset(f"aten::{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided"))
 
 
@@ -74,12 +77,15 @@ class OperatorTrace(TorchDispatchMode):
             reads[0] = _chosen(reads[0], sum(access.used for access in writes))
         elif name in _SCATTERS:
             writes = [_chosen(access, reads[-1].used) for access in writes]
-            reads[0] = _chosen(reads[0], reads[-1].used)
+            # what is added to must be read, what is replaced must not
+            reads[0:1] = [] if name in _MOVES else [_chosen(reads[0], reads[-1].used)]
         elif name in _MOVES and operator_of(func).writes:
             reads = reads[1:]  # what was there is not looked at
         count = flop_registry.get(func._overloadpacket)
         matrix = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+        own = VECTOR_WORK.get(func._overloadpacket)
         vector = 0.0 if matrix or name in _MOVES or name in _GATHERS else _vector_work(inputs, results)
+        vector = vector if own is None else own(*args, **kwargs)
         self.operations.append(Operation(str(func), tuple(reads), tuple(writes), matrix, vector))
 
     def _is_view(self, func: OpOverload, results: list[Tensor], inputs: list[Tensor]) -> bool:

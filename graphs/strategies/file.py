@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.reach import without_unreachable
@@ -19,7 +20,9 @@ from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 SCHEMA = "gaudi-ucm.buckets/1"
 KEYS = ("schema", "made_for", "limits", "logits", "forward")
 # Measured or chosen when a server starts, so they differ between starts; shapes are cut to what there is.
-MEASURED = ("num_blocks", "contiguous", "max_shared_blocks", "max_selected_blocks")
+MEASURED = ("num_blocks", "contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach")
+# Written where they say something, and missing in files of servers that have nothing of the kind.
+OPTIONAL = {"max_selected_blocks": 0, "causal_reach": False}
 
 
 class BucketFileError(ValueError):
@@ -72,10 +75,13 @@ def read_bucket_file(path: Path) -> tuple[Limits, list[ForwardShape], list[int]]
 def write_bucket_file(path: Path, buckets: BucketSet, made_for: Mapping[str, Any]) -> None:
     """Write the buckets; `made_for` says for people what they were made from."""
     names, limits = "phase, query_len, shared_blocks, unique_blocks", asdict(buckets.limits)
-    if buckets.limits.max_selected_blocks:
+    if buckets.limits.max_selected_blocks or buckets.limits.causal_reach:
         names += ", selected_blocks (0 where missing)"
-    else:
-        del limits["max_selected_blocks"]
+    if buckets.limits.causal_reach:
+        names += ", causal_reach (no bound where missing)"
+    for name, default in OPTIONAL.items():
+        if limits[name] == default:
+            del limits[name]
     head = {"schema": SCHEMA, "made_for": dict(made_for), "limits": limits}
     text = yaml.safe_dump(head, sort_keys=False)
     text += f"logits: {list(buckets.logits)}\nforward:  # {names}; cheapest first\n"
@@ -102,22 +108,23 @@ def _check_selected(path: Path, there: Limits, here: Limits) -> None:
         )
 
 
-def _cut(shape: ForwardShape, limits: Limits) -> tuple[int, int, int, int]:
+def _cut(shape: ForwardShape, limits: Limits) -> tuple[int, int, int, int, int]:
     maximum = limits.maximum
     return (
         min(shape.query_len, maximum.query_len),
         min(shape.shared_blocks, maximum.shared_blocks),
         min(shape.unique_blocks, maximum.unique_blocks),
         min(shape.selected_blocks, maximum.selected_blocks),
+        shape.causal_reach if limits.causal_reach else ALL_TILES,
     )
 
 
 def _limits(path: Path, value: Any) -> Limits:
-    names = [field.name for field in fields(Limits) if field.name != "max_selected_blocks"]
-    if not isinstance(value, dict) or set(value) - {"max_selected_blocks"} != set(names):
+    names = [field.name for field in fields(Limits) if field.name not in OPTIONAL]
+    if not isinstance(value, dict) or set(value) - set(OPTIONAL) != set(names):
         raise BucketFileError(f"{path}: limits: found {value!r}, expected a mapping with {', '.join(names)}")
     for name, found in value.items():
-        expected = bool if name == "contiguous" else int
+        expected = bool if name in ("contiguous", "causal_reach") else int
         if type(found) is not expected and not (name == "max_shared_blocks" and found is None):
             raise BucketFileError(f"{path}: limits.{name}: found {found!r}, expected {expected.__name__}")
     try:
@@ -140,17 +147,22 @@ def _row(path: Path, entry: Any) -> int:
 
 
 def _shape(path: Path, entry: Any, limits: Limits) -> ForwardShape:
-    sizes = entry[1:] if isinstance(entry, list) and len(entry) in (4, 5) else [None]
+    sizes = entry[1:] if isinstance(entry, list) and len(entry) in (4, 5, 6) else [None]
     if any(type(size) is not int or size < 0 for size in sizes):
-        expected = "[phase, query_len, shared_blocks, unique_blocks] and selected_blocks where there are any"
+        expected = (
+            "[phase, query_len, shared_blocks, unique_blocks], selected_blocks where there are any, causal_reach where "
+            "there is a bound"
+        )
         raise BucketFileError(f"{path}: forward: found {entry!r}, expected {expected}")
     shape = ForwardShape(*entry)
     consistent = ForwardShape.of(str(shape.phase)[:1] == "c", *shape.sizes)
-    if shape != consistent or shape.query_len < 1:
+    if shape.causal_reach < 1:
+        raise BucketFileError(f"{path}: forward: found {entry!r}, expected a causal_reach of at least one tile")
+    if shape[:5] != consistent[:5] or shape.query_len < 1:
         raise BucketFileError(
             f"{path}: forward: found {entry!r}, expected at least one row and the phase {consistent.phase!r}"
         )
     most = limits.maximum.forward
     if any(size > limit for size, limit in zip(shape.sizes, most.sizes, strict=True)):
         raise BucketFileError(f"{path}: forward: {entry!r} exceeds the file's own limits {most.to_list()[1:]}")
-    return shape
+    return consistent

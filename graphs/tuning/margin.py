@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.graphs.causal_tiles import flat_tiles
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.steps import Shapes, Steps
 
@@ -19,11 +20,11 @@ FAR_SHARE = 0.02
 def with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[Shapes, NDArray[np.float64]]:
     """(shapes, weights): the observed ones, and a share `margin` of the weight on larger ones near them.
 
-    Shapes are [n, 5] with a sparse method, else [n, 4].
+    Shapes are [n, 6] where buckets bound the reach and the log knows it, else [n, 5] with a sparse method, else [n, 4].
     Most of the margin lies on observed shapes whose sizes grew by a random factor (log-normal, about a quarter), a
     fiftieth of it on sizes anywhere between the observed ones and the limits. The same steps give the same margin.
     """
-    observed = steps.shapes if limits.max_selected_blocks else steps.forward
+    observed = steps.shapes[:, : _dimensions(steps, limits)]
     if margin == 0.0:
         return observed, steps.forward_counts.astype(np.float64)
     rng = np.random.default_rng(0)
@@ -42,6 +43,12 @@ def with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[Shapes, ND
         np.full(FAR_POINTS, weight * FAR_SHARE / FAR_POINTS),
     ]
     return np.concatenate([observed, near, far]), np.concatenate(weights)
+
+
+def _dimensions(steps: Steps, limits: Limits) -> int:
+    if limits.causal_reach and steps.has_reach:
+        return 6
+    return 5 if limits.max_selected_blocks else 4
 
 
 def logits_with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -64,5 +71,5 @@ def _maxima(shapes: Shapes, limits: Limits) -> NDArray[np.int64]:
     most = limits.maximum
     maxima = np.empty((len(shapes), shapes.shape[1] - 1), np.int64)
     maxima[:, 0] = np.where(shapes[:, 0] > 0, most.query_len, limits.max_decode_rows)
-    maxima[:, 1:] = most.forward.sizes[1 : shapes.shape[1] - 1]
+    maxima[:, 1:] = (*most.forward.sizes[1:4], flat_tiles(most.query_len))[: shapes.shape[1] - 2]
     return maxima

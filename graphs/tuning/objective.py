@@ -22,7 +22,7 @@ WIDER = 1.3
 class Objective:
     """Weighted forward shapes and logits rows. A weight is a number of steps, not always a whole one.
 
-    shapes: [n, d] distinct, in ascending order of seconds; d is 5 with a sparse method, else 4. seconds, weights: [n].
+    shapes: [n, d] distinct, in ascending order of seconds; d is 4 to 6 (see `with_margin`). seconds, weights: [n].
     logits: [m] ascending rows, the last one max_num_seqs. logits_weights: [m].
     maximum: [1, d] the configured maximum, which is always one of the shapes that have graphs.
     """

@@ -44,7 +44,7 @@ class Search:
     """Covers of weighted points by shapes: clusters, whose shape is the join (largest size in each dimension).
 
     Args:
-        points: [n, d] observed shapes, d = 4, or 5 with selected blocks. counts: [n].
+        points: [n, d] observed shapes, d = 4 to 6 (see `Shapes`). counts: [n].
         fixed: [f, d] shapes that are there anyway and do not count; one of them dominates every point.
     """
 

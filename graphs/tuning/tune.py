@@ -52,7 +52,7 @@ def check_steps(steps: Steps, limits: Limits) -> None:
         int(steps.logits.max(initial=0)),
         int(steps.selected.max(initial=0)),
     ]
-    for name, size, limit in zip(most._fields[1:], seen, most[1:], strict=True):
+    for name, size, limit in zip(most._fields[1:6], seen, most[1:6], strict=True):
         if size > limit:
             raise LimitsError(
                 f"observed steps have {name} {size}, the limits allow {limit}; give the limits of the server that "

@@ -90,5 +90,5 @@ def _terms(key: GraphKey) -> Floats:
     """[1, k] what memory is linear in."""
     if not isinstance(key, ForwardShape):
         return np.array([[1.0, key]])
-    causal, q, s, u, selected = graph_array([key])[0].astype(np.float64)
+    causal, q, s, u, selected, _ = graph_array([key])[0].astype(np.float64)
     return np.array([[1.0, q, causal * q, s, q * s, u, selected]])

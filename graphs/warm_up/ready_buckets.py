@@ -57,7 +57,7 @@ class ReadyBuckets:
         """
         wanted, warm, _, cold_keys = self._view
         if warm is None:
-            raise NotWarmError(f"step {list(step)} before the configured maximum is warm; run the skeleton first")
+            raise NotWarmError(f"step {step.to_list()} before the configured maximum is warm; run the skeleton first")
         best = wanted.lookup(step)
         if not cold_keys:
             return best

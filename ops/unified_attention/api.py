@@ -49,7 +49,7 @@ def prepare(
     unsplit: only for `native`: shared groups, by their place in `parts.shared.groups`, whose blocks each request reads
         for itself, which may be faster (`cost.way`). What a row sees stays the same.
     """
-    name = choose_implementation(implementation, _device_type(parts))
+    name = choose_implementation(implementation, _device_type(parts, implementation))
     # loaded here in any case: an import in a layer would break a compiled graph
     module = _load(name)
     if unsplit:
@@ -191,15 +191,17 @@ def _choice(parts: AttentionParts, selected_blocks: Tensor | None) -> dict[str, 
     return {"selected_blocks": parts.selected.blocks if selected_blocks is None else selected_blocks}
 
 
-def _device_type(parts: AttentionParts) -> str:
-    """Where the parts live; a step without any part has no tensor to ask and nothing to attend to."""
+def _device_type(parts: AttentionParts, implementation: str) -> str:
+    """Where the parts live; a step without any part has no tensor to ask and nothing to attend to: anywhere."""
     if parts.causal is not None:
         return parts.causal.groups.device.type
     if parts.shared is not None:
         return parts.shared.blocks.device.type
     if parts.unique is not None:
         return parts.unique.rows.device.type
-    return parts.selected.blocks.device.type if parts.selected is not None else "cpu"
+    if parts.selected is not None:
+        return parts.selected.blocks.device.type
+    return "cuda" if implementation == "cuda" and why_not_triton("cpu") is not None else "cpu"
 
 
 def _validate_once(

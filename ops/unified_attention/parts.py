@@ -21,16 +21,34 @@ class CausalSlice(NamedTuple):
     key_hi: int
 
 
+class CausalTiles(NamedTuple):
+    """All rows of a step in tiles of `rows` rows, each with how many rows before it some of its rows see.
+
+    first, last: int64 [tiles] rows first .. last of each tile, at most `rows` of them; together every row, once. Row 0
+        alone may be repeated.
+    levels: host-side, descending; `levels[j]` tiles, the first ones, see rows from `first - j * rows` on or later ones.
+        levels[0] is the number of tiles.
+    """
+
+    first: Tensor
+    last: Tensor
+    rows: int
+    levels: tuple[int, ...]
+
+
 class CausalPart(NamedTuple):
     """New tokens among themselves: row i sees row j iff both have the same group and j <= i.
 
     groups: int32 [rows], negative for a row that takes no part (single rows, pads). Rows of a group are contiguous.
     slices: host-side; they bound the cost, the groups alone decide what is seen. They cover every pair that is seen
         and their query ranges do not overlap.
+    tiles: the same bound closer to the data, for an implementation whose shapes may not depend on it; others take the
+        slices. Like these, they cover every pair that is seen.
     """
 
     groups: Tensor
     slices: tuple[CausalSlice, ...]
+    tiles: CausalTiles | None = None
 
 
 class SharedGroup(NamedTuple):

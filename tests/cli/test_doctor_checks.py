@@ -12,9 +12,11 @@ from vllm_gaudi_ucm.cli import doctor
 from vllm_gaudi_ucm.cli.checks import machine, plugins, probe, versions
 from vllm_gaudi_ucm.cli.checks.check import Check, guarded
 from vllm_gaudi_ucm.cli.checks.configuration import configuration_checks
+from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.device.base import Memory
 from vllm_gaudi_ucm.device.cores import Cores
 from vllm_gaudi_ucm.device.detect import Decision
+from vllm_gaudi_ucm.ops.native import matrix_unit
 
 
 def test_crash_of_a_check_keeps_the_rows_before_it() -> None:
@@ -127,6 +129,19 @@ def test_vllm_that_resolves_another_platform(quick: type[FakeProbe]) -> None:
     quick.answers = {"error": "RuntimeError: two"}
     rows = {check.name: check for check in plugins.PluginChecks().rows()}
     assert (rows["platform of vLLM"].status, rows["platform of vLLM"].found) == ("fail", "error: RuntimeError: two")
+
+
+@pytest.mark.parametrize(
+    ("why_not", "wanted", "found"),
+    [("", True, "used for float32"), ("", False, "ucm.cpu.matrix_unit is false"), ("no AMX", True, "not used: no AMX")],
+)
+def test_matrix_unit(monkeypatch: pytest.MonkeyPatch, why_not: str, wanted: bool, found: str) -> None:
+    monkeypatch.setattr(matrix_unit, "why_not", lambda: why_not)
+    config = resolve_config({"ucm": {"cpu": {"matrix_unit": wanted}}})
+    (row,) = machine.matrix_unit_checks(config, "cpu")
+    assert found in row.found
+    assert row.status == ("ok" if wanted and not why_not else "info")
+    assert not list(machine.matrix_unit_checks(config, "cuda"))
 
 
 def test_missing_entry_point(quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch) -> None:

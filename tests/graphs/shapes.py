@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.device_figures import DEVICES
 from vllm_gaudi_ucm.graphs.limits import Limits
@@ -36,13 +37,14 @@ SPARSE_LIMITS = {
 @st.composite
 def limits(draw: st.DrawFn) -> Limits:
     return Limits(
-        draw(st.integers(1, 300)),
+        draw(st.one_of(st.integers(1, 300), st.integers(1, 2000))),
         draw(st.integers(1, 40)),
         draw(st.integers(1, 3000)),
         draw(st.sampled_from([1, 16, 128])),
         draw(st.integers(2, 200)),
         draw(st.booleans()),
         max_selected_blocks=draw(st.sampled_from([0, 0, 1, 50, 400])),
+        causal_reach=draw(st.booleans()),
     )
 
 
@@ -52,7 +54,8 @@ def steps(draw: st.DrawFn, within: Limits) -> Bucket:
     most = within.maximum
     shared, unique = (draw(st.sampled_from([0, 1])) * draw(st.integers(0, most[axis])) for axis in (2, 3))
     selected = draw(st.integers(0, most.selected_blocks))
-    shape = ForwardShape.of(draw(st.booleans()), draw(st.integers(1, most.query_len)), shared, unique, selected)
+    reach = draw(st.one_of(st.integers(1, 5), st.just(ALL_TILES)))
+    shape = ForwardShape.of(draw(st.booleans()), draw(st.integers(1, most.query_len)), shared, unique, selected, reach)
     return shape.step(draw(st.integers(0, most.logits)))
 
 

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.device_figures import DEVICES, device_figures
 from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B, ModelFigures
 
 BLOCKS = st.integers(0, 9000)
-SIZES = st.tuples(st.booleans(), st.integers(1, 9000), BLOCKS, BLOCKS, BLOCKS)
+SIZES = st.tuples(st.booleans(), st.integers(1, 9000), BLOCKS, BLOCKS, BLOCKS, st.integers(1, 40))
 LLAMA_CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 32,
@@ -47,6 +48,15 @@ def test_a_long_prompt_is_bound_by_flops() -> None:
     flops = 2 * 8192 * LLAMA_8B.layers * LLAMA_8B.layer_weights
     attention = LLAMA_8B.layers * 4 * 4096 * 8192 * (8192 + 512) / 2
     assert cost.forward(Bucket("c--", 8192, 0, 0, 0)) == pytest.approx((flops + attention) / 432e12, rel=0.01)
+
+
+def test_packed_prompts_in_a_bucket_that_bounds_the_reach_cost_what_one_of_them_reaches() -> None:
+    """Of as many rows; without attention among the new tokens the cost would be that of its linear layers."""
+    cost = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
+    whole, packed = (cost.forward(Bucket("c--", 8192, 0, 0, 0, 0, reach)) for reach in (ALL_TILES, 2))
+    pairs = 8192 * ((8192 + 512) / 2 - 512)
+    assert whole - packed == pytest.approx(LLAMA_8B.layers * 4 * 4096 * pairs / 432e12, rel=1e-6)
+    assert cost.forward(Bucket("--u", 9, 0, 9, 0, 0, 2)) == cost.forward(Bucket("--u", 9, 0, 9, 0))
 
 
 def test_arrays_and_single_steps_agree_and_no_logits_cost_nothing() -> None:

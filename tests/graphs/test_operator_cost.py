@@ -84,9 +84,12 @@ def test_a_gather_reads_the_chosen_rows_only() -> None:
 
 def test_a_scatter_writes_the_chosen_rows_only() -> None:
     index = torch.empty(2, dtype=torch.int64, device="meta")
-    found = traced(lambda c, i, s: c.index_copy_(0, i, s), meta(64, MB // 2), index, meta(2, MB // 2))
-    # what the rows held is counted as read: an addition needs it
-    assert memory_traffic(found, MANY) == 3 * 2 * MB + 16
+    cache, rows = meta(64, MB // 2), meta(2, MB // 2)
+    found = traced(lambda c, i, s: c.index_add_(0, i, s), cache, index, rows)
+    assert memory_traffic(found, MANY) == 3 * 2 * MB + 16, "an addition reads what the rows held"
+    found = traced(lambda c, i, s: c.index_copy_(0, i, s), cache, index, rows)
+    assert memory_traffic(found, MANY) == 2 * 2 * MB + 16
+    assert found.operations[0].vector == 0, "nothing is computed"
 
 
 def test_overlapping_windows_count_once() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, SPARSE_LIMITS
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, dominates
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.reach import reaching_step, without_unreachable
@@ -27,7 +28,7 @@ def assert_all_reachable(buckets: BucketSet) -> None:
             continue
         step = reaching_step(buckets, shape)
         assert step is not None, shape
-        assert buckets.limits.allows("c" in step.phase, *step.forward.sizes)
+        assert buckets.limits.allows("c" in step.phase, *step.forward.sizes[:4])
         assert buckets.lookup(step).forward == shape
 
 
@@ -66,6 +67,25 @@ def test_other_sizes_keep_their_graphs_beside_a_ladder(strategy: str) -> None:
     decode, prompt = Bucket("--u", 4, 0, 100, 4), Bucket("c--", 2048, 0, 0, 1)
     assert buckets.lookup(decode).selected_blocks == 0
     assert COST.step(buckets.lookup(prompt)) <= 1.2 * COST.step(buckets.lookup(prompt)._replace(selected_blocks=0))
+
+
+@pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
+def test_long_steps_of_prompts_have_a_graph_for_short_ones(strategy: str) -> None:
+    """Where that is worth a tenth of the step, and only on a device that computes less in it."""
+    within = Limits(8192, 64, 32768, 128, 3400, contiguous=False, max_shared_blocks=512, causal_reach=True)
+    buckets = build_buckets(strategy, BucketRequest(within, COST, 64))
+    plain = build_buckets(strategy, BucketRequest(replace(within, causal_reach=False), COST, 64))
+    assert buckets.num_graphs <= 64
+    assert_all_reachable(buckets)
+    packed, whole = Bucket("c--", 8192, 0, 0, 16, 0, 2), Bucket("c--", 8192, 0, 0, 1)
+    assert buckets.lookup(packed).causal_reach == 4
+    assert 1.1 * COST.step(buckets.lookup(packed)) < COST.step(plain.lookup(packed))
+    assert buckets.lookup(whole).forward == plain.lookup(whole).forward == whole.forward
+    assert {shape.causal_reach for shape in plain.forward} == {ALL_TILES}
+    few = replace(within, max_num_batched_tokens=2048)
+    assert {shape.causal_reach for shape in build_buckets(strategy, BucketRequest(few, COST, 64)).forward} == {
+        ALL_TILES
+    }
 
 
 @pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
@@ -146,7 +166,7 @@ def test_another_size_of_cache_is_no_other_server(bucket_file: Path, blocks: int
         ('["csu", 256,', '["csu", 257,', "exceeds the file's own limits"),
         ('["csu", 256,', '["cs-", 256,', "the phase 'csu'"),
         ("119, 120]", "119, 120, 1]", "exceeds the file's own limits [256, 119, 120]"),
-        ("119, 120]", "119, 120, 0, 0]", "and selected_blocks where there are any"),
+        ("119, 120]", "119, 120, 0, 0]", "expected a causal_reach of at least one tile"),
         ('["csu", 256,', '["csu",', "expected [phase, query_len, shared_blocks, unique_blocks]"),
         ("logits: [", "logits: [-4, ", "logits: found -4"),
         ("forward:", "forward: []\nx:", "unknown key 'x'"),
@@ -178,6 +198,27 @@ def test_a_file_of_a_sparse_server(tmp_path: Path, bucket_file: Path) -> None:
     assert dense.selected == (0,)
     with pytest.raises(BucketFileError, match="made for a server without a sparse method, this one selects up to 40"):
         build_buckets("file", BucketRequest(within, COST, path=bucket_file))
+
+
+def test_a_file_of_a_server_whose_buckets_bound_the_reach(tmp_path: Path, bucket_file: Path) -> None:
+    """The last size is written where it is a bound; elsewhere shapes that differ in nothing else become one."""
+    path, within = tmp_path / "reach.yaml", Limits(2048, 16, 2048, 128, 120, causal_reach=True)
+    prompts = ForwardShape("c--", 2048, 0, 0)
+    shapes = [prompts.with_reach(2), prompts, ForwardShape("c--", 600, 0, 0)]
+    written = BucketSet(shapes, [16], within, COST)
+    write_bucket_file(path, written, {})
+    assert '["c--", 2048, 0, 0, 0, 2]' in path.read_text()
+    assert "reach" not in bucket_file.read_text()
+    found = build_buckets("file", BucketRequest(within, COST, path=path))
+    assert found.forward == written.forward
+    elsewhere = build_buckets("file", BucketRequest(replace(within, causal_reach=False), COST, path=path))
+    assert set(elsewhere.forward) == set(written.forward) - {shapes[0]}
+    path.write_text(path.read_text().replace("0, 2]", "0, 8]"))
+    again = build_buckets("file", BucketRequest(within, COST, path=path))
+    assert prompts in again.forward, "a reach of all rows is no bound"
+    path.write_text(path.read_text().replace("0, 8]", "0, 0]"))
+    with pytest.raises(BucketFileError, match="expected a causal_reach of at least one tile"):
+        build_buckets("file", BucketRequest(within, COST, path=path))
 
 
 def test_a_file_with_too_many_graphs_or_no_file(bucket_file: Path, tmp_path: Path) -> None:

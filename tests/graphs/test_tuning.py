@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
 from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.graphs.limits import LimitsError
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.lookup import cheapest_fit
 from vllm_gaudi_ucm.graphs.padding import measure_padding
 from vllm_gaudi_ucm.graphs.steps import Shapes, Steps, shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.tuning.certify import certify
+from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.quantise import quantise
 from vllm_gaudi_ucm.graphs.tuning.search import Search
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
@@ -139,6 +142,27 @@ def test_one_count_of_selected_blocks_is_met_exactly() -> None:
     buckets = tune(Steps.of([step] * 50), within, COST, 4, margin=0.0)
     assert buckets.lookup(step).selected_blocks == 12
     assert measure_padding(buckets, Steps.of([step])).axes["selected"] == 1
+
+
+def test_steps_of_known_reach_are_tuned() -> None:
+    """Packed prompts and long ones of as many rows get graphs of their own, where a device computes less in one."""
+    within = Limits(8192, 64, 32768, 128, 3400, contiguous=False, causal_reach=True)
+    rng = np.random.default_rng(3)
+    reaches = [int(reach) for reach in rng.choice([1, 2, 3, 20], 200)]
+    seen = [Bucket("c--", int(rng.integers(7000, 8192)), 0, 0, 4, 0, reach) for reach in reaches]
+    steps = Steps.of(seen)
+    assert steps.has_reach
+    buckets = tune(steps, within, COST, 8)
+    assert len({shape.causal_reach for shape in buckets.forward}) > 2
+    known = measure_padding(buckets, steps)
+    without = replace(within, causal_reach=False)
+    plain = tune(steps.without_reach(), without, COST, 8)
+    assert {shape.causal_reach for shape in plain.forward} == {ALL_TILES}
+    assert known.seconds < 0.95 * measure_padding(plain, steps).seconds
+    objective = Objective.of(steps, within, COST, 0.05)
+    certified = certify(objective, buckets, 8)
+    assert 0 <= certified.gap < 0.1
+    assert tune(steps, without, COST, 8).forward == plain.forward, "what no device of theirs uses is left out"
 
 
 def test_a_limit_of_selected_blocks_alone_changes_no_other_size() -> None:

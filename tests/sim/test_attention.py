@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.batch import Request, Shape, build
+from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.oracle import assert_matches, attend, budget, oracle
-from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, unified_attention
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
-from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+from vllm_gaudi_ucm.graphs import causal_tiles
+from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, prepare, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels, hpu_sizes
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalTiles
+from vllm_gaudi_ucm.runner.row_tiles import cut_rows
 
 MIXED = [
     Request(9, 1, prefix=2),
@@ -95,6 +98,49 @@ def test_prompts_alone_go_through_fused_sdpa(
     assert_matches(build(MIXED, Shape(dtype=torch.bfloat16, loose=loose, poison=poison)), "hpu")
     assert_matches(build(PROMPTS, Shape(loose=loose, poison=poison)), "hpu")
     assert calls[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("poison", [math.nan, 1e4])
+def test_packed_prompts_in_tiles(
+    dtype: torch.dtype, poison: float, gaudi3: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """covers: A2 A9 A11. Tiles that data places, with the fused kernels of a card (bfloat16) and without."""
+    monkeypatch.setattr(causal_tiles, "TILE_ROWS", 4)
+    monkeypatch.setattr(hpu_sizes, "TILE", 2)
+    fused, softmax = (count_calls(monkeypatch, name) for name in ("FUSED_SDPA", "SOFTMAX_FA2"))
+    for requests in ([Request(0, 7)] * 6, [Request(0, 9), *[Request(0, 2)] * 8, Request(0, 4)]):
+        batch = build(requests, Shape(dtype=dtype, poison=poison, pads=5))
+        assert_matches(replace(batch, parts=in_tiles(batch)), "hpu")
+    assert (fused[0] > 0, softmax[0]) == (dtype == torch.bfloat16, 0)
+    batch = build([Request(9, 1, prefix=2), Request(12, 5, prefix=2), *[Request(0, 6)] * 5], Shape(dtype=dtype, pads=5))
+    fused[0] = 0
+    assert_matches(replace(batch, parts=in_tiles(batch)), "hpu")
+    assert (fused[0], softmax[0] > 0) == (0, dtype == torch.bfloat16)
+
+
+def test_tiles_are_one_graph_of_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: B1. Nothing is read on the host, no shape depends on data."""
+    monkeypatch.setattr(causal_tiles, "TILE_ROWS", 4)
+    batch = build([Request(9, 1, prefix=2), *[Request(0, 6)] * 5], Shape(pads=5, poison=1e4))
+    parts = prepare(in_tiles(batch), batch.key_cache.shape[1], implementation="hpu")
+    compiled = torch.compile(unified_attention, backend="eager", fullgraph=True)
+    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache, parts, batch.scale)
+    torch.testing.assert_close(compiled(*tensors), unified_attention(*tensors))
+
+
+def in_tiles(batch: Batch) -> AttentionParts:
+    """The parts of a batch, its causal part in tiles of a bucket that bounds the reach."""
+    part = batch.parts.causal
+    assert part is not None
+    groups = part.groups.tolist()
+    starts = [row for row, group in enumerate(groups) if group >= 0 and (row == 0 or groups[row - 1] != group)]
+    end = 1 + max(row for row, group in enumerate(groups) if group >= 0)
+    tiles = cut_rows([*starts, end])
+    assert causal_tiles.is_bounded(end, tiles.reach)
+    tops = causal_tiles.levels(len(groups), tiles.reach)
+    first, last = map(torch.from_numpy, tiles.places(len(groups), tops[0]))
+    return batch.parts._replace(causal=part._replace(tiles=CausalTiles(first, last, causal_tiles.TILE_ROWS, tops)))
 
 
 @pytest.mark.parametrize("which", ["key", "value", "query"])

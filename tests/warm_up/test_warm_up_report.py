@@ -131,6 +131,15 @@ def test_the_table_has_a_column_of_selected_blocks_where_a_graph_has_any() -> No
     assert ["logits", "8", "cold"] in lines
 
 
+def test_the_table_has_a_column_of_reaches_where_a_graph_bounds_it() -> None:
+    prompts = ForwardShape("c--", 8192, 0, 0)
+    records = [GraphRecord(shape, GraphState.COLD) for shape in (prompts.with_reach(4), prompts)]
+    lines = [line.split() for line in warm_up_text(WarmUpSummary((*records,), 1, 1.0)).splitlines()]
+    assert lines[0][:6] == ["graph", "query", "shared", "unique", "reach", "logits"]
+    assert [line[:5] for line in lines[2:4]] == [["c--", "8,192", "0", "0", "4"], ["c--", "8,192", "0", "0", "cold"]]
+    assert graph_name(prompts.with_reach(4)) == "bucket c-- 8192 0 0 0 4"
+
+
 def test_a_graph_with_selected_blocks_is_named_with_them() -> None:
     assert graph_name(DECODE) == "bucket -su 16 20 1000"
     assert graph_name(DECODE.with_selected(40)) == "bucket -su 16 20 1000 40"

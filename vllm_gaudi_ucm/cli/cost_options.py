@@ -13,8 +13,9 @@ from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.device_figures import DEVICES, device_figures
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B, ModelFigures
+from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS
 
-OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks")
+OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach")
 LIMIT_NAMES = tuple(field.name for field in fields(Limits) if field.name not in OPTIONAL_LIMITS)
 LLAMA_NAME = "llama-8b"
 
@@ -106,4 +107,10 @@ def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) ->
     selected = known.get("max_selected_blocks", 0) if args.max_selected_blocks is None else args.max_selected_blocks
     if type(selected) is not int:
         raise ValueError(f"{where} has max_selected_blocks {selected!r}, expected a number; give --max-selected-blocks")
-    return Limits(**values, contiguous=bool(contiguous), max_shared_blocks=shared, max_selected_blocks=selected)
+    return Limits(
+        **values,
+        contiguous=bool(contiguous),
+        max_shared_blocks=shared,
+        max_selected_blocks=selected,
+        causal_reach=args.device in CHIPS,
+    )

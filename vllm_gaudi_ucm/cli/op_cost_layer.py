@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from vllm_gaudi_ucm.cli.op_cost_kernels import kernels_of
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.device_figures import device_figures
 from vllm_gaudi_ucm.graphs.limits import Limits
@@ -43,9 +45,9 @@ class LayerCost:
         return self.by_device[device].work.seconds(device_figures(device))
 
     @classmethod
-    def of(cls, stream: OperatorTrace) -> LayerCost:
-        """The same operators, with as much on the chip as each card has."""
-        return cls({name: StreamCost.of(stream, chip.on_chip) for name, chip in CHIPS.items()})
+    def of(cls, streams: Mapping[str, OperatorTrace]) -> LayerCost:
+        """The operators of each card, with as much on the chip as it has."""
+        return cls({name: StreamCost.of(streams[name], chip.on_chip) for name, chip in CHIPS.items()})
 
 
 def step_parts(plan: UnifiedPlan) -> AttentionParts:
@@ -62,7 +64,7 @@ def bucket_parts(shape: ForwardShape, limits: Limits) -> AttentionParts:
 def layer_cost(
     parts: AttentionParts, rows: int, num_blocks: int, block_size: int, model: ModelFigures, implementation: str
 ) -> LayerCost:
-    """The cost of attention in one layer.
+    """The cost of attention in one layer, with the fused kernels of each card.
 
     rows: of the flat batch. num_blocks: of the KV cache.
     """
@@ -75,4 +77,14 @@ def layer_cost(
     key, value = tensor(rows, model.kv_heads), tensor(rows, model.kv_heads)
     caches = [tensor(num_blocks, block_size, model.kv_heads) for _ in range(2)]
     ready = prepare(parts, block_size, implementation=implementation)
-    return LayerCost.of(trace(unified_attention, query, key, value, *caches, ready, model.head_dim**-0.5, out))
+
+    def stream() -> OperatorTrace:
+        return trace(unified_attention, query, key, value, *caches, ready, model.head_dim**-0.5, out)
+
+    if implementation != "hpu":
+        return LayerCost.of(dict.fromkeys(CHIPS, stream()))
+    streams = {}
+    for name in CHIPS:
+        with kernels_of(name):
+            streams[name] = stream()
+    return LayerCost.of(streams)

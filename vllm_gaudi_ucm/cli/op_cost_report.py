@@ -12,7 +12,8 @@ from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS
 ASSUMPTIONS = (
     "Counted from the stream of operators of one attention layer, and modelled on the vendor's peaks: operators run "
     "one after the other, results stay in the card's SRAM while there is room (what was used longest ago goes first), "
-    "and the time is that of the slowest engine at its peak. Nothing was measured."
+    "the card's fused kernels keep their scores there, and the time is that of the slowest engine at its peak. Nothing "
+    "was measured."
 )
 
 WIDTH = 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from vllm_gaudi_ucm.cli.op_cost_batches import Batch, full_work, least_work
 from vllm_gaudi_ucm.cli.op_cost_layer import IMPLEMENTATIONS, LayerCost, bucket_parts, layer_cost, step_parts
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.device_figures import device_figures
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
@@ -25,7 +27,8 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Row:
-    """form: `step` for its true shape, `bucket` for static ones. steps: how many ran in it, None without traffic.
+    """form: `step` for its true shape, `bucket` for static ones, `any reach` for those of a bucket that does not bound
+    how far rows look back on other new ones. steps: how many ran in it, None without traffic.
 
     least: what the step needs; of a bucket with traffic the mean of its steps, without it a step that fills it.
     """
@@ -82,21 +85,24 @@ def batch_rows(
 ) -> list[Row]:
     """Each batch at its true shape and in a bucket of exactly its sizes, by each implementation.
 
-    max_model_len: tokens of a request, which bounds how far back a bucket's rows look; None: the batch's longest.
+    max_model_len: tokens of a request, which is what bounds how far back rows look in a bucket that does not; None: the
+        batch's longest.
     """
     rows: list[Row] = []
-    cells = len(batches) * 2 * len(IMPLEMENTATIONS)
-    for batch in batches:
+    for done, batch in enumerate(batches):
         plan = batch.plan(block_size)
         longest = max(map(sum, batch.requests))
         limits = _limits(plan, block_size, max(longest, max_model_len or longest))
         unique = 0 if plan.unique is None else len(plan.unique.blocks)
         shape, least = true_shape(plan, unique).forward, least_work(plan, model)
-        for form, parts in (("step", step_parts(plan)), ("bucket", bucket_parts(shape, limits))):
-            for name in IMPLEMENTATIONS:
-                cost = layer_cost(parts, plan.num_rows, limits.num_blocks, block_size, model, name)
-                rows.append(Row(batch.name, batch.text, form, shape, name, cost, least))
-                progress(len(rows) / cells)
+        forms = [("step", shape, step_parts(plan)), ("bucket", shape, bucket_parts(shape, limits))]
+        if shape.causal_reach != ALL_TILES:
+            anything = shape.with_reach(ALL_TILES)
+            forms.append(("any reach", anything, bucket_parts(anything, limits)))
+        for place, ((form, sizes, parts), name) in enumerate(product(forms, IMPLEMENTATIONS)):
+            cost = layer_cost(parts, plan.num_rows, limits.num_blocks, block_size, model, name)
+            rows.append(Row(batch.name, batch.text, form, sizes, name, cost, least))
+            progress((done + (place + 1) / (len(forms) * len(IMPLEMENTATIONS))) / len(batches))
     return rows
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from vllm_gaudi_ucm.bucket_columns import BucketColumns
 from vllm_gaudi_ucm.cli.plan_memory import PlanMemory
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.cost import CostModel
@@ -131,13 +132,12 @@ def _show_padding(console: Any, padding: Padding, traffic: str) -> None:
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="where the time goes", title_justify="left")
     table.add_column("phase")
-    selected = ["selected"] if padding.buckets.limits.max_selected_blocks else []
-    for heading in ("query", "shared", "unique", *selected, "steps", "padded / true"):
-        table.add_column(heading, justify="right")
     rows = padding.by_bucket()
+    columns = BucketColumns.of((shape for shape, _, _ in rows), padding.buckets.limits.max_selected_blocks > 0)
+    for heading in (*columns.headings, "steps", "padded / true"):
+        table.add_column(heading, justify="right")
     for shape, steps, ratio in rows[:MOST_ROWS]:
-        sizes = shape.sizes if selected else shape.sizes[:3]
-        table.add_row(shape.phase, *(f"{size:,}" for size in sizes), f"{steps:,}", f"{ratio:.2f}x")
+        table.add_row(shape.phase, *columns.cells(shape), f"{steps:,}", f"{ratio:.2f}x")
     console.print(table)
     if len(rows) > MOST_ROWS:
         console.print(f"and {len(rows) - MOST_ROWS} more buckets in use")

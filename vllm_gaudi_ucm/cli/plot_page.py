@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from vllm_gaudi_ucm.bucket_columns import BucketColumns
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.padding import Padding
 from vllm_gaudi_ucm.phase_log import StepRecord
@@ -123,15 +124,15 @@ def _phase_table(summary: PhaseSummary) -> str:
 
 def _padding_table(padding: Padding) -> str:
     rows = []
-    selected = bool(padding.buckets.limits.max_selected_blocks)
-    for shape, steps, ratio in padding.by_bucket():
+    buckets = padding.by_bucket()
+    columns = BucketColumns.of((shape for shape, _, _ in buckets), padding.buckets.limits.max_selected_blocks > 0)
+    for shape, steps, ratio in buckets:
         width = min(300.0, 200 * (ratio - 1.0))
         bar = f'<span class="bar" style="width:{width:.0f}px;background:{PHASE_COLOURS[shape.phase]}"></span>'
-        cells = (*(f"{size:,}" for size in shape.sizes[: 4 if selected else 3]), f"{steps:,}", f"{ratio:.3f}")
+        cells = (*columns.cells(shape), f"{steps:,}", f"{ratio:.3f}")
         rows.append(
             f"<tr><td>{shape.phase}</td>{''.join(f'<td>{c}</td>' for c in cells)}<td class=phase>{bar}</td></tr>"
         )
-    sizes = ("query_len", "shared_blocks", "unique_blocks", *(["selected_blocks"] if selected else []))
-    names = ("phase", *sizes, "steps", "padded / true", "")
+    names = ("phase", *columns.names, "steps", "padded / true", "")
     head = "".join(f"<th>{name}</th>" for name in names)
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"

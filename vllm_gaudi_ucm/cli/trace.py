@@ -64,6 +64,7 @@ def write_trace(args: argparse.Namespace) -> tuple[PhaseSummary, dict[str, objec
     name, _ = read_model(args.model)
     header = {"model": name, "device": args.device, "mix": args.mix, "seed": args.seed, "modelled": True}
     header |= asdict(mix.limits)
+    del header["causal_reach"]  # of the device that buckets are for, not of the traffic
     simulation = Simulation(mix, cost_model(args, mix.limits.block_size), args.seed)
     log = PhaseLog(args.output, header, emit=lambda text: None)
     try:

@@ -89,6 +89,8 @@ def make_report(args: argparse.Namespace, records: list[StepRecord], cost: Any, 
     seen = len(records) - int(len(records) * args.holdout)
     steps = Steps.of(record.bucket for record in records[:seen])
     later = Steps.of(record.bucket for record in records[seen:])
+    if not limits.causal_reach:
+        steps, later = steps.without_reach(), later.without_reach()
     with task_progress("tuning") as progress:
         buckets = tune(steps, limits, cost, args.max_graphs, args.margin, progress)
     objective = Objective.of(steps, limits, cost, args.margin)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
 from vllm_gaudi_ucm.ops.unified_attention.cost.passes import Numbers, Passes, Uses
-from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import ROW_TILE, TOKEN_TILE
+from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import TOKEN_TILE, row_tile
 
 # Of a layer. one: 1. tiles: pieces of work, each for every kv head. loaded: numbers of the cache read, in every pass.
-# distinct: bytes of the cache read, once each. halves: as loaded, where a number has two bytes. few, many, causal:
-# products of a number of the query and one of the cache, in passes of few vectors, in others, and with new tokens.
+# distinct: bytes of the cache read, once each. halves: as loaded, where a number has two bytes; split: as loaded, in
+# passes for the matrix unit. few, many, large: products of a number of the query and one of the cache, in passes of few
+# vectors, of more, and for the matrix unit. causal, causal_large: those with new tokens.
 # merged: numbers of partial results. out: numbers of the result. calls: passes that no other is like.
 # sliced, gathered: numbers of the unique blocks, by how they are read.
 LAYER_FEATURES = (
@@ -21,9 +23,12 @@ LAYER_FEATURES = (
     "loaded",
     "distinct",
     "halves",
+    "split",
     "few",
     "many",
+    "large",
     "causal",
+    "causal_large",
     "merged",
     "out",
     "calls",
@@ -37,6 +42,13 @@ STEP_FEATURES = ("one", "rows", "passes", "tiles", "entries")
 FEW_VECTORS = 8
 VECTORS = 6
 LANES = 16  # keys of such a length can be multiplied one by one
+# source/attention_strips.h: query vectors of a piece from which on the matrix unit multiplies them, for wide heads and
+# for others; how many at once; of which head sizes. Without such a unit the fit finds that they cost what fewer do.
+LARGE_VECTORS = 32
+LARGE_NARROW_VECTORS = 96
+WIDE_HEAD = 128
+MATRIX_VECTORS = 32
+MATRIX_DEPTH = 32
 
 
 class Features(NamedTuple):
@@ -53,17 +65,22 @@ class Features(NamedTuple):
 def features_of(uses: Uses, passes: Passes, layer: LayerShape) -> Features:
     """See LAYER_FEATURES and STEP_FEATURES."""
     times, rows, tokens, causal = passes.times, passes.rows, passes.tokens, passes.causal
-    row_tiles = np.ceil(rows / ROW_TILE)
+    chunk_rows = sum(uses.chunks.values())
+    tile_rows = row_tile(chunk_rows)
+    row_tiles = np.ceil(rows / tile_rows)
     long = (row_tiles == 1) & (tokens > TOKEN_TILE + TOKEN_TILE // 2)
     pieces = np.where(long, np.ceil(tokens / TOKEN_TILE), 1)
     vectors = rows * layer.group
     few = (vectors <= FEW_VECTORS) & (layer.element_size == 4) & (layer.dim % LANES == 0)
+    large = _are_large(np.minimum(rows, tile_rows) * layer.group, layer)
     tiles = float((times * row_tiles * pieces).sum())
-    loaded = float((times * row_tiles * tokens).sum()) * layer.kv_heads * layer.width
+    loads = times * row_tiles * tokens * layer.kv_heads * layer.width
+    loaded = float(loads.sum())
     products = times * tokens * layer.kv_heads * layer.width
     padded = np.ceil(vectors / VECTORS) * VECTORS
+    own = times * causal * rows * (rows + 1) / 2 * layer.heads * layer.width
     cached = float(sum(use.tokens for use in uses.shared) + uses.unique_tokens)
-    total_rows = float(sum(uses.chunks.values()) + uses.singles)
+    total_rows = float(chunk_rows + uses.singles)
     merged = passes.merged + float((times * rows * pieces)[long].sum())
     unique = float(uses.unique_entries * uses.block_size * layer.kv_heads * layer.width)
     by_name = {
@@ -72,9 +89,12 @@ def features_of(uses: Uses, passes: Passes, layer: LayerShape) -> Features:
         "loaded": loaded,
         "distinct": cached * layer.kv_heads * layer.width * layer.element_size,
         "halves": loaded if layer.element_size == 2 else 0.0,
+        "split": float(loads[large].sum()),
         "few": float((products * vectors)[few].sum()),
-        "many": float((products * padded)[~few].sum()),
-        "causal": float((times * causal * rows * (rows + 1) / 2).sum()) * layer.heads * layer.width,
+        "many": float((products * padded)[~few & ~large].sum()),
+        "large": float((products * np.ceil(vectors / MATRIX_VECTORS))[large].sum()) * MATRIX_VECTORS,
+        "causal": float(own[~large].sum()),
+        "causal_large": float(own[large].sum()),
         "merged": merged * layer.heads * layer.value_dim,
         "out": total_rows * layer.heads * layer.value_dim,
         "calls": float(len(times)) + uses.unique_tokens / (2 * TOKEN_TILE),
@@ -88,3 +108,11 @@ def features_of(uses: Uses, passes: Passes, layer: LayerShape) -> Features:
     return Features(
         np.array([by_name[name] for name in LAYER_FEATURES]), np.array([step[name] for name in STEP_FEATURES])
     )
+
+
+def _are_large(vectors: Numbers, layer: LayerShape) -> NDArray[np.bool_]:
+    """Which pieces of so many query vectors the matrix unit multiplies."""
+    if layer.dim % MATRIX_DEPTH or layer.value_dim % MATRIX_DEPTH:
+        return np.zeros(len(vectors), np.bool_)
+    least = LARGE_VECTORS if layer.width >= 2 * WIDE_HEAD else LARGE_NARROW_VECTORS
+    return np.asarray(vectors >= least)

@@ -12,7 +12,15 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import CostModel, Sample
 from vllm_gaudi_ucm.ops.unified_attention.cost.features import features_of
-from vllm_gaudi_ucm.ops.unified_attention.cost.grid import GEOMETRIES, Geometry, Step, blocks_of, make_parts, steps_of
+from vllm_gaudi_ucm.ops.unified_attention.cost.grid import (
+    GEOMETRIES,
+    GPU_GEOMETRIES,
+    Geometry,
+    Step,
+    blocks_of,
+    make_parts,
+    steps_of,
+)
 from vllm_gaudi_ucm.ops.unified_attention.cost.grid_tensors import make_cache, on_device
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
 from vllm_gaudi_ucm.ops.unified_attention.cost.passes import Uses, passes_of, uses_of
@@ -63,10 +71,15 @@ def fit(measured: Sequence[Measured]) -> CostModel:
 def measure(
     device: torch.device,
     progress: Callable[[float], None] = lambda done: None,
-    geometries: Sequence[Geometry] = GEOMETRIES,
+    geometries: Sequence[Geometry] | None = None,
     repeats: int = REPEATS,
 ) -> list[Measured]:
-    """Measures the grid; the ways of a step are interleaved. progress: called with the fraction that is done."""
+    """Measures the grid; the ways of a step are interleaved. progress: called with the fraction that is done.
+
+    geometries: default: those that fit the type of device.
+    """
+    if geometries is None:
+        geometries = GPU_GEOMETRIES if device.type == "cuda" else GEOMETRIES
     work = [(geometry, step) for geometry in geometries for step in steps_of(geometry, slices=True)]
     random = torch.Generator().manual_seed(0)
     caches: dict[Geometry, Tensor] = {}
@@ -127,6 +140,12 @@ def _measure_ways(
 
     for way in ways:
         run(way, kept=False)
+    if device.type != "cpu":
+        # these samples hold the compilation of kernels
+        result.layer_seconds.clear()
+        result.step_seconds.clear()
+        for way in ways:
+            run(way, kept=True)
     least = min(seconds[0] for seconds in result.layer_seconds.values())
     ways = [way for way in ways if result.layer_seconds[way][0] <= HOPELESS * least]
     for _ in range(repeats):

@@ -48,6 +48,8 @@ GEOMETRIES = (
     Geometry(16, 4, 128, torch.float32, 128, 32),
     Geometry(16, 8, 64, torch.bfloat16, 64, 24),
 )
+# What a GPU serves; kernels for fp32 would take the compiler minutes there.
+GPU_GEOMETRIES = tuple(geometry._replace(dtype=torch.bfloat16) for geometry in GEOMETRIES)
 
 # (requests, prefix tokens, own tokens) and (requests, new tokens, prefix tokens, own tokens).
 _DECODES = tuple(
@@ -57,10 +59,12 @@ _CHUNKS = (
     (1, 512, 0, 0),
     (4, 128, 0, 0),
     (3, 16, 0, 0),
+    (8, 32, 0, 0),
     (8, 32, 128, 0),
     (2, 64, 1024, 0),
     (8, 4, 1024, 0),
     (2, 200, 256, 128),
+    (1, 48, 0, 1500),
 )
 
 

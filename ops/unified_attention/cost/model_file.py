@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.native.build import cpu_features, refuse_foreign
 from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import NAMES, CostModel
@@ -31,7 +32,8 @@ class ModelFileError(ValueError):
 class Facts:
     """What a fit is valid for.
 
-    device: name of the CPU or the accelerator. torch: its version. kernels: key of the C++ kernels, or "".
+    device: name of the CPU or the accelerator. torch: its version. kernels: key of the C++ kernels, and if they use the
+    matrix unit, or "".
     threads: of torch, on a CPU; elsewhere 0. features: of the model, hashed: another version's fit is no fit.
     """
 
@@ -42,15 +44,14 @@ class Facts:
     features: str
 
     @classmethod
-    def of(cls, device: torch.device, threads: int | None = None) -> Facts:
-        """Those of this process. threads: None for torch's own."""
+    def of(cls, device: torch.device, threads: int | None = None, matrix: bool = True) -> Facts:
+        """Those of this process. threads: None for torch's own. matrix: False where its matrix unit shall rest."""
         on_cpu = device.type == "cpu"
         name = _cpu_name() if on_cpu else torch.get_device_module(device).get_device_name(device)
-        library = native() if on_cpu else None
         return cls(
             name,
             torch.__version__,
-            "" if library is None else Path(library._name).stem,
+            _kernels(matrix) if on_cpu else "",
             (threads or torch.get_num_threads()) if on_cpu else 0,
             _digest(" ".join(NAMES)),
         )
@@ -63,6 +64,12 @@ class Facts:
             "threads": self.threads,
             "features": self.features,
         }
+
+
+def _kernels(matrix: bool) -> str:
+    library = native()
+    used = matrix and matrix_unit.in_use()
+    return "" if library is None else Path(library._name).stem + ("+matrix" if used else "")
 
 
 def default_path(facts: Facts, folder: Path | None = None) -> Path:

@@ -13,11 +13,12 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_blocks import selected, unique
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_causal import Rows, attend_causal, causal_tiles
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_causal_tiles import attend_causal_tiles, gather
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_fused_causal import fused_causal
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_shared import shared
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import Scaling
 from vllm_gaudi_ucm.ops.unified_attention.partial import NEG_INF, combine
-from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, Partial
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, CausalTiles, Partial
 
 
 def plan(parts: AttentionParts, block_size: int) -> AttentionParts:
@@ -51,10 +52,13 @@ def attend(
         cached = _add(cached, selected(query, key_cache, value_cache, parts.selected, scaling, blocks))
     fused = hpu_kernels.FUSED_SDPA
     if fused is not None and parts.causal is not None and cached is None and query.dtype == torch.bfloat16:
-        fused_causal(query, key, value, parts.causal, scale, out.zero_(), fused)
+        fused_causal(query, key, value, parts.causal, scale, out, fused)
         return True
     if parts.causal is None:
         _write(out, Rows(0, 1, 0, 0, out.shape[0]), None, cached)
+        return True
+    if parts.causal.tiles is not None:
+        _write_tiles(query, key, value, parts.causal.groups, parts.causal.tiles, scaling, cached, out)
         return True
     _write_causal(query, key, value, parts.causal, scaling, cached, out)
     return True
@@ -84,6 +88,27 @@ def _write_causal(
         _write(out, tile.rows, attend_causal(query, key, value, part, scaling, tile), cached)
 
 
+def _write_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: Tensor,
+    tiles: CausalTiles,
+    scaling: Scaling,
+    cached: Partial | None,
+    out: Tensor,
+) -> None:
+    """Tiles of rows that data chooses, each with what its rows see in the cache."""
+    covered = 0 if cached is None else cached.max.shape[0]
+    if cached is not None and covered < out.shape[0]:
+        # one row that has seen nothing stands for all that the cached parts do not cover
+        cached = Partial(*(_extend(whole, 1, fill) for whole, fill in zip(cached, (0, NEG_INF, 0), strict=True)))
+    for rows, causal in attend_causal_tiles(query, key, value, groups, tiles, scaling):
+        known = None if cached is None else Partial(*(gather(whole, rows.clamp(max=covered)) for whole in cached))
+        found = _normalised(causal if known is None else combine(causal, known))
+        out.index_copy_(0, rows.flatten(), found.flatten(0, 1).to(out.dtype))
+
+
 def _write(out: Tensor, rows: Rows, causal: Partial | None, cached: Partial | None) -> None:
     """Normalises what these rows see, in the tile and in the cache (first rows only), and writes it."""
     place = rows.of(out)
@@ -93,9 +118,12 @@ def _write(out: Tensor, rows: Rows, causal: Partial | None, cached: Partial | No
         return
     both = known if causal is None else causal if known is None else combine(causal, known)
     assert both is not None
-    # the largest score of a row has weight 1, so a sum of 0 means exactly: nothing seen
-    total = torch.where(both.sum == 0, 1.0, both.sum)
-    place.copy_(both.out / total[..., None])
+    place.copy_(_normalised(both))
+
+
+def _normalised(seen: Partial) -> Tensor:
+    """The largest score of a row has weight 1, so a sum of 0 means exactly: nothing seen."""
+    return seen.out / torch.where(seen.sum == 0, 1.0, seen.sum)[..., None]
 
 
 def _cover(cached: Partial, rows: Rows) -> Partial | None:
