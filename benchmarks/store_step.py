@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.store_bandwidth import copy_block
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
@@ -49,6 +50,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self.blocks = torch.rand(RESIDENT, BLOCK_BYTES // 4)
+        self.memory = [memoryview(row).cast("B") for row in self.blocks.numpy()]
         self.weights = torch.rand(RESIDENT * 16, BLOCK_BYTES // 64)
         self.query = torch.rand(BLOCK_BYTES // 4)
         self.row = torch.rand(BLOCK_BYTES // 64)
@@ -79,7 +81,7 @@ class Step:
         places = [(step * NEW + index) % RESIDENT for index in which]
 
         def deliver(index: int, block: memoryview) -> None:
-            self.blocks[places[index]] = torch.frombuffer(block, dtype=torch.float32)
+            copy_block(self.memory[places[index]], block)
 
         self.engine.submit_prefetch(name, keys, priority, deliver)
 

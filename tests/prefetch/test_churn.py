@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import pytest
@@ -26,16 +27,17 @@ STEPS = 20_000
 class FaultyStore(LendingStore):
     """Slow, missing, raising, and now and then ending the thread that asks it; blocks above 50 are never there.
 
-    Half of its blocks it lends.
+    Half of its blocks it lends, up to three in a call.
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__(range(50))
+        super().__init__(range(50), batch=3)
+        self.waits = seed % 2 == 0
         self._random = random.Random(seed)
 
-    def lend(self, key: bytes) -> AbstractContextManager[memoryview] | None:
+    def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None] | None:
         """Now and then."""
-        return super().lend(key) if self._random.random() < 0.5 else None
+        return super().lend(keys) if self._random.random() < 0.5 else None
 
     def load(self, key: bytes, into: memoryview) -> bool:
         chance = self._random.random()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from tests.conftest import ROOT
 from tests.prefetch.conftest import MakeEngine
 from tests.prefetch.stores import BLOCK_BYTES, ScriptedStore, eventually, key, keys
@@ -134,3 +136,20 @@ def test_the_interpreter_ends_while_a_store_hangs() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=15)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_threads_that_cannot_be_started_are_started_later(make_engine: MakeEngine) -> None:
+    """covers: C2. The system may have none left for a while."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        engine = make_engine(ScriptedStore(range(2)), prefetch_workers=2)
+        assert engine.submit_prefetch("early", keys(0)).wait(0.05) is PrefetchOutcome.TIMEOUT
+        assert engine.stats().threads == 0
+    assert threading.Thread.start is start
+    assert engine.submit_prefetch("late", keys(0, 1)).wait(5) is PrefetchOutcome.READY
+    assert engine.stats().threads == 2

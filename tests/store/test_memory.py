@@ -138,7 +138,7 @@ def test_a_lent_block_is_not_overwritten() -> None:
     store = MemoryStore(BLOCK_BYTES, 2 * BLOCK_BYTES)
     store.save(key(0), block(0))
     store.save(key(1), block(1))
-    loan = store.lend(key(0))
+    (loan,) = store.lend([key(0)])
     assert loan is not None
     with loan as lent:
         assert lent.readonly
@@ -149,7 +149,7 @@ def test_a_lent_block_is_not_overwritten() -> None:
         store.check_integrity()
         assert lent == block(0)
     store.check_integrity()
-    assert store.lend(key(0)) is None
+    assert store.lend([key(0)]) == [None]
     stats = store.stats()
     assert (stats.hits, stats.bytes_loaded) == (1, BLOCK_BYTES)
 
@@ -157,11 +157,11 @@ def test_a_lent_block_is_not_overwritten() -> None:
 def test_a_lent_block_outlasts_the_store() -> None:
     store = MemoryStore(BLOCK_BYTES, 2 * BLOCK_BYTES)
     store.save(key(0), block(0))
-    loan = store.lend(key(0))
+    (loan,) = store.lend([key(0)])
     assert loan is not None
     with loan as lent:
         store.close()
         assert lent == block(0)
     store.check_integrity()
     with pytest.raises(RuntimeError, match="closed"):
-        store.lend(key(0))
+        store.lend([key(0)])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
+from vllm_gaudi_ucm.prefetch.idle_threads import IdleThreads
 from vllm_gaudi_ucm.prefetch.load import Load
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
@@ -19,9 +19,13 @@ class Dispatcher(Settlement):
     Reads of the store and calls of `deliver` happen outside the lock, in load_runner.py.
     """
 
-    def __init__(self, options: PrefetchOptions, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, options: PrefetchOptions, clock: Callable[[], float], batch: int = 1, store_waits: bool = True
+    ) -> None:
+        """batch: most blocks of a request that a thread takes at once. store_waits: see `KvStore.waits`."""
         super().__init__(options, clock)
-        self.work = threading.Condition(self.lock)
+        self._batch = batch
+        self.idle = IdleThreads(options.prefetch_workers, store_waits)
         self.loads: dict[bytes, Load] = {}
         self.generation = 0
         """Odd while the engine runs; threads of an earlier generation take no more work."""
@@ -59,35 +63,47 @@ class Dispatcher(Settlement):
             else:
                 self._lose_what_cannot_fit(task)
                 self.queue.put(task)
-                self.work.notify(len(keys))
+                self.idle.call_for_work(_is_urgent(task), bool(self.loads))
             return task
 
-    def next_load(self, generation: int) -> Load | None:
-        """The next block to read or to deliver, waited for; None when threads of this generation are to end."""
-        with self.lock:
-            while generation == self.generation:
-                load = self._next_load()
-                if load is not None:
-                    return load
-                self.work.wait()
-            return None
+    def next_loads(self, generation: int) -> list[Load]:
+        """The next blocks to read or to deliver, of one request, waited for; none when threads of this generation are
+        to end."""
+        while True:
+            with self.lock:
+                if generation != self.generation:
+                    self.idle.call()  # what called it here may have been meant for another thread
+                    return []
+                loads = self._next_loads()
+                if loads:
+                    if (following := self.queue.first()) is not None:
+                        self.idle.call_for_work(_is_urgent(following), True)
+                    return loads
+                self.idle.join()
+            self.idle.wait()
+            with self.lock:
+                self.idle.leave()
 
-    def _next_load(self) -> Load | None:
-        while (task := self.queue.first()) is not None:
+    def _next_loads(self) -> list[Load]:
+        loads: list[Load] = []
+        while not loads and (task := self.queue.first()) is not None:
             self.expire(task)
-            if not task.is_open:
-                continue
-            index = task.cursor
-            task.cursor += 1
-            if task.cursor == len(task.keys):
-                self.queue.remove(task)
-            load = self._dispatch(task, index) if task.states[index] != LOST else None
-            if load is not None:
-                return load
-        return None
+            most = min(self._batch, self.idle.share(task.queued, _is_urgent(task)))
+            while task.is_open and task.queued and len(loads) < most:
+                index = task.cursor
+                task.cursor += 1
+                if not task.queued:
+                    self.queue.remove(task)
+                load = self._dispatch(task, index) if task.states[index] != LOST else None
+                if load is not None:
+                    loads.append(load)
+        return loads
 
     def _dispatch(self, task: PrefetchTask, index: int) -> Load | None:
-        """A load for a thread, or None: the block joined a load, is in the cache, or has nowhere to go."""
+        """A load for a thread, or None: the block joined a load, is in the cache, or has nowhere to go.
+
+        Only who wants to find the block in the cache takes room there: the store may lend it to the others.
+        """
         key = task.keys[index]
         if key in self.loads:
             self.counters.blocks_shared += 1
@@ -101,11 +117,12 @@ class Dispatcher(Settlement):
             task.pins.append(slot)
             self.mark(task, index, DONE)
             return None
-        slot = slot or self.cache.take()
-        if slot is None and task.deliver is None:
-            self.counters.no_room += 1
-            self.mark(task, index, LOST)
-            return None
+        if task.deliver is None:
+            slot = self.cache.take()
+            if slot is None:
+                self.counters.no_room += 1
+                self.mark(task, index, LOST)
+                return None
         load = self.loads[key] = Load(key, slot, cached)
         load.waiters.append((task, index))
         return load
@@ -133,3 +150,7 @@ class Dispatcher(Settlement):
             for index in range(self.cache.capacity, len(task.keys)):
                 self.counters.no_room += 1
                 self.mark(task, index, LOST)
+
+
+def _is_urgent(task: PrefetchTask) -> bool:
+    return task.priority is PrefetchPriority.URGENT

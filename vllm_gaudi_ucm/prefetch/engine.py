@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from vllm_gaudi_ucm.prefetch.block_reader import Allocate, BlockReader
 from vllm_gaudi_ucm.prefetch.dispatcher import Dispatcher
 from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
 from vllm_gaudi_ucm.prefetch.integrity import broken_law
 from vllm_gaudi_ucm.prefetch.lifetime import end_with
-from vllm_gaudi_ucm.prefetch.load_runner import Allocate, LoadRunner
+from vllm_gaudi_ucm.prefetch.load_runner import LoadRunner
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
 from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
@@ -29,9 +30,9 @@ def host_memory(nbytes: int) -> memoryview:
 class PrefetchEngine:
     """Blocks from a store into host memory and, where a `deliver` is given, on to the device. Source: seed 000, 3.
 
-    Priorities decide which block a free thread takes next, block by block: an urgent request overtakes a large one in
-    the middle. A block that several requests want is read once. Every method may be called from any thread; none
-    waits but `wait_for_completion`, `drain` and `stop`.
+    Priorities decide which blocks a free thread takes next, a few at a time (`KvStore.batch_bytes`): an urgent request
+    overtakes a large one in the middle. A block that several requests want is read once. Every method may be called
+    from any thread; none waits but `wait_for_completion`, `wait_for_any`, `drain` and `stop`.
 
     Args:
         store: where blocks are; it stays the caller's to close, after `stop`.
@@ -55,8 +56,8 @@ class PrefetchEngine:
             raise ValueError(f"block_bytes: found {block_bytes}, expected the bytes of a block")
         self.options = options
         self._block_bytes = block_bytes
-        self._dispatcher = Dispatcher(options, clock)
-        runner = LoadRunner(self._dispatcher, store, block_bytes, allocate)
+        self._dispatcher = Dispatcher(options, clock, max(1, store.batch_bytes // block_bytes), store.waits)
+        runner = LoadRunner(self._dispatcher, BlockReader(self._dispatcher, store, block_bytes, allocate))
         self._threads = EngineThreads(self._dispatcher, runner, enter_thread)
         end_with(self, self._threads)
 
@@ -90,7 +91,9 @@ class PrefetchEngine:
         """
         self._threads.replace_dead()
         seconds = self.options.deadline if deadline is None else deadline
-        task = self._dispatcher.submit(request_id, block_keys, PrefetchPriority(priority), deliver, seconds)
+        if type(priority) is not PrefetchPriority:
+            priority = PrefetchPriority(priority)
+        task = self._dispatcher.submit(request_id, block_keys, priority, deliver, seconds)
         return PrefetchHandle(task, self._dispatcher)
 
     def wait_for_completion(self, request_id: str, timeout: float | None = None) -> PrefetchOutcome:
@@ -150,9 +153,7 @@ class PrefetchEngine:
     def drain(self, request_id: str, timeout: float) -> bool:
         """Cancels, and waits until no `deliver` of this id runs: none will run afterwards. False after `timeout` s."""
         self.cancel(request_id)
-        dispatcher = self._dispatcher
-        with dispatcher.lock:
-            return dispatcher.settled.wait_for(lambda: request_id not in dispatcher.ledger.delivering, timeout)
+        return self._dispatcher.drained(request_id, timeout)
 
     def forget(self, request_id: str) -> None:
         """Cancels if pending, and drops everything about the id: its outcome is UNKNOWN, its memory reusable."""

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 PrefetchWorkers = Annotated[
-    int, Field(ge=1, le=64, description="Threads of the prefetch engine, each with one block at a time.")
+    int, Field(ge=1, le=64, description="Threads of the prefetch engine, each with a few blocks at a time.")
 ]
 MaxPendingPrefetch = Annotated[
     int,

@@ -63,6 +63,14 @@ class Ledger:
                 break
             del self._complete[oldest]
 
+    def end_delivery(self, request_id: str) -> bool:
+        """One `deliver` of the id has returned; whether none runs any more."""
+        self.delivering[request_id] -= 1
+        if self.delivering[request_id]:
+            return False
+        del self.delivering[request_id]
+        return True
+
     def forget(self, request_id: str) -> None:
         """Drops the outcome; memory that was given to a caller may be used for other blocks from now on."""
         task = self._complete.pop(request_id, None)

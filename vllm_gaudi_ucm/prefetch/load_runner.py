@@ -1,17 +1,18 @@
-"""What a thread of the engine does with one block: read it, and deliver it to those who wait."""
+"""What a thread of the engine does with its blocks: read them, and deliver each to those who wait for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.prefetch.block_reader import BlockReader
 from vllm_gaudi_ucm.prefetch.dispatcher import Dispatcher
 from vllm_gaudi_ucm.prefetch.load import Load
 from vllm_gaudi_ucm.prefetch.task import DONE, LOST, PrefetchTask
-from vllm_gaudi_ucm.store.base import KvStore
 
-Allocate = Callable[[int], memoryview]
+Turn = tuple[Load, PrefetchTask, int]
+"""A block, and the request and index that it is to be delivered to next."""
 
 logger = plugin_logger(__name__)
 
@@ -19,145 +20,110 @@ logger = plugin_logger(__name__)
 class LoadRunner:
     """Runs loads outside the dispatcher's lock; whatever a store or a `deliver` raises fails that block only."""
 
-    def __init__(self, dispatcher: Dispatcher, store: KvStore, block_bytes: int, allocate: Allocate) -> None:
+    def __init__(self, dispatcher: Dispatcher, reader: BlockReader) -> None:
         self._dispatcher = dispatcher
-        self._store = store
-        self._block_bytes = block_bytes
-        self._allocate = allocate
+        self._reader = reader
 
-    def run(self, load: Load) -> None:
-        """Leaves no trace of the load behind, even where the thread is ended in the middle of it."""
-        try:
-            with ExitStack() as lent:
-                buffer = self._read(load, lent)
-                while (waiter := self._next_waiter(load, buffer)) is not None:
-                    if waiter[0].deliver is None:
-                        self._keep(load, waiter, buffer)
-                    else:
-                        self._deliver(load, waiter, buffer)
-        finally:
-            self._abandon(load)
+    def run(self, loads: Sequence[Load]) -> None:
+        """Leaves no trace of the loads behind, even where the thread is ended in the middle of them.
 
-    def _read(self, load: Load, lent: ExitStack) -> memoryview | None:
-        """The block's bytes, where the store lends them or copied to host memory; None where it does not give them."""
-        if load.cached and load.slot is not None:
-            return load.slot.buffer
-        dispatcher, found, failed, start = self._dispatcher, False, False, self._dispatcher.clock()
-        buffer = None
-        try:
-            loan = self._store.lend(load.key)
-            if loan is not None:
-                buffer, found = lent.enter_context(loan), True
-            else:
-                buffer = self._buffer(load)
-                found = self._store.load(load.key, buffer)
-        except Exception as error:
-            failed = True
-            logger.warning("prefetch: a block could not be loaded from the store: %s: %s", type(error).__name__, error)
-        with dispatcher.lock:
-            counters = dispatcher.counters
-            counters.load_seconds += dispatcher.clock() - start
-            counters.errors += failed
-            counters.misses += not (found or failed)
-            if not found:
-                return None
-            counters.blocks_loaded += 1
-            counters.bytes_loaded += self._block_bytes
-            if load.slot is not None and buffer is load.slot.buffer:
-                dispatcher.cache.put(load.slot, load.key)
-            return buffer
-
-    def _buffer(self, load: Load) -> memoryview:
-        """Host memory for the block: the cache's, where that has room."""
-        if load.slot is None:
-            return self._allocate(self._block_bytes)
-        if load.slot.buffer is None:
-            load.slot.buffer = self._allocate(self._block_bytes)
-        return load.slot.buffer
-
-    def _keep(self, load: Load, waiter: tuple[PrefetchTask, int], buffer: memoryview | None) -> None:
-        """A block that the store has lent goes into the cache, for those who want to find it there."""
-        assert buffer is not None
-        assert load.slot is not None
-        is_kept = False
-        try:
-            self._buffer(load)[:] = buffer
-            is_kept = True
-        except Exception as error:
-            logger.warning("prefetch: no host memory for a block: %s: %s", type(error).__name__, error)
-        with self._dispatcher.lock:
-            if is_kept:
-                self._dispatcher.cache.put(load.slot, load.key)
-            else:
-                load.waiters.popleft()
-                self._dispatcher.mark(*waiter, LOST)
-
-    def _next_waiter(self, load: Load, buffer: memoryview | None) -> tuple[PrefetchTask, int] | None:
-        """The next request to deliver the block to; the others are marked on the way. None ends the load.
-
-        One without `deliver` is given, and stays the next, where the block must be kept first.
+        The lock is taken once for all of them, then they are delivered: between copies of large blocks little is left
+        in the processor's caches, and every call would cost several times what it does by itself.
         """
         dispatcher = self._dispatcher
-        with dispatcher.lock:
-            while load.waiters:
-                task, index = load.waiters.popleft()
-                if not task.is_open:
-                    continue
-                if buffer is None:
-                    dispatcher.mark(task, index, LOST)
-                elif task.deliver is not None:
-                    task.delivering += 1
-                    dispatcher.ledger.delivering[task.request_id] += 1
-                    load.delivering = task, index
-                    return load.delivering
-                elif load.slot is None:
-                    dispatcher.counters.no_room += 1
-                    dispatcher.mark(task, index, LOST)
-                elif load.slot.key is None:
-                    load.waiters.appendleft((task, index))
-                    return task, index
-                else:
-                    load.slot.users += 1
-                    task.pins.append(load.slot)
-                    dispatcher.mark(task, index, DONE)
-            self._end(load)
-            return None
-
-    def _deliver(self, load: Load, waiter: tuple[PrefetchTask, int], buffer: memoryview | None) -> None:
-        task, index = waiter
-        state = LOST
+        lent: list[AbstractContextManager[memoryview]] = []
         try:
-            assert task.deliver is not None
-            assert buffer is not None
-            task.deliver(index, buffer)
-            state = DONE
+            self._reader.read(loads, lent)
+            with dispatcher.lock:
+                turns = self._next_turns(loads)
+            while turns:
+                states = [self._deliver(*turn) for turn in turns]
+                with dispatcher.lock:
+                    for (load, task, _), state in zip(turns, states, strict=True):
+                        if task.deliver is None:
+                            self._kept(load, state)
+                        else:
+                            self._delivered(load, state)
+                    turns = self._next_turns([load for load, _, _ in turns])
+        except BaseException:
+            self._abandon(loads)
+            raise
+        finally:
+            for loan in lent:
+                loan.__exit__(None, None, None)
+
+    def _next_turns(self, loads: Sequence[Load]) -> list[Turn]:
+        """The next request of each load, with the lock held; loads without any have ended."""
+        turns = ((load, self._next_waiter(load)) for load in loads)
+        return [(load, *waiter) for load, waiter in turns if waiter is not None]
+
+    def _next_waiter(self, load: Load) -> tuple[PrefetchTask, int] | None:
+        """The next request to deliver the block to, with the lock held; the others are marked on the way. None ends the
+        load. One without `deliver` is given, and stays the next, where the block must be kept first."""
+        dispatcher, cache = self._dispatcher, self._dispatcher.cache
+        while load.waiters:
+            task, index = load.waiters.pop(0)
+            if not task.is_open:
+                continue
+            if load.buffer is None:
+                dispatcher.mark(task, index, LOST)
+                continue
+            if task.deliver is not None:
+                task.delivering += 1
+                dispatcher.ledger.delivering[task.request_id] += 1
+                load.delivering = task, index
+                return load.delivering
+            if load.slot is None:
+                load.slot = cache.take()
+            if load.slot is None:
+                dispatcher.counters.no_room += 1
+                dispatcher.mark(task, index, LOST)
+            elif load.slot.key is None:
+                load.waiters.insert(0, (task, index))
+                return task, index
+            else:
+                load.slot.users += 1
+                task.pins.append(load.slot)
+                dispatcher.mark(task, index, DONE)
+        self._end(load)
+        return None
+
+    def _kept(self, load: Load, state: int) -> None:
+        """With the lock held: the copy for those who want to find the block in the cache is there, or is not."""
+        if state == DONE:
+            assert load.slot is not None
+            self._dispatcher.cache.put(load.slot, load.key)
+        else:
+            self._dispatcher.mark(*load.waiters.pop(0), LOST)
+
+    def _deliver(self, load: Load, task: PrefetchTask, index: int) -> int:
+        if task.deliver is None:
+            return DONE if self._reader.keep(load) else LOST
+        if not task.is_open:
+            return LOST  # cancelled while those before it were delivered
+        try:
+            assert load.buffer is not None
+            task.deliver(index, load.buffer)
         except Exception as error:
             with self._dispatcher.lock:
                 self._dispatcher.counters.deliver_errors += 1
-            logger.warning(
-                "prefetch of request %s: block %d could not be delivered: %s: %s",
-                task.request_id,
-                index,
-                type(error).__name__,
-                error,
-            )
-        finally:
-            with self._dispatcher.lock:
-                self._delivered(load, state)
+            what = f"{type(error).__name__}: {error}"
+            logger.warning("prefetch of request %s: block %d could not be delivered: %s", task.request_id, index, what)
+            return LOST
+        return DONE
 
     def _delivered(self, load: Load, state: int) -> None:
+        """With the lock held: a call of `deliver` has returned, if one was made."""
         if load.delivering is None:
             return
         task, index = load.delivering
         load.delivering = None
-        ledger = self._dispatcher.ledger
+        dispatcher = self._dispatcher
         task.delivering -= 1
-        ledger.delivering[task.request_id] -= 1
-        if not ledger.delivering[task.request_id]:
-            del ledger.delivering[task.request_id]
-        self._dispatcher.mark(task, index, state)
-        self._dispatcher.finish_if_quiet(task)
-        self._dispatcher.settled.notify_all()
+        dispatcher.mark(task, index, state)
+        dispatcher.finish_if_quiet(task)
+        if dispatcher.ledger.end_delivery(task.request_id) and dispatcher.drains:
+            dispatcher.settled.notify_all()
 
     def _end(self, load: Load) -> None:
         """Takes the load off the list, with the lock held; a second call does nothing."""
@@ -166,11 +132,12 @@ class LoadRunner:
             if load.slot is not None:
                 self._dispatcher.cache.release(load.slot)
 
-    def _abandon(self, load: Load) -> None:
-        """Where the thread was ended before the load was: those who still wait do not get the block."""
+    def _abandon(self, loads: Sequence[Load]) -> None:
+        """Where the thread is ended before the loads: those who still wait do not get the blocks."""
         with self._dispatcher.lock:
-            self._delivered(load, LOST)
-            for task, index in load.waiters:
-                self._dispatcher.mark(task, index, LOST)
-            load.waiters.clear()
-            self._end(load)
+            for load in loads:
+                self._delivered(load, LOST)
+                for task, index in load.waiters:
+                    self._dispatcher.mark(task, index, LOST)
+                load.waiters.clear()
+                self._end(load)

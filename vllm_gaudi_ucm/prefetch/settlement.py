@@ -26,6 +26,8 @@ class Settlement:
         self.queue = TaskQueue(options.ageing)
         self.ledger = Ledger(self.cache)
         self.counters = PrefetchCounters()
+        self.drains = 0
+        """Callers that wait for the end of `deliver` calls, on `settled` too."""
 
     def settle(self, task: PrefetchTask, outcome: PrefetchOutcome) -> bool:
         """Ends a task that is pending, with the lock held; its outcome stands when no `deliver` of it runs."""
@@ -65,6 +67,15 @@ class Settlement:
     def failed_of(self, task: PrefetchTask) -> frozenset[int]:
         with self.lock:
             return task.failed()
+
+    def drained(self, request_id: str, timeout: float) -> bool:
+        """Waits until no `deliver` of this id runs; False after `timeout` seconds."""
+        with self.lock:
+            self.drains += 1
+            try:
+                return self.settled.wait_for(lambda: request_id not in self.ledger.delivering, timeout)
+            finally:
+                self.drains -= 1
 
     def wait(self, task: PrefetchTask, timeout: float | None) -> PrefetchOutcome:
         """The outcome, or TIMEOUT when `timeout` seconds or the task's deadline have passed first."""

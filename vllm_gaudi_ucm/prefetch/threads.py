@@ -28,6 +28,7 @@ class EngineThreads:
         self._enter_thread = enter_thread
         self._threads: list[threading.Thread] = []
         self._change = threading.Lock()
+        self._is_short = False  # a thread could not be started
 
     def alive(self) -> int:
         return sum(thread.is_alive() for thread in self._threads)
@@ -42,10 +43,11 @@ class EngineThreads:
                 self._fill()
 
     def replace_dead(self, ending: threading.Thread | None = None) -> None:
-        """Starts a thread for every one that has died since, and for the one that is `ending`."""
-        if all(thread.is_alive() and thread is not ending for thread in self._threads):
+        """Starts a thread for every one that has died, and for the one that is `ending`; quick where none has."""
+        if ending is None and not self._is_short:
             return
         with self._change:
+            self._is_short = False
             left = [thread for thread in self._threads if thread.is_alive() and thread is not ending]
             dead, self._threads = len(self._threads) - len(left), left
             if self._dispatcher.is_running:
@@ -66,7 +68,7 @@ class EngineThreads:
                     dispatcher.generation += 1
                     for task in dispatcher.ledger.pending():
                         dispatcher.settle(task, PrefetchOutcome.CANCELLED)
-                    dispatcher.work.notify_all()
+                    dispatcher.idle.call(len(threads))
         # A thread that is dying waits for the lock above.
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -81,14 +83,19 @@ class EngineThreads:
         for number in range(mine, self._dispatcher.options.prefetch_workers):
             name = f"ucm-prefetch-{number}.{generation}"
             thread = threading.Thread(target=self._run, args=(generation,), name=name, daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads for now: the next caller tries again
+                self._is_short = True
+                logger.error("prefetch: a thread of the engine could not be started: %s", error)
+                return
             self._threads.append(thread)
 
     def _run(self, generation: int) -> None:
         try:
             self._enter()
-            while (load := self._dispatcher.next_load(generation)) is not None:
-                self._runner.run(load)
+            while loads := self._dispatcher.next_loads(generation):
+                self._runner.run(loads)
         except BaseException as error:
             # Blocks that it was at are lost already; the others must not wait until somebody asks.
             logger.error("prefetch: a thread of the engine ended: %s: %s", type(error).__name__, error)

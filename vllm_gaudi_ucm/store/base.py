@@ -44,6 +44,12 @@ class KvStore(ABC):
     in `stats`. They raise ValueError for a key or a buffer of the wrong size, and RuntimeError after `close`.
     """
 
+    batch_bytes: int = 0
+    """Bytes of blocks that a call of `lend` does well to ask for at once, as they share a round trip or a hand-over."""
+
+    waits: bool = True
+    """Whether a load waits for something else than a processor: more threads than processors load more, then."""
+
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys it holds, as far as it knows without reading blocks; a later load may still miss."""
@@ -55,10 +61,10 @@ class KvStore(ABC):
         After False what `into` holds is undefined.
         """
 
-    def lend(self, key: bytes) -> AbstractContextManager[memoryview] | None:
-        """The block where it lies, to read while the context is open: no copy is made. Counts as a load.
+    def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None] | None:
+        """Verified blocks where they lie, one entry per key, None for a miss. Counts as loads; no copy is made.
 
-        None where it is not there, or where nothing can be lent because blocks are checked as they are loaded.
+        Each is to be entered, and may be read until its context ends. None instead of a list: this store lends nothing.
         """
         return None
 

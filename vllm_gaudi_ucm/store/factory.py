@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.store.guarded import GuardedStore
 from vllm_gaudi_ucm.store.medium import Medium
 from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions, RedisStoreOptions, StoreOptions
 from vllm_gaudi_ucm.store.redis import RedisMedium
-from vllm_gaudi_ucm.store.shared_memory import SharedMemoryStore
+from vllm_gaudi_ucm.store.shared_memory import SharedMemoryStore, can_pin
 
 
 def open_store(options: StoreOptions, block_bytes: int) -> KvStore:
@@ -25,7 +25,7 @@ def open_store(options: StoreOptions, block_bytes: int) -> KvStore:
         return SharedMemoryStore(options, block_bytes)
     medium = open_medium(options)
     try:
-        return GuardedStore(medium, block_bytes, options)
+        return GuardedStore(medium, block_bytes, options, can_pin=can_pin)
     except ValueError:
         medium.close()
         raise

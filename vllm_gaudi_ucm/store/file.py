@@ -27,6 +27,7 @@ class FileMedium(Medium):
 
     kind = "file"
     upkeep_seconds = 5.0
+    batch_bytes = 4 << 20
 
     def __init__(self, folder: Folder, capacity: int, fsync: bool) -> None:
         self._folder = folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -14,10 +15,13 @@ from vllm_gaudi_ucm.store.base import KvStore, StoreStats
 from vllm_gaudi_ucm.store.call_guard import CallGuard
 from vllm_gaudi_ucm.store.counts import Counts
 from vllm_gaudi_ucm.store.io_threads import Job
+from vllm_gaudi_ucm.store.loan import Loan
 from vllm_gaudi_ucm.store.medium import Medium, StoredBlock
 from vllm_gaudi_ucm.store.medium_check import clear_blocks, verify_blocks
 from vllm_gaudi_ucm.store.options import FileStoreOptions, RedisStoreOptions
-from vllm_gaudi_ucm.store.record import HEADER_BYTES, is_intact, seal
+from vllm_gaudi_ucm.store.record import HEADER_BYTES, seal
+from vllm_gaudi_ucm.store.record_pool import RecordPool
+from vllm_gaudi_ucm.store.record_reader import RecordReader
 
 logger = plugin_logger(__name__)
 FIRST_UPKEEP_SECONDS = 5.0
@@ -33,6 +37,7 @@ class GuardedStore(KvStore):
         block_bytes: int,
         options: FileStoreOptions | RedisStoreOptions,
         clock: Callable[[], float] = time.monotonic,
+        can_pin: Callable[[], bool] = lambda: False,
     ) -> None:
         check_block_bytes(block_bytes, medium.usage(block_bytes).capacity)
         self._medium = medium
@@ -40,6 +45,9 @@ class GuardedStore(KvStore):
         self._counts = Counts(medium.kind)
         self._guard = CallGuard(medium, options, self._counts, clock)
         self._buffers = threading.local()
+        self._records = RecordPool(block_bytes, can_pin)
+        self._reader = RecordReader(medium, block_bytes, self._records, self._counts)
+        self.batch_bytes = medium.batch_bytes
         self._upkeep_lock = threading.Lock()
         self._next_upkeep = 0.0
         self._guard.call(lambda _: self._upkeep(), max(options.deadline, FIRST_UPKEEP_SECONDS))
@@ -56,15 +64,35 @@ class GuardedStore(KvStore):
         return answer
 
     def load(self, key: bytes, into: memoryview) -> bool:
-        check_keys([key])
         view = block_view("into", into, self._block_bytes, writable=True)
+        (loan,) = self.lend([key])
+        if loan is None:
+            return False
+        with loan as block:
+            _copy(view, block)
+        return True
+
+    def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None]:
+        self._guard.check_open()
+        check_keys(keys)
+        if not keys:
+            return []
         begin = time.perf_counter()
-        found = self._guard.call(lambda job: self._read(job, key, view))
-        if found:
-            self._counts.add(hits=1, bytes_loaded=self._block_bytes, load_seconds=time.perf_counter() - begin)
-        else:
-            self._counts.add(misses=1)
-        return found is True
+        # in the caller's thread, whose device is the one that page-locked memory is for
+        wanted, records = list(keys), [self._records.take() for _ in keys]
+        found = self._guard.call(lambda job: self._reader.read(job, wanted, records)) or [None] * len(wanted)
+        for record in records:
+            self._records.give(record)
+        hits = len(found) - found.count(None)
+        if hits:
+            seconds = time.perf_counter() - begin
+            self._counts.add(hits=hits, bytes_loaded=hits * self._block_bytes, load_seconds=seconds)
+        if hits < len(found):
+            self._counts.add(misses=len(found) - hits)
+        return [None if record is None else self._loan(record) for record in found]
+
+    def _loan(self, record: memoryview) -> Loan:
+        return Loan(record[HEADER_BYTES:].toreadonly(), lambda: self._records.give(record))
 
     def save(self, key: bytes, block: memoryview) -> bool:
         check_keys([key])
@@ -105,32 +133,17 @@ class GuardedStore(KvStore):
         if self._guard.close():
             self._medium.close()
 
-    def _read(self, job: Job[bool], key: bytes, into: memoryview) -> bool:
-        """In an I/O thread. It reads into a buffer of its own: the caller's may serve another block by then."""
-        record = self._record()
-        found = self._medium.read(key, self._block_bytes, record)
-        if found is None:
-            return False
-        if found != len(record) or not is_intact(record, key):
-            self._counts.add(corrupt=1)
-            logger.warning("%s: removed a corrupt block, %s", self._medium.place(), key.hex())
-            self._medium.delete([StoredBlock(key, self._block_bytes)])
-            return False
-        with job.handover():
-            _copy(into, record[HEADER_BYTES:])
-        return True
-
     def _write(self, job: Job[bool], key: bytes, block: memoryview) -> bool:
         """In an I/O thread; whether the block is new. It writes from a copy, which no caller can change meanwhile."""
         if self._medium.keep(key, self._block_bytes):
             return False
-        record = self._record()
+        record = self._own_record()
         with job.handover():
             _copy(record[HEADER_BYTES:], block)
         seal(record, key)
         return self._medium.write(key, record)
 
-    def _record(self) -> memoryview:
+    def _own_record(self) -> memoryview:
         """This I/O thread's own buffer of one record."""
         if not hasattr(self._buffers, "record"):
             self._buffers.record = memoryview(bytearray(HEADER_BYTES + self._block_bytes))

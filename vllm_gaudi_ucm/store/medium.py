@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+REFUSED = -1
+"""In place of a record's length: the medium answers, but not with this record."""
+
 
 class FullError(OSError):
     """The medium answers but takes no more blocks."""
@@ -34,6 +37,8 @@ class Medium(ABC):
     kind: str
     upkeep_seconds: float
     errors: tuple[type[Exception], ...] = (OSError,)
+    batch_bytes: int = 0
+    """Of blocks that `read_many` does well to take at once: see `KvStore.batch_bytes`."""
     evictions: int = 0
     """Blocks that made room for others, as far as this process did it."""
 
@@ -52,6 +57,11 @@ class Medium(ABC):
     @abstractmethod
     def read(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
         """Reads into `record` (header and block); its length as found, of which more does not fit, None: a miss."""
+
+    def read_many(self, keys: Sequence[bytes], block_bytes: int, records: Sequence[memoryview]) -> Iterator[int | None]:
+        """As `read`, of each key into its record, one after the other as the results are asked for; or `REFUSED`."""
+        for key, record in zip(keys, records, strict=True):
+            yield self.read(key, block_bytes, record)
 
     @abstractmethod
     def write(self, key: bytes, record: memoryview) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -15,20 +14,17 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.store.arguments import block_view, check_block_bytes, check_keys
 from vllm_gaudi_ucm.store.base import KvStore, StoreStats
 from vllm_gaudi_ucm.store.counts import Counts
+from vllm_gaudi_ucm.store.memory_loan import Entry, MemoryLoan
 from vllm_gaudi_ucm.store.slot_pool import SlotPool
 
 logger = plugin_logger(__name__)
 
 
-@dataclass
-class _Entry:
-    slot: int
-    readers: int = 0
-    removed: bool = False  # while it was read: the last reader gives its slot back
-
-
 class MemoryStore(KvStore):
     """Blocks of `block_bytes` bytes; `capacity` bytes at most. Copies run outside the lock, several at once."""
+
+    waits = False
+    batch_bytes = 8 << 20  # a millisecond of copying, beside which a turn of a thread costs little
 
     def __init__(self, block_bytes: int, capacity: int, pinned: bool = False) -> None:
         check_block_bytes(block_bytes, capacity)
@@ -36,9 +32,10 @@ class MemoryStore(KvStore):
         self._capacity = capacity
         self._lock = threading.Lock()  # of all below
         self._pool = SlotPool(block_bytes, capacity, pinned)
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._busy = 0  # slots being filled, or removed while they are read
         self._counts = Counts("memory")
+        self._load_seconds = 0.0
         self._closed = False
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
@@ -50,44 +47,40 @@ class MemoryStore(KvStore):
         return answer
 
     def load(self, key: bytes, into: memoryview) -> bool:
-        check_keys([key])
         view = block_view("into", into, self._block_bytes, writable=True)
-        entry = self._begin_read(key)
-        if entry is None:
-            self._counts.add(misses=1)
+        (loan,) = self.lend([key])
+        if loan is None:
             return False
-        with self._reading(entry) as source:
-            np.copyto(np.frombuffer(view, np.uint8), source)
+        with loan as block:
+            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(block, np.uint8))
         return True
 
-    def lend(self, key: bytes) -> AbstractContextManager[memoryview] | None:
-        check_keys([key])
-        entry = self._begin_read(key)
-        return None if entry is None else self._reading(entry)
-
-    def _begin_read(self, key: bytes) -> _Entry | None:
+    def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None]:
+        check_keys(keys)
+        loans: list[AbstractContextManager[memoryview] | None] = []
         with self._lock:
             self._check_open()
-            entry = self._entries.get(key)
-            if entry is not None:
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is None:
+                    loans.append(None)
+                    continue
                 self._entries.move_to_end(key)
                 entry.readers += 1
-            return entry
+                loans.append(MemoryLoan(self, entry, self._pool))
+            hits = len(loans) - loans.count(None)
+            self._counts.add(hits=hits, misses=len(loans) - hits, bytes_loaded=hits * self._block_bytes)
+        return loans
 
-    @contextmanager
-    def _reading(self, entry: _Entry) -> Iterator[memoryview]:
-        """The block of an entry that `_begin_read` gave; its slot is nobody else's until the end."""
-        begin, pool = time.perf_counter(), self._pool
-        try:
-            yield pool.view(entry.slot).data.toreadonly()
-        finally:
-            with self._lock:
-                entry.readers -= 1
-                # a store that was closed meanwhile has another pool
-                if entry.removed and entry.readers == 0 and pool is self._pool:
-                    self._busy -= 1
-                    pool.give(entry.slot)
-            self._counts.add(hits=1, bytes_loaded=self._block_bytes, load_seconds=time.perf_counter() - begin)
+    def end_read(self, entry: Entry, pool: SlotPool, seconds: float) -> None:
+        """A loan of an entry's block in this pool is over."""
+        with self._lock:
+            self._load_seconds += seconds
+            entry.readers -= 1
+            # a store that was closed meanwhile has another pool
+            if entry.removed and entry.readers == 0 and pool is self._pool:
+                self._busy -= 1
+                pool.give(entry.slot)
 
     def save(self, key: bytes, block: memoryview) -> bool:
         check_keys([key])
@@ -110,7 +103,7 @@ class MemoryStore(KvStore):
             if key in self._entries or self._closed:  # saved by another thread meanwhile
                 self._pool.give(slot)
                 return not self._closed
-            self._entries[key] = _Entry(slot)
+            self._entries[key] = Entry(slot, target.data.toreadonly())
         self._counts.add(saves=1, bytes_saved=self._block_bytes, save_seconds=time.perf_counter() - begin)
         return True
 
@@ -133,8 +126,9 @@ class MemoryStore(KvStore):
 
     def stats(self) -> StoreStats:
         with self._lock:
-            blocks = len(self._entries)
-        return self._counts.stats(blocks=blocks, bytes=blocks * self._block_bytes, capacity=self._capacity)
+            blocks, seconds = len(self._entries), self._load_seconds
+        held = {"blocks": blocks, "bytes": blocks * self._block_bytes, "capacity": self._capacity}
+        return self._counts.stats(load_seconds=seconds, **held)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is free, holds a block, or is in use for the last time."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_gaudi_ucm.store.medium import FullError, Medium, StoredBlock, Usage
+from vllm_gaudi_ucm.store.medium import REFUSED, FullError, Medium, StoredBlock, Usage
 from vllm_gaudi_ucm.store.options import RedisStoreOptions
 from vllm_gaudi_ucm.store.record import HEADER_BYTES
 
@@ -24,6 +24,7 @@ class RedisMedium(Medium):
 
     kind = "redis"
     upkeep_seconds = 1.0
+    batch_bytes = 1 << 20  # the client takes and clears new memory for the answers to a call: more is slower
 
     def __init__(self, options: RedisStoreOptions) -> None:
         redis = _client_package()
@@ -63,13 +64,25 @@ class RedisMedium(Medium):
         return self._ttl_ms is None or bool(self._client.pexpire(name, self._ttl_ms))
 
     def read(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
+        return _fill(record, self._get(self._client, key, block_bytes))
+
+    def _get(self, client: Any, key: bytes, block_bytes: int) -> Any:
         name = _name(key, block_bytes)
-        value = self._client.get(name) if self._ttl_ms is None else self._client.getex(name, px=self._ttl_ms)
-        if value is None:
-            return None
-        if len(value) == len(record):
-            record[:] = value
-        return len(value)
+        return client.get(name) if self._ttl_ms is None else client.getex(name, px=self._ttl_ms)
+
+    def read_many(self, keys: Sequence[bytes], block_bytes: int, records: Sequence[memoryview]) -> Iterator[int | None]:
+        """In one round trip."""
+        with self._client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                self._get(pipeline, key, block_bytes)
+            values = pipeline.execute(raise_on_error=False)
+        for value, record in zip(values, records, strict=True):
+            if isinstance(value, self._refused):
+                yield REFUSED
+            elif isinstance(value, Exception):
+                raise value
+            else:
+                yield _fill(record, value)
 
     def write(self, key: bytes, record: memoryview) -> bool:
         try:
@@ -121,6 +134,15 @@ class RedisMedium(Medium):
 
 def _name(key: bytes, block_bytes: int) -> bytes:
     return b"%s%d:%s" % (PREFIX, block_bytes, key)
+
+
+def _fill(record: memoryview, value: bytes | None) -> int | None:
+    """What `Medium.read` returns for a value as the server has it."""
+    if value is None:
+        return None
+    if len(value) == len(record):
+        record[:] = value
+    return len(value)
 
 
 def _batches(items: Sequence[bytes]) -> Iterator[list[bytes]]:

@@ -16,6 +16,8 @@ from vllm_gaudi_ucm.store.options import MemoryStoreOptions
 class SharedMemoryStore(KvStore):
     """One user's hold on the memory store that this process has for such options and block size."""
 
+    waits = False
+    batch_bytes = MemoryStore.batch_bytes
     _lock = threading.Lock()
     _open: ClassVar[dict[tuple[MemoryStoreOptions, int], tuple[MemoryStore, int]]] = {}  # with the number of users
 
@@ -33,8 +35,8 @@ class SharedMemoryStore(KvStore):
     def load(self, key: bytes, into: memoryview) -> bool:
         return self._used.load(key, into)
 
-    def lend(self, key: bytes) -> AbstractContextManager[memoryview] | None:
-        return self._used.lend(key)
+    def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None]:
+        return self._used.lend(keys)
 
     def save(self, key: bytes, block: memoryview) -> bool:
         return self._used.save(key, block)
@@ -77,13 +79,14 @@ class SharedMemoryStore(KvStore):
 
 def new_memory_store(options: MemoryStoreOptions, block_bytes: int) -> MemoryStore:
     """A store that nobody else opens. Raises UcmConfigError for page-locked memory without a device."""
-    pinned = _can_pin() if options.pin == "auto" else options.pin
-    if pinned and not _can_pin():
+    pinned = can_pin() if options.pin == "auto" else options.pin
+    if pinned and not can_pin():
         raise UcmConfigError([Problem("store.pin", "true", "false or auto here: page-locked memory needs a device")])
     return MemoryStore(block_bytes, options.capacity, pinned)
 
 
-def _can_pin() -> bool:
+def can_pin() -> bool:
+    """Whether there is a device that copies faster from page-locked memory."""
     from vllm_gaudi_ucm.device import get_device
     from vllm_gaudi_ucm.device.detect import detect_device
 
