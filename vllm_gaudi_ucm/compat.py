@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from vllm.config.model import LogprobsMode
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
     from vllm.v1.sample.sampler import Sampler
 
 logger = plugin_logger(__name__)
@@ -312,3 +315,34 @@ def kv_block_bytes(manager: "KVCacheManager") -> int:
     """
     (group,) = manager.kv_cache_config.kv_cache_groups
     return group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+
+
+def step_never_was(request: "Request", output: "ModelRunnerOutput") -> None:
+    """Takes what a step sampled for a request, if it sampled something, out of the step's output.
+
+    Reason: vLLM has rejected drafts, but no rejected steps.
+    Remove when: a connector or a runner can ask for a step to be repeated.
+    """
+    output.sampled_token_ids[output.req_id_to_index[request.request_id]] = []
+
+
+def wait_for_blocks_again(scheduler: "Scheduler", request: "Request", num_computed: int) -> None:
+    """Puts a running request, whose last step was taken back, where requests wait for a connector's load.
+
+    num_computed: its computed tokens before that step. It keeps its blocks, and goes on as after its first load once
+    the worker reports it as received: vLLM sends it to the worker as a new request then.
+
+    Reason: as for `step_never_was`; vLLM moves requests there from its queue of waiting ones only.
+    Remove when: as for `step_never_was`.
+    """
+    from vllm.v1.request import RequestStatus
+
+    scheduler.running.remove(request)
+    # whatever was scheduled for it: rows of a prompt's tail and of drafts count, too
+    request.num_computed_tokens = num_computed
+    request.spec_token_ids = []
+    # drafts that were proposed behind the token are ignored
+    request.is_prefill_chunk = True
+    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    scheduler._inflight_prefills.add(request)
+    scheduler._enqueue_waiting_request(request)

@@ -64,8 +64,13 @@ class CpuConfig(_Section):
     compact_weights: bool = Field(
         default=True,
         description="Keep packed weights whose values fit in fewer bits (bfloat16, or 4 or 8 bits and a scale for "
-        "every 32 inputs) in those too, for steps of few rows. No value changes; takes up to half of the weights' "
-        "memory more.",
+        "every 32 inputs) in those too, for steps of few rows; in those alone where the matrix unit is used. No value "
+        "changes; takes up to half of the weights' memory more, or as much less.",
+    )
+    matrix_unit: bool = Field(
+        default=True,
+        description="Multiply float32 on the CPU's matrix unit (AMX), where it has one, as sums of bfloat16 that are "
+        "as exact as float32 arithmetic: linear layers and attention. The last digits differ from those without it.",
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket, phase_string
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.phase_summary import PhaseSummary
 
@@ -153,9 +154,11 @@ def _line(record: StepRecord) -> str:
 
 
 def _bucket_json(bucket: Bucket) -> str:
-    phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks = bucket
-    selected = f",{selected_blocks}" if selected_blocks else ""
-    return f'["{phase}",{query_len},{shared_blocks},{unique_blocks},{logits}{selected}]'
+    phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks, causal_reach = bucket
+    more = f",{selected_blocks}" if selected_blocks else ""
+    if causal_reach != ALL_TILES:
+        more = f",{selected_blocks},{causal_reach}"
+    return f'["{phase}",{query_len},{shared_blocks},{unique_blocks},{logits}{more}]'
 
 
 def _parse_header(path: Path, line: str) -> dict[str, Any]:
@@ -204,11 +207,11 @@ def _number(fields: dict[str, Any], name: str, *types: type) -> Any:
 
 
 def _parse_bucket(value: Any) -> Bucket:
-    if isinstance(value, list) and len(value) in (len(Bucket._fields) - 1, len(Bucket._fields)):
+    if isinstance(value, list) and len(Bucket._fields) - 2 <= len(value) <= len(Bucket._fields):
         phase, *sizes = value
         if isinstance(phase, str) and phase in PHASES and all(type(size) is int and size >= 0 for size in sizes):
             return Bucket(phase, *sizes)
     raise ValueError(
-        f"found bucket {value!r}, expected [phase, query_len, shared_blocks, unique_blocks, logits] "
-        "and selected_blocks where there are any"
+        f"found bucket {value!r}, expected [phase, query_len, shared_blocks, unique_blocks, logits], "
+        "selected_blocks where there are any, causal_reach where it is known"
     )

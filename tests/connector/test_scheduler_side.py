@@ -127,6 +127,20 @@ def test_each_block_is_saved_once_and_drafts_are_not(sides: Any) -> None:
     assert side.side.metadata(scheduled(b=40)).saves == []
 
 
+def test_what_may_be_computed_again_is_saved_later(sides: Any) -> None:
+    """A step on blocks that were guessed may be repeated: what it fills is not stored before it stands."""
+    side, guesses = sides(), {"a"}
+    side.side._saves.partial = SimpleNamespace(
+        may_be_repeated=lambda request_id: request_id in guesses, record_saves=lambda *given: []
+    )
+    request = make_request("a", 40, num_prompt_tokens=40)
+    side.side.begin(request)
+    assert side.side.metadata(scheduled(a=20)).saves == []
+    guesses.clear()
+    request.num_computed_tokens = 20
+    assert [save.block_id for save in side.side.metadata(scheduled(a=20)).saves] == [100, 101]
+
+
 @pytest.mark.parametrize("change", [{"options": {"save": False}}, {"role": "kv_consumer"}])
 def test_nothing_is_saved(sides: Any, change: dict[str, Any]) -> None:
     side = sides(**change)
@@ -208,6 +222,6 @@ def test_blocks_that_are_away_are_not_stored(sides: Any) -> None:
     side = sides()
     request = make_request("sparse", 70, num_computed_tokens=48)
     side.side.begin(request)
-    side.side._block_table = lambda request_id: [7, 0, 0, 9, 11]
+    side.side._saves._block_table = lambda request_id: [7, 0, 0, 9, 11]
     assert [save.block_id for save in side.side.metadata(scheduled(sparse=22)).saves] == [7, 9]
     assert len(side.side.known) == 2

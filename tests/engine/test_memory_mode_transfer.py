@@ -76,7 +76,8 @@ def test_a_stored_prompt_is_not_computed_and_its_blocks_leave(
     # with the same options in memory, and yet two stores
     own = store_options("memory", tmp_path)
     config = {**ucm(static=static, store=own), "phase_log": str(log)}
-    with Engine(tiny_llama, config, **OPTIONS, kv_transfer_config=transfer(store_options(kind, tmp_path))) as engine:
+    whole = transfer(store_options(kind, tmp_path), partial_loads=False)
+    with Engine(tiny_llama, config, **OPTIONS, kv_transfer_config=whole) as engine:
         served = Served(engine)
         first = served.serve()
         served.forget()

@@ -28,6 +28,7 @@ def test_a_graph_with_selected_blocks_has_a_label_of_its_own() -> None:
     shape = ForwardShape("-su", 8, 4, 16)
     assert forward_label(shape) == "-su q8 s4 u16"
     assert forward_label(shape.with_selected(64)) == "-su q8 s4 u16 x64"
+    assert forward_label(ForwardShape.of(True, 8192, 0, 0, 0, 2)) == "c-- q8192 s0 u0 r2"
 
 
 @given(st.lists(st.tuples(SHAPES, SHAPES), max_size=30))

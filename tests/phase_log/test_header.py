@@ -34,7 +34,7 @@ def header_of(kind: str, **ucm: Any) -> dict[str, Any]:
 
 
 def read_limits(header: dict[str, Any]) -> Any:
-    options = argparse.Namespace(**dict.fromkeys((*LIMIT_NAMES, *OPTIONAL_LIMITS)))
+    options = argparse.Namespace(device="cpu", **dict.fromkeys((*LIMIT_NAMES, *OPTIONAL_LIMITS)))
     return limits_of(options, header, "the log")
 
 

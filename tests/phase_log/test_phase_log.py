@@ -12,6 +12,7 @@ import pytest
 
 from tests.phase_log.records import HEADER, mixed_steps, step, write_log
 from vllm_gaudi_ucm.graphs.bucket import Bucket
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.phase_log import SCHEMA, PhaseLog, PhaseLogError, StepRecord, read_phase_log
 
 OLD_FIELDS = (
@@ -61,6 +62,18 @@ def test_a_sparse_step_is_read_back(tmp_path: Path) -> None:
     assert json.loads(lines[0])["bucket"] == ["-su", 4, 2, 9, 4, 30]
     assert json.loads(lines[1])["bucket"] == ["-su", 4, 2, 9, 4]
     assert json.loads(lines[1])["padded"] == ["-su", 8, 4, 16, 8, 64]
+
+
+def test_a_known_reach_is_read_back(tmp_path: Path) -> None:
+    """Written where it says more than the number of rows does; absent it says nothing."""
+    path = tmp_path / "phases.jsonl"
+    true, padded = Bucket("c--", 4000, 0, 0, 4, 0, 2), Bucket("c--", 4096, 0, 0, 8)
+    packed = StepRecord(1, true, padded, 8, 8, 4000, 10, 0, 0, 0.5, 31.5, 2.0)
+    write_log(path, [packed])
+    assert read_phase_log(path)[1] == [packed]
+    line = json.loads(path.read_text().splitlines()[1])
+    assert (line["bucket"], line["padded"]) == (["c--", 4000, 0, 0, 4, 0, 2], ["c--", 4096, 0, 0, 8])
+    assert padded.causal_reach == ALL_TILES
 
 
 def test_times_survive_to_a_tenth_of_a_microsecond(tmp_path: Path) -> None:
@@ -136,7 +149,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, bad: str | tuple[str, str] | 
         "csu",
         [3, 1, 1, 1, 1],
         ["csu", 1, 1, 1, 1, -1],
-        ["csu", *[1] * 6],
+        ["csu", *[1] * 7],
     ],
 )
 def test_a_bucket_that_is_none_is_named(tmp_path: Path, bucket: object) -> None:

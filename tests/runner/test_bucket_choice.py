@@ -140,7 +140,11 @@ def test_the_limits_are_the_servers_and_shared_blocks_those_of_two_requests() ->
 
 def test_a_bucket_file_gives_its_buckets(bucket_file: Path) -> None:
     buckets, _ = chosen(buckets=bucket_file)
-    assert set(buckets.forward) == {("--u", 8, 0, 40, 0), ("c--", 32, 0, 0, 0), LIMITS.maximum.forward}
+    assert set(buckets.forward) == {
+        ForwardShape("--u", 8, 0, 40),
+        ForwardShape("c--", 32, 0, 0),
+        LIMITS.maximum.forward,
+    }
     assert buckets.logits == (4, 8)
 
 

@@ -17,9 +17,12 @@ from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
 from tests.runner.batches import Request, Step, lay_out, steps
 from tests.runner.expand import owners
 from tests.runner.test_staging import run_step
+from vllm_gaudi_ucm.graphs import causal_tiles
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
+from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_sizes
 from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.runner.staging import true_shape
 from vllm_gaudi_ucm.runner.static_inputs import ForwardInputs, StaticInputs
@@ -77,7 +80,9 @@ def static_steps(draw: st.DrawFn) -> Static:
         for low, high in zip(true[1:5], most[1:5], strict=True)
     )
     causal = true.phase[0] == "c" or draw(st.booleans())
-    shape = ForwardShape.of(causal, q, s, u)
+    least = 1 if plan.causal is None else true.causal_reach
+    reach = draw(st.one_of(st.just(least), st.integers(least, least + 3), st.just(ALL_TILES)))
+    shape = ForwardShape.of(causal, q, s, u, 0, reach)
     return Static(step, plan, shape.step(logits), limits, draw(st.sampled_from([1, 5, 512])))
 
 
@@ -100,6 +105,25 @@ def _static(requests: list[Request], more: int = 0, contiguous: bool = False, se
     step = lay_out(requests, 4, seed)
     limits = server_limits(step, contiguous, more, more, more)
     return Static(step, plan_batch(step.batch_input(), 4), limits.maximum, limits, 8)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of a few rows, so that small steps have many."""
+    monkeypatch.setattr(causal_tiles, "TILE_ROWS", 3)
+    monkeypatch.setattr(hpu_sizes, "TILE", 2)
+    monkeypatch.setattr(hpu_sizes, "SCORE_BYTES", 4 * 4 * 2 * 8)
+
+
+@settings(max_examples=100)
+@given(static=static_steps())
+def test_the_hpu_implementation_takes_the_tensors_of_a_bucket(static: Static) -> None:
+    """covers: A2 A9 A10 A11 A15 B4. Also where the bucket bounds how far rows look back."""
+    inputs = static.inputs()
+    static.fill(inputs).fill_(POISON)
+    inputs._host.fill_(POISON)
+    split = inputs.split(static.fill(inputs), static.bucket.forward)
+    assert_matches(in_bucket(static, split), "hpu", prepared=True)
 
 
 @settings(max_examples=100)
@@ -152,6 +176,9 @@ def test_every_index_is_within_what_it_indexes(static: Static) -> None:
 def _indices(split: ForwardInputs, static: Static) -> Iterator[tuple[torch.Tensor, int]]:
     """(indices, how many entries there are to index)."""
     limits = static.limits
+    if split.parts.causal is not None and split.parts.causal.tiles is not None:
+        yield split.parts.causal.tiles.first, static.bucket.query_len
+        yield split.parts.causal.tiles.last, static.bucket.query_len
     yield split.positions, limits.max_model_len
     yield split.slots, limits.num_blocks * limits.block_size
     _, shared, unique, _ = split.parts

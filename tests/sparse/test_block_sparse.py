@@ -62,6 +62,27 @@ def test_drafts_are_no_context(drafts: int) -> None:
     assert decode(method, request).requests == {"a": RequestSelection(SELECT, 1, 8, 1)}
 
 
+def test_prompt_rows_of_a_context_with_gaps() -> None:
+    """Chunks too, with the budget of what they have computed; a request without gaps stays dense beside it."""
+    method = gsa()
+    requests: Any = {
+        "gaps": Live("gaps", 43, computed=40),
+        "chunk": Live("chunk", 52, computed=48),
+        "whole": Live("whole", 43, computed=40),
+    }
+    begin(method, *requests.values())
+    asked = []
+
+    def has_gaps(request_id: str, num_rows: int) -> bool:
+        asked.append((request_id, num_rows))
+        return request_id != "whole"
+
+    method.has_gaps = has_gaps
+    meta = method.build_sparse_meta(step_of({"gaps": 3, "chunk": 2, "whole": 3}, requests), requests)
+    assert meta.requests == {"gaps": RequestSelection(SELECT, 1, 8, 1), "chunk": RequestSelection(SELECT, 1, 10, 1)}
+    assert asked == [("gaps", 3), ("chunk", 2), ("whole", 3)]
+
+
 def test_tokens_that_are_not_known_yet_are_no_context() -> None:
     """Asynchronous scheduling: drafts in flight count as computed, and may be rejected."""
     method, request = gsa(), Live("a", 39, computed=43)

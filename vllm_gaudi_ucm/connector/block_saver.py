@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,11 +21,12 @@ logger = plugin_logger(__name__)
 
 
 class SaveCounts(msgspec.Struct, kw_only=True):
-    """Blocks: stored, dropped because the queue was full, refused by the store."""
+    """Blocks: stored, dropped because the queue was full, refused by the store. Records beside them: stored."""
 
     saved: int = 0
     dropped: int = 0
     refused: int = 0
+    records: int = 0
 
 
 class BlockSaver:
@@ -48,7 +49,7 @@ class BlockSaver:
         self._busy = 0
         self._unsaved: list[bytes] = []
         self._counts = SaveCounts()
-        self._queue: queue.SimpleQueue[tuple[bytes, memoryview] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[bytes, memoryview, bool] | None] = queue.SimpleQueue()
         # daemon: a store that hangs must not keep the process from ending
         self._threads = [
             threading.Thread(target=self._run, name=f"ucm-save-{index}", daemon=True) for index in range(workers)
@@ -65,7 +66,21 @@ class BlockSaver:
             self._counts.dropped += len(dropped)
             self._unsaved += [save.key for save in dropped]
         for save, buffer in zip(kept, buffers, strict=True):
-            self._queue.put((save.key, buffer))
+            self._queue.put((save.key, buffer, True))
+
+    def submit_record(self, key: bytes, fill: Callable[[memoryview], None]) -> None:
+        """Stores what is no block, of the size of one; fill: writes it, at once."""
+        buffers = self._take(1)
+        if not buffers:
+            self.refuse(key)
+            return
+        fill(buffers[0])
+        self._queue.put((key, buffers[0], False))
+
+    def refuse(self, key: bytes) -> None:
+        """A record that is not stored: `take_unsaved` names it."""
+        with self._lock:
+            self._unsaved.append(key)
 
     def take_unsaved(self) -> list[bytes]:
         """Keys of blocks that were dropped or refused since the last call."""
@@ -109,15 +124,16 @@ class BlockSaver:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            key, buffer = item
+            key, buffer, is_block = item
             is_saved = False
             try:
                 is_saved = self._store.save(key, buffer)
             except Exception as error:
                 logger.warning("a block could not be stored: %s: %s", type(error).__name__, error)
             with self._lock:
-                self._counts.saved += is_saved
-                self._counts.refused += not is_saved
+                self._counts.saved += is_saved and is_block
+                self._counts.records += is_saved and not is_block
+                self._counts.refused += not is_saved and is_block
                 if not is_saved:
                     self._unsaved.append(key)
                 self._free.append(buffer)

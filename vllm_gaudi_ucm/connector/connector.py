@@ -6,7 +6,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 
 from vllm_gaudi_ucm.connector.metadata import UcmMetadata, UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.sparse.residency.scheduler_side import Fetched, ResidencyScheduler
 
 
 class UcmConnector(KVConnectorBase_V1, SupportsHMA):
@@ -89,10 +96,12 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.loaded(connector_output.finished_recving or set(), connector_output.invalid_block_ids)
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, UcmWorkerMetadata):
-            self._scheduler.unsaved(report.unsaved)
+        if not isinstance(report, UcmWorkerMetadata):
+            report = UcmWorkerMetadata()
+        self._scheduler.failed(connector_output.failed_recving or set(), report.late)
+        self._scheduler.loaded(connector_output.finished_recving or set(), connector_output.invalid_block_ids)
+        self._scheduler.unsaved(report.unsaved)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # blocks are copied in the step that fills them, so nothing of them is needed any more; vLLM itself keeps those
@@ -108,7 +117,19 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         return self._scheduler.clear()
 
+    def bind_memory_mode(self, residency: ResidencyScheduler) -> None:
+        """Called once by our scheduler, in memory mode."""
+        self._scheduler.bind_memory_mode(residency)
+
+    def fetch(self, request_id: str, fetched: Fetched) -> None:
+        """Loads blocks that were left in the store; called by our scheduler for a request that waits for them."""
+        self._scheduler.fetch(request_id, fetched)
+
     # in the worker
+
+    def bind_sparse_worker(self, sparse: SparseWorker) -> None:
+        """Called once by our runner, after `register_kv_caches`, in memory mode."""
+        self._worker.bind_sparse_worker(sparse)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register_kv_caches(kv_caches)
@@ -125,22 +146,27 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self._worker.save(self._metadata())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._worker.finished_loads(finished_req_ids) or None
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        finished = self._worker.loads.finished(finished_req_ids)
+        return KVConnectorTransferResults(set(), finished, self._worker.loads.take_failed())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_invalid()
+        return self._worker.loads.take_invalid()
 
     def build_connector_worker_meta(self) -> UcmWorkerMetadata | None:
         return self._worker.report()
 
     def take_loaded_block_ids(self) -> set[int]:
         """Blocks that were loaded since the last call; our runner asks, other connectors do not say."""
-        return self._worker.take_loaded()
+        return self._worker.loads.take_loaded()
+
+    def take_summarised_block_ids(self) -> set[int]:
+        """Those among the loaded blocks whose summaries came with them."""
+        return self._worker.loads.take_summarised()
 
     def wait_for_load(self, seconds: float) -> None:
         """Waits for the end of a load; our runner calls it in steps that have nothing else to do."""
-        self._worker.wait_for_load(seconds)
+        self._worker.loads.wait(seconds)
 
     def transfer_totals(self) -> TransferTotals:
         """Blocks that were moved so far; our runner asks, for the phase log."""

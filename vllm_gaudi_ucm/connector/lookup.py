@@ -14,10 +14,15 @@ logger = plugin_logger(__name__)
 
 
 class Lookup:
-    """One question; `hits` is how many of its keys the store holds from the first on, None until it is answered."""
+    """One question; `hits` is how many of its keys the store holds from the first on, None until it is answered.
 
-    def __init__(self, keys: Sequence[bytes], first_block: int, asked: float) -> None:
+    records, has_records: other keys, and whether the store holds all of them.
+    """
+
+    def __init__(self, keys: Sequence[bytes], first_block: int, asked: float, records: Sequence[bytes] = ()) -> None:
         self.keys = keys
+        self.records = records
+        self.has_records = False
         self.first_block = first_block
         self.asked = asked
         self.hits: int | None = None
@@ -40,9 +45,9 @@ class LookupThread:
         self._thread = threading.Thread(target=self._run, name="ucm-lookup", daemon=True)
         self._thread.start()
 
-    def ask(self, keys: Sequence[bytes], first_block: int) -> Lookup:
-        """keys: of blocks `first_block` and following; returns at once."""
-        lookup = Lookup(keys, first_block, self._clock())
+    def ask(self, keys: Sequence[bytes], first_block: int, records: Sequence[bytes] = ()) -> Lookup:
+        """keys: of blocks `first_block` and following; records: of their summaries. Returns at once."""
+        lookup = Lookup(keys, first_block, self._clock(), records)
         self._questions.put(lookup)
         return lookup
 
@@ -58,7 +63,9 @@ class LookupThread:
     def _run(self) -> None:
         while (lookup := self._questions.get()) is not None:
             try:
-                found = self._store.lookup(lookup.keys)
+                found = self._store.lookup([*lookup.keys, *lookup.records])
+                found, records = found[: len(lookup.keys)], found[len(lookup.keys) :]
+                lookup.has_records = bool(records) and all(records)
                 lookup.hits = next((i for i, is_there in enumerate(found) if not is_there), len(found))
             except Exception as error:
                 logger.warning("the store cannot say what it holds: %s: %s", type(error).__name__, error)

@@ -10,12 +10,28 @@ from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan
 
 
 @dataclass(frozen=True)
+class RecordLoad:
+    """Summaries of consecutive blocks. Of each the row of memory mode for one that is left in the store, below 0 for
+    others; and the physical block of one that is loaded, 0 for others."""
+
+    key: bytes
+    rows: list[int]
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
 class BlockLoad:
-    """Blocks of a request that waits for them: block `block_ids[i]` gets what is stored under `keys[i]`."""
+    """Blocks of a request that waits for them: block `block_ids[i]` gets what is stored under `keys[i]`.
+
+    is_partial: there are blocks before or between these that are not on the device; if one of these does not come, the
+    request cannot compute what follows it, and begins anew.
+    """
 
     request_id: str
     keys: list[bytes]
     block_ids: list[int]
+    records: list[RecordLoad] = field(default_factory=list)
+    is_partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -26,22 +42,33 @@ class BlockSave:
     block_id: int
 
 
+@dataclass(frozen=True)
+class RecordSave:
+    """Summaries of these blocks, which are full once this step has run."""
+
+    key: bytes
+    block_ids: list[int]
+
+
 @dataclass
 class UcmMetadata(KVConnectorMetadata):
     """From the scheduler to the worker. lookups: its LookupCounts as a tuple, for the worker's metrics."""
 
     loads: list[BlockLoad] = field(default_factory=list)
     saves: list[BlockSave] = field(default_factory=list)
+    records: list[RecordSave] = field(default_factory=list)
     prefetch: PrefetchPlan = field(default_factory=PrefetchPlan)
     lookups: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 @dataclass
 class UcmWorkerMetadata(KVConnectorWorkerMetadata):
-    """From the worker to the scheduler: keys whose blocks were not stored after all."""
+    """From the worker to the scheduler: keys whose blocks were not stored after all, and requests whose blocks came
+    too late to be asked for again."""
 
     unsaved: list[bytes] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UcmWorkerMetadata:
         assert isinstance(other, UcmWorkerMetadata), "all workers have the same connector"
-        return UcmWorkerMetadata(self.unsaved + other.unsaved)
+        return UcmWorkerMetadata(self.unsaved + other.unsaved, self.late + other.late)

@@ -28,6 +28,11 @@ class RequestKeys:
         self._keys: list[bytes] = []
         self._next_feature = 0
 
+    @property
+    def known(self) -> list[bytes]:
+        """Those that were asked for so far."""
+        return self._keys
+
     def first(self, blocks: int) -> list[bytes]:
         """Keys of the first so many blocks.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,11 @@ import msgspec
 
 from vllm_gaudi_ucm.connector.known_keys import KnownKeys
 from vllm_gaudi_ucm.connector.lookup import Lookup, LookupThread
-from vllm_gaudi_ucm.connector.metadata import BlockLoad, BlockSave, UcmMetadata
+from vllm_gaudi_ucm.connector.metadata import BlockLoad, BlockSave, RecordSave, UcmMetadata
+from vllm_gaudi_ucm.connector.partial_load import PartialLoads
 from vllm_gaudi_ucm.connector.request_keys import RequestKeys
+from vllm_gaudi_ucm.connector.request_state import RequestState
+from vllm_gaudi_ucm.connector.save_plan import SavePlan
 from vllm_gaudi_ucm.connector.waiting_prefetch import WaitingPrefetch
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
+    from vllm_gaudi_ucm.sparse.residency.scheduler_side import Fetched, ResidencyScheduler
 
 logger = plugin_logger(__name__)
 
@@ -38,18 +41,6 @@ class LookupCounts(msgspec.Struct, kw_only=True):
     timeouts: int = 0
     hit_blocks: int = 0
     missed_blocks: int = 0
-
-
-@dataclass
-class _State:
-    """Of a live request. is_closed: nothing is loaded for it any more. saved: blocks that were sent, or found."""
-
-    request: Request
-    keys: RequestKeys
-    lookup: Lookup | None = None
-    is_closed: bool = False
-    loading: BlockLoad | None = None
-    saved: int = 0
 
 
 class SchedulerSide:
@@ -68,25 +59,42 @@ class SchedulerSide:
         cached_tokens: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         self._setup = setup
-        self._block_table = block_table
         self._cached_tokens = cached_tokens
         self._block_size = setup.block_size
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, RequestState] = {}
         self._epoch = b""
         self._loads: list[BlockLoad] = []
         self.known = KnownKeys()
+        self._saves = SavePlan(self.known, self._block_size, block_table, self._keys)
         self.counts = LookupCounts()
         self.store = setup.open_store()
         self._lookups = LookupThread(self.store)
         batch_size = setup.vllm_config.scheduler_config.max_num_seqs
-        self._waiting = WaitingPrefetch(setup.prefetch_options, batch_size, self._lookups, self._wanted_keys)
+        self._waiting = WaitingPrefetch(
+            setup.prefetch_options, batch_size, self._lookups, self._wanted_keys, self._wanted_part
+        )
         self._plan = PrefetchPlan()
+        self._partial: PartialLoads | None = None
+
+    def bind_memory_mode(self, residency: ResidencyScheduler) -> None:
+        """From now on loads may leave blocks in the store; before the first request."""
+        span = self._setup.summaries_per_record(residency.method)
+        if not self._setup.loads_partly or not span:
+            return
+        self._partial = self._saves.partial = PartialLoads(residency, self._block_size, span, self._waiting.order)
+        residency.on_wanted = self._wanted_by_query
+
+    def _wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
+        state = self._states.get(request_id)
+        if state is not None:
+            keys = state.keys.known
+            self._waiting.used(keys[number] for number in numbers if number < len(keys))
 
     def begin(self, request: Request) -> None:
         """A request has arrived."""
         keys = self._new_keys(request)
         if keys is not None:
-            self._states[request.request_id] = _State(request, keys)
+            self._states[request.request_id] = RequestState(request, keys)
 
     def _new_keys(self, request: Request) -> RequestKeys | None:
         extra_args = None if request.sampling_params is None else request.sampling_params.extra_args
@@ -116,7 +124,15 @@ class SchedulerSide:
         keys = self._keys(state, (request.num_tokens - 1) // self._block_size)
         return None if keys is None else keys[self._cached_tokens(request) // self._block_size :]
 
-    def _may_load(self, state: _State) -> bool:
+    def _wanted_part(self, request: Request, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Of blocks that are all stored, up to the last one that may be loaded."""
+        state = self._states.get(request.request_id)
+        if state is None or self._partial is None or state.is_whole:
+            return keys
+        every = state.keys.known[: (request.num_tokens - 1) // self._block_size]
+        return self._partial.wanted(request, every, len(every) - len(keys))
+
+    def _may_load(self, state: RequestState) -> bool:
         return not state.is_closed and not state.request.skip_reading_prefix_cache and self._setup.loads
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
@@ -139,10 +155,14 @@ class SchedulerSide:
             return 0
         hits = lookup.hits or 0
         self.known.add(lookup.keys[:hits])
+        if lookup.has_records:
+            self.known.add(lookup.records)
+        else:
+            self.known.missed(lookup.records)
         self.known.missed(lookup.keys[hits:])
         return hits * self._block_size if hits >= self._setup.options.min_hit_blocks else 0
 
-    def _lookup(self, state: _State, first: int, end: int) -> Lookup | None:
+    def _lookup(self, state: RequestState, first: int, end: int) -> Lookup | None:
         """The question that was asked before for these blocks, or a new one; None where there is nothing to ask."""
         asked = state.lookup
         if asked is not None and (asked.first_block, asked.first_block + len(asked.keys)) == (first, end):
@@ -151,10 +171,13 @@ class SchedulerSide:
         if keys is None or first >= end:
             return None
         self.counts.requests += 1
-        state.lookup = self._lookups.ask(keys[first:], first)
+        records: list[bytes] = []
+        if self._partial is not None and not state.is_whole:
+            records = self._partial.record_keys(state.request, keys, first)
+        state.lookup = self._lookups.ask(keys[first:], first, records)
         return state.lookup
 
-    def _keys(self, state: _State, blocks: int) -> list[bytes] | None:
+    def _keys(self, state: RequestState, blocks: int) -> list[bytes] | None:
         try:
             return state.keys.first(blocks)
         except ValueError as error:
@@ -170,45 +193,61 @@ class SchedulerSide:
         lookup, count = state.lookup, num_external // self._block_size
         self.counts.hit_blocks += count
         self.counts.missed_blocks += len(lookup.keys) - count
-        targets = block_ids[lookup.first_block : lookup.first_block + count]
-        load = BlockLoad(request.request_id, list(lookup.keys[:count]), targets)
-        self._loads.append(load)
+        load = self._plan_partial(state, lookup, count, block_ids)
         self._waiting.forget(request.request_id)
-        self._waiting.used(load.keys)
+        if load is None:
+            targets = block_ids[lookup.first_block : lookup.first_block + count]
+            load = BlockLoad(request.request_id, list(lookup.keys[:count]), targets)
+            self._waiting.used(load.keys)
+        self._loads.append(load)
         # once: what could not be loaded is computed, and not asked for again
         state.is_closed, state.lookup, state.loading = True, None, load
+
+    def _plan_partial(self, state: RequestState, lookup: Lookup, count: int, block_ids: list[int]) -> BlockLoad | None:
+        """None where everything is loaded."""
+        if self._partial is None or state.is_whole or not lookup.has_records or count < len(lookup.keys):
+            return None
+        request_id, first = state.request.request_id, lookup.first_block
+        keys = state.keys.first(first + count)
+        return self._partial.plan(request_id, keys, first, block_ids, lookup.records)
+
+    def fetch(self, request_id: str, fetched: Fetched) -> None:
+        """A request that has run waits again, for blocks that were left in the store."""
+        assert self._partial is not None, "only a partial load has left something"
+        state = self._states.get(request_id)
+        # without a state the cache was reset meanwhile: the blocks that are there are old, too
+        keys = [] if state is None else state.keys.known[: (state.request.num_prompt_tokens - 1) // self._block_size]
+        load = self._partial.fetch(request_id, keys, fetched)
+        self._loads.append(load)
+        if state is not None:
+            state.is_closed, state.loading = True, load
 
     def metadata(self, scheduler_output: SchedulerOutput) -> UcmMetadata:
         """Of the step that was just scheduled."""
         loads, self._loads = self._loads, []
         plan, self._plan = self._plan, PrefetchPlan()
         saves: list[BlockSave] = []
+        records: list[RecordSave] = []
         if self._setup.saves:
             for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
                 state = self._states.get(request_id)
                 if state is not None:
-                    saves += self._new_blocks(state, num_scheduled)
+                    saves += self._saves.blocks(state, num_scheduled)
+                    records += self._saves.records(state, num_scheduled)
         counts = self.counts
         lookups = (counts.requests, counts.timeouts, counts.hit_blocks, counts.missed_blocks)
-        return UcmMetadata(loads, saves, plan, lookups)
+        return UcmMetadata(loads, saves, records, plan, lookups)
 
-    def _new_blocks(self, state: _State, num_scheduled: int) -> list[BlockSave]:
-        """Blocks that this step fills, and those before that nobody has stored. Drafts may turn out wrong: they do not
-        count, as they are no tokens of the request yet."""
-        request = state.request
-        end = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
-        full = end // self._block_size
-        if full <= state.saved:
-            return []
-        keys = self._keys(state, full)
-        if keys is None:
-            return []
-        block_ids = self._block_table(request.request_id)
-        # memory mode may have put the null block in the place of one that has left the device
-        new = [index for index in range(state.saved, full) if block_ids[index] and keys[index] not in self.known]
-        self.known.add(keys[index] for index in new)
-        state.saved = full
-        return [BlockSave(keys[index], block_ids[index]) for index in new]
+    def failed(self, request_ids: set[str], late: Collection[str]) -> None:
+        """Of these requests blocks were left in the store, and of the others not all have come: they begin anew, and
+        load whole, or, where time is up (`late`), compute."""
+        for request_id in request_ids:
+            state = self._states.get(request_id)
+            if state is None or state.loading is None:
+                continue
+            # stored again once they are computed again
+            self.known.discard(record.key for record in state.loading.records)
+            state.is_whole, state.is_closed, state.loading = True, request_id in late, None
 
     def loaded(self, request_ids: set[str], invalid_block_ids: set[int]) -> None:
         """The loads of these requests have ended. One that got all its blocks may load again, after a preemption."""
@@ -244,7 +283,7 @@ class SchedulerSide:
                 continue
             keys = self._new_keys(state.request)
             assert keys is not None, "it had keys before"
-            self._states[request_id] = _State(state.request, keys, is_closed=state.is_closed)
+            self._states[request_id] = RequestState(state.request, keys, is_closed=state.is_closed)
         return True
 
     @property

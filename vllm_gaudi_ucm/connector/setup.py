@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
 from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.connector.weights_digest import weights_digest
+from vllm_gaudi_ucm.sparse.residency.summary_records import summary_bytes
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import open_store
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.store.base import KvStore
 
 # of the prefetch engine: they decide when a block comes, not what is in it
@@ -70,6 +72,19 @@ class ConnectorSetup:
     def prefetch_options(self) -> PrefetchOptions:
         """The connector's own, over those in GSA's section where that method selects."""
         return self.options.prefetch.over_gsa(resolve_config(self.vllm_config.additional_config))
+
+    @property
+    def loads_partly(self) -> bool:
+        """Whether loads may leave blocks in the store, where there is memory mode."""
+        return self.options.partial_loads and self.options.load_failure == "recompute"
+
+    def summaries_per_record(self, method: BlockOptions) -> int:
+        """Blocks whose summaries fit into a record of the store, which has the size of a block."""
+        bytes_per_block = sum(
+            summary_bytes(method, self.block_size, spec.num_kv_heads, spec.head_size, spec.dtype.itemsize)
+            for spec in self.layers.values()
+        )
+        return self.block_bytes // bytes_per_block
 
     def open_store(self) -> KvStore:
         return open_store(self.options.store, self.block_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -33,19 +33,32 @@ class WaitingPrefetch:
         batch_size: requests of a batch.
         lookups: asks the store; nothing here waits for it.
         keys: of a request.
+        part: what of them is loaded, where the store has all.
     """
 
-    def __init__(self, options: PrefetchOptions, batch_size: int, lookups: LookupThread, keys: WantedKeys) -> None:
+    def __init__(
+        self,
+        options: PrefetchOptions,
+        batch_size: int,
+        lookups: LookupThread,
+        keys: WantedKeys,
+        part: Callable[[Request, Sequence[bytes]], Sequence[bytes]] = lambda request, keys: keys,
+    ) -> None:
         history = AccessHistory(KEYS_OF_HISTORY_PER_BLOCK * options.prefetch_cache_size)
         self._planner = PrefetchPlanner(batch_size, options.prefetch_ahead, options.prefetch_cache_size, history)
         self._lookups = lookups
         self._keys = keys
+        self._part = part
         self._asked: dict[str, Lookup | None] = {}
         self._queued: dict[str, QueuedRequest] = {}
 
     def used(self, keys: Iterable[bytes]) -> None:
         """Blocks that a request is given now: what the history is made of."""
         self._planner.history.record(keys)
+
+    def order(self, keys: Sequence[bytes]) -> list[int]:
+        """Indices of blocks, by the history of their use and by position."""
+        return self._planner.history.order(keys, sinks=0)
 
     def forget(self, request_id: str) -> None:
         """The request has blocks now, or has ended: the id may stand for another one."""
@@ -66,7 +79,9 @@ class WaitingPrefetch:
                 open_lookups += 1
             asked = self._asked.get(name)
             if name not in self._queued and asked is not None and asked.hits:
-                self._queued[name] = QueuedRequest(name, tuple(asked.keys[: asked.hits]))
+                stored = asked.keys[: asked.hits]
+                part = self._part(request, stored) if len(stored) == len(asked.keys) else stored
+                self._queued[name] = QueuedRequest(name, tuple(part))
         return self._planner.update([], [self._queued[r.request_id] for r in reach if r.request_id in self._queued])
 
     def _ask(self, request: Request) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheLayout, KVCacheSpec, create_kv_cache_views
 
+from vllm_gaudi_ucm.memory.host_pages import zeroed_pages
+
 # vLLM's block pool keeps block 0 for itself (the null block) and never hands it to a request: pads point at it.
 DUMMY_BLOCK = 0
 
@@ -33,7 +35,8 @@ def allocate_kv_cache(
 def _views(config: KVCacheConfig, device: torch.device) -> dict[str, torch.Tensor]:
     specs = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
     (size,) = {tensor.size for tensor in config.kv_cache_tensors}
-    backing = torch.zeros(size, dtype=torch.int8, device=device)
+    on_host = device.type == "cpu"
+    backing = zeroed_pages(size) if on_host else torch.zeros(size, dtype=torch.int8, device=device)
     layout = KVCacheLayout[config.kv_cache_layout or KVCacheLayout.LBNHC.name]
     caches: dict[str, torch.Tensor] = {}
     for tensor in config.kv_cache_tensors:

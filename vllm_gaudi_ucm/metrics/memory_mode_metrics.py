@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.metrics.metrics_file import MetricsFile
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.residency.totals import ResidencyTotals
 
-EVENTS = ("saved", "unsaved", "released", "loaded", "failed", "found")
+EVENTS = ("saved", "unsaved", "released", "loaded", "failed", "found", "stored")
 
 
 class MemoryModeMetrics:
@@ -23,6 +23,7 @@ class MemoryModeMetrics:
         self._away.set(0)
         self._scorings = [file.series(metric.MEMORY_MODE_SCORINGS, share) for share in ("all", "missed")]
         self._kept = file.series(metric.MEMORY_MODE_KEPT)
+        self._repeated = file.series(metric.MEMORY_MODE_REPEATED)
 
     def set(self, totals: ResidencyTotals) -> None:
         """Totals since the start, and the blocks that are away now."""
@@ -32,3 +33,4 @@ class MemoryModeMetrics:
         for series, count in zip(self._scorings, (totals.scored, totals.missed), strict=True):
             series.set(count)
         self._kept.set(totals.kept)
+        self._repeated.set(totals.repeated)

@@ -97,6 +97,12 @@ MEMORY_MODE_SCORINGS = Metric(
 MEMORY_MODE_KEPT = Metric(
     "gaudi_ucm_memory_mode_kept", "counter", (), "Requests that got every block back, because too much was missed."
 )
+MEMORY_MODE_REPEATED = Metric(
+    "gaudi_ucm_memory_mode_repeated",
+    "counter",
+    (),
+    "First steps that were computed again, because blocks that a load had left in the store were wanted.",
+)
 
 METRICS = (
     STEPS,
@@ -136,4 +142,5 @@ METRICS = (
     MEMORY_MODE_AWAY,
     MEMORY_MODE_SCORINGS,
     MEMORY_MODE_KEPT,
+    MEMORY_MODE_REPEATED,
 )

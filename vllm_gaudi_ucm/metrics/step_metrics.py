@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vllm_gaudi_ucm.envs import multi_process_metrics
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, phase_string
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.metrics import metric
 from vllm_gaudi_ucm.metrics.folder import make_private, metrics_folder, remove_files
@@ -88,7 +89,7 @@ class StepMetrics:
     def step(self, true: Bucket, padded: Bucket) -> None:
         """One step of shape `true` that ran at `padded`: a bucket, or `true` itself (the same object) without one."""
         self._steps[true.phase].add(1)
-        for series, size in zip(self._sizes, true[1:] + padded[1:], strict=True):
+        for series, size in zip(self._sizes, true[1:6] + padded[1:6], strict=True):
             series.add(size)
         # Identity, not equality: a step may fill its bucket exactly, and true shapes have no bound on their number.
         if padded is not true:
@@ -151,7 +152,8 @@ class StepMetrics:
 
 
 def forward_label(shape: ForwardShape) -> str:
-    """`csu q512 s8 u64`: phase, rows, shared blocks, unique blocks, and ` x16` for selected blocks where it has any."""
-    phase, query_len, shared_blocks, unique_blocks, selected_blocks = shape
+    """`csu q512 s8 u64`: phase, rows, shared blocks, unique blocks; ` x16`: selected blocks, ` r2`: a bounded reach."""
+    phase, query_len, shared_blocks, unique_blocks, selected_blocks, causal_reach = shape
     selected = f" x{selected_blocks}" if selected_blocks else ""
-    return f"{phase} q{query_len} s{shared_blocks} u{unique_blocks}{selected}"
+    reach = f" r{causal_reach}" if causal_reach != ALL_TILES else ""
+    return f"{phase} q{query_len} s{shared_blocks} u{unique_blocks}{selected}{reach}"

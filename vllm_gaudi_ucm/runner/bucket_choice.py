@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.graphs.cost import CostModel
@@ -71,12 +72,14 @@ def choose_buckets(
 ) -> tuple[BucketSet, Steps | None]:
     """The buckets, and the steps of `ucm.graphs.trace` where there is one.
 
+    On Gaudi they may bound how far rows look back on other new ones; elsewhere attention knows it from the data.
     Logs a warning where `max_graphs` leaves the largest bucket alone, which every step then takes.
 
     Raises:
         ValueError: a file that is missing, malformed or made for other limits, or a strategy without its file.
     """
     cost = cost_model(vllm_config, device, limits.block_size)
+    limits = replace(limits, causal_reach=device.kind == "hpu")
     usage = None
     if graphs.trace is not None:
         usage = _usage(graphs.trace, limits)

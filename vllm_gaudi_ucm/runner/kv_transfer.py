@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
 
 REST_SECONDS = 0.002
 """Of a step without tokens, at most: so late a request that arrives meanwhile may be seen."""
@@ -171,6 +172,17 @@ class KvTransfer:
         ]
         found = [block for computed, blocks in begun for block in blocks[: computed // self._block_size]]
         return np.array(found, np.int64)
+
+    def take_summarised_blocks(self) -> NDArray[np.int64]:
+        """Blocks among those that were loaded whose summaries have come with them; only our own connector has such."""
+        take: Callable[[], set[int]] | None = getattr(self.connector, "take_summarised_block_ids", None)
+        return np.fromiter(set() if take is None else take(), np.int64)
+
+    def bind_sparse_worker(self, sparse: SparseWorker) -> None:
+        """Our own connector leaves blocks in its store under memory mode."""
+        bind: Callable[[SparseWorker], None] | None = getattr(self.connector, "bind_sparse_worker", None)
+        if bind is not None:
+            bind(sparse)
 
     def close(self) -> None:
         """Ends its threads; a second call does nothing."""

@@ -21,6 +21,7 @@ class SelectionInput(NamedTuple):
     candidates: bool [requests, width] logical blocks that compete; all others of a context are attended in any case.
     absent: bool [requests, width] logical blocks that are not on the device: they do not compete and are not attended,
         in no mode. None: there are none.
+    num_drafts: int64 [requests] last rows of the request that may turn out wrong. None: there are none.
     """
 
     modes: NDArray[np.int64]
@@ -29,12 +30,17 @@ class SelectionInput(NamedTuple):
     slots: NDArray[np.int64]
     candidates: NDArray[np.bool_]
     absent: NDArray[np.bool_] | None = None
+    num_drafts: NDArray[np.int64] | None = None
 
     def take(self, index: NDArray[np.int64]) -> SelectionInput:
         """The entries of these requests."""
-        modes, counts, thresholds, slots, candidates, absent = self
+        modes, counts, thresholds, slots, candidates, absent, num_drafts = self
         taken = modes[index], counts[index], thresholds[index], slots[index], candidates[index]
-        return SelectionInput(*taken, absent=None if absent is None else absent[index])
+        return SelectionInput(
+            *taken,
+            absent=None if absent is None else absent[index],
+            num_drafts=None if num_drafts is None else num_drafts[index],
+        )
 
     def left_out(self) -> NDArray[np.bool_] | None:
         """bool [requests, width] blocks that are attended by choice or not at all; None: every block is attended."""
@@ -47,6 +53,7 @@ class SelectionPlan(NamedTuple):
     """A step's choices. A span is a request that has one; spans are in flat order.
 
     first_rows, num_rows: int64 [spans] its rows in the flat batch.
+    scored_rows: int64 [spans] the last of them that is no draft: by its query all blocks are scored in memory mode.
     modes, counts, thresholds, choice_slots: int64 [spans], as in SelectionInput.
     candidate_blocks: int64 [candidates] physical block ids. candidate_spans: int64 [candidates].
     candidate_numbers: int64 [candidates] logical block number in the request.
@@ -55,6 +62,7 @@ class SelectionPlan(NamedTuple):
 
     first_rows: NDArray[np.int64]
     num_rows: NDArray[np.int64]
+    scored_rows: NDArray[np.int64]
     modes: NDArray[np.int64]
     counts: NDArray[np.int64]
     thresholds: NDArray[np.int64]
@@ -87,10 +95,12 @@ def plan_selection(
     spans, numbers = selection.candidates[sparse].nonzero()
     counts = selection.counts[sparse]
     ends = counts.cumsum()
+    num_drafts = 0 if selection.num_drafts is None else selection.num_drafts[sparse]
     choice_spans = np.arange(len(sparse)).repeat(counts)
     return SelectionPlan(
         first_rows=query_start[flat],
         num_rows=query_start[flat + 1] - query_start[flat],
+        scored_rows=query_start[flat + 1] - 1 - num_drafts,
         modes=selection.modes[sparse],
         counts=counts,
         thresholds=selection.thresholds[sparse],

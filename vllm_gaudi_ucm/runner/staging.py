@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket, phase_string
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES, is_bounded
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
     CausalPart,
@@ -20,6 +21,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     UniquePart,
 )
 from vllm_gaudi_ucm.runner.batch_plan import CausalPlan, SharedPlan, UnifiedPlan, UniquePlan
+from vllm_gaudi_ucm.runner.row_tiles import row_tiles
 from vllm_gaudi_ucm.runner.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.sparse.device.selection_arrays import SelectionArrays
 from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
@@ -65,7 +67,16 @@ def true_shape(plan: UnifiedPlan, unique_blocks: int) -> Bucket:
         unique_blocks=unique_blocks,
         logits=len(plan.logits_rows),
         selected_blocks=0 if plan.selection is None else len(plan.selection.choice_spans),
+        causal_reach=_reach(plan),
     )
+
+
+def _reach(plan: UnifiedPlan) -> int:
+    """The least of a bucket that holds the step, where that says more than its number of rows."""
+    if plan.causal is None or not is_bounded(plan.num_rows, 1):
+        return ALL_TILES
+    reach = row_tiles(plan).reach
+    return reach if is_bounded(plan.num_rows, reach) else ALL_TILES
 
 
 class Staging:
@@ -115,10 +126,12 @@ class Staging:
 
     def _selection(self, plan: SelectionPlan) -> SelectionTensors:
         assert self._limits is not None, "a choice without a sparse method"
-        arrays = SelectionArrays.of(plan, self._limits)
-        return SelectionTensors.of(
-            {name: self._tensor(array) for name, array in arrays._asdict().items()}, self._limits
-        )
+        limits, longest = self._limits, int(plan.num_rows.max())
+        if longest > limits.max_rows:
+            # what is left of a prompt; kernels are compiled by this number, so that it has few values
+            limits = replace(limits, max_rows=1 << (longest - 1).bit_length())
+        arrays = SelectionArrays.of(plan, limits)
+        return SelectionTensors.of({name: self._tensor(array) for name, array in arrays._asdict().items()}, limits)
 
     def _causal(self, plan: CausalPlan) -> CausalPart:
         return CausalPart(self._tensor(plan.groups), tuple(CausalSlice(*bounds) for bounds in plan.slices))

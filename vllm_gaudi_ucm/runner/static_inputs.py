@@ -9,18 +9,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.graphs import causal_tiles
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, phase_string
+from vllm_gaudi_ucm.graphs.causal_tiles import is_bounded, levels
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.memory.kv_cache import DUMMY_BLOCK
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
     CausalPart,
     CausalSlice,
+    CausalTiles,
     SharedGroup,
     SharedPart,
     UniquePart,
 )
 from vllm_gaudi_ucm.runner.batch_plan import SharedPlan, UnifiedPlan, UniquePlan
+from vllm_gaudi_ucm.runner.row_tiles import RowTiles, row_tiles
 from vllm_gaudi_ucm.runner.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.sparse.device.selection_arrays import (
     CANDIDATE_ARRAYS,
@@ -63,6 +67,8 @@ class _Layout:
         self._add((q,), "token_ids", "positions", "slots")
         if "c" in shape.phase:
             self._add((q,), "groups")
+        if is_bounded(q, shape.causal_reach):
+            self._add((levels(q, shape.causal_reach)[0],), "tile_first", "tile_last")
         if s:
             self._add((s,), "shared_blocks")
             self._add((q,), "row_spans")
@@ -116,7 +122,8 @@ class StaticInputs:
         self._choices = choices
         self._causal_slice = causal_slice
         self._device = device
-        size = max(_Layout(limits.maximum.forward, limits, choices).size, limits.max_num_seqs)
+        largest = limits.maximum.forward.with_reach(1)
+        size = max(_Layout(largest, limits, choices).size, limits.max_num_seqs)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pin_memory)
         self._array: NDArray[np.int64] = self._host.numpy()
         # the end of the last copy; without pinned memory a copy has ended when it returns
@@ -141,6 +148,8 @@ class StaticInputs:
         _pad(arrays["slots"], plan.slots, DUMMY_BLOCK)
         if "groups" in arrays:
             _pad(arrays["groups"], () if plan.causal is None else plan.causal.groups, NO_GROUP)
+        if "tile_first" in arrays:
+            _fill_tiles(arrays, row_tiles(plan))
         if "shared_hi" in arrays:
             _fill_shared(arrays, plan.shared, plan.row_requests)
         if "unique_hi" in arrays:
@@ -158,6 +167,8 @@ class StaticInputs:
             array.fill(NO_GROUP if name == "groups" else 0)
             if name == "shared_hi":
                 self._arrays(shape)["row_spans"].fill(len(array) - 1)
+            if name == "tile_last":
+                _fill_tiles(self._arrays(shape), row_tiles(None))
         if shape.selected_blocks:
             self._fill_selection(self._arrays(shape), None)
         return self._copy(shape, self._layout(shape).size)
@@ -245,7 +256,11 @@ class StaticInputs:
         slices = (
             CausalSlice(lo, min(lo + step, q), max(0, lo - before), min(lo + step, q)) for lo in range(0, q, step)
         )
-        return CausalPart(tensors["groups"], tuple(slices))
+        tiles = None
+        if "tile_first" in tensors:
+            rows, tops = causal_tiles.TILE_ROWS, levels(q, shape.causal_reach)
+            tiles = CausalTiles(tensors["tile_first"], tensors["tile_last"], rows, tops)
+        return CausalPart(tensors["groups"], tuple(slices), tiles)
 
     def _shared(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> SharedPart:
         hi = tensors["shared_hi"]
@@ -263,6 +278,11 @@ class StaticInputs:
             hi=hi,
             num_rows=min(shape.query_len, self._limits.max_decode_rows),
         )
+
+
+def _fill_tiles(arrays: dict[str, NDArray[np.int64]], tiles: RowTiles) -> None:
+    first, last = arrays["tile_first"], arrays["tile_last"]
+    first[:], last[:] = tiles.places(len(arrays["token_ids"]), len(first))
 
 
 def _fill_shared(arrays: dict[str, NDArray[np.int64]], plan: SharedPlan | None, spans: NDArray[np.int64]) -> None:

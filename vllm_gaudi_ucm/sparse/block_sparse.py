@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import Budget, block_budget
-from vllm_gaudi_ucm.sparse.decode_rows import decode_rows
+from vllm_gaudi_ucm.sparse.decode_rows import HasGaps, decode_rows, no_gaps
 from vllm_gaudi_ucm.sparse.meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
 
@@ -45,6 +45,8 @@ class BlockSparse(UcmSparseBase):
         self.block_options = _block_options(self)
         self.selector: Selector | None = None
         self.block_size: int | None = None
+        self.has_gaps: HasGaps = no_gaps
+        """Set by memory mode."""
         self._held: dict[str, _Held | None] = {}
 
     @property
@@ -90,9 +92,9 @@ class BlockSparse(UcmSparseBase):
         self._held.pop(request_id, None)
 
     def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
-        """Budgets of every decode of a request that has begun and whose context is long enough."""
+        """Budgets of every decode of a request that has begun and whose context is long enough; see `decode_rows`."""
         meta = SparseMeta()
-        for row in decode_rows(scheduler_output, requests):
+        for row in decode_rows(scheduler_output, requests, self.has_gaps):
             if row.request_id in self._held:
                 selection = self._select(row.request_id, row.context_tokens)
                 if selection is not None:

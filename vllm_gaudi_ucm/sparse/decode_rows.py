@@ -1,8 +1,8 @@
-"""Which requests of a step compute exactly one certain token, so that they may be sparse."""
+"""Which requests of a step may be sparse: decodes, and what is left of a prompt that was loaded in part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.sparse.scheduler_contract import computed_tokens
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class DecodeRow(NamedTuple):
-    """A decode, or a verification: one certain token and its drafts.
+    """A decode, or a verification: one certain token and its drafts; or several certain tokens of a prompt.
 
-    context_tokens: certain tokens that are attended, the new one included.
+    context_tokens: certain tokens that are attended, the new ones included.
     """
 
     request_id: str
@@ -23,8 +23,22 @@ class DecodeRow(NamedTuple):
     num_drafts: int
 
 
-def decode_rows(scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> Iterator[DecodeRow]:
+HasGaps = Callable[[str, int], bool]
+"""(request id, certain tokens of a step) -> whether the context has gaps and so many rows may choose from the rest."""
+
+
+def no_gaps(request_id: str, num_rows: int) -> bool:
+    """Without memory mode every context is whole."""
+    return False
+
+
+def decode_rows(
+    scheduler_output: SchedulerOutput, requests: Mapping[str, Request], has_gaps: HasGaps = no_gaps
+) -> Iterator[DecodeRow]:
     """The decodes of a step. A chunk of one token that does not reach the request's last token is none.
+
+    Where the context has gaps, prompt rows cannot attend to all of it, whatever their number: they choose together,
+    as a token and its drafts do.
 
     Under asynchronous scheduling the last tokens are not known yet, and drafts in flight may still be rejected:
     a context is then counted to the last token that is known, so that what is unsure lies in the local window.
@@ -34,5 +48,8 @@ def decode_rows(scheduler_output: SchedulerOutput, requests: Mapping[str, Reques
         num_drafts = len(drafts.get(request_id, ()))
         certain = scheduler_output.num_scheduled_tokens[request_id] - num_drafts
         request = requests.get(request_id)
-        if certain == 1 and request is not None and computed + 1 >= request.num_tokens:
-            yield DecodeRow(request_id, request.num_tokens, num_drafts)
+        if request is None:
+            continue
+        end = min(computed + certain, request.num_tokens)
+        if (certain == 1 and end == request.num_tokens) or has_gaps(request_id, certain):
+            yield DecodeRow(request_id, end, num_drafts)

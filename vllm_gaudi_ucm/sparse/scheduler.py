@@ -14,8 +14,9 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.options import idle_options
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 from vllm_gaudi_ucm.sparse.request_options import read_extra_args
+from vllm_gaudi_ucm.sparse.residency.partial_load_steps import PartialLoadSteps
 from vllm_gaudi_ucm.sparse.residency.setup import residency_role
-from vllm_gaudi_ucm.sparse.scheduler_contract import attach_sparse_meta, report_of, verified_drafts
+from vllm_gaudi_ucm.sparse.scheduler_contract import attach_sparse_meta, verified_drafts
 from vllm_gaudi_ucm.sparse.scheduler_role import scheduler_role
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class _SparseScheduling(Scheduler):
             where = "see --kv-transfer-config, and ucm.memory_mode.store"
             logger.warning("GSA's options %s do nothing without a store: %s.", ", ".join(idle), where)
         self.sparse: UcmSparseBase | None = scheduler_role(config, self.block_size, self.max_model_len)
-        self.residency = residency_role(config, self.sparse, self.block_size, self.kv_cache_manager)
+        self.residency = residency_role(config, self.sparse, self.block_size, self.kv_cache_manager, self.vllm_config)
+        self._partial_loads = PartialLoadSteps(self, self.residency)
 
     def add_request(self, request: Request) -> None:
         is_new = request.request_id not in self.requests  # else the next chunk of a streamed input
@@ -80,7 +82,7 @@ class _SparseScheduling(Scheduler):
         meta = self.sparse.build_sparse_meta(scheduler_output, self.requests)
         if self.residency is not None:
             self.residency.preempted(scheduler_output.preempted_req_ids or ())
-            meta.residency = self.residency.orders(meta.requests)
+            meta.residency = self.residency.orders(meta.requests, self.requests)
         attach_sparse_meta(scheduler_output, meta)
         return scheduler_output
 
@@ -110,10 +112,12 @@ class _SparseScheduling(Scheduler):
         if self.sparse is not None and scheduler_output.scheduled_spec_decode_tokens:
             for verified in verified_drafts(scheduler_output, model_runner_output, self.requests):
                 self.sparse.drafts_verified(*verified)
-        report = None if self.residency is None else report_of(model_runner_output)
-        if self.residency is not None and report is not None:
-            self.residency.take(report)
+        repeated = self._partial_loads.take_report(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.sparse is not None:
+            for request_id in repeated:
+                self.sparse.request_preempted(request_id)
+        self._partial_loads.after_output(scheduler_output, model_runner_output, repeated)
         self._end_residency()
         return outputs
 

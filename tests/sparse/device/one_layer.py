@@ -61,6 +61,7 @@ class OneLayer:
     max_rows: int = 4
     static: bool = False
     reuse_all: bool = False
+    implementation: str = "auto"
     seed: int = 0
     tables: dict[str, list[int]] = field(default_factory=dict)
 
@@ -121,7 +122,7 @@ class OneLayer:
             summary_blocks = torch.from_numpy(chosen_of.summary_blocks)
         write_kv(key, value, self.keys, self.values, slots)
         reused = not self.static and plan.selection is not None and bool((plan.selection.modes == 1).all())
-        implementation = "reference" if self.static else "auto"
+        implementation = "reference" if self.static else self.implementation
         metadata = step_metadata(
             slots, parts, self.block_size, implementation, None, summary_blocks, selection, reused=reused
         )

@@ -99,6 +99,24 @@ def test_the_rows_of_a_verification_share_one_choice(static: bool) -> None:
     assert_close(seen["b"].output, layer.dense(Member("b", 0, 5)))
 
 
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+@pytest.mark.parametrize(("computed", "new"), [(80, 2), (80, 3), (80, 4), (82, 2), (79, 1)])
+def test_the_rest_of_a_prompt_shares_one_choice(computed: int, new: int, implementation: str) -> None:
+    """More rows than a verification has here, up to a block that becomes full; beside a decode and a dense prompt."""
+    layer = OneLayer(options(), max_rows=1, implementation=implementation)
+    prefill(layer, "a", computed)
+    prefill(layer, "d", 50)
+    member, decode = decide(layer, Member("a", computed, new)), decide(layer, Member("d", 50, 1))
+    seen = layer.step([member, Member("b", 0, 5), decode])
+    for one, end in ((member, 21), (decode, 13)):
+        chosen, decision = seen[one.request_id].chosen, one.decision
+        assert chosen
+        assert decision is not None
+        live = {*range(decision.sink_blocks), *range(decision.window_start, end)}
+        assert_close(seen[one.request_id].output, layer.dense(one, live | set(chosen)))
+    assert_close(seen["b"].output, layer.dense(Member("b", 0, 5)))
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_a_reused_choice_stays_and_the_newest_tokens_are_always_seen(static: bool) -> None:
     """covers: C12. Blocks that fill up while a choice is used again compete for the next one only."""

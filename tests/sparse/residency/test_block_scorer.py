@@ -29,8 +29,8 @@ class Scored:
         self.scorer = BlockScorer(layers, kind, SLOTS, ROWS, WIDTH, (HEADS, DIM), torch.float32)
         self.queries = [2 * torch.randn(6, HEADS, DIM, generator=generator) for _ in range(2)]
         none = torch.zeros(0, dtype=torch.int64)
-        first_rows, slots = torch.tensor([0, 3]), torch.tensor([2, 0])
-        tensors = SelectionTensors(first_rows, none, none, none, none, slots, *[none] * 6, 1, WIDTH, 3)
+        rows, slots = torch.tensor([0, 3]), torch.tensor([2, 0])
+        tensors = SelectionTensors(none, none, rows, *[none] * 3, slots, *[none] * 6, 1, WIDTH, 3)
         for layer_idx, query in zip((1, 4), self.queries, strict=True):
             self.scorer.keep_queries(layer_idx, query, tensors)
 

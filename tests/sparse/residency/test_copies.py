@@ -88,9 +88,9 @@ def test_a_dropped_copy_is_deleted(copies: CopyStore) -> None:
 def test_nobody_waits_for_a_store_that_hangs(copies: CopyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """covers: C6 C7 C9. A life ends while its save and its load are under way."""
     free = threading.Event()
-    save, load = copies.store.save, copies.store.load
+    save, lend = copies.store.save, copies.store.lend
     monkeypatch.setattr(copies.store, "save", lambda *a: free.wait(5) and save(*a))
-    monkeypatch.setattr(copies.store, "load", lambda *a: free.wait(5) and load(*a))
+    monkeypatch.setattr(copies.store, "lend", lambda *a: free.wait(5) and lend(*a))
     begin = time.monotonic()
     copies.save((1, 0), block(1))
     copies.load((1, 1))
@@ -112,7 +112,7 @@ def test_a_store_that_raises(copies: CopyStore, monkeypatch: pytest.MonkeyPatch)
         raise OSError("no medium")
 
     monkeypatch.setattr(copies.store, "save", broken)
-    monkeypatch.setattr(copies.store, "load", broken)
+    monkeypatch.setattr(copies.store, "lend", broken)
     copies.save((1, 0), block(1))
     assert wait_for(copies.finished_saves) == [((1, 0), False)]
     copies.load((1, 0))

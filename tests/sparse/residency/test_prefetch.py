@@ -150,8 +150,8 @@ def test_max_pending_prefetch(
 ) -> None:
     """covers: C4. While the store hangs, nothing more than this is brought nearer; loads are not held up."""
     copies = copies_of(max_pending_prefetch=most)
-    free, load = threading.Event(), copies.store.load
-    monkeypatch.setattr(copies.store, "load", lambda *a: free.wait(5) and load(*a))
+    free, lend = threading.Event(), copies.store.lend
+    monkeypatch.setattr(copies.store, "lend", lambda *a: free.wait(5) and lend(*a))
     copies.bring_near(COPIES)
     assert copies._engine.stats().shed == shed
     copies.load(COPIES[3])
@@ -165,10 +165,10 @@ def test_max_pending_prefetch(
 def test_prefetch_workers(copies_of: Callable[..., CopyStore], monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     """covers: C4. So many blocks are read at once."""
     copies = copies_of(prefetch_workers=workers)
-    lock, load = threading.Lock(), copies.store.load
+    lock, lend = threading.Lock(), copies.store.lend
     reading, most = 0, 0
 
-    def watched(*args: Any) -> bool:
+    def watched(*args: Any) -> Any:
         nonlocal reading, most
         with lock:
             reading += 1
@@ -176,9 +176,9 @@ def test_prefetch_workers(copies_of: Callable[..., CopyStore], monkeypatch: pyte
         time.sleep(0.05)
         with lock:
             reading -= 1
-        return load(*args)
+        return lend(*args)
 
-    monkeypatch.setattr(copies.store, "load", watched)
+    monkeypatch.setattr(copies.store, "lend", watched)
     for pair in COPIES:
         copies.load(pair)
     settled(copies)

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.sparse.residency.fake_worker import FakeWorker
-from tests.sparse.schedulers import finish_step, make_scheduler, request, sampled_ids, vllm_config
+from tests.sparse.schedulers import BLOCK_SIZE, finish_step, make_scheduler, request, sampled_ids, vllm_config
 from vllm_gaudi_ucm.sparse.residency.scheduler_side import STEPS_UNDER_WAY
 from vllm_gaudi_ucm.sparse.scheduler import UcmScheduler
 from vllm_gaudi_ucm.sparse.scheduler_contract import attach_report
@@ -24,10 +24,12 @@ def scheduler_of(
     method: str = "GSA",
     caching: bool = True,
     prefetch: dict[str, Any] | None = None,
+    graphs: str = "auto",
     **mode: Any,
 ) -> Any:
     ucm = {
         "ucm_sparse_method": method,
+        "graphs": {"mode": graphs},
         "ucm_sparse_config": {method: {**WINDOWS, **(prefetch or {})}},
         "memory_mode": {
             "enabled": True,
@@ -253,3 +255,21 @@ def test_random_traffic(tmp_path: Path, method: str, caching: bool, seed: int) -
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     assert not worker._moving
     assert not worker._copies
+
+
+@pytest.mark.parametrize(("graphs", "rows"), [("off", BLOCK_SIZE), ("eager", 1)])
+def test_how_much_of_a_prompt_may_be_a_sparse_step(tmp_path: Path, graphs: str, rows: int) -> None:
+    """A block of rows where a step has any shape; a verification's where shapes are fixed. Only with blocks away."""
+    scheduler = scheduler_of(tmp_path, graphs=graphs)
+    scheduler.add_request(request("a", 40))
+    scheduler.schedule()
+    residency = scheduler.residency
+    assert not residency.has_gaps("a", 1)
+    assert not residency.is_guess("a")
+    assert residency.leave_stored("a", {3: b"key"})
+    assert residency.has_gaps("a", rows)
+    assert not residency.has_gaps("a", rows + 1)
+    assert residency.is_guess("a")
+    assert scheduler.sparse.has_gaps == residency.has_gaps
+    residency.end("a")
+    assert not residency.has_gaps("a", 1)

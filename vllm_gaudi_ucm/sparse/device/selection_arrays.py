@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
 
 Ints = NDArray[np.int64]
 
-SPAN_ARRAYS = ("first_rows", "num_rows", "modes", "counts", "thresholds", "choice_slots")
+SPAN_ARRAYS = ("first_rows", "num_rows", "scored_rows", "modes", "counts", "thresholds", "choice_slots")
 CANDIDATE_ARRAYS = ("candidate_blocks", "candidate_spans", "candidate_places")
 CHOICE_ARRAYS = ("choice_places", "choice_spans", "choice_hi")
 
@@ -22,6 +22,7 @@ class SelectionArrays(NamedTuple):
 
     first_rows: Ints
     num_rows: Ints
+    scored_rows: Ints
     modes: Ints
     counts: Ints
     thresholds: Ints
@@ -39,6 +40,7 @@ class SelectionArrays(NamedTuple):
         return cls(
             plan.first_rows,
             plan.num_rows,
+            plan.scored_rows,
             plan.modes,
             plan.counts,
             plan.thresholds,

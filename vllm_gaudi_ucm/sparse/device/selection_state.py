@@ -84,7 +84,7 @@ class SelectionState:
         sparse = [index for index, request_id in enumerate(request_ids) if request_id in decisions]
         if not sparse and absent is None:
             return StepSelection(None, summary_blocks)
-        selection = _all_dense(batch, absent)
+        selection = _all_dense(batch, absent)._replace(num_drafts=num_drafts)
         # entries of a table beyond the request's tokens are undefined: only those of full blocks are read
         open_blocks = is_full.copy()
         open_blocks[is_full] = self.summaries.ready[batch.block_tables[is_full]]

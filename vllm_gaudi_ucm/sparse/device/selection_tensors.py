@@ -18,7 +18,8 @@ from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
 class SelectionTensors(NamedTuple):
     """A SelectionPlan on the device, padded or not; every tensor is int64.
 
-    first_rows, num_rows, modes, counts, thresholds, choice_slots: [spans]; pads have no rows, and a slot of nobody.
+    first_rows, num_rows, scored_rows, modes, counts, thresholds, choice_slots: [spans]; pads have no rows, and a slot
+        of nobody.
     candidate_blocks, candidate_spans, candidate_places: [candidates]; a place is span * width + logical block number,
         and spans * width for pads.
     choice_places: [selected] span * most + rank. choice_spans: [selected]. choice_hi: [selected] tokens of the block
@@ -28,6 +29,7 @@ class SelectionTensors(NamedTuple):
 
     first_rows: torch.Tensor
     num_rows: torch.Tensor
+    scored_rows: torch.Tensor
     modes: torch.Tensor
     counts: torch.Tensor
     thresholds: torch.Tensor

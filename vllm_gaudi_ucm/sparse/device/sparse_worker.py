@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.request_table import LiveRequest
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
+    from vllm_gaudi_ucm.sparse.residency.block_scorer import BlockScorer
     from vllm_gaudi_ucm.sparse.residency.worker_side import ResidencyWorker
     from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
 
@@ -99,6 +100,11 @@ class SparseWorker:
         self.selector.score_all_blocks(num_rows, heads, dtype)
 
     @property
+    def scorer(self) -> BlockScorer | None:
+        """In memory mode, what all blocks of a request are scored with."""
+        return None if self.selector is None else self.selector.scorer
+
+    @property
     def has_dense_layers(self) -> bool:
         return self.selector is not None and None in self.selector.leaders
 
@@ -136,10 +142,14 @@ class SparseWorker:
         if self.residency is not None:
             self.residency.close()
 
-    def loaded(self, blocks: NDArray[np.int64]) -> None:
-        """A connector has filled these blocks, int64 [n]: whatever summary they had is that of other keys."""
+    def loaded(self, blocks: NDArray[np.int64], summarised: NDArray[np.int64]) -> None:
+        """A connector has filled these blocks, int64 [n]: whatever summary they had is that of other keys.
+
+        summarised: int64 [n], those among them whose summaries it has brought, too.
+        """
         if self.state is not None:
             self.state.summaries.written(blocks)
+            self.state.summaries.brought(summarised)
 
     def step(
         self, scheduler_output: SchedulerOutput, drafts: StepDrafts, requests: Sequence[LiveRequest], batch: BatchInput

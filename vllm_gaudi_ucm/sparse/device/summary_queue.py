@@ -32,6 +32,11 @@ class SummaryQueue:
         self.ready[blocks] = False
         self._waiting[blocks] = False
 
+    def brought(self, blocks: NDArray[np.integer]) -> None:
+        """The summaries of these full blocks have come from elsewhere."""
+        self.ready[blocks] = True
+        self._waiting[blocks] = False
+
     def full(self, blocks: NDArray[np.integer]) -> None:
         """These blocks are full once this step's tokens are written; those with a summary keep it."""
         missing = np.unique(blocks[~(self.ready[blocks] | self._waiting[blocks])])

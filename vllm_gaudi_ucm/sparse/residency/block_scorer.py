@@ -49,28 +49,34 @@ class BlockScorer:
         query_shape: tuple[int, int],
         query_dtype: torch.dtype,
     ) -> None:
-        self._layers = list(layers)
+        self.layers = list(layers)
         self._kind = kind
         self._places = {layer.layer_idx: place for place, layer in enumerate(layers)}
         device = layers[0].summaries.device
         self._queries = torch.zeros((len(layers), num_slots, *query_shape), dtype=query_dtype, device=device)
-        self._away = [layer.summaries.new_zeros((num_rows, *layer.summaries.shape[1:])) for layer in layers]
+        # one row more, where nobody looks: for pads
+        self.away = [layer.summaries.new_zeros((num_rows + 1, *layer.summaries.shape[1:])) for layer in layers]
+        """Of each layer, by row: summaries of blocks that are away."""
         self._numbers = torch.arange(width, device=device)
         self._first_rows = torch.zeros(2, dtype=torch.int64, device=device)
         self._num_rows = torch.tensor([1, 0], device=device)
 
     @property
     def bytes(self) -> int:
-        return self._queries.nbytes + sum(away.nbytes for away in self._away)
+        return self._queries.nbytes + sum(away.nbytes for away in self.away)
 
     def keep_queries(self, layer_idx: int, query: torch.Tensor, t: SelectionTensors) -> None:
-        """The first row of each request that chooses in this step. query: [rows, heads, dim]."""
-        self._queries[self._places[layer_idx]].index_copy_(0, t.choice_slots, query.index_select(0, t.first_rows))
+        """One row of each request that chooses in this step. query: [rows, heads, dim].
+
+        The last certain one: of a decode and a verification the first, and of a prompt's tail the one whose token is
+        emitted. Drafts may turn out wrong; the other rows of a tail only reach the token through their KV.
+        """
+        self._queries[self._places[layer_idx]].index_copy_(0, t.choice_slots, query.index_select(0, t.scored_rows))
 
     def keep_summary(self, block: int, row: int) -> None:
         """Copies the summaries of a block that gets a copy off the device."""
         source, target = torch.tensor([[block], [row]], device=self._numbers.device)
-        for layer, away in zip(self._layers, self._away, strict=True):
+        for layer, away in zip(self.layers, self.away, strict=True):
             away.index_copy_(0, target, layer.summaries.index_select(0, source))
 
     def scores(self, slot: int, blocks: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -91,13 +97,13 @@ class BlockScorer:
         near, far, is_away, is_known, slots = torch.from_numpy(padded).to(self._numbers.device).unbind()
         away = is_away.bool()[:, None, None, None]
         total = torch.zeros(len(self._numbers), device=self._numbers.device)
-        for place, layer in enumerate(self._layers):
-            summaries = torch.where(away, self._away[place].index_select(0, far), layer.summaries.index_select(0, near))
+        for place, layer in enumerate(self.layers):
+            summaries = torch.where(away, self.away[place].index_select(0, far), layer.summaries.index_select(0, near))
             query = self._queries[place].index_select(0, slots[:1])
             numbers, spans = self._numbers * is_known, 1 - is_known
             total += block_scores(
                 query, summaries, numbers, spans, self._first_rows, self._num_rows, 1, layer.scale, self._kind
             )
-        found = (total / len(self._layers)).cpu().numpy().astype(np.float64)[:end]
+        found = (total / len(self.layers)).cpu().numpy().astype(np.float64)[:end]
         found[~known] = -1
         return found

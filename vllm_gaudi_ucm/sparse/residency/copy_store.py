@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.metrics.reporter import MetricsReporter
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
 from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
+from vllm_gaudi_ucm.sparse.residency.copy_loads import CopyLoads, Pair, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
-    from vllm_gaudi_ucm.prefetch.load_runner import Allocate
+    from vllm_gaudi_ucm.prefetch.block_reader import Allocate
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
     from vllm_gaudi_ucm.store.base import KvStore
 
-Pair = tuple[int, int]
 _PREFIX_BYTES = 16
 _AHEAD = "ahead "
 USE = "memory_mode"
@@ -41,15 +39,13 @@ class CopyStore:
 
     def __init__(self, store: KvStore, block_bytes: int, allocate: Allocate, options: PrefetchOptions) -> None:
         self.store = store
-        self._block_bytes = block_bytes
-        self._allocate = allocate
         self._prefix = secrets.token_bytes(_PREFIX_BYTES)
         self._engine = PrefetchEngine(store, block_bytes, options)
         self._engine.start()
+        self._loads = CopyLoads(self._engine, block_bytes, allocate)
         # one thread: what is deleted was saved before
         self._writer = ThreadPoolExecutor(1, "ucm-memory-mode")
         self._saves: dict[Pair, Future[bool]] = {}
-        self._loads: dict[Pair, tuple[PrefetchHandle, memoryview]] = {}
         self._near: set[Pair] = set()
         self._copies: dict[int, set[int]] = {}
         self._reporter: MetricsReporter | None = None
@@ -71,24 +67,17 @@ class CopyStore:
 
     def load(self, pair: Pair) -> None:
         """Has a copy read; `finished_loads` gives it."""
-        data = self._allocate(self._block_bytes)
-
-        def deliver(index: int, block: memoryview) -> None:
-            data[:] = block
-
-        name = _name(pair)
-        handle = self._engine.submit_prefetch(name, [self._key(pair)], PrefetchPriority.URGENT, deliver)
-        self._loads[pair] = handle, data
+        self._loads.start(pair, self._key(pair))
 
     def bring_near(self, pairs: Sequence[Pair]) -> None:
         """Has these copies read into host memory, where a later `load` finds them; those named before and not any more
         may be forgotten. To be called after the loads of a step, which join or take over what is under way."""
         wanted = set(pairs)
         for pair in self._near - wanted:
-            self._engine.forget(_AHEAD + _name(pair))
+            self._engine.forget(_AHEAD + name_of(pair))
         for pair in pairs:
             if pair not in self._near:
-                self._engine.submit_prefetch(_AHEAD + _name(pair), [self._key(pair)], PrefetchPriority.HIGH)
+                self._engine.submit_prefetch(_AHEAD + name_of(pair), [self._key(pair)], PrefetchPriority.HIGH)
         self._near = wanted
 
     def finished_saves(self) -> Iterator[tuple[Pair, bool]]:
@@ -99,11 +88,7 @@ class CopyStore:
 
     def finished_loads(self) -> Iterator[tuple[Pair, memoryview | None]]:
         """Loads that have ended since the last call: the block, None where the copy could not be read."""
-        for pair in [pair for pair, (handle, _) in self._loads.items() if handle.outcome is not None]:
-            handle, data = self._loads.pop(pair)
-            is_ready = handle.outcome is PrefetchOutcome.READY
-            self._engine.forget(handle.request_id)
-            yield pair, data if is_ready else None
+        return self._loads.finished()
 
     def drop(self, pair: Pair) -> None:
         """Deletes one copy, of which no move is under way."""
@@ -114,9 +99,7 @@ class CopyStore:
         """Gives up the moves of a life and deletes its copies."""
         for pair in [pair for pair in self._saves if pair[0] == life]:
             del self._saves[pair]
-        for pair in [pair for pair in self._loads if pair[0] == life]:
-            handle, _ = self._loads.pop(pair)
-            self._engine.forget(handle.request_id)
+        self._loads.end(life)
         self.bring_near([pair for pair in self._near if pair[0] != life])
         numbers = self._copies.pop(life, None)
         if numbers:
@@ -125,8 +108,8 @@ class CopyStore:
     def check_idle(self) -> None:
         """Raises AssertionError where a move is under way or a copy is kept. Waits for deletions."""
         self._writer.submit(int).result()
-        if self._saves or self._loads or self._near or self._copies:
-            moving = f"saving {[*self._saves]}, loading {[*self._loads]}, near {self._near}"
+        if self._saves or len(self._loads) or self._near or self._copies:
+            moving = f"saving {[*self._saves]}, loading {len(self._loads)}, near {self._near}"
             raise AssertionError(f"copies: {moving}, kept {self._copies}")
 
     def close(self) -> None:
@@ -141,7 +124,3 @@ class CopyStore:
 
     def _key(self, pair: Pair) -> bytes:
         return self._prefix + pair[0].to_bytes(8, "big") + pair[1].to_bytes(8, "big")
-
-
-def _name(pair: Pair) -> str:
-    return f"{pair[0]}:{pair[1]}"

@@ -12,12 +12,14 @@ class BlockMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     life: number of the request's present life; a preempted request, or a later one of the same id, has another.
     number: logical block. block: physical block that is read or written. row: place of the summary while away.
+    key: of the connector's record of the block, where that is its copy.
     """
 
     life: int
     number: int
     block: int
     row: int
+    key: bytes = b""
 
 
 class TablePatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -34,6 +36,7 @@ class ResidencyOrders(msgspec.Struct):
 
     ended: lives that are over: their moves are cancelled and their copies deleted.
     dropped: copies, by (life, logical block), to delete; the blocks are on the device.
+    stored: (life, logical block, row) of blocks that a connector left in its store, and whose summaries it brings.
     patches: changes of block tables.
     saves: blocks to copy off the device. loads: blocks to bring back.
     ahead: copies, by (life, logical block), to bring to host memory and keep there; those of earlier steps that it does
@@ -43,6 +46,7 @@ class ResidencyOrders(msgspec.Struct):
 
     ended: list[int] = []
     dropped: list[tuple[int, int]] = []
+    stored: list[tuple[int, int, int]] = []
     patches: list[TablePatch] = []
     saves: list[BlockMove] = []
     loads: list[BlockMove] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.sparse.residency.messages import BlockMove, ResidencyOrders, TablePatch
@@ -37,6 +38,7 @@ class Moves:
         ended = set(orders.ended)
         orders.saves = [move for move in orders.saves if move.life not in ended]
         orders.loads = [move for move in orders.loads if move.life not in ended]
+        orders.stored = [block for block in orders.stored if block[0] not in ended]
         orders.dropped = [pair for pair in orders.dropped if pair[0] not in ended]
         orders.patches = [patch for patch in orders.patches if patch.life not in ended]
         return orders
@@ -97,14 +99,57 @@ class Moves:
                 continue
             loads -= 1
             block = life.loading[number] = self._blocks.take()
-            self.orders.loads.append(BlockMove(life.number, number, block.block_id, life.rows[number]))
+            key = life.stored.get(number, b"")
+            self.orders.loads.append(BlockMove(life.number, number, block.block_id, life.rows[number], key))
         life.coming = waiting
         return loads
 
     def _return(self, life: Life, number: int, block: KVCacheBlock) -> None:
+        self._put(life, number, block)
+        self.orders.patches.append(TablePatch(life.number, life.request_id, number, block.block_id))
+
+    def _put(self, life: Life, number: int, block: KVCacheBlock) -> None:
         self._blocks.put(life.request_id, number, block)
         life.away.discard(number)
-        self.orders.patches.append(TablePatch(life.number, life.request_id, number, block.block_id))
+        if life.stored.pop(number, None) is not None:
+            # the connector's store may evict it: before the block leaves again there is a copy of its own
+            life.saved.discard(number)
+            self.rows.give_back([life.rows.pop(number)])
+
+    def leave_stored(self, life: Life, keys: Mapping[int, bytes]) -> dict[int, int]:
+        """Frees blocks that nothing was written to yet, as far as there are rows: the connector's records are their
+        copies. keys: by logical block, the least wanted first. Returns their rows."""
+        left: dict[int, int] = {}
+        for number, key in keys.items():
+            row = self.rows.take()
+            if row is None:
+                break
+            self._blocks.release(life.request_id, number)
+            left[number] = life.rows[number] = row
+            life.stored[number] = key
+            life.saved.add(number)
+            life.away.add(number)
+            self.orders.stored.append((life.number, number, row))
+        self._totals.stored += len(left)
+        return left
+
+    def fetch_stored(self, life: Life, numbers: Sequence[int], most: int) -> dict[int, tuple[bytes, int]]:
+        """Gives up to `most` blocks that were left in the connector's store a place at once, for the connector to load
+        into before the request runs again. Returns keys and physical blocks."""
+        fetched: dict[int, tuple[bytes, int]] = {}
+        for number in [number for number in numbers if number in life.stored][: max(0, most)]:
+            block, key = self._blocks.take(), life.stored[number]
+            self._put(life, number, block)
+            fetched[number] = key, block.block_id
+        return fetched
+
+    def find_cached(self, life: Life, request: Request) -> None:
+        """Blocks that were left in the connector's store, and that the prefix cache holds: they are there at once."""
+        for number in list(life.stored):
+            found = self._blocks.take_cached(request, number)
+            if found is not None:
+                self._return(life, number, found)
+                self._totals.found += 1
 
     def take_save(self, life: Life, number: int, saved: bool) -> None:
         life.saving.discard(number)

@@ -19,6 +19,7 @@ class RequestBlocks:
     """
 
     def __init__(self, manager: KVCacheManager, block_size: int) -> None:
+        self._manager = manager
         self._pool = manager.block_pool
         self._lists = kv_block_lists(manager)
         # hashes of a finer grain are no hashes of blocks
@@ -65,6 +66,10 @@ class RequestBlocks:
             return None
         self._pool.touch(found)
         return found[0]
+
+    def free_all(self, request: Request) -> None:
+        """Frees what the request has: its table is empty then."""
+        self._manager.free(request)
 
     def give_back(self, blocks: list[KVCacheBlock]) -> None:
         """Frees blocks that the caller owns."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from vllm_gaudi_ucm.sparse.residency.first_blocks import dispensable_blocks
 from vllm_gaudi_ucm.sparse.residency.life import Life
 from vllm_gaudi_ucm.sparse.residency.messages import ResidencyOrders, ResidencyReport
 from vllm_gaudi_ucm.sparse.residency.moves import Moves
-from vllm_gaudi_ucm.sparse.residency.target import resident_target
+from vllm_gaudi_ucm.sparse.residency.score_book import ScoreBook
+from vllm_gaudi_ucm.sparse.residency.target import wanted_blocks
 from vllm_gaudi_ucm.sparse.residency.totals import ResidencyTotals
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 # Moves that may be under way, in steps' worth of them.
 STEPS_UNDER_WAY = 4
+
+Fetched = dict[int, tuple[bytes, int]]
+"""Logical block -> the connector's key of it, and the physical block that waits for it."""
 
 
 class ResidencyScheduler:
@@ -40,6 +45,7 @@ class ResidencyScheduler:
         blocks: tables and free blocks.
         num_rows: blocks that may have a copy.
         num_ahead: most blocks that are brought to host memory before it is their turn to come back.
+        max_tail: most rows of a prompt that may be a sparse step.
     """
 
     def __init__(
@@ -50,15 +56,22 @@ class ResidencyScheduler:
         blocks: RequestBlocks,
         num_rows: int,
         num_ahead: int = 0,
+        max_tail: int = 1,
     ) -> None:
         self.totals = ResidencyTotals()
+        self.method = method
+        self.max_tail = max_tail
+        self.on_wanted: Callable[[str, list[int]], None] = lambda request_id, numbers: None
+        """Called with the blocks that a request's query would choose of all, whenever it is scored."""
         self._options = options
-        self._method = method
         self._block_size = block_size
         self._num_ahead = num_ahead
         self._blocks = blocks
         self._lives: dict[str, Life] = {}
         self._numbers = count(1)
+        self._scores = ScoreBook(options, method, block_size, self.totals)
+        self._num_running = 0
+        self._repeats: dict[str, Fetched] = {}
         self._moves = Moves(blocks, num_rows, self.totals)
 
     @property
@@ -78,6 +91,34 @@ class ResidencyScheduler:
             return
         self._moves.end(life)
 
+    def dispensable(self, request_id: str, full: int, missing: Sequence[int]) -> list[int]:
+        """Blocks of a stored prompt that its first step can do without, least wanted first. See dispensable_blocks."""
+        if request_id not in self._lives:
+            return []
+        return dispensable_blocks(full, missing, self._block_size, self._options.resident_ratio, self.method)
+
+    def has_gaps(self, request_id: str, num_rows: int) -> bool:
+        """Whether a step of so many rows, of a prompt too, is sparse because blocks of the request are away."""
+        life = self._lives.get(request_id)
+        return life is not None and bool(life.away) and num_rows <= self.max_tail
+
+    def is_guess(self, request_id: str) -> bool:
+        """Whether the next step of a request may be repeated."""
+        life = self._lives.get(request_id)
+        return life is not None and life.is_guess
+
+    def leave_stored(self, request_id: str, keys: Mapping[int, bytes]) -> dict[int, int]:
+        """A connector loads all blocks of a request but these, whose records are their copies. See Moves."""
+        life = self._lives[request_id]
+        left = self._moves.leave_stored(life, keys)
+        life.is_guess = bool(left)
+        return left
+
+    def give_up(self, request: Request) -> None:
+        """What the connector was to load did not come: the request has no blocks any more, and begins anew."""
+        self._blocks.free_all(request)
+        self.begin(request.request_id)
+
     def preempted(self, request_ids: Iterable[str]) -> None:
         """Requests whose tables are gone: what they compute again is on the device, all of it."""
         for request_id in request_ids:
@@ -88,6 +129,7 @@ class ResidencyScheduler:
         """Frees and takes blocks, so that what is freed serves the step that is about to be scheduled."""
         # a slow store must not fill the host's memory with blocks on their way
         most, lives = self._options.moves_per_step, self._lives.values()
+        self._num_running = num_running
         saves = min(most, STEPS_UNDER_WAY * most - sum(len(life.saving) for life in lives))
         loads = min(most, STEPS_UNDER_WAY * most - sum(len(life.loading) for life in lives))
         for life in self._lives.values():
@@ -98,12 +140,21 @@ class ResidencyScheduler:
             spare = max(released, self._blocks.num_free - num_running)
             loads = self._moves.bring_back(life, requests[life.request_id], spare, loads)
 
-    def orders(self, sparse: Iterable[str]) -> ResidencyOrders:
-        """What to send with a step in which these requests are sparse."""
+    def orders(self, sparse: Collection[str], requests: Mapping[str, Request]) -> ResidencyOrders:
+        """What to send with a step in which the requests `sparse` are."""
+        for request_id in sparse:
+            life = self._lives.get(request_id)
+            if life is not None and life.is_guess:
+                self._moves.find_cached(life, requests[request_id])
         orders = self._moves.take_orders()
         self.totals.away = self.num_away
         orders.totals = msgspec.structs.replace(self.totals)
-        waiting = ((life.number, number) for life in self._lives.values() for number in life.coming)
+        waiting = (
+            (life.number, number)
+            for life in self._lives.values()
+            for number in life.coming
+            if number not in life.stored
+        )
         orders.ahead = list(islice(waiting, self._num_ahead))
         for request_id in sparse:
             life = self._lives.get(request_id)
@@ -114,8 +165,12 @@ class ResidencyScheduler:
                 orders.scored[request_id] = life.number
         return orders
 
-    def take(self, report: ResidencyReport) -> None:
-        """Before the scheduler takes the output of the step. What is said of lives that are over is ignored."""
+    def take(self, report: ResidencyReport, scheduled: Collection[str] = ()) -> dict[str, Fetched]:
+        """Before the scheduler takes the output of the step. What is said of lives that are over is ignored.
+
+        Returns, of the requests `scheduled` in the step, those whose first step on blocks that were loaded without a
+        query has missed too much: it is to be repeated, once a connector has loaded these.
+        """
         lives = {life.number: life for life in self._lives.values()}
         for number, saved in [*((pair, True) for pair in report.saved), *((pair, False) for pair in report.unsaved)]:
             if number[0] in lives:
@@ -125,7 +180,27 @@ class ResidencyScheduler:
                 self._moves.take_load(lives[number[0]], number[1], loaded)
         for life_number, scores in report.scores.items():
             if life_number in lives:
-                self._take_scores(lives[life_number], scores)
+                self._take_scores(lives[life_number], np.array(scores, np.float64))
+        for life in self._lives.values():
+            if life.is_guess and life.request_id in scheduled:
+                # nobody knows what it has missed
+                self._repeat(life, sorted(life.away))
+        repeats, self._repeats = self._repeats, {}
+        return repeats
+
+    def _take_scores(self, life: Life, scores: NDArray[np.float64]) -> None:
+        self.on_wanted(life.request_id, wanted_blocks(scores, self._block_size, self.method))
+        if self._scores.take(life, scores):
+            self._repeat(life, life.coming)
+            life.coming = [number for number in life.coming if number in life.away]
+
+    def _repeat(self, life: Life, wanted: Sequence[int]) -> None:
+        """Has blocks fetched for a first step to be repeated; without a free block it stands."""
+        life.is_guess = False
+        fetched = self._moves.fetch_stored(life, wanted, self._blocks.num_free - self._num_running)
+        if fetched:
+            self._repeats[life.request_id] = fetched
+            self.totals.repeated += 1
 
     def check_integrity(self) -> None:
         """Conservation: of every full block there is a copy or a device block; tables lack exactly what is away."""
@@ -138,32 +213,3 @@ class ResidencyScheduler:
                     f"memory mode of request {life.request_id!r}: away {sorted(life.away)}, absent {sorted(absent)}"
                 )
         self._moves.rows.check_integrity([row for life in self._lives.values() for row in life.rows.values()])
-
-    def _take_scores(self, life: Life, scores: list[float]) -> None:
-        fresh = np.array(scores, np.float64)
-        self._measure_missed(life, fresh)
-        if life.scores is not None and self._options.history_decay:
-            known = life.scores[: len(fresh)]
-            both = (known >= 0) & (fresh[: len(known)] >= 0)
-            fresh[: len(known)][both] += self._options.history_decay * known[both]
-        if life.scores is not None:
-            life.next_scoring = min(2 * life.next_scoring, self._options.refresh_steps)
-        life.scores, life.idle_steps = fresh, 0
-        life.leaving, life.coming = resident_target(
-            fresh,
-            life.away,
-            life.lost | set(life.loading),
-            self._block_size,
-            1.0 if life.stays else self._options.resident_ratio,
-            len(fresh) if life.stays else self._options.moves_per_step,
-            self._method,
-        )
-
-    def _measure_missed(self, life: Life, scores: NDArray[np.float64]) -> None:
-        """How much the query of these scores would have liked to see of what is away."""
-        missed = scores[sorted(life.away)].clip(0).sum() / max(scores.clip(0).sum(), 1e-9)
-        self.totals.scored += 1
-        self.totals.missed += float(missed)
-        if missed > self._options.max_missed and not life.stays:
-            life.stays = True
-            self.totals.kept += 1

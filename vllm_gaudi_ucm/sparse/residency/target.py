@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,26 @@ class Target(NamedTuple):
 
     leaving: list[int]
     coming: list[int]
+
+
+def wanted_blocks(scores: NDArray[np.float64], block_size: int, options: BlockOptions) -> list[int]:
+    """Of the blocks between sinks and local window as many as the method chooses, by these scores, the best first.
+
+    Args:
+        scores: [full blocks of the context]; below 0 for a block without a score.
+        block_size: tokens per block.
+        options: of the method.
+    """
+    budget = block_budget(len(scores) * block_size, block_size, options)
+    if budget is None:
+        return []
+    order = np.argsort(-scores[budget.sink_blocks : budget.window_start], kind="stable")[: budget.num_selected]
+    return [int(number) + budget.sink_blocks for number in order]
+
+
+def missed_share(scores: NDArray[np.float64], away: Iterable[int]) -> float:
+    """Estimated share of the attention that falls on these blocks."""
+    return float(scores[sorted(away)].clip(0).sum() / max(scores.clip(0).sum(), 1e-9))
 
 
 def resident_target(

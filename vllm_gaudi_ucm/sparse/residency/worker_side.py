@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.request_table import RequestTable
     from vllm_gaudi_ucm.sparse.device.selection_state import SelectionState
     from vllm_gaudi_ucm.sparse.residency.block_scorer import BlockScorer
-    from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore, Pair
+    from vllm_gaudi_ucm.sparse.residency.copy_loads import CopyLoads, Pair
+    from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore
 
 
 class ResidencyWorker:
@@ -54,6 +55,11 @@ class ResidencyWorker:
         self._scored: dict[str, int] = {}
         self._report = ResidencyReport()
         self._metrics: MemoryModeMetrics | None = None
+        self._stored: tuple[CopyLoads, DeviceBlocks] | None = None
+
+    def load_stored_with(self, loads: CopyLoads, blocks: DeviceBlocks) -> None:
+        """Blocks whose copy is a connector's record come back by its engine, in its order of layers."""
+        self._stored = loads, blocks
 
     def report_to(self, metrics: StepMetrics) -> None:
         """Figures of memory mode, and of its copies, reach /metrics."""
@@ -64,8 +70,12 @@ class ResidencyWorker:
         """Once the request table knows the step's requests, before the step is planned."""
         for life in orders.ended:
             self._copies.end(life)
+            if self._stored is not None:
+                self._stored[0].end(life)
             self._rows.pop(life, None)
             self._targets = {pair: block for pair, block in self._targets.items() if pair[0] != life}
+        for life, number, row in orders.stored:
+            self._rows.setdefault(life, {})[number] = row
         for pair in orders.dropped:
             self._copies.drop(pair)
             del self._rows[pair[0]][pair[1]]
@@ -78,7 +88,7 @@ class ResidencyWorker:
         self._take_finished()
         for move in orders.loads:
             self._targets[move.life, move.number] = move.block
-            self._copies.load((move.life, move.number))
+            self._load(move)
         self._copies.bring_near(orders.ahead)
         self._scored = orders.scored
         if self._metrics is not None:
@@ -114,18 +124,31 @@ class ResidencyWorker:
         self._blocks.read([(move.block, data)])
         self._copies.save((move.life, move.number), data)
 
+    def _load(self, move: BlockMove) -> None:
+        if not move.key:
+            self._copies.load((move.life, move.number))
+            return
+        assert self._stored is not None, "only a connector leaves blocks in its store"
+        self._stored[0].start((move.life, move.number), move.key)
+
     def _take_finished(self) -> None:
         for pair, saved in self._copies.finished_saves():
             (self._report.saved if saved else self._report.unsaved).append(pair)
         for pair, data in self._copies.finished_loads():
-            block = self._targets.pop(pair)
-            if data is None:
-                self._report.failed.append(pair)
-                continue
-            self._blocks.write(block, data)
-            # its summary was that of another content
-            self._state.summaries.written(np.array([block]))
-            self._report.loaded.append(pair)
+            self._put(pair, data, self._blocks)
+        if self._stored is not None:
+            for pair, data in self._stored[0].finished():
+                self._put(pair, data, self._stored[1])
+
+    def _put(self, pair: Pair, data: memoryview | None, blocks: DeviceBlocks) -> None:
+        block = self._targets.pop(pair)
+        if data is None:
+            self._report.failed.append(pair)
+            return
+        blocks.write(block, data)
+        # its summary was that of another content
+        self._state.summaries.written(np.array([block]))
+        self._report.loaded.append(pair)
 
     def _score(self, request_id: str, life: int, slot: int, num_full: int) -> list[float]:
         blocks: NDArray[np.int64] = self._table.blocks(request_id, num_full).astype(np.int64)

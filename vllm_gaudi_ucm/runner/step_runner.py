@@ -1,0 +1,242 @@
+"""One step: scheduler output in, sampled tokens out. Each stage of it is a file of its own beside this one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
+
+from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.runner.logits_order import in_slot_order
+from vllm_gaudi_ucm.runner.request_table import LiveRequest
+from vllm_gaudi_ucm.runner.step_record import StepClock
+from vllm_gaudi_ucm.runner.token_sampler import Grammar, SampledTokens
+from vllm_gaudi_ucm.sparse.device.selection_state import DENSE_STEP
+from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
+from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
+from vllm_gaudi_ucm.speculation.step_logits import StepLogits
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.phase_log import PhaseLog
+    from vllm_gaudi_ucm.runner.execution import Execution, StepShape
+    from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
+    from vllm_gaudi_ucm.runner.nan_logits import NanCounter
+    from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
+    from vllm_gaudi_ucm.runner.request_table import RequestTable
+    from vllm_gaudi_ucm.runner.sampling import SamplingBatch
+    from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+    from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
+    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.speculation.proposer import DraftProposer
+    from vllm_gaudi_ucm.speculation.verification import Verification
+
+
+@dataclass
+class _Computed:
+    """A step, or one division of it, that has run."""
+
+    plan: UnifiedPlan
+    shape: StepShape
+    clock: StepClock
+
+
+@dataclass
+class _ComputedStep:
+    """Between forward and sampling: vLLM computes the grammar's bitmask in between."""
+
+    scheduler_output: SchedulerOutput
+    requests: list[LiveRequest]
+    batch: BatchInput
+    yields: NDArray[np.bool_]
+    drafts: StepDrafts
+    logits: StepLogits
+    divisions: list[_Computed] = field(default_factory=list)
+    prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)
+
+
+@dataclass
+class StepRunner:
+    """Runs steps with what an engine has once its KV cache is allocated; None is what it does not use.
+
+    requests: the live ones. sampling: their parameters. static: graphs; without them steps run at their true shapes.
+    """
+
+    requests: RequestTable
+    sampling: SamplingBatch
+    planner: SteadyPlanner
+    execution: Execution
+    verification: Verification
+    prompt_logprobs: PromptLogprobs
+    nans: NanCounter
+    phase_log: PhaseLog
+    metrics: StepMetrics
+    block_size: int
+    static: StaticShapes | None = None
+    transfer: KvTransfer | None = None
+    sparse: SparseWorker | None = None
+    proposer: DraftProposer | None = None
+
+    def __post_init__(self) -> None:
+        self._computed: _ComputedStep | None = None
+        self._drafts: DraftTokenIds | None = None
+        self._sparse_metrics = None if self.sparse is None else self.sparse.report_to(self.metrics)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Computes a step up to its logits. None: `sample_tokens` gives the output."""
+        if self.static is not None:
+            # may wait for a graph that is being warmed, which is no part of the step's times
+            self.static.begin_step()
+        clock = StepClock()
+        self.requests.update(scheduler_output)
+        if self.sparse is not None:
+            self.sparse.update(scheduler_output)
+        if self.transfer is not None:
+            if self.sparse is not None:
+                self.sparse.loaded(
+                    self.transfer.loaded_blocks(scheduler_output), self.transfer.take_summarised_blocks()
+                )
+            self.transfer.begin(scheduler_output)
+            clock.skip(self.transfer.work.last_seconds)
+        if not scheduler_output.total_num_scheduled_tokens:
+            transferred = None if self.transfer is None else self.transfer.finish()
+            if self.static is not None:
+                self.static.end_step()
+            return ModelRunnerOutput.with_kv_conn_output_only(transferred)
+        drafts = StepDrafts.of(scheduler_output)
+        self.requests.write_drafts(drafts.tokens)
+        requests, batch = self.requests.scheduled(drafts.num_scheduled)
+        yields = batch.num_computed + batch.num_scheduled >= batch.num_tokens
+        self.sampling.sync([requests[index] for index in yields.nonzero()[0].tolist()])
+        # static shapes have no graph that gathers rows
+        logits = StepLogits(self.execution, drafts, at_once=self.static is None)
+        step = _ComputedStep(scheduler_output, requests, batch, yields, drafts, logits)
+        divisions = self.execution.divide(batch)
+        if self.static is not None and len(divisions) > 1:
+            self.static.bypassed("step divided: more shared blocks than ucm.graphs.max_shared_blocks")
+        if len(divisions) == 1:
+            self._compute(step, requests, batch, clock, divided=False)
+        else:
+            for index in divisions:
+                self._compute(step, [requests[i] for i in index.tolist()], batch.take(index), clock, divided=True)
+                clock = StepClock()
+        self._computed = step
+        return None
+
+    def _compute(
+        self, step: _ComputedStep, members: list[LiveRequest], batch: BatchInput, clock: StepClock, divided: bool
+    ) -> None:
+        """Runs a step, or one division of it, and keeps its logits in the order of the sampler's slots."""
+        selection = DENSE_STEP
+        if self.sparse is not None:
+            selection = self.sparse.step(step.scheduler_output, step.drafts, members, batch)
+        plan, slots = in_slot_order(self.planner.plan(batch, selection.input), members, self.sampling.slots)
+        token_ids = self.requests.tokens_at(members, plan.requests[plan.row_requests], plan.positions)
+        shape = self.execution.stage(plan, token_ids, selection.summary_blocks)
+        clock.planned()
+        self._forward(plan)
+        step.prompt_logprobs.update(self._score_prompts(members, plan))
+        yielding = [members[index] for index in plan.logits_requests.tolist()]
+        if divided:
+            assert self.static is not None, "only static shapes divide steps"
+            put_at = self.static.divided_logits
+            step.logits.compute_division(yielding, plan.logits_rows, slots, put_at, len(self.sampling.slots))
+        else:
+            step.logits.compute(yielding, plan.logits_rows)
+        clock.computed()
+        step.divisions.append(_Computed(plan, shape, clock))
+
+    def _forward(self, plan: UnifiedPlan) -> None:
+        if self.sparse is None:
+            self.execution.forward()
+            return
+        self.sparse.method.execute_begin(plan)
+        self.execution.forward()
+        self.sparse.method.execute_finished()
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Samples the step that `execute_model` computed, and writes the tokens back to the request table."""
+        step, self._computed = self._computed, None
+        assert step is not None, "sample_tokens without a computed step"
+        grammar = None if grammar_output is None else Grammar(step.scheduler_output, grammar_output)
+        sampled_ids = self.sampling.req_ids
+        sampled = self.verification.sample(step.logits, step.drafts, grammar)
+        self._propose(step)
+        for computed in step.divisions:
+            computed.clock.sampled(took_part=computed is step.divisions[-1])
+        transferred = self._finish_transfer()
+        self._record(step)
+        output = _output(step, sampled_ids, sampled)
+        output.num_nans_in_logits = self.nans.take()
+        output.kv_connector_output = transferred
+        if self.sparse is not None:
+            self.sparse.attach_report(output)
+        if self.static is not None:
+            self.static.end_step()
+        return output
+
+    def _finish_transfer(self) -> KVConnectorOutput | None:
+        """After the drafts: they read and write blocks, too."""
+        if self.transfer is None:
+            return None
+        self.transfer.computed()
+        return self.transfer.finish()
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The drafts that the last step proposed for the next one, once."""
+        drafts, self._drafts = self._drafts, None
+        return drafts
+
+    def _propose(self, step: _ComputedStep) -> None:
+        if self.proposer is None:
+            return
+        num_drafts = step.scheduler_output.num_spec_tokens_to_schedule
+        wanted = wanted_drafts(step.requests, step.yields, self.requests, num_drafts)
+        drafts = self.proposer.propose(SampledStep(step.requests, step.batch, step.yields, wanted))
+        self._drafts = DraftTokenIds([request.request_id for request in step.requests], drafts)
+
+    def _record(self, step: _ComputedStep) -> None:
+        """Every division ran in a shape of its own; sampling, and what was transferred, belong to the last."""
+        for computed in step.divisions:
+            record = computed.clock.record(self.phase_log.summary.steps, computed.plan, computed.shape, self.block_size)
+            if self.transfer is not None and computed is step.divisions[-1]:
+                record = self.transfer.take_work().noted_in(record)
+            self.phase_log.append(record)
+            self.metrics.step(record.bucket, record.padded)
+            self.metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
+        if self.sparse is not None and self._sparse_metrics is not None:
+            self.sparse.report(self._sparse_metrics)
+
+    def _score_prompts(self, requests: list[LiveRequest], plan: UnifiedPlan) -> dict[str, LogprobsTensors | None]:
+        scores: dict[str, LogprobsTensors | None] = {}
+        for flat, index in enumerate(plan.requests.tolist()):
+            request = requests[index]
+            if self.prompt_logprobs.wanted(request):
+                if self.static is not None:
+                    self.static.bypassed("prompt logprobs on host")
+                start, stop = plan.query_start[flat : flat + 2].tolist()
+                found = self.prompt_logprobs.score(request, range(start, stop), int(plan.positions[start]))
+                if found is not None:
+                    scores[request.request_id] = found
+        return scores
+
+
+def _output(step: _ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
+    """Requests in the sampler's order first, so that a request's index is its entry of tokens and logprobs."""
+    without = set(step.scheduler_output.num_scheduled_tokens).difference(sampled_ids)
+    req_ids = sampled_ids + [request.request_id for request in step.requests if request.request_id in without]
+    return ModelRunnerOutput(
+        req_ids=req_ids,
+        req_id_to_index={request_id: index for index, request_id in enumerate(req_ids)},
+        sampled_token_ids=sampled.tokens + [[] for _ in without],
+        logprobs=sampled.logprobs,
+        prompt_logprobs_dict=step.prompt_logprobs,
+    )
