@@ -1,19 +1,43 @@
-"""Fixtures that several rooms use."""
+"""Fixtures that several rooms use, and the order of all tests."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model
+# until everything is imported: see `import_heap`
+gc.disable()
+
+from tests.import_heap import freeze_imports, thaw_imports  # noqa: E402
+from tests.work_order import RoomScheduling, rank  # noqa: E402
+from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # A shared machine stalls for seconds: how long an example takes says nothing about the code.
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: rank(item.nodeid))
+
+
+def pytest_collection_finish() -> None:
+    freeze_imports()
+
+
+def pytest_unconfigure() -> None:
+    thaw_imports()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RoomScheduling | None:
+    return RoomScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

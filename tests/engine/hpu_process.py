@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.import_heap import freeze_imports
+from tests.warm_process import WarmProcess
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 280
-PROGRAM = """
-import importlib, json, os, sys
-os.environ["HF_HUB_OFFLINE"] = "1"
-asked = json.loads(sys.argv[1])
-scenario = getattr(importlib.import_module(asked["module"]), asked["name"])
-result = scenario(**asked["arguments"])
-with open(asked["result"], "w") as file:
-    json.dump(result, file)
-"""
 
 
 @dataclass(frozen=True)
@@ -47,18 +44,25 @@ def run_on_card(
         "result": str(result),
     }
     hpu = {"PYTHONPATH": str(ROOT / "tests/sim_hpu"), "VLLM_GAUDI_UCM_DEVICE": "hpu", "PT_HPU_LAZY_MODE": "1"}
-    # Files, not pipes: a process that the engine leaves behind would keep a pipe open.
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", **hpu, **(env or {})}
+    # A file, not a pipe: a process that the engine leaves behind would keep a pipe open.
     log = folder / f"{scenario.__name__}.log"
-    with log.open("w") as output:
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, json.dumps(asked)],
-            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **hpu, **(env or {})},
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT,
-        )
+    process = WarmProcess(_call, (json.dumps(asked),), log=log, env=env, cwd=ROOT)
+    try:
+        status = process.finish(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"{scenario.__name__} runs {TIMEOUT} s later:\n{log.read_text()[-6000:]}")
     text = log.read_text()
-    assert done.returncode == 0, text[-6000:]
+    assert status == 0, text[-6000:]
     return Finished(json.loads(result.read_text()), text)
+
+
+def _call(request: str) -> None:
+    """In the new process."""
+    asked = json.loads(request)
+    gc.disable()
+    scenario = getattr(importlib.import_module(asked["module"]), asked["name"])
+    freeze_imports()
+    result = scenario(**asked["arguments"])
+    with open(asked["result"], "w") as file:
+        json.dump(result, file)

@@ -13,6 +13,7 @@ import pytest
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import set_current_vllm_config
 
+from tests.engine.model_classes import import_class
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 
 # Two float32 computations may order tokens differently where their logits are closer than this.
@@ -50,6 +51,7 @@ class Engine:
 
     def __init__(self, model: Path, ucm: Mapping[str, Any] | None = None, **options: Any) -> None:
         merged = {"model": str(model), **TINY_OPTIONS, "additional_config": {"ucm": dict(ucm or {})}, **options}
+        import_class(model)
         self.llm = LLM(**merged)
         self.preemptions = 0
         client: Any = self.llm.llm_engine.engine_core

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
 
-ROOT = Path(__file__).parents[2]
 SHARED = "You are a helpful assistant. Answer in one short sentence, and do not invent anything that you do not know. "
 PROMPTS = [
     "The capital of France is",
@@ -35,22 +32,23 @@ OPTIONS = {
     "kv_cache_memory_bytes": 64 << 20,
 }
 
-CHILD = """
-import dataclasses, json, os, sys
-from pathlib import Path
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
-from tests.engine.serving import Engine
-asked = json.load(sys.stdin)
-with Engine(Path(asked["model"]), asked["ucm"], **asked["options"]) as engine:
-    from habana_frameworks.torch.simulator import card
-    started = dataclasses.asdict(card)
-    rounds = [engine.greedy(asked["prompts"], asked["max_tokens"]) for _ in range(asked["rounds"])]
-    device = next(iter(engine.runner.kv_caches.values())).device
-    json.dump({
-        "rounds": [[dataclasses.asdict(answer) for answer in answers] for answers in rounds],
-        "started": started, "card": dataclasses.asdict(card), "device": str(device),
-    }, open(asked["result"], "w"))
-"""
+
+def serve(
+    model: str, ucm: dict[str, Any], options: dict[str, Any], prompts: list[Any], max_tokens: int, rounds: int
+) -> dict[str, Any]:
+    """Answers of each round, and the card's counts after the start and in the end."""
+    with Engine(Path(model), ucm, **options) as engine:
+        from habana_frameworks.torch.simulator import card
+
+        started = dataclasses.asdict(card)
+        answers = [engine.greedy(prompts, max_tokens) for _ in range(rounds)]
+        device = next(iter(engine.runner.kv_caches.values())).device
+        return {
+            "rounds": [[dataclasses.asdict(answer) for answer in found] for found in answers],
+            "started": started,
+            "card": dataclasses.asdict(card),
+            "device": str(device),
+        }
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,6 @@ def run_on_hpu(
     **options: Any,
 ) -> HpuRun:
     """Starts an engine in a process of its own, because importing the stand-in changes torch for good."""
-    result = folder / "result.json"
     asked = {
         "model": str(model),
         "ucm": ucm,
@@ -81,20 +78,8 @@ def run_on_hpu(
         "prompts": prompts,
         "max_tokens": 8,
         "rounds": rounds,
-        "result": str(result),
     }
-    hpu = {"PYTHONPATH": str(ROOT / "tests/sim_hpu"), "VLLM_GAUDI_UCM_DEVICE": "hpu", "PT_HPU_LAZY_MODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        input=json.dumps(asked),
-        env={**os.environ, **hpu, **(env or {})},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    found = json.loads(result.read_text())
+    found = run_on_card(serve, folder, env, **asked).result
     found["rounds"] = [[Answer(**answer) for answer in answers] for answers in found["rounds"]]
     return HpuRun(**found)
 

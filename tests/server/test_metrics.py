@@ -53,7 +53,7 @@ def test_a_server_removes_its_files(smollm2: Path, tmp_path: Path, monkeypatch: 
     # vLLM's sockets lie there, whose paths have at most 107 characters: a test's own folder may be too deep
     temp = Path(tempfile.mkdtemp(prefix="ucm-"))
     monkeypatch.setenv("TMPDIR", str(temp))
-    server = start_server(smollm2, tmp_path, "--disable-log-stats")
+    server = start_server(smollm2, tmp_path, "--disable-log-stats", cold=True)
     try:
         (folder,) = temp.glob("gaudi-ucm-metrics-*")
         assert folder.stat().st_mode & 0o777 == 0o700

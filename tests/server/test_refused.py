@@ -23,7 +23,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
 def test_refused_at_start(smollm2: Path, tmp_path: Path, case: str) -> None:
     """covers: A18"""
     options, words = CASES[case]
-    command = serve_command(smollm2, "--dtype", "float32", "--port", "0", *options)
+    command = serve_command(str(smollm2), "--host", "127.0.0.1", "--dtype", "float32", "--port", "0", *options)
     ended = subprocess.run(
         command, check=False, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180
     )

@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.phase_log import read_phase_log
 
 
 def test_sigterm_in_the_middle_of_a_stream(smollm2: Path, tmp_path: Path) -> None:
-    server = start_server(smollm2, tmp_path)
+    server = start_server(smollm2, tmp_path, cold=True)
     started = threading.Event()
     ended: list[str] = []
 

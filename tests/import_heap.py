@@ -1,0 +1,29 @@
+"""Keeps the garbage collector off what was imported: vLLM brings 700,000 objects, and none of them ever dies.
+
+An engine asks for a full collection five times between its start and its end. Each looks at every object, which takes
+0.4 s: nine tenths of the life of a tiny engine.
+"""
+
+from __future__ import annotations
+
+import gc
+
+
+_unfreeze = gc.unfreeze
+
+
+def freeze_imports() -> None:
+    """Puts all that is alive out of the collector's sight.
+
+    vLLM freezes what an engine has made, and thaws everything when it ends. Neither happens from here on: the engine of
+    a test must be collected, and what was imported must stay where it is.
+    """
+    gc.freeze()
+    for name in ("freeze", "unfreeze"):
+        setattr(gc, name, lambda: None)
+    gc.enable()
+
+
+def thaw_imports() -> None:
+    """Before the process ends: libraries complain of objects that nobody collected."""
+    _unfreeze()

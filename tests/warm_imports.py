@@ -1,0 +1,35 @@
+"""What every process of a test imports, less what depends on its device: loaded once, then processes fork from it.
+
+vLLM asks the platform's plugins for the device while its modules are imported, so none of them but the package is here.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+
+# read once, by huggingface_hub while it is imported
+os.environ["HF_HUB_OFFLINE"] = "1"
+# no collection while they load: see `import_heap`
+gc.disable()
+# the order is vLLM's: its package sets torch up
+for name in (
+    "vllm",
+    "transformers",
+    "transformers.processing_utils",
+    "transformers.models.auto.image_processing_auto",
+    "openai.types.responses",
+    "openai.types.eval_create_params",
+    "fastapi",
+    "aiohttp",
+    "grpc",
+    "xgrammar",
+    "accelerate",
+    "numba",
+    "redis",
+    "pytest",
+):
+    importlib.import_module(name)
+gc.freeze()
+gc.enable()

@@ -1,0 +1,36 @@
+"""Which process of a test run (`pytest --numprocesses`) gets which tests, and in what order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xdist.scheduler import LoadScopeScheduling
+
+# Their tests share what takes long to start: a server, a child process on the simulated card.
+SHARED_ROOMS = ("server", "sim")
+# Handed out first: who gets the last file works on alone, so that must be a short one.
+LONG_ROOMS = ("server", "engine", "sim", "ops", "prefetch")
+
+
+class RoomScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Keeps the tests of a file in one process, and those of a shared room; in the order of their collection."""
+
+    def __init__(self, config: Any, log: Any) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        name = room(file)
+        return name if name in SHARED_ROOMS else file
+
+
+def room(nodeid: str) -> str:
+    """Folder of a test below `tests`, of its id."""
+    return nodeid.removeprefix("tests/").partition("/")[0]
+
+
+def rank(nodeid: str) -> int:
+    """Tests of low rank come first."""
+    name = room(nodeid)
+    return LONG_ROOMS.index(name) if name in LONG_ROOMS else len(LONG_ROOMS)
