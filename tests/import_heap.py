@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 
-
 _unfreeze = gc.unfreeze
 
 
