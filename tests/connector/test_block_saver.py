@@ -12,6 +12,8 @@ from tests.connector.fault_store import FaultStore
 from vllm_gaudi_ucm.connector.block_saver import BlockSaver
 from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.connector.metadata import BlockSave
+from vllm_gaudi_ucm.connector.save_queue import SaveQueue
+from vllm_gaudi_ucm.connector.step_activity import StepActivity
 from vllm_gaudi_ucm.device import get_device
 
 
@@ -29,6 +31,10 @@ def saves(*block_ids: int) -> list[BlockSave]:
     return [BlockSave(bytes([block_id]) * 32, block_id) for block_id in block_ids]
 
 
+def saver_of(store: FaultStore, blocks: DeviceBlocks, capacity: int, workers: int) -> BlockSaver:
+    return BlockSaver(store, blocks, SaveQueue(capacity, 1.0, StepActivity()), workers)
+
+
 def stored(store: FaultStore) -> dict[int, float]:
     return {
         key[0]: float(torch.frombuffer(bytearray(block), dtype=torch.float32)[0]) for key, block in store.blocks.items()
@@ -39,7 +45,7 @@ def test_blocks_are_copied_before_they_may_change(blocks: DeviceBlocks, cache: t
     """covers: C9. The step after may write them while the store is still busy."""
     store = FaultStore()
     store.goes_on.clear()
-    saver = BlockSaver(store, blocks, capacity=8, workers=2)
+    saver = saver_of(store, blocks, capacity=8, workers=2)
     saver.submit(saves(1, 5, 2))
     cache.fill_(torch.nan)
     store.goes_on.set()
@@ -55,7 +61,7 @@ def test_what_the_queue_has_no_room_for_is_dropped_at_once(blocks: DeviceBlocks,
     """covers: C4"""
     store = FaultStore()
     store.goes_on.clear()
-    saver = BlockSaver(store, blocks, capacity, workers=1)
+    saver = saver_of(store, blocks, capacity, workers=1)
     start = time.monotonic()
     saver.submit(saves(0, 1, 2, 3, 4))
     saver.submit(saves(5))
@@ -74,7 +80,7 @@ def test_what_the_queue_has_no_room_for_is_dropped_at_once(blocks: DeviceBlocks,
 def test_what_the_store_refuses_is_told(blocks: DeviceBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FaultStore()
     store.refuses = True
-    saver = BlockSaver(store, blocks, capacity=4, workers=1)
+    saver = saver_of(store, blocks, capacity=4, workers=1)
     saver.submit(saves(1))
     assert saver.flush(5)
 
@@ -93,7 +99,7 @@ def test_what_the_store_refuses_is_told(blocks: DeviceBlocks, monkeypatch: pytes
 def test_closing_stores_what_is_left_and_ends_the_threads(blocks: DeviceBlocks, workers: int) -> None:
     before = threading.active_count()
     store = FaultStore()
-    saver = BlockSaver(store, blocks, capacity=8, workers=workers)
+    saver = saver_of(store, blocks, capacity=8, workers=workers)
     assert threading.active_count() == before + workers
     saver.submit(saves(*range(8)))
     saver.close()
@@ -104,7 +110,7 @@ def test_closing_stores_what_is_left_and_ends_the_threads(blocks: DeviceBlocks, 
 def test_closing_does_not_wait_for_a_store_that_hangs(blocks: DeviceBlocks) -> None:
     store = FaultStore()
     store.goes_on.clear()
-    saver = BlockSaver(store, blocks, capacity=8, workers=1)
+    saver = saver_of(store, blocks, capacity=8, workers=1)
     saver.submit(saves(1, 2))
     start = time.monotonic()
     saver.close(timeout=0.1)

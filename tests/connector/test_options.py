@@ -29,6 +29,7 @@ MEMORY = {"store": {"kind": "memory"}}
         ({**MEMORY, "load_failure": "ignore"}, '"recompute"'),
         ({**MEMORY, "prefetch": {"prefetch_workers": 0}}, "prefetch.prefetch_workers"),
         ({**MEMORY, "save_queue": 0}, "save_queue: found 0"),
+        ({**MEMORY, "save_patience": -1}, "save_patience: found -1"),
         ({**MEMORY, "min_hit_blocks": 1.5}, "min_hit_blocks"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_gaudi_ucm.connector.save_queue import SaveQueue
 from vllm_gaudi_ucm.logger import plugin_logger
 
 if TYPE_CHECKING:
@@ -30,32 +30,33 @@ class SaveCounts(msgspec.Struct, kw_only=True):
 
 
 class BlockSaver:
-    """A bounded queue between the step and the store; the step never waits for the store.
+    """Threads that empty a queue between the step and the store; the step never waits for the store.
 
     Args:
         store: may be slow, and may raise: then the block is not stored.
         blocks: of the device.
-        capacity: most blocks in host memory.
+        waiting: bounds the blocks in host memory, and says when they are stored.
         workers: threads that store.
     """
 
-    def __init__(self, store: KvStore, blocks: DeviceBlocks, capacity: int, workers: int) -> None:
+    def __init__(self, store: KvStore, blocks: DeviceBlocks, waiting: SaveQueue, workers: int) -> None:
         self._store = store
         self._blocks = blocks
+        self._queue = waiting
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
         self._free: list[memoryview] = []
-        self._room = capacity
-        self._busy = 0
         self._unsaved: list[bytes] = []
         self._counts = SaveCounts()
-        self._queue: queue.SimpleQueue[tuple[bytes, memoryview, bool] | None] = queue.SimpleQueue()
         # daemon: a store that hangs must not keep the process from ending
         self._threads = [
             threading.Thread(target=self._run, name=f"ucm-save-{index}", daemon=True) for index in range(workers)
         ]
         for thread in self._threads:
             thread.start()
+
+    def expect(self, count: int) -> None:
+        """The step that begins fills so many blocks, for which there should be room at its end."""
+        self._queue.expect(count)
 
     def submit(self, saves: Sequence[BlockSave]) -> None:
         """Takes a copy of these blocks, which may then be written again; what the queue has no room for is dropped."""
@@ -65,8 +66,7 @@ class BlockSaver:
         with self._lock:
             self._counts.dropped += len(dropped)
             self._unsaved += [save.key for save in dropped]
-        for save, buffer in zip(kept, buffers, strict=True):
-            self._queue.put((save.key, buffer, True))
+        self._queue.put([(save.key, buffer, True) for save, buffer in zip(kept, buffers, strict=True)])
 
     def submit_record(self, key: bytes, fill: Callable[[memoryview], None]) -> None:
         """Stores what is no block, of the size of one; fill: writes it, at once."""
@@ -75,7 +75,7 @@ class BlockSaver:
             self.refuse(key)
             return
         fill(buffers[0])
-        self._queue.put((key, buffers[0], False))
+        self._queue.put([(key, buffers[0], False)])
 
     def refuse(self, key: bytes) -> None:
         """A record that is not stored: `take_unsaved` names it."""
@@ -94,49 +94,40 @@ class BlockSaver:
 
     def flush(self, timeout: float) -> bool:
         """Waits until nothing is on its way; False after `timeout` seconds."""
-        with self._lock:
-            return self._idle.wait_for(lambda: not self._busy, timeout)
+        return self._queue.flush(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Stores what is on its way, and ends the threads; those stuck in the store are left to it."""
         end = time.monotonic() + timeout
         if not self.flush(timeout):
-            logger.warning("%d blocks were not stored: the store took longer than %.0f s", self._busy, timeout)
-        for _ in self._threads:
-            self._queue.put(None)
+            logger.warning("%d blocks were not stored: the store took longer than %.0f s", self._queue.taken, timeout)
+        self._queue.close()
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
     def check_integrity(self) -> None:
-        """Conservation: a buffer is free or on its way. Raises RuntimeError."""
-        with self._lock:
-            if self._room < 0 or self._busy < 0:
-                raise RuntimeError(f"block saver: {self._busy} blocks on their way, room for {self._room} more")
+        """See `SaveQueue.check_integrity`."""
+        self._queue.check_integrity()
 
     def _take(self, count: int) -> list[memoryview]:
         """Buffers that are free, or that there is room for."""
+        count = self._queue.reserve(count)
         with self._lock:
-            count = min(count, self._room)
-            self._room -= count
-            self._busy += count
             buffers = [self._free.pop() for _ in range(min(count, len(self._free)))]
         return buffers + [self._blocks.allocate(self._blocks.block_bytes) for _ in range(count - len(buffers))]
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            key, buffer, is_block = item
+        while (save := self._queue.take()) is not None:
             is_saved = False
             try:
-                is_saved = self._store.save(key, buffer)
+                is_saved = self._store.save(save.key, save.buffer)
             except Exception as error:
                 logger.warning("a block could not be stored: %s: %s", type(error).__name__, error)
             with self._lock:
-                self._counts.saved += is_saved and is_block
-                self._counts.records += is_saved and not is_block
-                self._counts.refused += not is_saved and is_block
+                self._counts.saved += is_saved and save.is_block
+                self._counts.records += is_saved and not save.is_block
+                self._counts.refused += not is_saved and save.is_block
                 if not is_saved:
-                    self._unsaved.append(key)
-                self._free.append(buffer)
-                self._room += 1
-                self._busy -= 1
-                self._idle.notify_all()
+                    self._unsaved.append(save.key)
+                self._free.append(save.buffer)
+            self._queue.release()

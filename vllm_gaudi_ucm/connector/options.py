@@ -45,6 +45,11 @@ class ConnectorOptions(MethodOptions):
         default=64,
         description="Most blocks in host memory on their way to the store; what comes while it is full is not stored.",
     )
+    save_patience: Annotated[float, Field(ge=0, le=60)] = Field(
+        default=1.0,
+        description="Seconds that a block may wait for the engine to be idle before it is stored beside steps, from "
+        "which it takes time; 0: none waits.",
+    )
     save_workers: Annotated[int, Field(ge=1, le=64)] = Field(default=2, description="Threads that store blocks.")
 
     @field_validator("store", mode="before")

@@ -12,6 +12,8 @@ from vllm_gaudi_ucm.connector.block_loads import BlockLoads, LoadCounts
 from vllm_gaudi_ucm.connector.block_saver import BlockSaver
 from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.connector.metadata import RecordSave, UcmMetadata, UcmWorkerMetadata
+from vllm_gaudi_ucm.connector.save_queue import SaveQueue
+from vllm_gaudi_ucm.connector.step_activity import StepActivity
 from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
 from vllm_gaudi_ucm.connector.waiting_prefetch import apply_plan
 from vllm_gaudi_ucm.connector.worker_metrics import WorkerMetrics
@@ -34,6 +36,7 @@ class WorkerSide:
         self._setup = setup
         self.blocks: DeviceBlocks | None = None
         self._metrics: WorkerMetrics | None = None
+        self._activity = StepActivity()
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """caches: by layer [blocks, kv heads, block size, k | v]."""
@@ -55,7 +58,8 @@ class WorkerSide:
         )
         self.engine.start()
         self.loads = BlockLoads(self.engine, self.blocks, options.load_deadline)
-        self.saver = BlockSaver(self.store, self.blocks, options.save_queue, options.save_workers)
+        waiting = SaveQueue(options.save_queue, options.save_patience, self._activity)
+        self.saver = BlockSaver(self.store, self.blocks, waiting, options.save_workers)
 
     def bind_sparse_worker(self, sparse: SparseWorker) -> None:
         """Under memory mode: blocks may be left in the store, and come from there when they are wanted."""
@@ -76,6 +80,9 @@ class WorkerSide:
         residency.load_stored_with(CopyLoads(self.engine, setup.block_bytes, blocks.allocate), blocks)
 
     def start_loads(self, metadata: UcmMetadata) -> None:
+        """Before the step, also one without tokens: loads do without the threads that save, as steps do."""
+        self._activity.begin()
+        self.saver.expect(len(metadata.saves) + len(metadata.records))
         apply_plan(self.engine, metadata.prefetch)
         if self._metrics is not None:
             self._metrics.lookups = metadata.lookups
@@ -88,6 +95,7 @@ class WorkerSide:
             self.saver.submit(metadata.saves)
         for record in metadata.records:
             self._save_record(record)
+        self._activity.end()
 
     def _save_record(self, record: RecordSave) -> None:
         summaries, block_ids = self.loads.summaries, record.block_ids
