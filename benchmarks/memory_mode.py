@@ -43,7 +43,7 @@ COLUMNS = {
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    options = parser().parse_args()
     prompts, answers = texts(options)
     asked = look_ups(options.context, 16, options.sequences, seed=1)
     rows: dict[str, dict[str, float]] = {}
@@ -145,22 +145,21 @@ def missed(llm: LLM) -> float:
     return residency.totals.missed / max(1, residency.totals.scored) if residency is not None else 0.0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument(
-        "--blocks", type=positive, default=160, help="blocks of the KV cache in which requests must fit"
-    )
-    parser.add_argument("--block-size", type=positive, default=32)
-    parser.add_argument("--requests", type=positive, default=10)
-    parser.add_argument("--context", type=positive, default=1536)
-    parser.add_argument("--new-tokens", type=positive, default=96)
-    parser.add_argument("--texts", type=positive, default=4, help="prompts whose real continuation is followed")
-    parser.add_argument("--sequences", type=positive, default=12, help="prompts of 16 look-ups each")
-    parser.add_argument("--sparse-ratio", type=float, default=0.3)
-    parser.add_argument("--resident-ratios", type=float, nargs="+", default=[0.5, 0.35])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-    return parser
+def parser() -> argparse.ArgumentParser:
+    """Options of the benchmarks of memory mode."""
+    found = argparse.ArgumentParser(description=__doc__)
+    found.add_argument("--model", type=Path, default=MODEL)
+    found.add_argument("--blocks", type=positive, default=160, help="blocks of the KV cache in which requests must fit")
+    found.add_argument("--block-size", type=positive, default=32)
+    found.add_argument("--requests", type=positive, default=10)
+    found.add_argument("--context", type=positive, default=1536)
+    found.add_argument("--new-tokens", type=positive, default=96)
+    found.add_argument("--texts", type=positive, default=4, help="prompts whose real continuation is followed")
+    found.add_argument("--sequences", type=positive, default=12, help="prompts of 16 look-ups each")
+    found.add_argument("--sparse-ratio", type=float, default=0.3)
+    found.add_argument("--resident-ratios", type=float, nargs="+", default=[0.5, 0.35])
+    found.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    return found
 
 
 if __name__ == "__main__":

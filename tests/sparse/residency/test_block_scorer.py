@@ -68,6 +68,10 @@ def test_wherever_a_block_is_its_score_is_the_same(kind: SummaryKind) -> None:
     partly = case.scorer.scores(0, np.array([7, -1, 9, -1, 11, 1]), np.array([-1, 4, -1, 0, -1, -1]))
     np.testing.assert_allclose(partly, expected, rtol=1e-5)
     assert partly.sum() == pytest.approx(1, abs=1e-5)
+    for block, row in ((10, 4), (2, 0)):  # wherever they come back to
+        case.scorer.restore_summary(row, block)
+    back = case.scorer.scores(0, np.array([7, 10, 9, 2, 11, 1]), np.full(6, -1))
+    np.testing.assert_allclose(back, expected, rtol=1e-5)
 
 
 def test_a_block_without_a_summary_has_no_score() -> None:

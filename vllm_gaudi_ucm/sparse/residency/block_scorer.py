@@ -79,6 +79,12 @@ class BlockScorer:
         for layer, away in zip(self.layers, self.away, strict=True):
             away.index_copy_(0, target, layer.summaries.index_select(0, source))
 
+    def restore_summary(self, row: int, block: int) -> None:
+        """Copies the summaries of a block that is back on the device to where those of resident ones are."""
+        source, target = torch.tensor([[row], [block]], device=self._numbers.device)
+        for layer, away in zip(self.layers, self.away, strict=True):
+            layer.summaries.index_copy_(0, target, away.index_select(0, source))
+
     def scores(self, slot: int, blocks: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """float64 [full blocks]: shares of attention, averaged over layers and heads; below 0 without a summary.
 
@@ -96,13 +102,13 @@ class BlockScorer:
         padded[2, :end], padded[3, :end], padded[4] = rows >= 0, known, slot
         near, far, is_away, is_known, slots = torch.from_numpy(padded).to(self._numbers.device).unbind()
         away = is_away.bool()[:, None, None, None]
+        queries = self._queries.index_select(1, slots[:1])
+        numbers, spans = self._numbers * is_known, 1 - is_known
         total = torch.zeros(len(self._numbers), device=self._numbers.device)
         for place, layer in enumerate(self.layers):
             summaries = torch.where(away, self.away[place].index_select(0, far), layer.summaries.index_select(0, near))
-            query = self._queries[place].index_select(0, slots[:1])
-            numbers, spans = self._numbers * is_known, 1 - is_known
             total += block_scores(
-                query, summaries, numbers, spans, self._first_rows, self._num_rows, 1, layer.scale, self._kind
+                queries[place], summaries, numbers, spans, self._first_rows, self._num_rows, 1, layer.scale, self._kind
             )
         found = (total / len(self.layers)).cpu().numpy().astype(np.float64)[:end]
         found[~known] = -1

@@ -109,6 +109,8 @@ class ResidencyWorker:
         self._device.end_recipe()
         self._scorer.keep_summary(DUMMY_BLOCK, 0)
         self._device.end_recipe()
+        self._scorer.restore_summary(0, DUMMY_BLOCK)
+        self._device.end_recipe()
         self._blocks.warm_up()
         nothing = np.full(1, -1, np.int64)
         self._scorer.scores(0, nothing, nothing)
@@ -146,8 +148,11 @@ class ResidencyWorker:
             self._report.failed.append(pair)
             return
         blocks.write(block, data)
-        # its summary was that of another content
-        self._state.summaries.written(np.array([block]))
+        # its summary has stayed, and need not be made again
+        self._device.end_recipe()
+        self._scorer.restore_summary(self._rows[pair[0]][pair[1]], block)
+        self._device.end_recipe()
+        self._state.summaries.brought(np.array([block]))
         self._report.loaded.append(pair)
 
     def _score(self, request_id: str, life: int, slot: int, num_full: int) -> list[float]:
