@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-# until everything is imported: see `import_heap`
-gc.disable()
-
-from tests.import_heap import freeze_imports, thaw_imports  # noqa: E402
-from tests.work_order import RoomScheduling, rank  # noqa: E402
-from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model  # noqa: E402
+from tests.import_heap import freeze_imports, thaw_imports
+from tests.work_order import RoomScheduling, rank
+from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,12 +21,18 @@ settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports the tests, and with them vLLM."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        freeze_imports()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank(item.nodeid))
-
-
-def pytest_collection_finish() -> None:
-    freeze_imports()
 
 
 def pytest_unconfigure() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import vllm  # noqa: F401  # sets its log up here: the command below asks for silence, which would last
 from transformers import AutoModelForCausalLM
 
 from tests.cli.sparse_report_model import tiny_model
