@@ -36,7 +36,7 @@ class WorkerSide:
         self._setup = setup
         self.blocks: DeviceBlocks | None = None
         self._metrics: WorkerMetrics | None = None
-        self._activity = StepActivity()
+        self.activity = StepActivity()
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """caches: by layer [blocks, kv heads, block size, k | v]."""
@@ -58,7 +58,7 @@ class WorkerSide:
         )
         self.engine.start()
         self.loads = BlockLoads(self.engine, self.blocks, options.load_deadline)
-        waiting = SaveQueue(options.save_queue, options.save_patience, self._activity)
+        waiting = SaveQueue(options.save_queue, options.save_patience, self.activity)
         self.saver = BlockSaver(self.store, self.blocks, waiting, options.save_workers)
 
     def bind_sparse_worker(self, sparse: SparseWorker) -> None:
@@ -81,7 +81,7 @@ class WorkerSide:
 
     def start_loads(self, metadata: UcmMetadata) -> None:
         """Before the step, also one without tokens: loads do without the threads that save, as steps do."""
-        self._activity.begin()
+        self.activity.begin()
         self.saver.expect(len(metadata.saves) + len(metadata.records))
         apply_plan(self.engine, metadata.prefetch)
         if self._metrics is not None:
@@ -95,7 +95,7 @@ class WorkerSide:
             self.saver.submit(metadata.saves)
         for record in metadata.records:
             self._save_record(record)
-        self._activity.end()
+        self.activity.end()
 
     def _save_record(self, record: RecordSave) -> None:
         summaries, block_ids = self.loads.summaries, record.block_ids
