@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from tests.engine.model_classes import import_class
 from tests.engine.tiny_models import FAMILIES, make_config
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.config_error import UcmConfigError
@@ -36,6 +37,7 @@ def save_config(folder: Path, architecture: str, model_type: str, **changes: Any
 
 def start(model: Path, **options: Any) -> Any:
     """Everything up to the point where a worker would be started."""
+    import_class(model)
     return EngineArgs(model=str(model), skip_tokenizer_init=True, **options).create_engine_config()
 
 
