@@ -15,7 +15,7 @@ PORT ?= 8000
 DEMO_MODEL := .cache/models/smollm2-135m-instruct
 MODEL ?= $(DEMO_MODEL)
 ARGS ?=
-# Most of a test run is processes that start and import vLLM; two beside each other take little more than one.
+# Engines of tests compute with one thread: one process for each core. tests/work_order.py says which gets what.
 TEST_PROCESSES ?= 2
 
 TORCH_VERSION := 2.13.0
