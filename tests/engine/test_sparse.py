@@ -84,6 +84,7 @@ def test_static_shapes_choose_what_true_shapes_choose(tiny_llama: Path, dense: l
 def test_below_the_minimum_and_when_switched_off_every_bit_is_dense(
     tiny_llama: Path, dense: list[Answer], static: bool
 ) -> None:
+    """A method has buckets of its own: at static shapes other pads, beside which a product may round otherwise."""
     config = ucm("GSA", 0.1, static)
     graphs = {"graphs": STATIC} if static else {}
     with Engine(tiny_llama, graphs, **OPTIONS) as engine:
@@ -93,10 +94,9 @@ def test_below_the_minimum_and_when_switched_off_every_bit_is_dense(
     with Engine(tiny_llama, config, **OPTIONS) as engine:
         found = [engine.generate([prompt], off)[0].outputs[0] for prompt in PROMPTS[4:6]]
     assert [list(answer.token_ids) for answer in found] == [answer.tokens for answer in expected]
-    assert [
-        [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
-        for answer in found
-    ] == [answer.logprobs for answer in expected]
+    for answer, dense_answer in zip(found, expected, strict=True):
+        logprobs = [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
+        assert logprobs == (pytest.approx(dense_answer.logprobs, abs=1e-5) if static else dense_answer.logprobs)
 
 
 @pytest.mark.parametrize("name", ["GSA", "KVStar"])

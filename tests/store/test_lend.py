@@ -12,7 +12,7 @@ import pytest
 
 from tests.store.blocks import BLOCK_BYTES, block, key, loaded
 from tests.store.faulty_medium import FaultyMedium
-from tests.store.redis_server import RedisServer
+from tests.store.redis_server import RedisServer, needs_redis
 from vllm_gaudi_ucm.store.guarded import GuardedStore
 from vllm_gaudi_ucm.store.medium import REFUSED
 from vllm_gaudi_ucm.store.options import RedisStoreOptions
@@ -199,6 +199,7 @@ def test_a_server_is_asked_once_for_several_blocks(redis_server: RedisServer, op
 
 def test_a_server_that_dies_between_calls_is_a_miss(tmp_path: Any, open_one: Callable[..., Any]) -> None:
     """covers: D4"""
+    needs_redis()
     server = RedisServer(tmp_path)
     try:
         store = open_one({"kind": "redis", "url": server.url, "deadline": 0.5})
