@@ -64,8 +64,8 @@ class CpuConfig(_Section):
     compact_weights: bool = Field(
         default=True,
         description="Keep packed weights whose values fit in fewer bits (bfloat16, or 4 or 8 bits and a scale for "
-        "every 32 inputs) in those too, for steps of few rows; in those alone where the matrix unit is used. No value "
-        "changes; takes up to half of the weights' memory more, or as much less.",
+        "every 32 inputs) in those too, for steps of few rows; in those alone where the CPU has a matrix unit or "
+        "AVX-512. No value changes; takes up to half of the weights' memory more, or as much less.",
     )
     matrix_unit: bool = Field(
         default=True,

@@ -6,7 +6,7 @@ rows 4.8 s against 1.0 s, 1 row 38 ms against 17 ms). With few rows memory is th
 it (another core, 1 row 42 ms against oneDNN's 50, 16 rows 60 ms against 70). A weight that fits in fewer bits is read
 from a compact copy (`compact.py`), whose product differs in the order of its sums alone. On a CPU with a matrix unit
 both forms are multiplied there, as sums of bfloat16 (`ops/native/source/tile_linear.cpp`), and a weight with a compact
-copy needs no other.
+copy needs no other; nor does one where vectors have 512 bits and its panels stay in the cache.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ NATIVE_ROWS = 64
 # All of SmolLM2-135M's weights, one thread: compact 1 row 13 ms against 16, 2 rows 26 against 16; panels 64 rows even.
 TILE_ROWS_COMPACT = 2
 TILE_ROWS_PANELS = 65
+# A compact weight needs no copy for oneDNN on a CPU with this many lanes, up to this many inputs: a panel of 64
+# columns, written out, is 512 KB then, and stays in the second cache. Zen 5, one thread, GFLOP/s of oneDNN and of
+# compact weights, of 262: 576 inputs, 128 rows 222 and 224, 1024 rows 237 and 237; 1536: 231 and 237, 241 and 248.
+ALONE_LANES = 16
+ALONE_INPUTS = 2048
 # How the native kernel numbers fp32 panels, beside the values of `Form`.
 _FLOAT32 = 3
 
@@ -61,12 +66,12 @@ def can_pack(weight: Tensor) -> bool:
 def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
     """Reorders a weight [out features, in features] for which `can_pack` holds. A copy: the weight may be freed.
 
-    compact: look for a form of fewer bits that holds every value, and keep that too; alone where the CPU's matrix unit
-        multiplies it, whatever the number of rows.
+    compact: look for a form of fewer bits that holds every value, and keep that too; alone where the CPU multiplies it
+        fast whatever the number of rows.
     """
     plain = weight.detach().contiguous()
     found = find_compact(plain) if compact else None
-    if found is not None and matrix_unit.in_use():
+    if found is not None and _enough_alone(plain.shape[1]):
         return PackedWeight(None, plain.shape[0], plain.shape[1], None, found)
     packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
     return PackedWeight(packed, plain.shape[0], plain.shape[1], find_panels(plain, packed), found)
@@ -95,6 +100,14 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
             f"{weight.inputs} on the CPU, a bias of {weight.outputs}, and no compilation"
         )
     return torch.ops.mkldnn._linear_pointwise(x, weight.tensor, bias, "none", [], "")
+
+
+def _enough_alone(inputs: int) -> bool:
+    """Whether native kernels multiply a compact weight of so many inputs as fast as oneDNN does, for any rows."""
+    if matrix_unit.in_use():
+        return True
+    kernels = native()
+    return kernels is not None and kernels.ucm_lanes() >= ALONE_LANES and inputs <= ALONE_INPUTS
 
 
 def _tile_rows(form: Compact | Panels) -> int:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.packed_linear import compact
-from vllm_gaudi_ucm.ops.packed_linear.api import NATIVE_ROWS, pack, packed_linear
+from vllm_gaudi_ucm.ops.packed_linear.api import ALONE_INPUTS, ALONE_LANES, NATIVE_ROWS, pack, packed_linear
 from vllm_gaudi_ucm.ops.packed_linear.compact import GROUP, Form, find_compact
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no native kernels on this machine")
@@ -71,7 +72,7 @@ def test_shapes_and_values_of_no_form(weight: Tensor) -> None:
 
 @pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 16, NATIVE_ROWS])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 16, NATIVE_ROWS])
 def test_equals_float64(form: Form, threads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that lie apart, panels that threads share in halves, outputs poisoned, oneDNN's copy out of reach."""
     torch.manual_seed(rows)
@@ -89,6 +90,28 @@ def test_equals_float64(form: Form, threads: int, rows: int, monkeypatch: pytest
     budget = (x.shape[1] + 1) * EPSILON * (x.double().abs() @ weight.double().abs().T + bias.double().abs())
     assert found.isfinite().all()
     assert ((found.double() - exact).abs() <= budget).all()
+
+
+@pytest.mark.parametrize("form", Form)
+def test_as_many_rows_as_are_multiplied_at_once_and_one_more(form: Form) -> None:
+    """Without oneDNN's copy a prompt is multiplied in pieces of 1024 rows; the error is no larger than oneDNN's."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(1025, 576), MAKERS[form](64, 576)
+    alone = pack(weight, compact=True)._replace(tensor=None, panels=None)
+    with matrix_unit.using(False):
+        found, plain = packed_linear(x, alone), packed_linear(x, pack(weight))
+    exact = x.double() @ weight.double().T
+    assert (found - exact).norm() <= 2 * (plain - exact).norm()
+
+
+@pytest.mark.parametrize("inputs", [ALONE_INPUTS, ALONE_INPUTS + GROUP])
+def test_a_copy_for_onednn_is_kept_where_panels_leave_the_cache(inputs: int) -> None:
+    kernels = native()
+    assert kernels is not None
+    with matrix_unit.using(False):
+        packed = pack(four_bits(64, inputs), compact=True)
+    assert packed.compact is not None
+    assert (packed.tensor is None) == (kernels.ucm_lanes() >= ALONE_LANES and inputs <= ALONE_INPUTS)
 
 
 @pytest.mark.parametrize("form", Form)

@@ -1,10 +1,11 @@
 // A few rows times a weight that is kept in fewer bits than its values have, without changing one of them: bfloat16, or
-// codes of 4 or 8 bits with a scale (and an offset) for every 32 inputs. One row is multiplied while the codes are read;
-// for several rows a panel is first written out into the cache, and then multiplied as any other.
+// codes of 4 or 8 bits with a scale (and an offset) for every 32 inputs. Few rows are multiplied while the codes are
+// read; for more a panel is first written out into the cache, and then multiplied as any other.
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
 
+#include <algorithm>
 #include <type_traits>
 #include <vector>
 
@@ -15,6 +16,8 @@ using namespace ucm;
 namespace {
 
 constexpr int64_t GROUP = 32;
+constexpr int FEW_ROWS = LANES == 16 ? 8 : 4;  // times two vectors of sums, which leave room for weights in the making
+constexpr int64_t MOST_ROWS = 1024;  // that all panels pass at once; more do not stay in the third cache
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
@@ -124,11 +127,47 @@ void multiply_one_row(const Linear& task, const Codes& panel, int64_t index, int
     }
 }
 
+// Each weight is made once, in a register, and multiplied with all rows: writing it out would take longer.
+template <typename Form, int ROWS, int VECTORS>
+void multiply_rows_at_once(const Linear& task, const Codes& panel, int64_t index, int64_t column) {
+    const int64_t output = index * task.width + column;
+    Floats sums[ROWS][VECTORS];
+    for (int j = 0; j < VECTORS; ++j) {
+        const Floats start = task.bias ? load(task.bias + output + j * LANES) : Floats{};
+        for (int i = 0; i < ROWS; ++i) sums[i][j] = start;
+    }
+    for (int64_t first = 0; first < task.in; first += GROUP)
+        Form::template group<VECTORS>(panel, task.width, first, column, [&](int64_t k, int j, Floats w) {
+            for (int i = 0; i < ROWS; ++i) sums[i][j] += task.x[i * task.x_stride + k] * w;
+        });
+    for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < VECTORS; ++j) store(task.out + i * task.outputs + output + j * LANES, sums[i][j]);
+}
+
+template <typename Form, int ROWS, int VECTORS>
+void multiply_few_rows(const Linear& task, const Codes& panel, int64_t index, int64_t from, int64_t to) {
+    if constexpr (ROWS > 2) {
+        if (task.rows < ROWS) return multiply_few_rows<Form, ROWS - 1, VECTORS>(task, panel, index, from, to);
+    }
+    for (int64_t column = from; column < to; column += VECTORS * LANES)
+        multiply_rows_at_once<Form, ROWS, VECTORS>(task, panel, index, column);
+}
+
 template <typename Form, int VECTORS>
 void multiply_part(const Linear& task, const Codes& panel, int64_t index, int64_t from, int64_t to, float* weight) {
     if (task.rows == 1) return multiply_one_row<Form, VECTORS>(task, panel, index, from, to);
+    if (task.rows <= FEW_ROWS)
+        return multiply_few_rows<Form, FEW_ROWS, VECTORS == 4 ? 2 : VECTORS>(task, panel, index, from, to);
     expand<Form, VECTORS>(panel, task.in, task.width, from, to, weight);
     multiply_panel(task, {index, weight, nullptr}, from, to);
+}
+
+// The task's rows from `first` on, as many as are multiplied at once.
+Linear rows_from(const Linear& task, int64_t first) {
+    Linear part = task;
+    part.x += first * task.x_stride, part.out += first * task.outputs;
+    part.rows = std::min(MOST_ROWS, task.rows - first);
+    return part;
 }
 
 template <typename Form>
@@ -141,15 +180,18 @@ void multiply_all(const Linear& task, const Codes& whole) {
         thread = omp_get_thread_num(), threads = omp_get_num_threads();
 #endif
         thread_local std::vector<float> weight;
-        if (task.rows > 1) weight.resize(task.in * task.width);
-        share_panels(count, task.width, thread, threads, [&](int64_t index, int64_t from, int64_t to) {
-            const Codes panel = panel_of<Form>(whole, index, task.in, task.width);
-            const int64_t vectors = (to - from) / LANES;
-            const auto part = vectors % 4 == 0   ? multiply_part<Form, 4>
-                              : vectors % 2 == 0 ? multiply_part<Form, 2>
-                                                 : multiply_part<Form, 1>;
-            part(task, panel, index, from, to, weight.data());
-        });
+        if (task.rows > FEW_ROWS) weight.resize(task.in * task.width);
+        for (int64_t row = 0; row < task.rows; row += MOST_ROWS) {
+            const Linear rows = rows_from(task, row);
+            share_panels(count, task.width, thread, threads, [&](int64_t index, int64_t from, int64_t to) {
+                const Codes panel = panel_of<Form>(whole, index, task.in, task.width);
+                const int64_t vectors = (to - from) / LANES;
+                const auto part = vectors % 4 == 0   ? multiply_part<Form, 4>
+                                  : vectors % 2 == 0 ? multiply_part<Form, 2>
+                                                     : multiply_part<Form, 1>;
+                part(rows, panel, index, from, to, weight.data());
+            });
+        }
     }
 }
 
