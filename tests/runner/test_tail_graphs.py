@@ -35,8 +35,9 @@ def tails_of(limits: Limits = LIMITS) -> TailGraphs:
     return TailGraphs(limits, CHOICES, inputs, EagerRunner, lambda inputs: None)
 
 
-def test_a_small_graph_and_one_for_every_tail() -> None:
-    assert tails_of().shapes == [ForwardShape("cs-", BLOCK, 4, 0, 5), ForwardShape("cs-", BLOCK, 64, 0, CHOICES.most)]
+def test_small_graphs_and_one_for_every_tail() -> None:
+    sizes = (4, 5), (4, CHOICES.most), (64, CHOICES.most)
+    assert tails_of().shapes == [ForwardShape("cs-", BLOCK, shared, 0, selected) for shared, selected in sizes]
     short, few = replace(LIMITS, max_model_len=48), replace(CHOICES, most=1)
     assert len(tail_shapes(tail_limits(short, few), few)) == 1, "one that holds all is enough"
 
@@ -46,7 +47,7 @@ def test_only_static_shapes_have_them() -> None:
 
 
 @given(full=st.integers(5, 63), new=st.integers(2, BLOCK), unready=st.integers(0, 63))
-def test_every_tail_has_a_graph_and_a_usual_one_the_small(full: int, new: int, unready: int) -> None:
+def test_every_tail_has_a_graph_and_a_usual_one_a_small_one(full: int, new: int, unready: int) -> None:
     """Blocks without a summary are attended in any case."""
     budget = block_budget(full * BLOCK + new, BLOCK, OPTIONS)
     assert budget is not None
@@ -56,8 +57,8 @@ def test_every_tail_has_a_graph_and_a_usual_one_the_small(full: int, new: int, u
     found = tails_of().lookup(step)
     live = full - budget.num_candidates
     assert live <= CHOICES.live_blocks
-    small = step.shared_blocks <= CHOICES.live_blocks and chosen <= 5
-    assert found == tails_of().shapes[0 if small else 1]
+    is_usual = step.shared_blocks <= CHOICES.live_blocks
+    assert found == tails_of().shapes[2 if not is_usual else chosen > 5]
     assert CHOICES.of_tail().candidates(BLOCK, found.selected_blocks) >= candidates
 
 

@@ -1,7 +1,7 @@
 """Graphs for the tail of a prompt that was loaded in part: up to a block of rows of one request, which choose together.
 
 An ordinary graph has room for the rows of a verification in each of its choices, because all of its selected blocks
-are multiplied with as many rows. A tail has many more, but a single choice: so it runs alone, in one of two graphs.
+are multiplied with as many rows. A tail has many more, but a single choice: so it runs alone, in one of three graphs.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ def tail_limits(limits: Limits, choices: SelectionLimits) -> Limits:
 
 
 def tail_shapes(limits: Limits, choices: SelectionLimits) -> list[ForwardShape]:
-    """Of their graphs, the smaller first; the last one holds every tail.
+    """Of their graphs, the smallest first; the last one holds every tail.
 
     Rows are padded to a block of them: so few cost what reading the weights costs. A tail has no unique blocks, as
-    all of its rows see the same.
+    all of its rows see the same. With requests of up to 32768 tokens attention takes 41, 138 and 419 us per layer in
+    them (Llama 3.1 8B, blocks of 128, Gaudi 2; modelled, without the scores).
 
     Args:
         limits: from `tail_limits`.
         choices: of the server.
     """
     rows, most, every = choices.tail_rows, limits.max_selected_blocks, limits.most_shared_blocks
-    usual = ForwardShape.of(True, rows, min(every, choices.live_blocks), 0, -(-most // SHORT_SHARE))
-    # where blocks wait for their summaries, all of them are attended without being chosen
-    largest = ForwardShape.of(True, rows, every, 0, most)
-    return list(dict.fromkeys([usual, largest]))
+    live = min(every, choices.live_blocks)
+    # the last one for blocks that wait for their summaries: these are attended without being chosen
+    sizes = (live, -(-most // SHORT_SHARE)), (live, most), (every, most)
+    return list(dict.fromkeys(ForwardShape.of(True, rows, shared, 0, selected) for shared, selected in sizes))
 
 
 class TailGraphs:
