@@ -1,6 +1,6 @@
 """Time to the first token of a stored prompt under memory mode: with all of its blocks, and with those it begins with.
 
-python -m benchmarks.store_partial_first_token [--model FOLDER] [--tokens 1536] [--turns 5]
+python -m benchmarks.store_partial_first_token [--model FOLDER] [--tokens 1536] [--tail 1] [--static] [--turns 5]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ MEMORY_MODE = {
     "ucm_sparse_config": {"GSA": {"min_tokens": 512}},
     "memory_mode": {"enabled": True},
 }
+STATIC = {"graphs": {"mode": "eager", "warm_up": "full", "max_graphs": 24}}
 TEXT = Path(__file__).parents[1] / "docs"
 
 
@@ -33,14 +34,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
     parser.add_argument("--tokens", type=int, default=1536)
+    parser.add_argument("--tail", type=int, default=1, help=f"tokens behind the stored blocks, 1 to {BLOCK_SIZE}")
+    parser.add_argument("--static", action="store_true", help="static shapes, operator by operator")
     parser.add_argument("--turns", type=int, default=5)
     given = parser.parse_args()
+    if not 1 <= given.tail <= BLOCK_SIZE:
+        parser.error(f"--tail is {given.tail}, expected 1 to {BLOCK_SIZE}")
     with tempfile.TemporaryDirectory() as folder:
-        engine = _start(given.model, given.tokens, Path(folder))
+        engine = _start(given.model, given.tokens, Path(folder), given.static)
         worker, scheduler = _sides(engine)
+        stored = given.tokens // BLOCK_SIZE
         # real text: of random tokens nothing can be foretold
         text = "\n".join(page.read_text() for page in sorted(TEXT.glob("*.md")))
-        prompt = engine.get_tokenizer().encode(text)[: given.tokens // BLOCK_SIZE * BLOCK_SIZE + 1]
+        prompt = engine.get_tokenizer().encode(text)[: stored * BLOCK_SIZE + given.tail]
         computed, _ = _first_token(engine, prompt)
         # in turns on one engine: vLLM has one connector in a process
         ways = {"whole": None, "partial": scheduler._partial}
@@ -51,7 +57,7 @@ def main() -> None:
                 assert worker.saver.flush(30)
                 scheduler._partial, before = partial, worker.load_counts.loaded_blocks
                 spent, cached = _first_token(engine, prompt)
-                assert cached == len(prompt) - 1, (name, cached)
+                assert cached == len(prompt) - given.tail, (name, cached)
                 blocks[name] = worker.load_counts.loaded_blocks - before
                 if turn:
                     times[name].append(spent)
@@ -59,12 +65,12 @@ def main() -> None:
         print(f"{len(prompt)} tokens, computed: {1e3 * computed:.0f} ms")
         for name, spent in times.items():
             median, least, most = (1e3 * value for value in (statistics.median(spent), min(spent), max(spent)))
-            print(f"{name}: {median:.0f} ms ({least:.0f} to {most:.0f}), {blocks[name]} of {len(prompt) // BLOCK_SIZE}")
+            print(f"{name}: {median:.0f} ms ({least:.0f} to {most:.0f}), {blocks[name]} of {stored}")
         print(core.engine_core.scheduler.residency.totals)
         core.shutdown()
 
 
-def _start(model: Path, prompt_tokens: int, folder: Path) -> LLM:
+def _start(model: Path, prompt_tokens: int, folder: Path, static: bool) -> LLM:
     transfer = KVTransferConfig(
         kv_connector="UcmConnector",
         kv_connector_module_path="vllm_gaudi_ucm.connector",
@@ -81,7 +87,7 @@ def _start(model: Path, prompt_tokens: int, folder: Path) -> LLM:
         kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
         kv_transfer_config=transfer,
-        additional_config={"ucm": MEMORY_MODE},
+        additional_config={"ucm": {**MEMORY_MODE, **(STATIC if static else {})}},
     )
 
 

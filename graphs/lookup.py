@@ -83,6 +83,10 @@ class BucketSet:
         found = self.forward[(fitting & -fitting).bit_length() - 1]
         return found.step(self.logits[row] if logits else 0)
 
+    def logits_rows(self, count: int) -> int:
+        """Rows of the smallest logits bucket for so many; 0 for none."""
+        return self.logits[bisect_left(self.logits, count)] if count else 0
+
     def assign(self, shapes: Shapes) -> NDArray[np.int64]:
         """[n] index into `forward` of the cheapest that dominates each shape: the lookup for many at once.
 

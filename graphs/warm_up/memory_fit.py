@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +38,9 @@ class FitResult:
         return sum(self.kept.values())
 
 
-def fit_to_memory(buckets: BucketSet, measured: Mapping[GraphKey, int], budget_bytes: int) -> FitResult:
+def fit_to_memory(
+    buckets: BucketSet, measured: Mapping[GraphKey, int], budget_bytes: int, reserved: int = 0
+) -> FitResult:
     """Drops the most wasteful buckets until the others fit.
 
     A bucket's waste is its memory times its cost over that of the next bucket that could take its steps: memory that
@@ -48,11 +50,14 @@ def fit_to_memory(buckets: BucketSet, measured: Mapping[GraphKey, int], budget_b
         buckets: all that are wanted.
         measured: bytes of the graphs that are warm, among them both maxima. They stay.
         budget_bytes: what all graphs together may take.
+        reserved: bytes of it that graphs take which are no buckets.
 
     Raises:
         MemoryBudgetError: the measured graphs alone exceed the budget.
     """
-    check_budget(measured, budget_bytes, buckets.limits.max_num_batched_tokens)
+    check_budget(
+        [*measured.values(), *([reserved] if reserved else [])], budget_bytes, buckets.limits.max_num_batched_tokens
+    )
     memory = GraphMemory(measured)
     keys: tuple[GraphKey, ...] = (*buckets.forward, *buckets.logits)
     kept = {key: measured.get(key, memory.bytes_of(key)) for key in keys}
@@ -62,7 +67,7 @@ def fit_to_memory(buckets: BucketSet, measured: Mapping[GraphKey, int], budget_b
         _Waste(buckets.logits, rows[:, None], np.asarray(buckets.cost.logits_seconds(rows)), kept, measured),
     ]
     dropped: list[tuple[_Waste, int]] = []
-    total = sum(kept.values())
+    total = sum(kept.values()) + reserved
     while total > budget_bytes:
         kind = max(kinds, key=lambda kind: kind.most)
         dropped.append((kind, kind.drop()))
@@ -81,9 +86,9 @@ def _reason(size: int, budget_bytes: int, rival: GraphKey) -> str:
     )
 
 
-def check_budget(measured: Mapping[GraphKey, int], budget_bytes: int, max_num_batched_tokens: int) -> None:
-    """Raises a MemoryBudgetError if the graphs with which serving starts take more than the budget."""
-    needed = sum(measured.values())
+def check_budget(measured: Collection[int], budget_bytes: int, max_num_batched_tokens: int) -> None:
+    """Raises a MemoryBudgetError if the graphs with which serving starts, bytes of each, take more than the budget."""
+    needed = sum(measured)
     if needed > budget_bytes:
         raise MemoryBudgetError(
             f"ucm.graphs.memory_budget is {budget_bytes / GIB:.3f} GiB, but the {len(measured)} graphs with which "

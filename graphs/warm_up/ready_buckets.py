@@ -66,6 +66,14 @@ class ReadyBuckets:
             self._count(best, ready)
         return ready
 
+    def logits_rows(self, count: int) -> int:
+        """Rows of the smallest warm logits bucket for so many, of a step that has been looked up, or has a graph of
+        its own: nothing is counted."""
+        warm = self._view.warm
+        if warm is None:
+            raise NotWarmError(f"{count} logits rows before the configured maximum is warm; run the skeleton first")
+        return warm.logits_rows(count)
+
     def mark_warm(self, key: GraphKey) -> None:
         """From now on lookups may return `key`, whose graph is there. Marking twice changes nothing."""
         with self._changes:

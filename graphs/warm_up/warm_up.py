@@ -49,6 +49,7 @@ class WarmUp:
         self._report_to = report
         self._memory_budget = memory_budget
         self._clock = clock
+        self._reserved = 0
         self._records = WarmUpRecords((*ready.buckets.forward, *ready.buckets.logits))
 
     def run_skeleton(self, skeleton: Skeleton) -> None:
@@ -66,6 +67,10 @@ class WarmUp:
             self._settle("skeleton", self._run(key))
         self._records.skeleton_seconds = self._clock() - start
         self._drop_what_does_not_fit()
+
+    def reserve(self, size: int) -> None:
+        """So many bytes of the budget are taken by graphs that are no buckets."""
+        self._reserved += size
 
     def run_all(self) -> None:
         """Warms everything that is still cold."""
@@ -111,8 +116,8 @@ class WarmUp:
         Looked at again before each graph: `fit_to_memory` knew the skeleton only, and the device has other users.
         """
         measured = self._records.measured()
-        expected, used, free = GraphMemory(measured).bytes_of(key), sum(measured.values()), self._free_memory()
-        budget = self._memory_budget
+        expected, free = GraphMemory(measured).bytes_of(key), self._free_memory()
+        used, budget = sum(measured.values()) + self._reserved, self._memory_budget
         if budget is not None and used + expected > budget:
             why = f"ucm.graphs.memory_budget is {budget / GIB:.2f} GiB, {used / GIB:.2f} GiB of it are in use"
         elif expected > free:
@@ -124,7 +129,7 @@ class WarmUp:
     def _drop_what_does_not_fit(self) -> None:
         if self._memory_budget is None:
             return
-        fit = fit_to_memory(self.ready.buckets, self._records.measured(), self._memory_budget)
+        fit = fit_to_memory(self.ready.buckets, self._records.measured(), self._memory_budget, self._reserved)
         for key, reason in fit.dropped.items():
             self._settle("rest", GraphRecord(key, GraphState.DROPPED, reason=reason))
 

@@ -102,7 +102,7 @@ class Engine:
 
     def greedy(self, prompts: Sequence[Any], max_tokens: int = 24) -> list[Answer]:
         """All prompts at once."""
-        return [_answer(output) for output in self.generate(prompts, greedy_params(max_tokens))]
+        return [answer_of(output) for output in self.generate(prompts, greedy_params(max_tokens))]
 
     def alone(self, prompts: Iterable[Any], max_tokens: int = 24) -> list[Answer]:
         """One prompt after the other."""
@@ -118,7 +118,7 @@ class Engine:
                 self.add(ids[index], prompts[index], greedy_params(max_tokens))
             finished.update((output.request_id, output) for output in self.step() if output.finished)
             step += 1
-        return [_answer(finished[request_id]) for request_id in ids]
+        return [answer_of(finished[request_id]) for request_id in ids]
 
     def new_id(self) -> str:
         self._next_id += 1
@@ -156,7 +156,7 @@ def greedy_params(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
 
 
-def _answer(output: RequestOutput) -> Answer:
+def answer_of(output: RequestOutput) -> Answer:
     completion = output.outputs[0]
     assert completion.logprobs is not None
     chosen, gaps = [], []

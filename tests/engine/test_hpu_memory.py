@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.hpu_process import Finished, run_on_card
 from tests.engine.serving import Engine
+from tests.engine.test_connector import transfer
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import graph_name
 from vllm_gaudi_ucm.graphs.warm_up.memory_fit import fit_to_memory
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
@@ -74,9 +75,34 @@ def start_small(model: str, budget_mib: float | None) -> dict[str, Any]:
     }
 
 
+def start_with_tails(model: str) -> dict[str, Any]:
+    """The same card under memory mode, with prompts that may be loaded in part."""
+    from habana_frameworks.torch.simulator import card
+
+    card.free_bytes = card.total_bytes = CARD
+    options = {**OPTIONS, "kv_transfer_config": transfer({"kind": "memory"})}
+    config = {
+        "ucm_sparse_method": "ESA",
+        "ucm_sparse_config": {"ESA": {"min_tokens": 32, "min_blocks": 2}},
+        "memory_mode": {"enabled": True},
+        "graphs": {"warm_up": "full", "max_graphs": MAX_GRAPHS, "skeleton": SKELETON},
+    }
+    with Engine(Path(model), config, **options) as engine:
+        static = engine.runner.static
+        assert static is not None
+        assert static.execution.tails is not None
+        return {
+            "shapes": len(static.execution.tails.shapes),
+            "graphs": static.execution.tails.graphs.captured(),
+            "reserved": static._warm_up._reserved,
+            "budget": static._warm_up._memory_budget,
+            "used": static.summary().size,
+        }
+
+
 def start_several(model: str) -> list[dict[str, Any]]:
     """One after the other, in one process: loading vLLM takes longer than they do."""
-    return [start_small(model, budget) for budget in BUDGETS]
+    return [*(start_small(model, budget) for budget in BUDGETS), start_with_tails(model)]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +140,8 @@ def test_what_does_not_fit_is_left_out_and_listed(started: Finished, number: int
     wasteful = run["most_wasteful_first"]
     assert len(wasteful) >= 5
     lines = [line for line in started.log.splitlines() if "Warm-up leaves out" in line]
-    lines = lines[:10] if number == 0 else lines[10:]
+    # those behind are of the start with tails
+    lines = lines[:10] if number == 0 else lines[10:16]
     assert len(lines) == len(dropped)
     for line, name in zip(lines, wasteful, strict=False):
         assert f"Warm-up leaves out {name}: {dropped[name]}" in line
@@ -126,3 +153,12 @@ def test_a_budget_that_cannot_hold_the_skeleton(started: Finished) -> None:
     error = started.result[2]["error"]
     assert error.startswith("MemoryBudgetError: ucm.graphs.memory_budget is 0.003 GiB, but the 3 graphs")
     assert "take 0.006 GiB; raise it, lower --max-num-batched-tokens (now 64)" in error
+
+
+def test_graphs_for_tails_are_measured_and_part_of_the_budget(started: Finished) -> None:
+    """Twice the largest graphs, these included."""
+    run = started.result[3]
+    assert run["graphs"] == run["shapes"] > 1
+    assert run["reserved"] == pytest.approx(run["shapes"] * GRAPH, abs=BUFFERS)
+    assert run["budget"] == pytest.approx(2 * (3 + run["shapes"]) * GRAPH, abs=4 * BUFFERS)
+    assert run["used"] + run["reserved"] <= run["budget"] + BUFFERS

@@ -68,18 +68,38 @@ def test_tokens_and_compilations(tiny_llama: Path, tmp_path: Path) -> None:
         assert run["warm"][1] > 0
 
 
+def memory_mode_engine(model: str, options: dict[str, Any]) -> Engine:
+    """Prompts come from a store, never from the prefix cache."""
+    transferred = transfer({"kind": "memory"})
+    return Engine(Path(model), options, **OPTIONS, enable_prefix_caching=False, kv_transfer_config=transferred)
+
+
+def answers_after_partial_loads(engine: Engine) -> list[Answer]:
+    """First tokens of stored prompts. Their tails have 5, 12, 2 and 12 tokens; before the first there is no context."""
+    engine.greedy(PROMPTS, 1)
+    for _ in range(3):
+        engine.step()
+    assert engine.runner.transfer is not None
+    connector: Any = engine.runner.transfer.connector
+    assert connector.worker_side.saver.flush(5.0)
+    return engine.greedy(PROMPTS, 1)
+
+
 def serve_memory_mode(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """What memory mode moved, and the card's counts when warm and in the end. The second time prompts are stored."""
     graphs = {"mode": "capture", "warm_up": "full", "max_graphs": 20}
-    engine_options = {**OPTIONS, "enable_prefix_caching": False, "kv_transfer_config": transfer({"kind": "memory"})}
-    with Engine(Path(model), {**options, "graphs": graphs}, **engine_options) as engine:
+    with memory_mode_engine(model, {**options, "graphs": graphs}) as engine:
         from habana_frameworks.torch.simulator import card
 
         warm = card.compilations, card.captures, card.bypasses
+        first = answers_after_partial_loads(engine)
+        left = engine.core.scheduler.residency.totals.stored
         answers = [engine.staggered(PROMPTS, [0, 1, 3, 7], 40) for _ in range(2)]
         served = card.compilations, card.captures, card.bypasses
         totals = msgspec.structs.asdict(engine._core.scheduler.residency.totals)
     return {
+        "first": [dataclasses.asdict(answer) for answer in first],
+        "left": left,
         "lengths": [len(answer.tokens) for answer in answers[0] + answers[1]],
         "stored": [answer.cached_tokens for answer in answers[1]],
         "warm": warm,
@@ -89,7 +109,8 @@ def serve_memory_mode(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_memory_mode_compiles_nothing_once_warm(tiny_llama: Path, tmp_path: Path) -> None:
-    """covers: B1. Blocks leave and come back, and prompts come from a store, by recipes that were compiled before."""
+    """covers: B1. Blocks leave and come back, and prompts come from a store, in part, by recipes that were compiled
+    before; their first tokens are those of the CPU at true shapes."""
     mode = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
     options = {**ucm("ESA"), "memory_mode": mode}
     found = run_on_card(serve_memory_mode, tmp_path, model=str(tiny_llama), options=options).result
@@ -98,3 +119,7 @@ def test_memory_mode_compiles_nothing_once_warm(tiny_llama: Path, tmp_path: Path
     assert found["totals"]["released"]
     assert found["totals"]["loaded"]
     assert found["served"] == found["warm"]
+    assert found["left"]
+    with memory_mode_engine(str(tiny_llama), options) as engine:
+        assert_same([Answer(**answer) for answer in found["first"]], answers_after_partial_loads(engine))
+        assert engine.core.scheduler.residency.totals.stored == found["left"]

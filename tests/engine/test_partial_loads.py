@@ -12,7 +12,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.connector.fault_store import FaultStore
-from tests.engine.serving import Answer, Engine, assert_same, greedy_params
+from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
 from tests.engine.test_connector import transfer
 from tests.engine.test_memory_mode import check_finite, generated, ucm
 from tests.engine.test_memory_mode_transfer import Served, store_options
@@ -25,10 +25,11 @@ OTHER = PROMPT[: 10 * BLOCK] + tokens(7 * BLOCK + 1)
 # two tokens, half a block and a block behind the blocks that are loaded
 TAILED = [PROMPT[3:][: 16 * BLOCK + 2], PROMPT[5:][: 15 * BLOCK + BLOCK // 2], PROMPT[7:][: 14 * BLOCK + BLOCK]]
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
+DENSE = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True, extra_args={"ucm_sparse": False})
 RESIDENT = 8  # of 20, with resident_ratio 0.4
 
 
-@pytest.mark.parametrize(("kind", "static", "tail"), [("memory", False, 7), ("file", True, 1)], ids=["true", "static"])
+@pytest.mark.parametrize(("kind", "static", "tail"), [("memory", False, 7), ("file", True, 7)], ids=["true", "static"])
 def test_only_a_part_is_loaded(tiny_llama: Path, kind: str, static: bool, tail: int, tmp_path: Path) -> None:
     """covers: C4 C8 C10. The first step is sparse and scores what is in the store; nobody reads what is absent."""
     prompt = PROMPT[:-1] + tokens(tail)
@@ -64,7 +65,7 @@ def test_only_a_part_is_loaded(tiny_llama: Path, kind: str, static: bool, tail: 
         (PROMPT, False, {"partial_loads": False}, 20),
         (PROMPT, False, {"load_failure": "fail"}, 20),
         (PROMPT[:-1], False, {}, RESIDENT),
-        (PROMPT + tokens(1), True, {}, 20),
+        (PROMPT + tokens(1), True, {}, RESIDENT),
     ],
     ids=["part", "option", "fail", "a block to compute", "two tokens, static"],
 )
@@ -109,7 +110,7 @@ def test_a_first_step_that_missed_too_much_is_repeated(
 ) -> None:
     """covers: C1. Nothing may be missed, so that all blocks come before the first token: answers are those of a whole
     load with all blocks on the device, and no token comes twice. Tails are computed in chunks the second time."""
-    prompts = [PROMPT, OTHER, *(() if static else TAILED)]
+    prompts = [PROMPT, OTHER, *TAILED]
     config = transfer(memory_store())
     with Engine(tiny_llama, ucm(static=static, max_missed=0.0), **OPTIONS, kv_transfer_config=config) as engine:
         served = Served(engine)
@@ -121,7 +122,7 @@ def test_a_first_step_that_missed_too_much_is_repeated(
             engine.core.scheduler.scheduler_config.long_prefill_token_threshold = chunk
             found = engine.greedy(prompts, 30)
             assert totals.repeated == before + len(prompts)
-            assert_same(found, loaded_whole[0][: len(prompts)])
+            assert_same(found, loaded_whole[0])
             assert [answer.cached_tokens for answer in found] == [(len(p) - 1) // BLOCK * BLOCK for p in prompts]
         assert totals.stored
         served.forget()
@@ -130,6 +131,39 @@ def test_a_first_step_that_missed_too_much_is_repeated(
         # at static shapes another sampler draws
         assert static or sampled == loaded_whole[1], "the token that was taken back has drawn nothing"
         served.settle()
+
+
+def test_tails_at_static_shapes(tiny_llama: Path, tmp_path: Path) -> None:
+    """covers: B1 C16. Beside a decode and a new prompt, whole and in chunks: answers are those of true shapes, and each
+    tail has run alone, in a graph of a block of rows, or as many of it as the scheduler gave."""
+    found: list[list[Answer]] = []
+    fresh = tokens(20)
+    for static in (False, True):
+        log = tmp_path / f"{static}.jsonl"
+        config = {**ucm(static=static), "phase_log": str(log)}
+        # each has a store of its own: what is wanted more often is loaded rather
+        stored = transfer(store_options("file", tmp_path / str(static)))
+        with Engine(tiny_llama, config, **OPTIONS, kv_transfer_config=stored) as engine:
+            served = Served(engine)
+            engine.greedy(TAILED, 1)
+            found.append([])
+            for chunk in (0, 6):
+                served.forget()
+                engine.core.scheduler.scheduler_config.long_prefill_token_threshold = chunk
+                engine.add("decode", tokens(10), DENSE)
+                served.watched.step()
+                # one token: what is on the device for later ones depends on time
+                found[-1] += map(answer_of, served.watched.generate([*TAILED, fresh[chunk:]], 1))
+                engine.llm.llm_engine.abort_request(["decode"])
+            totals, counts = served.watched.residency.totals, served.worker.load_counts
+            assert [answer.cached_tokens for answer in found[-1]] == 2 * [256, 240, 224, 0]
+            assert (totals.stored, counts.loaded_blocks, totals.repeated) == (52, 38, 0)
+            served.settle()
+    assert_same(found[1], found[0])
+    sparse = [record for record in read_phase_log(log)[1] if record.sparse]
+    assert {record.requests for record in sparse} == {1}
+    assert sorted(record.tokens for record in sparse) == sorted([2, 8, 16, 2, 6, 2, 6, 6, 4])
+    assert {record.padded.query_len for record in sparse} == {BLOCK}
 
 
 def test_a_repeated_step_with_drafts(tiny_llama: Path) -> None:
@@ -277,8 +311,9 @@ def test_requests_that_end_while_a_part_is_loaded(tiny_llama: Path, fault_store:
                 engine.llm.llm_engine.abort_request([gone])
                 live.discard(gone)
             if rng.random() < 0.4:
-                # vLLM cannot preempt those that wait for a load
-                waits = bool(engine.core.scheduler.kv_holding_waiting)
+                # vLLM cannot preempt those that wait for a load; those that ended in one hold their blocks for as long
+                ended = any(request.is_finished() for request in engine.core.scheduler.requests.values())
+                waits = bool(engine.core.scheduler.kv_holding_waiting) or ended
                 engine.core.scheduler.reset_prefix_cache(reset_running_requests=not waits and rng.random() < 0.2)
             for _ in range(rng.choice([1, 1, 2, 6])):
                 outputs = [output for output in served.watched.step() if output.finished]

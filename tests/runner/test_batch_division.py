@@ -13,8 +13,8 @@ from vllm_gaudi_ucm.runner.batch_division import divide_batch
 from vllm_gaudi_ucm.runner.batch_plan import plan_batch
 
 
-def divided(step: Step, most: int) -> list[list[int]]:
-    return [group.tolist() for group in divide_batch(step.batch_input(), step.block_size, most)]
+def divided(step: Step, most: int, alone: list[int] | None = None) -> list[list[int]]:
+    return [group.tolist() for group in divide_batch(step.batch_input(), step.block_size, most, alone or ())]
 
 
 def planned(step: Step, group: list[int]) -> int:
@@ -60,3 +60,24 @@ def test_decodes_with_one_prefix_count_it_once() -> None:
 
 def test_an_empty_step_is_one_group() -> None:
     assert divided(lay_out([], 4, 0), 1) == [[]]
+
+
+@given(step=steps(), data=st.data())
+def test_some_run_alone_and_the_others_in_order(step: Step, data: st.DataObject) -> None:
+    """A request may find what one before it fills in the same step, so nobody moves past another."""
+    count = len(step.requests)
+    most = data.draw(st.integers(least(step), least(step) + 12))
+    alone = data.draw(st.lists(st.integers(0, count - 1), unique=True)) if count else []
+    groups = divided(step, most, alone)
+    assert [index for group in groups for index in group] == list(range(count))
+    for group in groups:
+        assert planned(step, group) <= most
+        assert len(group) == 1 or not set(group) & set(alone)
+    for group, following in pairwise(groups):
+        apart = {group[0], following[0]} & set(alone)
+        assert apart or planned(step, [*group, following[0]]) > most
+
+
+def test_neighbours_that_run_alone() -> None:
+    requests = [Request(9, 1), Request(9, 1), Request(20, 5), Request(20, 5), Request(9, 1)]
+    assert divided(lay_out(requests, 4, 0), 50, [2, 3]) == [[0, 1], [2], [3], [4]]

@@ -52,6 +52,11 @@ class ConnectorOptions(MethodOptions):
     )
     save_workers: Annotated[int, Field(ge=1, le=64)] = Field(default=2, description="Threads that store blocks.")
 
+    @property
+    def loads_partly(self) -> bool:
+        """Whether loads may leave blocks in the store, where there is memory mode."""
+        return self.partial_loads and self.load_failure == "recompute"
+
     @field_validator("store", mode="before")
     @classmethod
     def _resolve_store(cls, value: Any) -> Any:

@@ -79,7 +79,7 @@ class SchedulerSide:
     def bind_memory_mode(self, residency: ResidencyScheduler) -> None:
         """From now on loads may leave blocks in the store; before the first request."""
         span = self._setup.summaries_per_record(residency.method)
-        if not self._setup.loads_partly or not span:
+        if not self._setup.options.loads_partly or not span:
             return
         self._partial = self._saves.partial = PartialLoads(residency, self._block_size, span, self._waiting.order)
         residency.on_wanted = self._wanted_by_query

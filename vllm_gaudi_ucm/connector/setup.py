@@ -73,11 +73,6 @@ class ConnectorSetup:
         """The connector's own, over those in GSA's section where that method selects."""
         return self.options.prefetch.over_gsa(resolve_config(self.vllm_config.additional_config))
 
-    @property
-    def loads_partly(self) -> bool:
-        """Whether loads may leave blocks in the store, where there is memory mode."""
-        return self.options.partial_loads and self.options.load_failure == "recompute"
-
     def summaries_per_record(self, method: BlockOptions) -> int:
         """Blocks whose summaries fit into a record of the store, which has the size of a block."""
         bytes_per_block = sum(

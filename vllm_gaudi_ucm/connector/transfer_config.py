@@ -16,6 +16,14 @@ OURS = "UcmConnector"
 _OFFLOADING = {"spec_name": "UcmOffloadingSpec", "spec_module_path": "vllm_gaudi_ucm.connector.offloading_spec"}
 
 
+def loads_partly(vllm_config: VllmConfig) -> bool:
+    """Whether our connector is on and may leave blocks in its store, where there is memory mode."""
+    config = vllm_config.kv_transfer_config
+    if config is None or config.kv_connector != OURS or not config.is_kv_consumer:
+        return False
+    return ConnectorOptions.resolve(config.kv_connector_extra_config, EXTRA_CONFIG).loads_partly
+
+
 def complete_transfer_config(vllm_config: VllmConfig) -> None:
     """Checks the options of our connector, and gives vLLM's offloading connector copies that run on our devices.
 

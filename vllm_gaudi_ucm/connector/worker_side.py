@@ -69,7 +69,7 @@ class WorkerSide:
             return
         assert blocks is not None, "the cache is registered before"
         span = setup.summaries_per_record(method)
-        if not setup.loads_partly or not span:
+        if not setup.options.loads_partly or not span:
             return
         device = get_device(current_platform.device_type)
         summaries = self.loads.summaries = SummaryRecords(scorer, sparse.state.summaries, span, device)

@@ -1,7 +1,9 @@
-"""Divides a step whose shared blocks exceed the largest bucket: requests of a step do not depend on each other."""
+"""Divides a step that no bucket holds: requests of a step do not depend on each other's rows."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -10,13 +12,30 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput
 
 
-def divide_batch(batch: BatchInput, block_size: int, max_shared_blocks: int) -> list[NDArray[np.int64]]:
-    """Indices of requests that fit one step each: one group, unless contexts have too many shared blocks.
+def divide_batch(
+    batch: BatchInput, block_size: int, max_shared_blocks: int, alone: Collection[int] = ()
+) -> list[NDArray[np.int64]]:
+    """Indices of requests that fit one step each: one group, unless contexts have too many shared blocks, or a request
+    has to run `alone` (indices into the batch).
 
     Requests keep their order: vLLM lets a request find blocks in the cache that one scheduled before it fills in the
     same step, and those that use the same blocks mostly stay together. Each group takes as many as fit; a request alone
     always does (`Limits` makes sure).
     """
+    if not len(alone):
+        return _divide_by_blocks(batch, block_size, max_shared_blocks)
+    apart, groups = set(alone), []
+    # a request that runs alone is a run of its own, whatever its neighbours are
+    for number, run in groupby(range(len(batch.num_scheduled)), lambda index: index if index in apart else -1):
+        index = np.array(list(run))
+        if number in apart:
+            groups.append(index)
+        else:
+            groups += [index[group] for group in _divide_by_blocks(batch.take(index), block_size, max_shared_blocks)]
+    return groups
+
+
+def _divide_by_blocks(batch: BatchInput, block_size: int, max_shared_blocks: int) -> list[NDArray[np.int64]]:
     everything = np.arange(len(batch.num_scheduled))
     tokens = batch.num_computed + (batch.num_scheduled == 1)
     num_blocks = -(-tokens // block_size)

@@ -12,6 +12,7 @@ from vllm_gaudi_ucm.graphs.bucket import Bucket
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
 
 NO_BLOCKS: NDArray[np.int64] = np.zeros(0, np.int64)
+NO_TAILS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class StepShape(NamedTuple):
@@ -24,8 +25,11 @@ class StepShape(NamedTuple):
 class Execution(Protocol):
     """Computes one step at a time: stage, forward, then logits of it as often as wanted."""
 
-    def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
-        """Indices of the requests that run together: one group, or more where no shape holds the whole step."""
+    def divide(self, batch: BatchInput, tails: NDArray[np.int64] = NO_TAILS) -> list[NDArray[np.int64]]:
+        """Indices of the requests that run together: one group, or more where no shape holds the whole step.
+
+        tails: int64 [n], requests whose rows choose together and are too many for an ordinary graph.
+        """
 
     def stage(
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.graph_runner.factory import runner_maker
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.warm_up.memory_fit import check_budget
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.graphs.cost import CostModel
     from vllm_gaudi_ucm.graphs.limits import Limits
-    from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
     from vllm_gaudi_ucm.runner.decoder import Decoder
     from vllm_gaudi_ucm.runner.graph_kind import GraphKind
 
@@ -62,7 +62,7 @@ def graph_memory_need(
     measured, buffers = _measure(decoder, vllm_config, config, device, kind, draft_model)
     given = config.graphs.memory_budget
     if given is None:
-        largest = DEFAULT_FACTOR * sum(measured.values())
+        largest = DEFAULT_FACTOR * sum(measured)
         return GraphMemoryNeed(int(max(DEFAULT_SHARE * device.memory().total, largest)), buffers)
     budget = int(given * GIB)
     check_budget(measured, budget, vllm_config.scheduler_config.max_num_batched_tokens)
@@ -77,8 +77,8 @@ def _measure(
     device: Device,
     kind: GraphKind,
     draft_model: Decoder | None,
-) -> tuple[dict[GraphKey, int], int]:
-    """Bytes by graph, the configured maximum first, and bytes of buffers.
+) -> tuple[list[int], int]:
+    """Bytes of each graph, the configured maximum first, and bytes of buffers.
 
     The number of blocks is not known yet: as many as would fill the free memory are assumed. Pads read the dummy block
     alone, so a cache of one block is enough, and blocks are gathered, which takes at least what a slice does.
@@ -110,17 +110,18 @@ def _measure(
         for model in filter(None, (decoder, draft_model))
     ]
     buffers = max(0, free - device.memory().free) + _sampling_bytes(executions[0], vllm_config)
-    measured: dict[GraphKey, int] = {}
-    keys: list[GraphKey] = [*reversed(ready.buckets.forward), ready.maximum[1]]
-    for key in keys:
+    runs: list[Callable[[StaticExecution], object]] = [
+        *(partial(StaticExecution.warm_forward, shape=shape) for shape in reversed(ready.buckets.forward)),
+        partial(StaticExecution.warm_logits, rows=ready.maximum[1]),
+        *([StaticExecution.warm_tails] if executions[0].tails is not None else []),
+    ]
+    measured: list[int] = []
+    for run in runs:
         free = device.memory().free
         for execution in executions:
-            if isinstance(key, ForwardShape):
-                execution.warm_forward(key)
-            else:
-                execution.warm_logits(key)
+            run(execution)
         device.synchronize()
-        measured[key] = max(0, free - device.memory().free)
+        measured.append(max(0, free - device.memory().free))
     bind_kv_caches(vllm_config, {name: torch.empty(0, device=tensors_on) for name in specs})
     del execution, executions, sparse
     gc.collect()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.connector.transfer_config import loads_partly
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.memory.kv_cache import split_key_value
 from vllm_gaudi_ucm.runner.attention_layers import attention_layers
@@ -45,7 +46,9 @@ def make_sparse_worker(
     if config.ucm_sparse_method is None:
         return None
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
-    sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(some_away=config.memory_mode.enabled)
+    sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
+        some_away=config.memory_mode.enabled, tail_rows=_tail_rows(config, vllm_config, block_size)
+    )
     worker = SparseWorker(method, _layers(vllm_config, kv_caches), sizes)
     if config.memory_mode.enabled:
         device = get_device(next(iter(kv_caches.values())).device.type)
@@ -97,6 +100,15 @@ def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bo
         num_blocks=num_blocks,
         static=static,
     )
+
+
+def _tail_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
+    """Rows of a prompt's tail that choose together, which only follows a partial load; 0 where there is none, or where
+    those of a verification are as many."""
+    if not config.memory_mode.enabled or not loads_partly(vllm_config):
+        return 0
+    rows = min(block_size, vllm_config.scheduler_config.max_num_batched_tokens)
+    return rows if rows > 1 + vllm_config.num_speculative_tokens else 0
 
 
 def _query_heads(vllm_config: VllmConfig) -> int:

@@ -14,15 +14,17 @@ from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.graph_runner.base import GraphRunner, StaticFunction
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.runner.batch_division import divide_batch
-from vllm_gaudi_ucm.runner.execution import NO_BLOCKS, StepShape
+from vllm_gaudi_ucm.runner.execution import NO_BLOCKS, NO_TAILS, StepShape
 from vllm_gaudi_ucm.runner.staging import true_shape
-from vllm_gaudi_ucm.runner.static_inputs import StaticInputs
+from vllm_gaudi_ucm.runner.static_inputs import ForwardInputs, StaticInputs
+from vllm_gaudi_ucm.runner.tail_graphs import TailGraphs
 from vllm_gaudi_ucm.sparse.device.step_metadata import step_metadata
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.limits import Limits
     from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.runner.decoder import Decoder
+    from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
     from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
 
 Stage = Callable[[str], AbstractContextManager[None]]
@@ -37,6 +39,8 @@ class StaticExecution:
 
     Without a sparse method nothing is selected, whatever the buckets have room for: a draft model is dense beside a
     target that is not. Buckets that differ in selected blocks alone are then one graph.
+
+    `tails` are the graphs for prompts that were loaded in part, where such loads are on.
 
     Args:
         decoder: the model.
@@ -71,13 +75,21 @@ class StaticExecution:
         self._selects = choices is not None
         limits: Limits = ready.buckets.limits if self._selects else ready.buckets.limits.dense
         self._block_size, self._contiguous = limits.block_size, limits.contiguous
-        self._inputs = StaticInputs(limits, causal_slice, device, pin_memory, choices)
+
+        def inputs_of(limits: Limits, choices: SelectionLimits | None) -> StaticInputs:
+            return StaticInputs(limits, causal_slice, device, pin_memory, choices)
+
+        self._inputs = inputs_of(limits, choices)
         self._hidden, self._logits = _outputs(decoder, limits, device)
         self._forward_graphs = make_runner(self._run_forward)
         self._logits_graphs = make_runner(self._run_logits)
+        self.tails: TailGraphs | None = None
+        if choices is not None and choices.tail_rows:
+            self.tails = TailGraphs(limits, choices, inputs_of, make_runner, self._compute)
         self._captured: set[ForwardShape] = set()
         self._flat: torch.Tensor
         self._shape: StepShape
+        self._is_tail = False
 
     @property
     def max_logits(self) -> int:
@@ -88,24 +100,29 @@ class StaticExecution:
         """Columns of the logits."""
         return self._logits.shape[1]
 
-    def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
-        return divide_batch(batch, self._block_size, self.ready.buckets.limits.most_shared_blocks)
+    def divide(self, batch: BatchInput, tails: NDArray[np.int64] = NO_TAILS) -> list[NDArray[np.int64]]:
+        return divide_batch(batch, self._block_size, self.ready.buckets.limits.most_shared_blocks, tails.tolist())
 
     def stage(
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
     ) -> StepShape:
         true = true_shape(plan, self._unique_blocks(plan))
-        padded = self.ready.lookup(true)
+        self._is_tail = self.tails is not None and self.tails.holds(plan)
+        if self.tails is not None and self._is_tail:
+            padded, inputs = self.tails.lookup(true).step(self.ready.logits_rows(true.logits)), self.tails.inputs
+        else:
+            padded, inputs = self.ready.lookup(true), self._inputs
         if padded.selected_blocks and not self._selects:
             padded = padded._replace(selected_blocks=0)
         self._shape = StepShape(true, padded)
-        self._flat = self._inputs.fill(self._shape.padded, plan, token_ids, summary_blocks)
+        self._flat = inputs.fill(padded, plan, token_ids, summary_blocks)
         return self._shape
 
     def forward(self) -> None:
         shape = self._shape.padded.forward
+        graphs = self.tails.graphs if self.tails is not None and self._is_tail else self._forward_graphs
         with self._stage("forward"):
-            self._forward_graphs.replay(shape, (self._flat, shape))
+            graphs.replay(shape, (self._flat, shape))
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         if not len(rows):
@@ -121,6 +138,8 @@ class StaticExecution:
         if count == self._shape.true.logits:
             # a second lookup would count the step twice for the buckets that it still waits for
             return self._shape.padded.logits
+        if self._is_tail:
+            return self.ready.logits_rows(count)
         return self.ready.lookup(self._shape.true._replace(logits=count)).logits
 
     def warm_forward(self, shape: ForwardShape) -> None:
@@ -134,6 +153,15 @@ class StaticExecution:
             self._captured.add(shape)
         self._shape = StepShape(shape.step(0), shape.step(0))
 
+    def warm_tails(self) -> None:
+        """The same for the graphs of `tails`, where there are any."""
+        if self.tails is None:
+            return
+        for shape in self.tails.shapes:
+            flat = self.tails.inputs.fill_pads(shape)
+            with self._stage("forward"):
+                self.tails.graphs.capture(shape, (flat, shape))
+
     def warm_logits(self, rows: int) -> torch.Tensor:
         """Captures and executes the graph of so many logits rows; returns the logits, float32 [rows, vocabulary]."""
         chosen = self._inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
@@ -142,7 +170,9 @@ class StaticExecution:
         return self._logits[:rows]
 
     def _run_forward(self, flat: torch.Tensor, shape: ForwardShape) -> None:
-        inputs = self._inputs.split(flat, shape)
+        self._compute(self._inputs.split(flat, shape))
+
+    def _compute(self, inputs: ForwardInputs) -> None:
         metadata = step_metadata(
             inputs.slots,
             inputs.parts,
@@ -153,7 +183,7 @@ class StaticExecution:
             inputs.selection,
         )
         hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata)
-        self._hidden[: shape.query_len].copy_(hidden)
+        self._hidden[: len(hidden)].copy_(hidden)
 
     def _run_logits(self, rows: torch.Tensor) -> None:
         self._logits[: len(rows)].copy_(self._decoder.logits(self._hidden.index_select(0, rows)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from vllm_gaudi_ucm.runner.static_execution import Stage, StaticExecution
 from vllm_gaudi_ucm.runner.static_sampling import StaticSampler
 from vllm_gaudi_ucm.speculation.draft_model_graphs import DraftModelGraphs
 from vllm_gaudi_ucm.warm_up_report import WarmUpReport
-from vllm_gaudi_ucm.warm_up_table import summary_line, warm_up_text
+from vllm_gaudi_ucm.warm_up_table import GIB, summary_line, warm_up_text
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -107,6 +108,7 @@ class StaticShapes:
     def warm_up(self) -> float:
         """Warms what must be warm before serving and starts the rest; returns the seconds it took."""
         buckets = self.execution.ready.buckets
+        self._warm_tails()
         with self._report.bar():
             self._warm_up.run_skeleton(choose_skeleton(buckets, self._usage, self._config.skeleton))
             if self._config.warm_up == "full":
@@ -150,6 +152,22 @@ class StaticShapes:
             self._reasons.add(reason)
             logger.info("Bypass of the graphs, from now on only counted: %s", reason)
         self._metrics.bypass(reason)
+
+    def _warm_tails(self) -> None:
+        """Before everything else: a tail has no other graph to run in."""
+        tails = self.execution.tails
+        if tails is None:
+            return
+        free, start = self._free_memory(), time.perf_counter()
+        self._warm(self.execution.warm_tails)
+        taken, seconds = max(0, free - self._free_memory()), time.perf_counter() - start
+        self._warm_up.reserve(taken)
+        logger.info(
+            "Graphs for tails of prompts that are loaded in part: %s, after %.1f s; they take %.2f GiB",
+            ", ".join(" ".join(map(str, shape.to_list())) for shape in tails.shapes),
+            seconds,
+            taken / GIB,
+        )
 
     def _warm_forward(self, shape: ForwardShape) -> None:
         def run() -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
 
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.runner.execution import NO_TAILS
 from vllm_gaudi_ucm.runner.logits_order import in_slot_order
 from vllm_gaudi_ucm.runner.request_table import LiveRequest
 from vllm_gaudi_ucm.runner.step_record import StepClock
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
     from vllm_gaudi_ucm.speculation.verification import Verification
+
+PARTIAL_LOAD = "what is left of a prompt that was loaded in part runs alone"
 
 
 @dataclass
@@ -118,9 +121,7 @@ class StepRunner:
         # static shapes have no graph that gathers rows
         logits = StepLogits(self.execution, drafts, at_once=self.static is None)
         step = _ComputedStep(scheduler_output, requests, batch, yields, drafts, logits)
-        divisions = self.execution.divide(batch)
-        if self.static is not None and len(divisions) > 1:
-            self.static.bypassed("step divided: more shared blocks than ucm.graphs.max_shared_blocks")
+        divisions = self._divide(scheduler_output, requests, batch)
         if len(divisions) == 1:
             self._compute(step, requests, batch, clock, divided=False)
         else:
@@ -129,6 +130,16 @@ class StepRunner:
                 clock = StepClock()
         self._computed = step
         return None
+
+    def _divide(
+        self, scheduler_output: SchedulerOutput, requests: list[LiveRequest], batch: BatchInput
+    ) -> list[NDArray[np.int64]]:
+        tails = NO_TAILS if self.sparse is None else self.sparse.tails(scheduler_output, requests, batch)
+        divisions = self.execution.divide(batch, tails)
+        if self.static is not None and len(divisions) > 1:
+            too_many = "more shared blocks than ucm.graphs.max_shared_blocks"
+            self.static.bypassed(f"step divided: {PARTIAL_LOAD if len(tails) else too_many}")
+        return divisions
 
     def _compute(
         self, step: _ComputedStep, members: list[LiveRequest], batch: BatchInput, clock: StepClock, divided: bool

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
 from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way
-from vllm_gaudi_ucm.runner.execution import NO_BLOCKS, StepShape
+from vllm_gaudi_ucm.runner.execution import NO_BLOCKS, NO_TAILS, StepShape
 from vllm_gaudi_ucm.runner.staging import StagedStep, Staging, reads_slice_by_bytes
 from vllm_gaudi_ucm.sparse.device.step_metadata import step_metadata
 from vllm_gaudi_ucm.sparse.meta import SelectionMode
@@ -64,7 +64,7 @@ class TrueShapeExecution:
         self._metadata: UnifiedAttentionMetadata
         self._hidden: torch.Tensor
 
-    def divide(self, batch: BatchInput) -> list[NDArray[np.int64]]:
+    def divide(self, batch: BatchInput, tails: NDArray[np.int64] = NO_TAILS) -> list[NDArray[np.int64]]:
         return [np.arange(len(batch.num_scheduled))]
 
     def stage(

@@ -45,7 +45,7 @@ class _SparseScheduling(Scheduler):
             where = "see --kv-transfer-config, and ucm.memory_mode.store"
             logger.warning("GSA's options %s do nothing without a store: %s.", ", ".join(idle), where)
         self.sparse: UcmSparseBase | None = scheduler_role(config, self.block_size, self.max_model_len)
-        self.residency = residency_role(config, self.sparse, self.block_size, self.kv_cache_manager, self.vllm_config)
+        self.residency = residency_role(config, self.sparse, self.block_size, self.kv_cache_manager)
         self._partial_loads = PartialLoadSteps(self, self.residency)
 
     def add_request(self, request: Request) -> None:

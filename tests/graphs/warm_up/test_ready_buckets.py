@@ -45,6 +45,7 @@ def test_every_lookup_on_the_way_is_total_and_the_cheapest_warm(data: st.DataObj
         assert dominates(found, step)
         assert found.forward in warm
         assert found.logits in (0, *warm)
+        assert ready.logits_rows(step.logits) == found.logits
         assert COST.step(found) == pytest.approx(COST.step(cheapest_warm(warm, step)), rel=1e-12)
     assert ready.next_cold() is None
     assert ready.progress == (len(warm_keys := [k for k in keys_of(buckets) if ready.is_warm(k)]), len(warm_keys))

@@ -166,6 +166,22 @@ def test_the_budget_is_looked_at_before_each_graph() -> None:
     assert warm_up.summary().count(GraphState.DROPPED) == 3
 
 
+def test_graphs_that_are_no_buckets_take_their_part_of_the_budget() -> None:
+    """covers: B7."""
+    buckets = BucketSet([ForwardShape("--u", rows, 0, 100) for rows in (2, 4, 8, 16)], (), LIMITS, COST)
+    for reserved, dropped in ((0, 0), (3 * GIB, 1), (6 * GIB, 4)):
+        ready = ReadyBuckets(buckets)
+        warm_up = warm_up_on(Machine(), ready, memory_budget=8 * GIB)
+        warm_up.reserve(reserved)
+        warm_up.run_skeleton(choose_skeleton(buckets, None, 1))
+        warm_up.run_all()
+        assert len(ready.dropped) == dropped
+    warm_up = warm_up_on(Machine(), ReadyBuckets(buckets), memory_budget=8 * GIB)
+    warm_up.reserve(7 * GIB)
+    with pytest.raises(MemoryBudgetError, match=r"the 3 graphs with which serving starts take 9.000 GiB"):
+        warm_up.run_skeleton(choose_skeleton(buckets, None, 1))
+
+
 def test_a_full_device_stops_warm_up_before_it_runs_out() -> None:
     """covers: B7."""
     buckets = BucketSet([DECODE, PROMPT], (), LIMITS, COST)

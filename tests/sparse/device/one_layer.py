@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from vllm_gaudi_ucm.graphs.graph_runner.eager import EagerRunner
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.api import unified_attention
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.runner.staging import Staging, true_shape
-from vllm_gaudi_ucm.runner.static_inputs import StaticInputs
+from vllm_gaudi_ucm.runner.static_inputs import ForwardInputs, StaticInputs
+from vllm_gaudi_ucm.runner.tail_graphs import TailGraphs
 from vllm_gaudi_ucm.sparse.device.block_selector import BlockSelector, SelectionLayer
+from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.device.selection_state import SelectionState
 from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, selection_limits
 from vllm_gaudi_ucm.sparse.device.step_metadata import step_metadata
@@ -51,7 +54,8 @@ class Seen:
 
 @dataclass
 class OneLayer:
-    """A server of one layer. block_size, num_blocks and max_model_len bound it; `static` pads every step."""
+    """A server of one layer. block_size, num_blocks and max_model_len bound it; `static` pads every step, a tail of
+    more than `max_rows` rows to its graphs."""
 
     options: BlockOptions
     block_size: int = 4
@@ -72,7 +76,7 @@ class OneLayer:
         self.keys[0], self.values[0] = 0, 0
         self.sizes = ServerSizes(
             self.max_model_len, self.max_num_seqs, self.max_rows, self.block_size, self.num_blocks, self.static
-        )
+        )._replace(tail_rows=self.block_size)
         self.limits = selection_limits(self.options, self.sizes)
         self.state = SelectionState(self.num_blocks, self.limits, bounded=self.static)
         kind = SummaryKind(self.options.summary)
@@ -80,7 +84,10 @@ class OneLayer:
         self.free = list(np.random.default_rng(self.seed).permutation(np.arange(1, self.num_blocks)))
         limits = Limits(64, self.max_num_seqs, self.max_model_len, self.block_size, self.num_blocks, False)
         self.bucket_limits = limits
-        self.inputs = StaticInputs(limits, 512, CPU, choices=self.limits)
+        self.inputs = _inputs(limits, self.limits)
+        self.tails: TailGraphs | None = None
+        if self.static:
+            self.tails = TailGraphs(limits, self.limits, _inputs, EagerRunner, lambda inputs: None)
 
     def tokens(self, request_id: str, positions: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [n, heads, dim], k and v [n, kv heads, dim] of a request's tokens."""
@@ -103,16 +110,11 @@ class OneLayer:
         query, key, value = (torch.cat(part) for part in zip(*tensors, strict=True))
         rows = plan.num_rows
         if self.static:
-            shape = true_shape(plan, 0 if plan.unique is None else len(plan.unique.blocks))
-            slack = shape._replace(
-                query_len=shape.query_len + 3,
-                shared_blocks=shape.shared_blocks + 2 * (shape.shared_blocks > 0),
-                unique_blocks=shape.unique_blocks + 2 * (shape.unique_blocks > 0),
-                selected_blocks=shape.selected_blocks + 3 if shape.selected_blocks else 0,
+            inputs = self._padded(plan, chosen_of.summary_blocks)
+            pads = len(inputs.slots) - rows
+            query, key, value = (
+                torch.cat([t, t.new_full((pads, *t.shape[1:]), torch.nan)]) for t in (query, key, value)
             )
-            tensor = self.inputs.fill(slack, plan, np.zeros(rows, np.int64), chosen_of.summary_blocks)
-            inputs = self.inputs.split(tensor, slack.forward)
-            query, key, value = (torch.cat([t, t.new_full((3, *t.shape[1:]), torch.nan)]) for t in (query, key, value))
             key[rows:], value[rows:] = 0, 0
             slots, parts, selection = inputs.slots, inputs.parts, inputs.selection
             summary_blocks = inputs.summary_blocks
@@ -141,6 +143,22 @@ class OneLayer:
         if plan.selection is not None and chosen is not None:
             self._name_chosen(seen, flat, plan, chosen)
         return seen
+
+    def _padded(self, plan: UnifiedPlan, summary_blocks: np.ndarray) -> ForwardInputs:
+        """The step in a bucket that is somewhat larger, or in that of a tail."""
+        shape = true_shape(plan, 0 if plan.unique is None else len(plan.unique.blocks))
+        token_ids = np.zeros(plan.num_rows, np.int64)
+        if self.tails is not None and self.tails.holds(plan):
+            found = self.tails.lookup(shape)
+            tensor = self.tails.inputs.fill(found.step(0), plan, token_ids, summary_blocks)
+            return self.tails.inputs.split(tensor, found)
+        slack = shape._replace(
+            query_len=shape.query_len + 3,
+            shared_blocks=shape.shared_blocks + 2 * (shape.shared_blocks > 0),
+            unique_blocks=shape.unique_blocks + 2 * (shape.unique_blocks > 0),
+            selected_blocks=shape.selected_blocks + 3 if shape.selected_blocks else 0,
+        )
+        return self.inputs.split(self.inputs.fill(slack, plan, token_ids, summary_blocks), slack.forward)
 
     def _name_chosen(self, seen: dict[str, Seen], flat: list[Member], plan: UnifiedPlan, chosen: torch.Tensor) -> None:
         assert plan.selection is not None
@@ -181,6 +199,10 @@ class OneLayer:
         computed = np.array([m.computed for m in members], np.int32)
         new = np.array([m.new for m in members], np.int32)
         return BatchInput(computed, new, computed + new, tables)
+
+
+def _inputs(limits: Limits, choices: SelectionLimits) -> StaticInputs:
+    return StaticInputs(limits, 512, CPU, choices=choices)
 
 
 def select(

@@ -117,6 +117,24 @@ def test_the_rest_of_a_prompt_shares_one_choice(computed: int, new: int, impleme
     assert_close(seen["b"].output, layer.dense(Member("b", 0, 5)))
 
 
+@pytest.mark.parametrize("summary", ["mean", "box_mean", "hash"])
+@pytest.mark.parametrize(("computed", "new"), [(80, 2), (80, 4), (82, 2), (79, 1), (116, 4)])
+def test_the_rest_of_a_prompt_in_a_graph_of_its_own(computed: int, new: int, summary: str) -> None:
+    """As at true shapes, choice and output; what pads hold reaches nobody. covers: A9 C16"""
+    found = []
+    for static in (True, False):
+        layer = OneLayer(options(summary=summary), max_rows=1, static=static)
+        prefill(layer, "a", computed)
+        member = decide(layer, Member("a", computed, new))
+        found.append(layer.step([member])["a"])
+        chosen, decision = found[-1].chosen, member.decision
+        assert chosen
+        assert decision is not None
+        live = {*range(decision.sink_blocks), *range(decision.window_start, (computed + new + 3) // 4)}
+        assert_close(found[-1].output, layer.dense(member, live | set(chosen)))
+    assert set(found[0].chosen or ()) == set(found[1].chosen or ())
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_a_reused_choice_stays_and_the_newest_tokens_are_always_seen(static: bool) -> None:
     """covers: C12. Blocks that fill up while a choice is used again compete for the next one only."""

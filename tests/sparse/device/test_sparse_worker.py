@@ -14,18 +14,20 @@ from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.device.block_selector import SelectionLayer
 from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, SparseWorker
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.meta import RequestSelection, SelectionMode, SparseMeta
+from vllm_gaudi_ucm.sparse.scheduler_contract import attach_sparse_meta
 from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
 
 BLOCK_SIZE = 4
 PADDING = -1
 
 
-def worker() -> SparseWorker:
+def worker(tail_rows: int = 0) -> SparseWorker:
     method = UcmSparseFactory.create_sparse_method("GSA", UcmSparseRole.WORKER, {})
     keys = torch.zeros(16, BLOCK_SIZE, 1, 8)
     sizes = ServerSizes(
-        max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=False
-    )
+        max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=tail_rows > 0
+    )._replace(tail_rows=tail_rows)
     return SparseWorker(method, {"layer": SelectionLayer(keys, 1.0)}, sizes)
 
 
@@ -64,3 +66,16 @@ def test_drafts_of_padding_are_none(computed: int, drafts: list[int], full: list
     """The scheduler fills up a new decode's drafts with -1: rows that do not exist must not make certain tokens
     uncertain, which would leave full blocks without a summary. covers: C11 C16"""
     assert summarised(computed, drafts) == full
+
+
+@pytest.mark.parametrize(("tail_rows", "tails"), [(BLOCK_SIZE * 2, [1, 4]), (0, [])])
+def test_tails_are_sparse_and_have_more_rows_than_a_verification(tail_rows: int, tails: list[int]) -> None:
+    """Not dense prompts, decodes, or verifications."""
+    new = np.array([1, 8, 8, 4, 5], np.int32)
+    batch = BatchInput(new, new, new, np.zeros((5, 4), np.int32))
+    requests: Any = [SimpleNamespace(request_id=name) for name in "abcde"]
+    chosen = RequestSelection(SelectionMode.SELECT, 1, 3, 1)
+    output: Any = SimpleNamespace()
+    assert worker(tail_rows).tails(output, requests, batch).tolist() == []
+    attach_sparse_meta(output, SparseMeta(dict.fromkeys("abde", chosen)))
+    assert worker(tail_rows).tails(output, requests, batch).tolist() == tails

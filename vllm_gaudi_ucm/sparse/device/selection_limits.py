@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class SelectionLimits:
     max_rows: rows of a request with a choice: one, and its drafts.
     max_selected_blocks: blocks chosen in a step; a request that would exceed it is dense in that step.
     block_size: tokens per block.
+    tail_rows: rows of a prompt's tail that choose together in a graph of their own; 0: there is no such graph.
+    max_spans: requests with a choice that a graph has room for; None: all of a step.
     """
 
     sparse_ratio: float
@@ -28,6 +30,8 @@ class SelectionLimits:
     max_rows: int
     max_selected_blocks: int
     block_size: int
+    tail_rows: int = 0
+    max_spans: int | None = None
 
     def most_candidates(self, selected: int) -> int:
         """Candidates of a request that chooses so many: what is chosen and live is `sparse_ratio` of its blocks."""
@@ -41,8 +45,12 @@ class SelectionLimits:
 
     def spans(self, query_len: int) -> int:
         """Requests of a step with a choice, and one more without rows, for pads."""
-        return min(query_len, self.max_num_seqs) + 1
+        return min(query_len, self.max_spans or self.max_num_seqs) + 1
 
     def summaries(self, query_len: int) -> int:
         """Blocks that are summarised in a step: on average rows / block size become full in it."""
         return -(-query_len // self.block_size) + 1
+
+    def of_tail(self) -> SelectionLimits:
+        """Those of the graphs for tails: one request, whose rows are many."""
+        return replace(self, max_rows=self.tail_rows, max_spans=1)

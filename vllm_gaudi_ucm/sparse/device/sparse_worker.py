@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.runner.execution import NO_TAILS
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.device.block_selector import BlockSelector, SelectionLayer
@@ -40,7 +41,7 @@ class ServerSizes(NamedTuple):
     """What the tensors of a choice are sized by.
 
     max_rows: rows of a decode with its drafts. num_blocks: of the KV cache. static: graphs of fixed shapes.
-    some_away: whether memory mode is on.
+    some_away: whether memory mode is on. tail_rows: see SelectionLimits.
     """
 
     max_model_len: int
@@ -50,6 +51,7 @@ class ServerSizes(NamedTuple):
     num_blocks: int
     static: bool
     some_away: bool = False
+    tail_rows: int = 0
 
 
 class SparseWorker:
@@ -162,6 +164,18 @@ class SparseWorker:
         meta = sparse_meta_of(scheduler_output)
         return self.state.step(request_ids, batch, num_drafts, {} if meta is None else meta.requests)
 
+    def tails(
+        self, scheduler_output: SchedulerOutput, requests: Sequence[LiveRequest], batch: BatchInput
+    ) -> NDArray[np.int64]:
+        """Indices of the requests whose rows choose together and are too many for an ordinary graph."""
+        if self.limits is None or not self.limits.tail_rows:
+            return NO_TAILS
+        meta = sparse_meta_of(scheduler_output)
+        sparse = {} if meta is None else meta.requests
+        (many,) = (batch.num_scheduled > self.limits.max_rows).nonzero()
+        tails = [index for index in many.tolist() if requests[index].request_id in sparse]
+        return np.array(tails, np.int64)
+
     def report(self, metrics: SparseMetrics) -> None:
         """After a step; what the device has counted is read now and then, because that waits for it."""
         if self.selector is None or self.state is None:
@@ -191,6 +205,7 @@ def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimi
         max_rows=sizes.max_rows,
         max_selected_blocks=room,
         block_size=sizes.block_size,
+        tail_rows=sizes.tail_rows if sizes.static else 0,
     )
 
 

@@ -45,7 +45,6 @@ class ResidencyScheduler:
         blocks: tables and free blocks.
         num_rows: blocks that may have a copy.
         num_ahead: most blocks that are brought to host memory before it is their turn to come back.
-        max_tail: most rows of a prompt that may be a sparse step.
     """
 
     def __init__(
@@ -56,11 +55,11 @@ class ResidencyScheduler:
         blocks: RequestBlocks,
         num_rows: int,
         num_ahead: int = 0,
-        max_tail: int = 1,
     ) -> None:
         self.totals = ResidencyTotals()
         self.method = method
-        self.max_tail = max_tail
+        self.max_tail = block_size
+        """Most rows of a prompt that may be a sparse step: near each other, so that one choice serves them all."""
         self.on_wanted: Callable[[str, list[int]], None] = lambda request_id, numbers: None
         """Called with the blocks that a request's query would choose of all, whenever it is scored."""
         self._options = options

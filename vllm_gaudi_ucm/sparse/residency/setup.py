@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.platforms import current_platform
-
 from vllm_gaudi_ucm.compat import kv_block_bytes
-from vllm_gaudi_ucm.envs import lazy_mode
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.runner.graph_kind import graph_kind
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.residency.prefetch import blocks_ahead
 from vllm_gaudi_ucm.sparse.residency.request_blocks import RequestBlocks
 from vllm_gaudi_ucm.sparse.residency.scheduler_side import ResidencyScheduler
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     from vllm_gaudi_ucm.config import UcmConfig
@@ -30,7 +25,6 @@ def residency_role(
     sparse: UcmSparseBase | None,
     block_size: int,
     manager: KVCacheManager,
-    vllm_config: VllmConfig,
 ) -> ResidencyScheduler | None:
     """The scheduler's side of memory mode, None where it is off."""
     if not config.memory_mode.enabled or sparse is None:
@@ -41,18 +35,6 @@ def residency_role(
     logger.info("Memory mode: up to %d blocks have a copy off the device.", num_rows)
     blocks = RequestBlocks(manager, block_size)
     options, ahead = method.block_options, blocks_ahead(config)
-    max_tail = _most_tail_rows(config, vllm_config, block_size)
-    residency = ResidencyScheduler(config.memory_mode, options, block_size, blocks, num_rows, ahead, max_tail)
+    residency = ResidencyScheduler(config.memory_mode, options, block_size, blocks, num_rows, ahead)
     method.has_gaps = residency.has_gaps
     return residency
-
-
-def _most_tail_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
-    """Most rows of a prompt that may choose blocks in one step.
-
-    A graph of fixed shapes has room for the rows of a verification. Without graphs a block of rows has it: they are
-    near each other, so that one choice serves them all.
-    """
-    eager = vllm_config.model_config.enforce_eager
-    kind = graph_kind(config, current_platform.device_type, lazy_mode(), eager)
-    return block_size if kind == "off" else 1 + vllm_config.num_speculative_tokens
