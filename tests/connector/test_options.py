@@ -39,6 +39,13 @@ def test_what_cannot_be_used_is_named(given: dict[str, Any], message: str) -> No
         ConnectorOptions.resolve(given, EXTRA_CONFIG)
 
 
+def test_saves_are_patient_where_they_take_time_from_steps() -> None:
+    auto = ConnectorOptions.resolve(MEMORY, EXTRA_CONFIG)
+    assert (auto.patience("cpu"), auto.patience("cuda"), auto.patience("hpu")) == (1, 0, 0)
+    given = ConnectorOptions.resolve({**MEMORY, "save_patience": 3}, EXTRA_CONFIG)
+    assert (given.patience("cpu"), given.patience("hpu")) == (3, 3)
+
+
 def test_every_option_is_documented_with_its_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "kv-transfer.md").read_text()
     for name, field in ConnectorOptions.model_fields.items():

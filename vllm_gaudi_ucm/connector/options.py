@@ -45,12 +45,18 @@ class ConnectorOptions(MethodOptions):
         default=64,
         description="Most blocks in host memory on their way to the store; what comes while it is full is not stored.",
     )
-    save_patience: Annotated[float, Field(ge=0, le=60)] = Field(
-        default=1.0,
-        description="Seconds that a block may wait for the engine to be idle before it is stored beside steps, from "
-        "which it takes time; 0: none waits.",
+    save_patience: Annotated[float, Field(ge=0, le=60)] | Literal["auto"] = Field(
+        default="auto",
+        description="Seconds that a block may wait for the engine to be idle before it is stored beside steps; 0: none "
+        "waits. `auto`: 1 on a CPU, where it takes time from steps, else 0.",
     )
     save_workers: Annotated[int, Field(ge=1, le=64)] = Field(default=2, description="Threads that store blocks.")
+
+    def patience(self, device_kind: str) -> float:
+        """Seconds: `save_patience` on a device of this kind."""
+        if self.save_patience == "auto":
+            return 1.0 if device_kind == "cpu" else 0.0
+        return self.save_patience
 
     @property
     def loads_partly(self) -> bool:

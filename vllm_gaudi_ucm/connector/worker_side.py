@@ -58,7 +58,7 @@ class WorkerSide:
         )
         self.engine.start()
         self.loads = BlockLoads(self.engine, self.blocks, options.load_deadline)
-        waiting = SaveQueue(options.save_queue, options.save_patience, self.activity)
+        waiting = SaveQueue(options.save_queue, options.patience(device.kind), self.activity)
         self.saver = BlockSaver(self.store, self.blocks, waiting, options.save_workers)
 
     def bind_sparse_worker(self, sparse: SparseWorker) -> None:
