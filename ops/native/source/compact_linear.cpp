@@ -16,7 +16,7 @@ using namespace ucm;
 namespace {
 
 constexpr int64_t GROUP = 32;
-constexpr int FEW_ROWS = LANES == 16 ? 8 : 4;  // times two vectors of sums, which leave room for weights in the making
+constexpr int64_t FEW_ROWS = LANES == 16 ? 16 : 4;  // their sums, and weights in the making, have room in registers
 constexpr int64_t MOST_ROWS = 1024;  // that all panels pass at once; more do not stay in the third cache
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
@@ -102,6 +102,35 @@ Codes panel_of(const Codes& whole, int64_t index, int64_t in, int64_t width) {
     return {whole.codes + index * in / 2 * width * Form::PER_TWO, whole.scales + groups, whole.offsets + groups};
 }
 
+// Has the next panel brought near while this one is multiplied: a form is read once, and its codes come in short runs.
+class Ahead {
+public:
+    // `calls`: of group(), in which all of it is fetched.
+    template <typename Form>
+    static Ahead of(const Codes& next, int64_t in, int64_t width, int64_t calls) {
+        const int64_t entries = in / GROUP * width * sizeof(float);
+        return {{span(next.codes, in / 2 * width * Form::PER_TWO, calls), span(next.scales, entries, calls),
+                 span(next.offsets, Form::PER_TWO == 1 ? entries : 0, calls)}};
+    }
+
+    void group() {
+        for (Span& span : spans)
+            for (int64_t line = 0; line < span.lines && span.at < span.end; ++line, span.at += 64)
+                __builtin_prefetch(span.at, 0, 2);
+    }
+
+    struct Span {
+        const char *at, *end;
+        int64_t lines;
+    } spans[3];
+
+private:
+    static Span span(const void* from, int64_t bytes, int64_t calls) {
+        const char* at = static_cast<const char*>(from);
+        return {at, at ? at + bytes : at, (bytes + 64 * calls - 1) / (64 * calls)};
+    }
+};
+
 template <typename Form, int VECTORS>
 void expand(const Codes& panel, int64_t in, int64_t width, int64_t from, int64_t to, float* weight) {
     for (int64_t first = 0; first < in; first += GROUP)
@@ -127,37 +156,39 @@ void multiply_one_row(const Linear& task, const Codes& panel, int64_t index, int
     }
 }
 
-// Each weight is made once, in a register, and multiplied with all rows: writing it out would take longer.
+// Rows whose inputs lie side by side, x [in, ROWS]: at distances of their own they would need more addresses than there
+// are registers. Each weight is made once, in a register, and multiplied with all of them: writing it out would take
+// longer. Rows from task.rows on are pads.
 template <typename Form, int ROWS, int VECTORS>
-void multiply_rows_at_once(const Linear& task, const Codes& panel, int64_t index, int64_t column) {
+void multiply_rows_at_once(
+    const Linear& task, const Codes& panel, int64_t index, int64_t column, const float* x, Ahead& ahead) {
     const int64_t output = index * task.width + column;
     Floats sums[ROWS][VECTORS];
     for (int j = 0; j < VECTORS; ++j) {
         const Floats start = task.bias ? load(task.bias + output + j * LANES) : Floats{};
         for (int i = 0; i < ROWS; ++i) sums[i][j] = start;
     }
-    for (int64_t first = 0; first < task.in; first += GROUP)
+    for (int64_t first = 0; first < task.in; first += GROUP) {
+        ahead.group();
         Form::template group<VECTORS>(panel, task.width, first, column, [&](int64_t k, int j, Floats w) {
-            for (int i = 0; i < ROWS; ++i) sums[i][j] += task.x[i * task.x_stride + k] * w;
+            for (int i = 0; i < ROWS; ++i) sums[i][j] += x[k * ROWS + i] * w;
         });
+    }
     for (int i = 0; i < ROWS; ++i)
-        for (int j = 0; j < VECTORS; ++j) store(task.out + i * task.outputs + output + j * LANES, sums[i][j]);
+        if (i < task.rows)
+            for (int j = 0; j < VECTORS; ++j) store(task.out + i * task.outputs + output + j * LANES, sums[i][j]);
 }
 
-template <typename Form, int ROWS, int VECTORS>
-void multiply_few_rows(const Linear& task, const Codes& panel, int64_t index, int64_t from, int64_t to) {
-    if constexpr (ROWS > 2) {
-        if (task.rows < ROWS) return multiply_few_rows<Form, ROWS - 1, VECTORS>(task, panel, index, from, to);
-    }
-    for (int64_t column = from; column < to; column += VECTORS * LANES)
-        multiply_rows_at_once<Form, ROWS, VECTORS>(task, panel, index, column);
+// x [rows, in] as [in, padded].
+void side_by_side(const Linear& task, int64_t padded, std::vector<float>& x) {
+    x.assign(task.in * padded, 0.0f);
+    for (int64_t k = 0; k < task.in; ++k)
+        for (int64_t i = 0; i < task.rows; ++i) x[k * padded + i] = task.x[i * task.x_stride + k];
 }
 
 template <typename Form, int VECTORS>
 void multiply_part(const Linear& task, const Codes& panel, int64_t index, int64_t from, int64_t to, float* weight) {
     if (task.rows == 1) return multiply_one_row<Form, VECTORS>(task, panel, index, from, to);
-    if (task.rows <= FEW_ROWS)
-        return multiply_few_rows<Form, FEW_ROWS, VECTORS == 4 ? 2 : VECTORS>(task, panel, index, from, to);
     expand<Form, VECTORS>(panel, task.in, task.width, from, to, weight);
     multiply_panel(task, {index, weight, nullptr}, from, to);
 }
@@ -170,15 +201,55 @@ Linear rows_from(const Linear& task, int64_t first) {
     return part;
 }
 
-template <typename Form>
-void multiply_all(const Linear& task, const Codes& whole) {
+struct Member {
+    int64_t thread = 0, threads = 1;
+};
+
+Member member() {
+#if defined(_OPENMP)
+    return {omp_get_thread_num(), omp_get_num_threads()};
+#else
+    return {};
+#endif
+}
+
+template <typename Form, int ROWS>
+void multiply_few_rows(const Linear& task, const Codes& whole) {
+    constexpr int MOST = ROWS <= 8 ? 2 : 1;  // vectors of sums
     const int64_t count = task.outputs / task.width;
 #pragma omp parallel
     {
-        int64_t thread = 0, threads = 1;
-#if defined(_OPENMP)
-        thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#endif
+        const auto [thread, threads] = member();
+        thread_local std::vector<float> x;
+        side_by_side(task, ROWS, x);
+        share_panels(count, task.width, thread, threads, [&](int64_t index, int64_t from, int64_t to) {
+            const int64_t vectors = (to - from) / LANES % MOST == 0 ? MOST : 1, step = vectors * LANES;
+            const auto multiply =
+                vectors == 1 ? multiply_rows_at_once<Form, ROWS, 1> : multiply_rows_at_once<Form, ROWS, MOST>;
+            const Codes panel = panel_of<Form>(whole, index, task.in, task.width);
+            const Codes next = index + 1 < count ? panel_of<Form>(whole, index + 1, task.in, task.width) : Codes{};
+            Ahead ahead = Ahead::of<Form>(next, task.in, task.width, (to - from) / step * (task.in / GROUP));
+            for (int64_t column = from; column < to; column += step)
+                multiply(task, panel, index, column, x.data(), ahead);
+        });
+    }
+}
+
+template <typename Form>
+void multiply_all(const Linear& task, const Codes& whole) {
+    if (1 < task.rows && task.rows <= FEW_ROWS) {
+        if (task.rows == 2) return multiply_few_rows<Form, 2>(task, whole);
+        if (task.rows <= 4) return multiply_few_rows<Form, 4>(task, whole);
+        if constexpr (FEW_ROWS == 16) {
+            if (task.rows <= 8) return multiply_few_rows<Form, 8>(task, whole);
+            if (task.rows <= 12) return multiply_few_rows<Form, 12>(task, whole);
+            return multiply_few_rows<Form, 16>(task, whole);
+        }
+    }
+    const int64_t count = task.outputs / task.width;
+#pragma omp parallel
+    {
+        const auto [thread, threads] = member();
         thread_local std::vector<float> weight;
         if (task.rows > FEW_ROWS) weight.resize(task.in * task.width);
         for (int64_t row = 0; row < task.rows; row += MOST_ROWS) {
