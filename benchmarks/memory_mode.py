@@ -59,13 +59,23 @@ def main() -> None:
         with engine(RETRIEVAL_MODEL, ucm, options) as llm:
             row["look_ups"] = equal_share(follow(llm, *asked)["likeliest"], asked[1])
         print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-    print(f"{describe_machine()}; KV cache of {options.blocks} blocks of {options.block_size} tokens")
-    print(f"{options.requests} requests of {options.context} tokens and {options.new_tokens} new ones")
-    print(f"{'':<18}" + "".join(f"{heading:>18}" for heading in COLUMNS.values()))
+    report(
+        f"KV cache of {options.blocks} blocks of {options.block_size} tokens; {options.requests} requests of "
+        f"{options.context} tokens and {options.new_tokens} new ones",
+        COLUMNS,
+        rows,
+        options.json,
+    )
+
+
+def report(title: str, columns: dict[str, str], rows: dict[str, dict[str, float]], file: Path | None) -> None:
+    """Prints a table of figures by contender, columns with their headings, and writes it to a file if there is one."""
+    print(f"{describe_machine()}; {title}")
+    print(f"{'':<18}" + "".join(f"{heading:>18}" for heading in columns.values()))
     for name, row in rows.items():
-        print(f"{name:<18}" + "".join(f"{row[column]:>18.3f}" for column in COLUMNS))
-    if options.json:
-        options.json.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=2) + "\n")
+        print(f"{name:<18}" + "".join(f"{row[column]:>18.3f}" for column in columns))
+    if file:
+        file.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=2) + "\n")
 
 
 def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:

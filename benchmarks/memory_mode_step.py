@@ -7,7 +7,6 @@ process, after their prompts. In the first half most of what leaves the device i
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -15,7 +14,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import memory_mode
-from benchmarks.machine import describe_machine
 from vllm_gaudi_ucm.cli.task_progress import task_progress
 
 if TYPE_CHECKING:
@@ -36,13 +34,8 @@ def main() -> None:
     parser.description = __doc__
     parser.set_defaults(requests=8, context=1280)
     options = parser.parse_args()
-    rows = measure(options)
-    print(f"{describe_machine()}; {options.requests} requests of {options.context} tokens, {options.new_tokens} steps")
-    print(f"{'':<18}" + "".join(f"{heading:>18}" for heading in COLUMNS.values()))
-    for name, row in rows.items():
-        print(f"{name:<18}" + "".join(f"{row[column]:>18.3f}" for column in COLUMNS))
-    if options.json:
-        options.json.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=2) + "\n")
+    title = f"{options.requests} requests of {options.context} tokens, {options.new_tokens} steps"
+    memory_mode.report(title, COLUMNS, measure(options), options.json)
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
