@@ -322,6 +322,20 @@ def test_requests_that_end_while_a_part_is_loaded(tiny_llama: Path, fault_store:
         engine.llm.llm_engine.abort_request(sorted(live))
         fault_store.heal()
         served.settle()
+        # whatever the threads' turns were above: one whose blocks are lost, and one that ends while it loads
+        served.forget()
+        fault_store.lost = set(fault_store.blocks)
+        check_finite(served.watched.generate([PROMPT], 2))
+        fault_store.heal()
+        served.settle()
+        served.forget()
+        fault_store.load_seconds = 0.05
+        engine.add("last", PROMPT, greedy_params(2))
+        while not served.worker.num_loading:
+            served.watched.step()
+        engine.llm.llm_engine.abort_request(["last"])
+        fault_store.heal()
+        served.settle()
         counts, totals = served.worker.load_counts, served.watched.residency.totals
         assert counts.cancelled
         assert counts.failed_blocks

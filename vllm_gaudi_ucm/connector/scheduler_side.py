@@ -207,6 +207,8 @@ class SchedulerSide:
         """None where everything is loaded."""
         if self._partial is None or state.is_whole or not lookup.has_records or count < len(lookup.keys):
             return None
+        if state.request.num_preemptions:  # after the question was asked
+            return None
         request_id, first = state.request.request_id, lookup.first_block
         keys = state.keys.first(first + count)
         return self._partial.plan(request_id, keys, first, block_ids, lookup.records)

@@ -64,9 +64,11 @@ class _SparseScheduling(Scheduler):
                 self.residency.begin(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        # they may run again at once: what this step allots them must not be taken for what they have lost
+        reset = set(self.reset_preempted_req_ids)
         if self.residency is not None:
             self._end_residency()
-            self.residency.preempted(self.reset_preempted_req_ids)
+            self.residency.preempted(reset)
             self.residency.before_scheduling(self.requests, len(self.running))
         if self._plan_prefetch is not None:
             self._plan_prefetch(request for request in self.waiting if request.status in _WITHOUT_BLOCKS)
@@ -81,7 +83,7 @@ class _SparseScheduling(Scheduler):
                 self.sparse.request_finished_in_scheduler(request_id)
         meta = self.sparse.build_sparse_meta(scheduler_output, self.requests)
         if self.residency is not None:
-            self.residency.preempted(scheduler_output.preempted_req_ids or ())
+            self.residency.preempted(set(scheduler_output.preempted_req_ids or ()) - reset)
             meta.residency = self.residency.orders(meta.requests, self.requests)
         attach_sparse_meta(scheduler_output, meta)
         return scheduler_output
