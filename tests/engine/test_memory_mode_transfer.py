@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ class Served:
 
     def settle(self) -> None:
         """Nothing is left of any request, on either side, or on its way to a store."""
+        end = time.monotonic() + 10
+        # who ended while it loaded holds its blocks until nothing writes to them
+        while self.worker.num_loading and time.monotonic() < end:
+            self.watched.step()
         for _ in range(3):
             self.watched.step()
         assert self.worker.saver.flush(5.0)
