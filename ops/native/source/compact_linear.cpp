@@ -1,15 +1,12 @@
 // A few rows times a weight that is kept in fewer bits than its values have, without changing one of them: bfloat16, or
 // codes of 4 or 8 bits with a scale (and an offset) for every 32 inputs. Few rows are multiplied while the codes are
 // read; for more a panel is first written out into the cache, and then multiplied as any other.
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
 #include "panel_product.h"
+#include "team.h"
 
 using namespace ucm;
 
@@ -199,18 +196,6 @@ Linear rows_from(const Linear& task, int64_t first) {
     part.x += first * task.x_stride, part.out += first * task.outputs;
     part.rows = std::min(MOST_ROWS, task.rows - first);
     return part;
-}
-
-struct Member {
-    int64_t thread = 0, threads = 1;
-};
-
-Member member() {
-#if defined(_OPENMP)
-    return {omp_get_thread_num(), omp_get_num_threads()};
-#else
-    return {};
-#endif
 }
 
 template <typename Form, int ROWS>

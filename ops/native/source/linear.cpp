@@ -1,10 +1,7 @@
 // A few rows times a weight that lies in panels, as oneDNN packs it. Decode steps are bound by reading the weights: every
 // panel is read once, in order, and the next one is fetched while this one is multiplied.
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "panel_product.h"
+#include "team.h"
 
 using namespace ucm;
 
@@ -16,10 +13,7 @@ extern "C" void ucm_linear(
     const int64_t count = outputs / width, size = in * width;
 #pragma omp parallel
     {
-        int64_t thread = 0, threads = 1;
-#if defined(_OPENMP)
-        thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#endif
+        const auto [thread, threads] = member();
         share_panels(count, width, thread, threads, [&](int64_t index, int64_t from, int64_t to) {
             const float* weight = panels + index * size;
             // one row is faster with the hardware's prefetcher alone

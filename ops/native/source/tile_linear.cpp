@@ -1,10 +1,7 @@
 // Rows times a weight on the matrix unit. The weight is read as it is kept for a few rows, and laid out a few columns at
 // a time while they are multiplied: nothing more is stored, and little is read from memory.
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "memory.h"
+#include "team.h"
 #include "tile_chunk.h"
 
 using namespace ucm;
@@ -26,10 +23,7 @@ void multiply_all(const Linear& task, const TileWeight& weight) {
     float* data = scratch.take(room * (TileRows::TILE_FLOATS + 1));
 #pragma omp parallel
     {
-        int64_t thread = 0, threads = 1;
-#if defined(_OPENMP)
-        thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#endif
+        const auto [thread, threads] = member();
         const MatrixTiles tiles;
         thread_local Scratch own;
         char* laid_out = reinterpret_cast<char*>(own.take(MOST_TILES * MOST_STEPS * Form::KEPT * TILE_BYTES / 4));
