@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from vllm_gaudi_ucm.bucket_columns import BucketColumns
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
 from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
 from vllm_gaudi_ucm.phase_table import phase_text
@@ -38,10 +40,10 @@ def summary_line(summary: WarmUpSummary) -> str:
 
 
 def warm_up_table(summary: WarmUpSummary) -> Table:
-    """One line per graph: forward shapes and then logits rows, each in ascending order of cost."""
+    """One line per graph: forward shapes, those for tails, and logits rows, each in ascending order of cost."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("graph", no_wrap=True)
-    columns = BucketColumns.of(record.key for record in summary.records if isinstance(record.key, ForwardShape))
+    columns = BucketColumns.of(_shapes(summary))
     for heading in (*columns.headings, "logits"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -62,7 +64,15 @@ def warm_up_text(summary: WarmUpSummary) -> str:
     return "\n".join([*lines, summary_line(summary)])
 
 
+def _shapes(summary: WarmUpSummary) -> Iterator[ForwardShape]:
+    for record in summary.records:
+        if not isinstance(record.key, int):
+            yield record.key.forward if isinstance(record.key, TailShape) else record.key
+
+
 def _sizes(key: GraphKey, columns: BucketColumns) -> list[Text | str]:
+    if isinstance(key, TailShape):
+        return [phase_text(key.forward.phase).append(" tail"), *columns.cells(key.forward), ""]
     if isinstance(key, ForwardShape):
         return [phase_text(key.phase), *columns.cells(key), ""]
     return ["logits", *[""] * len(columns.names), f"{key:,}"]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.cost import Floats
 from vllm_gaudi_ucm.graphs.steps import graph_array
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey, GraphKey
 
 # A handful of measurements does not decide as many coefficients; of all that explain them the smallest are taken.
 RIDGE = 1e-3
@@ -28,14 +28,15 @@ class GraphMemory:
     figure counts.
 
     Args:
-        measured: bytes by graph. Of a kind without any (forward, logits) everything is predicted to take 0.
+        measured: bytes by graph. Of a kind without any (forward, logits) everything is predicted to take 0. Those for
+            tails tell nothing of others, whose inputs have room for other choices.
     """
 
     def __init__(self, measured: Mapping[GraphKey, int]) -> None:
         self._forward = _Fit({key: size for key, size in measured.items() if isinstance(key, ForwardShape)})
         self._logits = _Fit({key: size for key, size in measured.items() if isinstance(key, int)})
 
-    def bytes_of(self, key: GraphKey) -> int:
+    def bytes_of(self, key: BucketKey) -> int:
         """Bytes that the graph of `key` takes, predicted; for a measured one at least what was measured."""
         return (self._forward if isinstance(key, ForwardShape) else self._logits).bytes_of(key)
 
@@ -43,7 +44,7 @@ class GraphMemory:
 class _Fit:
     """The prediction for one kind of graph."""
 
-    def __init__(self, measured: Mapping[GraphKey, int]) -> None:
+    def __init__(self, measured: Mapping[BucketKey, int]) -> None:
         self._sizes = np.array(list(measured.values()), np.float64)
         if measured:
             self._shapes = np.concatenate([_shape(key) for key in measured])
@@ -52,7 +53,7 @@ class _Fit:
             self._coefficients = nonnegative_least_squares(terms / self._scale, self._sizes)
             self._sizes = np.array([self._sizes[(self._shapes <= shape).all(axis=1)].max() for shape in self._shapes])
 
-    def bytes_of(self, key: GraphKey) -> int:
+    def bytes_of(self, key: BucketKey) -> int:
         if not self._sizes.size:
             return 0
         shape = _shape(key)
@@ -81,12 +82,12 @@ def nonnegative_least_squares(terms: Floats, values: Floats) -> Floats:
     return found
 
 
-def _shape(key: GraphKey) -> NDArray[np.int64]:
+def _shape(key: BucketKey) -> NDArray[np.int64]:
     """[1, d] sizes."""
     return graph_array([key]) if isinstance(key, ForwardShape) else np.array([[key]], np.int64)
 
 
-def _terms(key: GraphKey) -> Floats:
+def _terms(key: BucketKey) -> Floats:
     """[1, k] what memory is linear in."""
     if not isinstance(key, ForwardShape):
         return np.array([[1.0, key]])

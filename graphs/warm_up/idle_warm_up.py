@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey
 from vllm_gaudi_ucm.graphs.warm_up.idle_rule import IdleRule
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 
@@ -129,7 +129,7 @@ class IdleWarmUp:
                 return
             self._warm_in_gap(key)
 
-    def _warm_in_gap(self, key: GraphKey) -> None:
+    def _warm_in_gap(self, key: BucketKey) -> None:
         with self._changed:
             self._warming = self._idle_for(self._warm_up.last_seconds(key))
             if not self._warming:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.graphs.cost import Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.steps import graph_array, shape_seconds
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey, graph_name
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey, GraphKey, graph_name
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory
 
 GIB = 2**30
@@ -30,7 +30,7 @@ class FitResult:
     """
 
     kept: dict[GraphKey, int]
-    dropped: dict[GraphKey, str]
+    dropped: dict[BucketKey, str]
 
     @property
     def size(self) -> int:
@@ -38,9 +38,7 @@ class FitResult:
         return sum(self.kept.values())
 
 
-def fit_to_memory(
-    buckets: BucketSet, measured: Mapping[GraphKey, int], budget_bytes: int, reserved: int = 0
-) -> FitResult:
+def fit_to_memory(buckets: BucketSet, measured: Mapping[GraphKey, int], budget_bytes: int) -> FitResult:
     """Drops the most wasteful buckets until the others fit.
 
     A bucket's waste is its memory times its cost over that of the next bucket that could take its steps: memory that
@@ -48,38 +46,36 @@ def fit_to_memory(
 
     Args:
         buckets: all that are wanted.
-        measured: bytes of the graphs that are warm, among them both maxima. They stay.
+        measured: bytes of the graphs that are warm, among them both maxima, and those for tails. They stay.
         budget_bytes: what all graphs together may take.
-        reserved: bytes of it that graphs take which are no buckets.
 
     Raises:
         MemoryBudgetError: the measured graphs alone exceed the budget.
     """
-    check_budget(
-        [*measured.values(), *([reserved] if reserved else [])], budget_bytes, buckets.limits.max_num_batched_tokens
-    )
+    check_budget(measured.values(), budget_bytes, buckets.limits.max_num_batched_tokens)
     memory = GraphMemory(measured)
-    keys: tuple[GraphKey, ...] = (*buckets.forward, *buckets.logits)
-    kept = {key: measured.get(key, memory.bytes_of(key)) for key in keys}
+    keys: tuple[BucketKey, ...] = (*buckets.forward, *buckets.logits)
+    kept: dict[GraphKey, int] = dict(measured)
+    kept.update((key, memory.bytes_of(key)) for key in keys if key not in measured)
     shapes, rows = graph_array(buckets.forward), np.array(buckets.logits, np.int64)
     kinds = [
         _Waste(buckets.forward, shapes, shape_seconds(buckets.cost, shapes), kept, measured),
         _Waste(buckets.logits, rows[:, None], np.asarray(buckets.cost.logits_seconds(rows)), kept, measured),
     ]
     dropped: list[tuple[_Waste, int]] = []
-    total = sum(kept.values()) + reserved
+    total = sum(kept.values())
     while total > budget_bytes:
         kind = max(kinds, key=lambda kind: kind.most)
         dropped.append((kind, kind.drop()))
         total -= kept[kind.keys[dropped[-1][1]]]
-    reasons: dict[GraphKey, str] = {}
+    reasons: dict[BucketKey, str] = {}
     for kind, index in dropped:
         key = kind.keys[index]
         reasons[key] = _reason(kept.pop(key), budget_bytes, kind.rival_of(index))
     return FitResult(kept, reasons)
 
 
-def _reason(size: int, budget_bytes: int, rival: GraphKey) -> str:
+def _reason(size: int, budget_bytes: int, rival: BucketKey) -> str:
     return (
         f"about {size / GIB:.3f} GiB do not fit ucm.graphs.memory_budget ({budget_bytes / GIB:.2f} GiB); "
         f"its steps run in {graph_name(rival)}"
@@ -107,7 +103,7 @@ class _Waste:
 
     def __init__(
         self,
-        keys: Sequence[GraphKey],
+        keys: Sequence[BucketKey],
         shapes: NDArray[np.int64],
         seconds: Floats,
         sizes: Mapping[GraphKey, int],
@@ -137,7 +133,7 @@ class _Waste:
             self._weigh(int(other))
         return index
 
-    def rival_of(self, index: int) -> GraphKey:
+    def rival_of(self, index: int) -> BucketKey:
         """The cheapest bucket that is kept and can take the steps of one that is not."""
         return self.keys[self._rival_index(index)]
 

@@ -9,7 +9,7 @@ import numpy as np
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.demand import Demand
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey
 
 
 class WarmUpOrder:
@@ -22,18 +22,18 @@ class WarmUpOrder:
 
     def __init__(self, buckets: BucketSet, usage: Steps | None) -> None:
         forward, logits = Demand.of_forward(buckets, usage), Demand.of_logits(buckets, usage)
-        self._kinds: tuple[tuple[Sequence[GraphKey], Demand], ...] = (
+        self._kinds: tuple[tuple[Sequence[BucketKey], Demand], ...] = (
             (buckets.forward, forward),
             (buckets.logits, logits),
         )
         self._places = {key: (demand.seen, index) for keys, demand in self._kinds for index, key in enumerate(keys)}
 
-    def count(self, key: GraphKey) -> None:
+    def count(self, key: BucketKey) -> None:
         """A step asked for `key` while it was cold. For one thread; another one may ask for `first` meanwhile."""
         seen, index = self._places[key]
         seen[index] += 1
 
-    def first(self, cold: Collection[GraphKey], warm: Collection[GraphKey]) -> GraphKey | None:
+    def first(self, cold: Collection[BucketKey], warm: Collection[BucketKey]) -> BucketKey | None:
         """What to warm next of `cold`, or None if nothing is cold. A maximum, without which steps do not run, is first.
 
         Equal savings leave the order of cost, so that the same steps always give the same order.
@@ -46,8 +46,8 @@ class WarmUpOrder:
 
     @staticmethod
     def _best(
-        keys: Sequence[GraphKey], demand: Demand, cold: Collection[GraphKey], warm: Collection[GraphKey]
-    ) -> tuple[float, GraphKey]:
+        keys: Sequence[BucketKey], demand: Demand, cold: Collection[BucketKey], warm: Collection[BucketKey]
+    ) -> tuple[float, BucketKey]:
         """(seconds saved, key); less than nothing where none of the kind is cold."""
         candidates = np.array([key in cold for key in keys])
         savings = np.where(candidates, demand.savings(np.array([key in warm for key in keys]), candidates), -1.0)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.steps import Steps
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey, graph_name
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey, graph_name
 from vllm_gaudi_ucm.graphs.warm_up.order import WarmUpOrder
 
 
@@ -24,8 +24,8 @@ class _View(NamedTuple):
     """Every bucket that is or will be warm."""
     warm: BucketSet | None
     """None until the configured maximum is warm, forward shape and logits rows: only then every step has a bucket."""
-    warm_keys: frozenset[GraphKey]
-    cold_keys: frozenset[GraphKey]
+    warm_keys: frozenset[BucketKey]
+    cold_keys: frozenset[BucketKey]
 
 
 class ReadyBuckets:
@@ -43,8 +43,8 @@ class ReadyBuckets:
         self.buckets = buckets
         self.maximum: tuple[ForwardShape, int] = (buckets.limits.maximum.forward, buckets.limits.maximum.logits)
         self._order = WarmUpOrder(buckets, usage)
-        self._keys: frozenset[GraphKey] = frozenset((*buckets.forward, *buckets.logits))
-        self._dropped: dict[GraphKey, str] = {}
+        self._keys: frozenset[BucketKey] = frozenset((*buckets.forward, *buckets.logits))
+        self._dropped: dict[BucketKey, str] = {}
         self._changes = threading.Lock()
         self._view = self._viewed(frozenset())
 
@@ -74,7 +74,7 @@ class ReadyBuckets:
             raise NotWarmError(f"{count} logits rows before the configured maximum is warm; run the skeleton first")
         return warm.logits_rows(count)
 
-    def mark_warm(self, key: GraphKey) -> None:
+    def mark_warm(self, key: BucketKey) -> None:
         """From now on lookups may return `key`, whose graph is there. Marking twice changes nothing."""
         with self._changes:
             self._check_known(key)
@@ -82,7 +82,7 @@ class ReadyBuckets:
                 raise ValueError(f"{graph_name(key)} was dropped ({self._dropped[key]}) and can not become warm")
             self._view = self._viewed(self._view.warm_keys | {key})
 
-    def drop(self, key: GraphKey, reason: str) -> None:
+    def drop(self, key: BucketKey, reason: str) -> None:
         """`key` will never be warm; its steps run in the next larger bucket."""
         with self._changes:
             self._check_known(key)
@@ -92,7 +92,7 @@ class ReadyBuckets:
             self._dropped.setdefault(key, reason)
             self._view = self._viewed(self._view.warm_keys)
 
-    def next_cold(self) -> GraphKey | None:
+    def next_cold(self) -> BucketKey | None:
         """The cold bucket that saves the most seconds against what is warm, by expected and by seen steps.
 
         The configured maximum comes before everything else. None: nothing is cold.
@@ -100,16 +100,16 @@ class ReadyBuckets:
         view = self._view
         return self._order.first(view.cold_keys, view.warm_keys)
 
-    def is_warm(self, key: GraphKey) -> bool:
+    def is_warm(self, key: BucketKey) -> bool:
         return key in self._view.warm_keys
 
     @property
-    def cold(self) -> frozenset[GraphKey]:
+    def cold(self) -> frozenset[BucketKey]:
         """What is neither warm nor dropped."""
         return self._view.cold_keys
 
     @property
-    def dropped(self) -> dict[GraphKey, str]:
+    def dropped(self) -> dict[BucketKey, str]:
         """What was dropped, and why."""
         with self._changes:
             return dict(self._dropped)
@@ -128,16 +128,16 @@ class ReadyBuckets:
         if best.logits != ready.logits:
             self._order.count(best.logits)
 
-    def _check_known(self, key: GraphKey) -> None:
+    def _check_known(self, key: BucketKey) -> None:
         if key not in self._keys:
             raise KeyError(f"{graph_name(key)} is none of the {len(self._keys)} buckets")
 
-    def _viewed(self, warm: frozenset[GraphKey]) -> _View:
+    def _viewed(self, warm: frozenset[BucketKey]) -> _View:
         wanted = self._keys - self._dropped.keys()
         ready = self._subset(warm) if warm.issuperset(self.maximum) else None
         return _View(self._subset(wanted), ready, warm, wanted - warm)
 
-    def _subset(self, keys: Collection[GraphKey]) -> BucketSet:
+    def _subset(self, keys: Collection[BucketKey]) -> BucketSet:
         forward = [key for key in keys if isinstance(key, ForwardShape)]
         logits = [key for key in keys if isinstance(key, int)]
         return BucketSet(forward, logits, self.buckets.limits, self.buckets.cost)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
 from vllm_gaudi_ucm.graphs.warm_up.progress import Stage, WarmUpProgress
 from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
@@ -35,7 +34,7 @@ class WarmUpRecords:
         return {record.key: record.size for record in self._warm()}
 
     def last_seconds(self, like: GraphKey) -> float:
-        """What the last warm graph of the same kind took (forward or logits); 0 without any."""
+        """What the last warm graph of the same kind took (forward, tail or logits); 0 without any."""
         durations = self._durations(like)
         return durations[-1] if durations else 0.0
 
@@ -63,15 +62,14 @@ class WarmUpRecords:
         return WarmUpSummary(records, len(self._skeleton), self.skeleton_seconds)
 
     def _seconds_of(self, keys: Sequence[GraphKey]) -> float | None:
-        """As many times the mean of their kind; what was never measured counts as the other kind. None: nothing was."""
+        """As many times the mean of their kind; what was never measured counts as any. None: nothing was."""
         everything = [record.seconds for record in self._warm()]
         if not everything:
             return None
         return sum(_mean(self._durations(key) or everything) for key in keys)
 
     def _durations(self, like: GraphKey) -> list[float]:
-        forward = isinstance(like, ForwardShape)
-        return [record.seconds for record in self._warm() if isinstance(record.key, ForwardShape) == forward]
+        return [record.seconds for record in self._warm() if type(record.key) is type(like)]
 
     def _warm(self) -> list[GraphRecord]:
         return [record for record in self._records.values() if record.state is GraphState.WARM]

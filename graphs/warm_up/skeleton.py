@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.demand import Demand, Flags
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey
 
 # Logits rows cost little to pad (the output head is bound by its weights): beside the maximum there is one more at
 # most, and only if it saves this share of what whole steps take. With 64 graphs the skeleton is then modelled to be
@@ -26,7 +26,7 @@ class Skeleton(NamedTuple):
     logits: list[int]
 
     @property
-    def keys(self) -> list[GraphKey]:
+    def keys(self) -> list[BucketKey]:
         """The order of warm-up: both maxima, with which any step can run, then the others."""
         return [self.forward[0], self.logits[0], *self.forward[1:], *self.logits[1:]]
 

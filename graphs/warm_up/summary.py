@@ -33,7 +33,7 @@ class GraphRecord:
 
 @dataclass(frozen=True)
 class WarmUpSummary:
-    """All graphs, forward shapes and then logits rows, each in ascending order of cost.
+    """All graphs: forward shapes, those for tails, and logits rows, each in ascending order of cost.
 
     skeleton_graphs: those with which serving started. skeleton_seconds: what they took.
     seconds: spent on all graphs, the skeleton included.

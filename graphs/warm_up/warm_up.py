@@ -1,12 +1,13 @@
-"""Warms buckets by running them: the skeleton before serving, the rest before or beside it."""
+"""Warms graphs by running them: the skeleton and those for tails before serving, the rest before or beside it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey, GraphKey
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory
 from vllm_gaudi_ucm.graphs.warm_up.memory_fit import GIB, fit_to_memory
 from vllm_gaudi_ucm.graphs.warm_up.progress import Stage, WarmUpProgress
@@ -30,6 +31,7 @@ class WarmUp:
         report: called as graphs start and end.
         memory_budget: bytes that all graphs together may take; None: whatever the device has.
         clock: seconds.
+        tails: graphs for tails, where there are any, and how one is run.
     """
 
     def __init__(
@@ -41,6 +43,8 @@ class WarmUp:
         report: Callable[[WarmUpProgress], None],
         memory_budget: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        tails: Sequence[TailShape] = (),
+        run_tail: Callable[[ForwardShape], None] | None = None,
     ) -> None:
         self.ready = ready
         self._run_forward = run_forward
@@ -49,35 +53,34 @@ class WarmUp:
         self._report_to = report
         self._memory_budget = memory_budget
         self._clock = clock
-        self._reserved = 0
-        self._records = WarmUpRecords((*ready.buckets.forward, *ready.buckets.logits))
+        self._tails = tails
+        self._run_tail = run_tail
+        self._records = WarmUpRecords((*ready.buckets.forward, *tails, *ready.buckets.logits))
 
     def run_skeleton(self, skeleton: Skeleton) -> None:
         """Warms what serving starts with, then drops what will not fit the memory beside it.
 
-        An error of a graph is not caught: a server whose first graphs do not run must not start.
+        Graphs for tails are among these: a tail has nothing larger to run in. An error of a graph is not caught: a
+        server whose first graphs do not run must not start.
 
         Raises:
             MemoryBudgetError: these graphs take more than `memory_budget`.
         """
         start = self._clock()
-        self._records.begin_skeleton(skeleton.keys)
-        for key in skeleton.keys:
+        keys = [*self._tails, *skeleton.keys]
+        self._records.begin_skeleton(keys)
+        for key in keys:
             self._report("skeleton", current=key)
             self._settle("skeleton", self._run(key))
         self._records.skeleton_seconds = self._clock() - start
         self._drop_what_does_not_fit()
-
-    def reserve(self, size: int) -> None:
-        """So many bytes of the budget are taken by graphs that are no buckets."""
-        self._reserved += size
 
     def run_all(self) -> None:
         """Warms everything that is still cold."""
         while (key := self.ready.next_cold()) is not None:
             self.warm(key)
 
-    def warm(self, key: GraphKey) -> None:
+    def warm(self, key: BucketKey) -> None:
         """Warms one graph beyond the skeleton, or drops it: it does not fit the memory, or it raised an error.
 
         An error is reported and costs this bucket alone: its steps keep running in the larger one they run in now.
@@ -86,7 +89,7 @@ class WarmUp:
         self._settle("rest", self._refused(key) or self._tried(key))
 
     def last_seconds(self, like: GraphKey) -> float:
-        """What the last warm graph of the same kind took (forward or logits); 0 without any."""
+        """What the last warm graph of the same kind took (forward, tail or logits); 0 without any."""
         return self._records.last_seconds(like)
 
     def summary(self) -> WarmUpSummary:
@@ -95,7 +98,10 @@ class WarmUp:
 
     def _run(self, key: GraphKey) -> GraphRecord:
         free, start = self._free_memory(), self._clock()
-        if isinstance(key, ForwardShape):
+        if isinstance(key, TailShape):
+            assert self._run_tail is not None
+            self._run_tail(key.forward)
+        elif isinstance(key, ForwardShape):
             self._run_forward(key)
         else:
             self._run_logits(key)
@@ -110,14 +116,14 @@ class WarmUp:
             reason = f"{type(error).__name__}: {error}"
             return GraphRecord(key, GraphState.FAILED, self._clock() - start, reason=reason)
 
-    def _refused(self, key: GraphKey) -> GraphRecord | None:
+    def _refused(self, key: BucketKey) -> GraphRecord | None:
         """A record that says why there is no memory for `key`, if there is none.
 
         Looked at again before each graph: `fit_to_memory` knew the skeleton only, and the device has other users.
         """
         measured = self._records.measured()
         expected, free = GraphMemory(measured).bytes_of(key), self._free_memory()
-        used, budget = sum(measured.values()) + self._reserved, self._memory_budget
+        used, budget = sum(measured.values()), self._memory_budget
         if budget is not None and used + expected > budget:
             why = f"ucm.graphs.memory_budget is {budget / GIB:.2f} GiB, {used / GIB:.2f} GiB of it are in use"
         elif expected > free:
@@ -129,12 +135,14 @@ class WarmUp:
     def _drop_what_does_not_fit(self) -> None:
         if self._memory_budget is None:
             return
-        fit = fit_to_memory(self.ready.buckets, self._records.measured(), self._memory_budget, self._reserved)
+        fit = fit_to_memory(self.ready.buckets, self._records.measured(), self._memory_budget)
         for key, reason in fit.dropped.items():
             self._settle("rest", GraphRecord(key, GraphState.DROPPED, reason=reason))
 
     def _settle(self, stage: Stage, record: GraphRecord) -> None:
-        if record.state is GraphState.WARM:
+        if isinstance(record.key, TailShape):
+            pass  # steps find it by a lookup of their own
+        elif record.state is GraphState.WARM:
             self.ready.mark_warm(record.key)
         else:
             self.ready.drop(record.key, record.reason)

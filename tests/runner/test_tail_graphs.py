@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.graph_runner.eager import EagerRunner
 from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
-from vllm_gaudi_ucm.runner.static_inputs import StaticInputs
-from vllm_gaudi_ucm.runner.tail_graphs import TailGraphs, tail_limits, tail_shapes
+from vllm_gaudi_ucm.graphs.tail_shapes import TailShapes
+from vllm_gaudi_ucm.runner.tail_graphs import is_tail, tail_shapes
 from vllm_gaudi_ucm.sparse.budget import block_budget
+from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, selection_limits
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 
@@ -28,22 +27,22 @@ SIZES = ServerSizes(1024, 8, 1, BLOCK, 600, static=True, tail_rows=BLOCK)
 CHOICES = selection_limits(OPTIONS, SIZES)
 
 
-def tails_of(limits: Limits = LIMITS) -> TailGraphs:
-    def inputs(limits: Limits, choices: Any) -> StaticInputs:
-        return StaticInputs(limits, 512, torch.device("cpu"), choices=choices)
-
-    return TailGraphs(limits, CHOICES, inputs, EagerRunner, lambda inputs: None)
+def tails_of(limits: Limits = LIMITS, choices: SelectionLimits = CHOICES) -> TailShapes:
+    found = tail_shapes(limits, choices)
+    assert found is not None
+    return found
 
 
 def test_small_graphs_and_one_for_every_tail() -> None:
     sizes = (4, 5), (4, CHOICES.most), (64, CHOICES.most)
     assert tails_of().shapes == [ForwardShape("cs-", BLOCK, shared, 0, selected) for shared, selected in sizes]
     short, few = replace(LIMITS, max_model_len=48), replace(CHOICES, most=1)
-    assert len(tail_shapes(tail_limits(short, few), few)) == 1, "one that holds all is enough"
+    assert len(tails_of(short, few).keys) == 1, "one that holds all is enough"
 
 
 def test_only_static_shapes_have_them() -> None:
-    assert selection_limits(OPTIONS, SIZES._replace(static=False)).tail_rows == 0
+    assert tail_shapes(LIMITS, selection_limits(OPTIONS, SIZES._replace(static=False))) is None
+    assert tail_shapes(LIMITS, None) is None
 
 
 @given(full=st.integers(5, 63), new=st.integers(2, BLOCK), unready=st.integers(0, 63))
@@ -70,4 +69,4 @@ def test_what_is_no_tail_of_the_server() -> None:
 @pytest.mark.parametrize(("rows", "held"), [(None, False), ([1, 1], False), ([2], True)])
 def test_steps_that_are_for_them(rows: list[int] | None, held: bool) -> None:
     plan: Any = SimpleNamespace(selection=None if rows is None else SimpleNamespace(num_rows=np.array(rows)))
-    assert tails_of().holds(plan) == held
+    assert is_tail(plan, CHOICES.max_rows) == held

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey, graph_name
 from vllm_gaudi_ucm.graphs.warm_up.progress import Stage, WarmUpProgress
 from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
@@ -129,6 +130,15 @@ def test_the_table_has_a_column_of_selected_blocks_where_a_graph_has_any() -> No
     assert ["-su", "16", "20", "1,000", "0", "warm", "1.25", "3"] in lines
     assert ["-su", "16", "20", "1,000", "4,000", "dropped", "no", "room"] in lines
     assert ["logits", "8", "cold"] in lines
+
+
+def test_graphs_for_tails_are_lines_of_the_table() -> None:
+    tail = TailShape(ForwardShape("cs-", 128, 4, 0, 51))
+    records = (GraphRecord(DECODE, GraphState.COLD), GraphRecord(tail, GraphState.WARM, 1.25, 3 * 2**20))
+    lines = [line.split() for line in warm_up_text(WarmUpSummary(records, 1, 1.0)).splitlines()]
+    assert lines[0][:6] == ["graph", "query", "shared", "unique", "selected", "logits"]
+    assert ["cs-", "tail", "128", "4", "0", "51", "warm", "1.25", "3"] in lines
+    assert graph_name(tail) == "tail cs- 128 4 0 51"
 
 
 def test_the_table_has_a_column_of_reaches_where_a_graph_bounds_it() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -110,23 +110,33 @@ def _measure(
         for model in filter(None, (decoder, draft_model))
     ]
     buffers = max(0, free - device.memory().free) + _sampling_bytes(executions[0], vllm_config)
-    runs: list[Callable[[StaticExecution], object]] = [
-        *(partial(StaticExecution.warm_forward, shape=shape) for shape in reversed(ready.buckets.forward)),
-        partial(StaticExecution.warm_logits, rows=ready.maximum[1]),
-        *([StaticExecution.warm_tails] if executions[0].tails is not None else []),
-    ]
-    measured: list[int] = []
-    for run in runs:
-        free = device.memory().free
-        for execution in executions:
-            run(execution)
-        device.synchronize()
-        measured.append(max(0, free - device.memory().free))
+    measured = [_bytes_of(run, device) for run in _runs(executions, ready)]
     bind_kv_caches(vllm_config, {name: torch.empty(0, device=tensors_on) for name in specs})
-    del execution, executions, sparse
+    del executions, sparse
     gc.collect()
     device.empty_cache()
     return measured, buffers
+
+
+def _runs(executions: list[StaticExecution], ready: ReadyBuckets) -> Iterator[Callable[[], object]]:
+    """Each makes a graph, of all models that have such a one; the target is the first of `executions`."""
+
+    def of_all(run: Callable[[StaticExecution], object]) -> Callable[[], object]:
+        return lambda: [run(execution) for execution in executions]
+
+    for shape in reversed(ready.buckets.forward):
+        yield of_all(partial(StaticExecution.warm_forward, shape=shape))
+    yield of_all(partial(StaticExecution.warm_logits, rows=ready.maximum[1]))
+    tails = executions[0].tails
+    for shape in () if tails is None else tails.shapes:
+        yield partial(executions[0].warm_tail, shape)
+
+
+def _bytes_of(run: Callable[[], object], device: Device) -> int:
+    free = device.memory().free
+    run()
+    device.synchronize()
+    return max(0, free - device.memory().free)
 
 
 def _largest_cache(device: Device, specs: dict[str, KVCacheSpec]) -> tuple[int, int]:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.graph_runner.base import GraphRunner, StaticFunction
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.runner.batch_division import divide_batch
 from vllm_gaudi_ucm.runner.execution import NO_BLOCKS, NO_TAILS, StepShape
+from vllm_gaudi_ucm.runner.forward_graphs import ForwardGraphs
 from vllm_gaudi_ucm.runner.staging import true_shape
 from vllm_gaudi_ucm.runner.static_inputs import ForwardInputs, StaticInputs
-from vllm_gaudi_ucm.runner.tail_graphs import TailGraphs
+from vllm_gaudi_ucm.runner.tail_graphs import is_tail, tail_shapes
 from vllm_gaudi_ucm.sparse.device.step_metadata import step_metadata
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.limits import Limits
+    from vllm_gaudi_ucm.graphs.tail_shapes import TailShapes
     from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.runner.decoder import Decoder
     from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
@@ -40,7 +43,8 @@ class StaticExecution:
     Without a sparse method nothing is selected, whatever the buckets have room for: a draft model is dense beside a
     target that is not. Buckets that differ in selected blocks alone are then one graph.
 
-    `tails` are the graphs for prompts that were loaded in part, where such loads are on.
+    What is left of a prompt that was loaded in part has graphs of its own; `tails` are their shapes, None where nothing
+    is loaded in part.
 
     Args:
         decoder: the model.
@@ -76,20 +80,22 @@ class StaticExecution:
         limits: Limits = ready.buckets.limits if self._selects else ready.buckets.limits.dense
         self._block_size, self._contiguous = limits.block_size, limits.contiguous
 
-        def inputs_of(limits: Limits, choices: SelectionLimits | None) -> StaticInputs:
-            return StaticInputs(limits, causal_slice, device, pin_memory, choices)
+        def graphs(
+            limits: Limits, choices: SelectionLimits | None, lookup: Callable[[Bucket], Bucket]
+        ) -> ForwardGraphs:
+            inputs = StaticInputs(limits, causal_slice, device, pin_memory, choices)
+            return ForwardGraphs(inputs, lookup, make_runner, self._compute, stage)
 
-        self._inputs = inputs_of(limits, choices)
+        self._ordinary = graphs(limits, choices, self._lookup)
         self._hidden, self._logits = _outputs(decoder, limits, device)
-        self._forward_graphs = make_runner(self._run_forward)
         self._logits_graphs = make_runner(self._run_logits)
-        self.tails: TailGraphs | None = None
-        if choices is not None and choices.tail_rows:
-            self.tails = TailGraphs(limits, choices, inputs_of, make_runner, self._compute)
-        self._captured: set[ForwardShape] = set()
-        self._flat: torch.Tensor
+        self.tails = tail_shapes(limits, choices)
+        self._tails: ForwardGraphs | None = None
+        if self.tails is not None and choices is not None:
+            self._most_rows = choices.max_rows
+            self._tails = graphs(self.tails.limits, choices.of_tail(), partial(self._lookup_tail, self.tails))
+        self._graphs = self._ordinary
         self._shape: StepShape
-        self._is_tail = False
 
     @property
     def max_logits(self) -> int:
@@ -107,28 +113,20 @@ class StaticExecution:
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
     ) -> StepShape:
         true = true_shape(plan, self._unique_blocks(plan))
-        self._is_tail = self.tails is not None and self.tails.holds(plan)
-        if self.tails is not None and self._is_tail:
-            padded, inputs = self.tails.lookup(true).step(self.ready.logits_rows(true.logits)), self.tails.inputs
-        else:
-            padded, inputs = self.ready.lookup(true), self._inputs
-        if padded.selected_blocks and not self._selects:
-            padded = padded._replace(selected_blocks=0)
+        self._graphs = self._graphs_of(plan)
+        padded = self._graphs.lookup(true)
+        self._graphs.fill(padded, plan, token_ids, summary_blocks)
         self._shape = StepShape(true, padded)
-        self._flat = inputs.fill(padded, plan, token_ids, summary_blocks)
         return self._shape
 
     def forward(self) -> None:
-        shape = self._shape.padded.forward
-        graphs = self.tails.graphs if self.tails is not None and self._is_tail else self._forward_graphs
-        with self._stage("forward"):
-            graphs.replay(shape, (self._flat, shape))
+        self._graphs.replay()
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         if not len(rows):
             return self._logits[:0]
         bucket = self.logits_bucket(len(rows))
-        chosen = self._inputs.fill_logits_rows(bucket, rows)
+        chosen = self._ordinary.inputs.fill_logits_rows(bucket, rows)
         with self._stage("logits"):
             self._logits_graphs.replay(bucket, (chosen,))
         return self._logits[:bucket]
@@ -138,39 +136,36 @@ class StaticExecution:
         if count == self._shape.true.logits:
             # a second lookup would count the step twice for the buckets that it still waits for
             return self._shape.padded.logits
-        if self._is_tail:
-            return self.ready.logits_rows(count)
-        return self.ready.lookup(self._shape.true._replace(logits=count)).logits
+        return self._graphs.lookup(self._shape.true._replace(logits=count)).logits
 
     def warm_forward(self, shape: ForwardShape) -> None:
-        """Captures and executes the graph of a shape over pads, which read and write the dummy block only."""
+        """Captures and executes the graph of a bucket over pads, which read and write the dummy block only."""
         if not self._selects:
             shape = shape.with_selected(0)
-        if shape not in self._captured:
-            flat = self._inputs.fill_pads(shape)
-            with self._stage("forward"):
-                self._forward_graphs.capture(shape, (flat, shape))
-            self._captured.add(shape)
+        self._ordinary.warm(shape)
         self._shape = StepShape(shape.step(0), shape.step(0))
 
-    def warm_tails(self) -> None:
-        """The same for the graphs of `tails`, where there are any."""
-        if self.tails is None:
-            return
-        for shape in self.tails.shapes:
-            flat = self.tails.inputs.fill_pads(shape)
-            with self._stage("forward"):
-                self.tails.graphs.capture(shape, (flat, shape))
+    def warm_tail(self, shape: ForwardShape) -> None:
+        """The same for one of `tails`."""
+        assert self._tails is not None, "no graphs for tails where nothing is loaded in part"
+        self._tails.warm(shape)
 
     def warm_logits(self, rows: int) -> torch.Tensor:
         """Captures and executes the graph of so many logits rows; returns the logits, float32 [rows, vocabulary]."""
-        chosen = self._inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
+        chosen = self._ordinary.inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
         with self._stage("logits"):
             self._logits_graphs.capture(rows, (chosen,))
         return self._logits[:rows]
 
-    def _run_forward(self, flat: torch.Tensor, shape: ForwardShape) -> None:
-        self._compute(self._inputs.split(flat, shape))
+    def _graphs_of(self, plan: UnifiedPlan) -> ForwardGraphs:
+        return self._tails if self._tails is not None and is_tail(plan, self._most_rows) else self._ordinary
+
+    def _lookup(self, step: Bucket) -> Bucket:
+        found = self.ready.lookup(step)
+        return found if self._selects or not found.selected_blocks else found._replace(selected_blocks=0)
+
+    def _lookup_tail(self, tails: TailShapes, step: Bucket) -> Bucket:
+        return tails.lookup(step).step(self.ready.logits_rows(step.logits))
 
     def _compute(self, inputs: ForwardInputs) -> None:
         metadata = step_metadata(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from vllm_gaudi_ucm.graphs.graph_runner.factory import runner_maker
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
+from vllm_gaudi_ucm.graphs.warm_up.summary import GraphState
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
@@ -23,7 +23,7 @@ from vllm_gaudi_ucm.runner.static_execution import Stage, StaticExecution
 from vllm_gaudi_ucm.runner.static_sampling import StaticSampler
 from vllm_gaudi_ucm.speculation.draft_model_graphs import DraftModelGraphs
 from vllm_gaudi_ucm.warm_up_report import WarmUpReport
-from vllm_gaudi_ucm.warm_up_table import GIB, summary_line, warm_up_text
+from vllm_gaudi_ucm.warm_up_table import summary_line, warm_up_text
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,13 +102,14 @@ class StaticShapes:
             self._free_memory,
             self._on_progress,
             memory_budget,
+            tails=() if self.execution.tails is None else self.execution.tails.keys,
+            run_tail=self._warm_tail,
         )
         self._idle = IdleWarmUp(self._warm_up, finished=self._log_summary)
 
     def warm_up(self) -> float:
         """Warms what must be warm before serving and starts the rest; returns the seconds it took."""
         buckets = self.execution.ready.buckets
-        self._warm_tails()
         with self._report.bar():
             self._warm_up.run_skeleton(choose_skeleton(buckets, self._usage, self._config.skeleton))
             if self._config.warm_up == "full":
@@ -153,22 +154,6 @@ class StaticShapes:
             logger.info("Bypass of the graphs, from now on only counted: %s", reason)
         self._metrics.bypass(reason)
 
-    def _warm_tails(self) -> None:
-        """Before everything else: a tail has no other graph to run in."""
-        tails = self.execution.tails
-        if tails is None:
-            return
-        free, start = self._free_memory(), time.perf_counter()
-        self._warm(self.execution.warm_tails)
-        taken, seconds = max(0, free - self._free_memory()), time.perf_counter() - start
-        self._warm_up.reserve(taken)
-        logger.info(
-            "Graphs for tails of prompts that are loaded in part: %s, after %.1f s; they take %.2f GiB",
-            ", ".join(" ".join(map(str, shape.to_list())) for shape in tails.shapes),
-            seconds,
-            taken / GIB,
-        )
-
     def _warm_forward(self, shape: ForwardShape) -> None:
         def run() -> None:
             self.execution.warm_forward(shape)
@@ -176,6 +161,10 @@ class StaticShapes:
                 self.draft_model.warm_forward(shape)
 
         self._warm(run)
+
+    def _warm_tail(self, shape: ForwardShape) -> None:
+        # a draft model is dense, and runs what is left of a prompt in its buckets
+        self._warm(lambda: self.execution.warm_tail(shape))
 
     def _warm_logits(self, rows: int) -> None:
         def run() -> None:
@@ -199,8 +188,9 @@ class StaticShapes:
 
     def _on_progress(self, progress: WarmUpProgress) -> None:
         self._report(progress)
-        warm, total = self.execution.ready.progress
         summary = self.summary()
+        warm = summary.count(GraphState.WARM)
+        total = warm + summary.count(GraphState.COLD)
         self._metrics.warm_up(warm, total, progress.seconds, summary.skeleton_seconds or None)
 
     def _free_memory(self) -> int:
@@ -214,4 +204,4 @@ class StaticShapes:
 
     def _log_cache(self) -> None:
         if self._config.recipe_cache is not None:
-            log_cache_hits(self._config.recipe_cache, self._device, self.execution.ready.progress[0])
+            log_cache_hits(self._config.recipe_cache, self._device, self.summary().count(GraphState.WARM))

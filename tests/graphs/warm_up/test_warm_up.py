@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.reach import reaching_step
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES
+from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
 from vllm_gaudi_ucm.graphs.warm_up.memory_fit import MemoryBudgetError
 from vllm_gaudi_ucm.graphs.warm_up.progress import WarmUpProgress
@@ -25,6 +26,7 @@ from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 GIB = 2**30
 DECODE = ForwardShape("--u", 16, 0, 100)
 PROMPT = ForwardShape("c--", 200, 0, 0)
+TAILS = [TailShape(ForwardShape("cs-", 16, 4, 0, selected)) for selected in (5, 20)]
 
 
 class Machine:
@@ -49,8 +51,10 @@ def warm_up_on(
     ready: ReadyBuckets,
     report: Callable[[WarmUpProgress], None] = lambda progress: None,
     memory_budget: int | None = None,
+    tails: Sequence[TailShape] = (),
 ) -> WarmUp:
-    return WarmUp(ready, machine.run, machine.run, lambda: machine.free, report, memory_budget, lambda: machine.now)
+    run, clock = machine.run, lambda: machine.now
+    return WarmUp(ready, run, run, lambda: machine.free, report, memory_budget, clock, tails, run)
 
 
 @settings(max_examples=60, deadline=None)
@@ -166,19 +170,36 @@ def test_the_budget_is_looked_at_before_each_graph() -> None:
     assert warm_up.summary().count(GraphState.DROPPED) == 3
 
 
-def test_graphs_that_are_no_buckets_take_their_part_of_the_budget() -> None:
+def test_graphs_for_tails_are_first_and_never_dropped() -> None:
+    """Seen as all others are, and no bucket that a lookup could find. covers: B1, B6, B7."""
+    buckets = BucketSet([DECODE, PROMPT], (), LIMITS, COST)
+    ready, machine, reports = ReadyBuckets(buckets), Machine(), list[WarmUpProgress]()
+    warm_up = warm_up_on(machine, ready, reports.append, memory_budget=4 * GIB, tails=TAILS)
+    warm_up.run_skeleton(choose_skeleton(buckets, None, 1))
+    assert machine.ran == [*(tail.forward for tail in TAILS), LIMITS.maximum.forward, 16]
+    assert [(report.done, report.total) for report in reports if report.stage == "skeleton"][-1] == (4, 4)
+    assert [report.current for report in reports[:4:2]] == [*TAILS]
+    warm_up.run_all()
+    assert set(ready.dropped) == {DECODE, PROMPT}
+    summary = warm_up.summary()
+    assert [record.key for record in summary.records] == [*buckets.forward, *TAILS, *buckets.logits]
+    assert (summary.skeleton_graphs, summary.skeleton_seconds, summary.size) == (4, 8.0, 4 * GIB)
+    assert summary.count(GraphState.WARM) == 4
+    assert warm_up.last_seconds(TAILS[0]) == 2.0
+    assert ready.lookup(Bucket("cs-", 16, 4, 0, 1)) == LIMITS.maximum
+
+
+def test_graphs_for_tails_take_their_part_of_the_budget() -> None:
     """covers: B7."""
     buckets = BucketSet([ForwardShape("--u", rows, 0, 100) for rows in (2, 4, 8, 16)], (), LIMITS, COST)
-    for reserved, dropped in ((0, 0), (3 * GIB, 1), (6 * GIB, 4)):
+    for budget, dropped in ((8 * GIB, 0), (7 * GIB, 1), (4 * GIB, 4)):
         ready = ReadyBuckets(buckets)
-        warm_up = warm_up_on(Machine(), ready, memory_budget=8 * GIB)
-        warm_up.reserve(reserved)
+        warm_up = warm_up_on(Machine(), ready, memory_budget=budget, tails=TAILS)
         warm_up.run_skeleton(choose_skeleton(buckets, None, 1))
         warm_up.run_all()
         assert len(ready.dropped) == dropped
-    warm_up = warm_up_on(Machine(), ReadyBuckets(buckets), memory_budget=8 * GIB)
-    warm_up.reserve(7 * GIB)
-    with pytest.raises(MemoryBudgetError, match=r"the 3 graphs with which serving starts take 9.000 GiB"):
+    warm_up = warm_up_on(Machine(), ReadyBuckets(buckets), memory_budget=3 * GIB, tails=TAILS)
+    with pytest.raises(MemoryBudgetError, match=r"the 4 graphs with which serving starts take 4.000 GiB"):
         warm_up.run_skeleton(choose_skeleton(buckets, None, 1))
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vllm_gaudi_ucm.graphs.graph_runner.eager import EagerRunner
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
@@ -19,7 +18,7 @@ from vllm_gaudi_ucm.ops.unified_attention.api import unified_attention
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.runner.staging import Staging, true_shape
 from vllm_gaudi_ucm.runner.static_inputs import ForwardInputs, StaticInputs
-from vllm_gaudi_ucm.runner.tail_graphs import TailGraphs
+from vllm_gaudi_ucm.runner.tail_graphs import is_tail, tail_shapes
 from vllm_gaudi_ucm.sparse.device.block_selector import BlockSelector, SelectionLayer
 from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.device.selection_state import SelectionState
@@ -85,9 +84,9 @@ class OneLayer:
         limits = Limits(64, self.max_num_seqs, self.max_model_len, self.block_size, self.num_blocks, False)
         self.bucket_limits = limits
         self.inputs = _inputs(limits, self.limits)
-        self.tails: TailGraphs | None = None
-        if self.static:
-            self.tails = TailGraphs(limits, self.limits, _inputs, EagerRunner, lambda inputs: None)
+        self.tails = tail_shapes(limits, self.limits)
+        if self.tails is not None:
+            self.tail_inputs = _inputs(self.tails.limits, self.limits.of_tail())
 
     def tokens(self, request_id: str, positions: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [n, heads, dim], k and v [n, kv heads, dim] of a request's tokens."""
@@ -148,10 +147,10 @@ class OneLayer:
         """The step in a bucket that is somewhat larger, or in that of a tail."""
         shape = true_shape(plan, 0 if plan.unique is None else len(plan.unique.blocks))
         token_ids = np.zeros(plan.num_rows, np.int64)
-        if self.tails is not None and self.tails.holds(plan):
+        if self.tails is not None and is_tail(plan, self.max_rows):
             found = self.tails.lookup(shape)
-            tensor = self.tails.inputs.fill(found.step(0), plan, token_ids, summary_blocks)
-            return self.tails.inputs.split(tensor, found)
+            tensor = self.tail_inputs.fill(found.step(0), plan, token_ids, summary_blocks)
+            return self.tail_inputs.split(tensor, found)
         slack = shape._replace(
             query_len=shape.query_len + 3,
             shared_blocks=shape.shared_blocks + 2 * (shape.shared_blocks > 0),
