@@ -10,6 +10,7 @@ import pytest
 from tests.engine.hpu_process import Finished, run_on_card
 from tests.engine.serving import Engine
 from tests.engine.test_connector import transfer
+from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import graph_name
 from vllm_gaudi_ucm.graphs.warm_up.memory_fit import fit_to_memory
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
@@ -20,6 +21,7 @@ GRAPH = 2 * MIB
 UTILIZATION = 0.9
 BUDGETS = (None, 21, 3)
 MAX_GRAPHS = 16
+GRAPHS_WITH_TAILS = 20
 SKELETON = 2
 # Buffers of the static inputs and of sampling, beside the graphs: of 64 tokens and 8 requests.
 BUFFERS = 64 << 10
@@ -85,18 +87,21 @@ def start_with_tails(model: str) -> dict[str, Any]:
         "ucm_sparse_method": "ESA",
         "ucm_sparse_config": {"ESA": {"min_tokens": 32, "min_blocks": 2}},
         "memory_mode": {"enabled": True},
-        "graphs": {"warm_up": "full", "max_graphs": MAX_GRAPHS, "skeleton": SKELETON},
+        "graphs": {"warm_up": "full", "max_graphs": GRAPHS_WITH_TAILS, "skeleton": SKELETON},
     }
     with Engine(Path(model), config, **options) as engine:
         static = engine.runner.static
         assert static is not None
         assert static.execution.tails is not None
+        assert static.execution._tails is not None
+        summary = static.summary()
         return {
             "shapes": len(static.execution.tails.shapes),
-            "graphs": static.execution.tails.graphs.captured(),
-            "reserved": static._warm_up._reserved,
+            "graphs": static.execution._tails.captured(),
+            "tails": [record.size for record in summary.records if isinstance(record.key, TailShape)],
+            "all": len(summary.records),
             "budget": static._warm_up._memory_budget,
-            "used": static.summary().size,
+            "used": summary.size,
         }
 
 
@@ -158,7 +163,8 @@ def test_a_budget_that_cannot_hold_the_skeleton(started: Finished) -> None:
 def test_graphs_for_tails_are_measured_and_part_of_the_budget(started: Finished) -> None:
     """Twice the largest graphs, these included."""
     run = started.result[3]
-    assert run["graphs"] == run["shapes"] > 1
-    assert run["reserved"] == pytest.approx(run["shapes"] * GRAPH, abs=BUFFERS)
+    assert run["graphs"] == run["shapes"] == len(run["tails"]) > 1
+    assert sum(run["tails"]) == pytest.approx(run["shapes"] * GRAPH, abs=BUFFERS)
+    assert GRAPHS_WITH_TAILS - 3 < run["all"] <= GRAPHS_WITH_TAILS, "they are a part of ucm.graphs.max_graphs"
     assert run["budget"] == pytest.approx(2 * (3 + run["shapes"]) * GRAPH, abs=4 * BUFFERS)
-    assert run["used"] + run["reserved"] <= run["budget"] + BUFFERS
+    assert run["used"] <= run["budget"] + BUFFERS

@@ -46,8 +46,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def chosen(limits: Limits = LIMITS, **options: Any) -> tuple[BucketSet, Steps | None]:
-    return choose_buckets(graphs(**options), VLLM, limits, DEVICE)
+def chosen(limits: Limits = LIMITS, num_tails: int = 0, **options: Any) -> tuple[BucketSet, Steps | None]:
+    return choose_buckets(graphs(**options), VLLM, limits, DEVICE, num_tails)
 
 
 @pytest.fixture
@@ -103,24 +103,34 @@ def test_without_files_buckets_come_from_the_limits(strategy: str) -> None:
         assert buckets.logits[-1] == limits.max_num_seqs
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_too_few_graphs_for_any_grid_are_warned_of(sparse: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("sparse", "tails"), [(False, 0), (True, 0), (True, 3)])
+def test_too_few_graphs_for_any_grid_are_warned_of(sparse: bool, tails: int, caplog: pytest.LogCaptureFixture) -> None:
     """With a sparse method most phases have two graphs, so that a count that served before leaves the largest alone.
 
     covers: B8
     """
     limits = replace(LIMITS, max_selected_blocks=24 if sparse else 0)
-    needed = coarsest_grid(BucketRequest(limits, cost_model(VLLM, DEVICE, 16))).num_graphs
+    needed = coarsest_grid(BucketRequest(limits, cost_model(VLLM, DEVICE, 16))).num_graphs + tails
     caplog.handler.setLevel(logging.WARNING)
     logger.addHandler(caplog.handler)
     try:
-        assert len(chosen(limits, max_graphs=needed)[0].forward) == needed - 1
+        assert len(chosen(limits, tails, max_graphs=needed)[0].forward) == needed - tails - 1
         assert not caplog.messages
-        assert len(chosen(limits, max_graphs=needed - 1)[0].forward) == 1
+        assert len(chosen(limits, tails, max_graphs=needed - 1)[0].forward) == 1
     finally:
         logger.removeHandler(caplog.handler)
     expected = f"ucm.graphs.max_graphs: found {needed - 1}, expected at least {needed} for strategy padding_aware"
-    assert caplog.messages[0].startswith(expected + (" with a sparse method" if sparse else "") + ": only the largest")
+    beside = (" with a sparse method" if sparse else "") + (f" and {tails} graphs for tails" if tails else "")
+    assert caplog.messages[0].startswith(f"{expected}{beside}: only the largest")
+
+
+def test_graphs_for_tails_are_a_part_of_max_graphs(bucket_file: Path) -> None:
+    """Beside the two largest buckets at least; a bucket file is as large as it is."""
+    for count, left in ((24, 21), (4, 2), (2, 2)):
+        assert (
+            chosen(LIMITS, 3, max_graphs=count)[0].num_graphs == chosen(LIMITS, max_graphs=left)[0].num_graphs <= left
+        )
+    assert chosen(LIMITS, 3, max_graphs=5, buckets=bucket_file)[0].num_graphs == 5
 
 
 def test_a_grid_of_a_sparse_method_needs_more_graphs() -> None:

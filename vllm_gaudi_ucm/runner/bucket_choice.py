@@ -68,12 +68,14 @@ def cost_model(vllm_config: VllmConfig, device: Device, block_size: int) -> Cost
 
 
 def choose_buckets(
-    graphs: GraphsConfig, vllm_config: VllmConfig, limits: Limits, device: Device
+    graphs: GraphsConfig, vllm_config: VllmConfig, limits: Limits, device: Device, num_tails: int = 0
 ) -> tuple[BucketSet, Steps | None]:
     """The buckets, and the steps of `ucm.graphs.trace` where there is one.
 
     On Gaudi they may bound how far rows look back on other new ones; elsewhere attention knows it from the data.
     Logs a warning where `max_graphs` leaves the largest bucket alone, which every step then takes.
+
+    num_tails: graphs for tails, which are a part of `max_graphs`.
 
     Raises:
         ValueError: a file that is missing, malformed or made for other limits, or a strategy without its file.
@@ -83,24 +85,32 @@ def choose_buckets(
     usage = None
     if graphs.trace is not None:
         usage = _usage(graphs.trace, limits)
-    request = BucketRequest(limits, cost, graphs.max_graphs, graphs.buckets, usage)
     strategy = strategy_name(graphs)
+    most = most_buckets(graphs.max_graphs, strategy, num_tails)
+    request = BucketRequest(limits, cost, most, graphs.buckets, usage)
     buckets = build_buckets(strategy, request)
     if strategy in BLIND_STRATEGIES and len(buckets.forward) == 1:
-        _warn_of_one_bucket(strategy, request)
+        _warn_of_one_bucket(strategy, request, graphs.max_graphs, num_tails)
     return buckets, usage
 
 
-def _warn_of_one_bucket(strategy: str, request: BucketRequest) -> None:
-    needed = coarsest_grid(request).num_graphs
-    if request.max_graphs is not None and request.max_graphs < needed:
+def most_buckets(max_graphs: int, strategy: str, num_tails: int) -> int:
+    """What `ucm.graphs.max_graphs` leaves for buckets beside the graphs for tails: at least the two largest, and all of
+    it for a bucket file, which was made without them."""
+    return max_graphs if strategy == "file" else max(2, max_graphs - num_tails)
+
+
+def _warn_of_one_bucket(strategy: str, request: BucketRequest, max_graphs: int, num_tails: int) -> None:
+    needed = coarsest_grid(request).num_graphs + num_tails
+    if max_graphs < needed:
         logger.warning(
-            "ucm.graphs.max_graphs: found %d, expected at least %d for strategy %s%s: only the largest graph is left, "
-            "and every step costs what it costs; raise max_graphs, or name a bucket file or a trace",
-            request.max_graphs,
+            "ucm.graphs.max_graphs: found %d, expected at least %d for strategy %s%s%s: only the largest graph is "
+            "left, and every step costs what it costs; raise max_graphs, or name a bucket file or a trace",
+            max_graphs,
             needed,
             strategy,
             " with a sparse method" if request.limits.max_selected_blocks else "",
+            f" and {num_tails} graphs for tails" if num_tails else "",
         )
 
 

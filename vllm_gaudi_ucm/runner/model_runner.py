@@ -32,6 +32,7 @@ from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
+from vllm_gaudi_ucm.runner.tail_graphs import tail_shapes
 from vllm_gaudi_ucm.runner.token_sampler import TokenSampler, VllmSampler
 from vllm_gaudi_ucm.runner.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.speculation.draft_layers import load_draft_model
@@ -250,7 +251,9 @@ class ModelRunner:
         choices = None if self._sparse is None else self._sparse.limits
         selected = 0 if choices is None else choices.max_selected_blocks
         limits = server_limits(self._vllm_config, self._block_size, num_blocks, contiguous, shared, selected)
-        buckets, usage = choose_buckets(self._config.graphs, self._vllm_config, limits, self._device)
+        tails = tail_shapes(limits, choices)
+        num_tails = 0 if tails is None else len(tails.keys)
+        buckets, usage = choose_buckets(self._config.graphs, self._vllm_config, limits, self._device, num_tails)
         return StaticShapes(
             self.decoder,
             self._vllm_config,
