@@ -6,7 +6,7 @@ The line format is described in docs/phase-log.md; `read_phase_log` is its only 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +20,7 @@ SCHEMA = "gaudi-ucm.phase-log/1"
 COUNTS = ("requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs")
 PHASES = {phase_string(c, s, u) for c in (False, True) for s in (False, True) for u in (False, True)}
 # Written where there are any: a server without a sparse method writes what it always wrote.
-SPARSE_COUNTS = ("selected_pairs", "sparse")
+SPARSE_COUNTS = ("selected_pairs", "sparse", "tail")
 TRANSFER_COUNTS = ("loaded_blocks", "saved_blocks")
 TIMES = ("plan_ms", "forward_ms", "sample_ms")
 
@@ -63,6 +63,8 @@ class StepRecord:
     """Blocks that it has stored since then."""
     transfer_ms: float = 0.0
     """What its calls took on the step's way since then; no part of the other times."""
+    tail: int = 0
+    """1 if it ran in a graph for tails, not in a bucket."""
 
 
 class PhaseLog:
@@ -116,6 +118,11 @@ def read_phase_log(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
     return header, records
 
 
+def bucket_shapes(records: Iterable[StepRecord]) -> Iterator[Bucket]:
+    """True shapes of the steps that need buckets; one that ran in a graph for tails needs none."""
+    return (record.bucket for record in records if not record.tail)
+
+
 def _create(path: Path, header: Mapping[str, Any]) -> TextIO:
     """Open a new log with its header; the log of the run before is kept as `NAME.previous`."""
     try:
@@ -140,6 +147,8 @@ def _line(record: StepRecord) -> str:
         more += f',"selected_pairs":{r.selected_pairs}'
     if r.sparse:
         more += f',"sparse":{r.sparse}'
+    if r.tail:
+        more += f',"tail":{r.tail}'
     for name in TRANSFER_COUNTS:
         if getattr(r, name):
             more += f',"{name}":{getattr(r, name)}'

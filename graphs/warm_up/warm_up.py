@@ -67,7 +67,7 @@ class WarmUp:
             MemoryBudgetError: these graphs take more than `memory_budget`.
         """
         start = self._clock()
-        keys = [*self._tails, *skeleton.keys]
+        keys = [*skeleton.keys, *self._tails]
         self._records.begin_skeleton(keys)
         for key in keys:
             self._report("skeleton", current=key)

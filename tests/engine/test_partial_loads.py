@@ -17,6 +17,8 @@ from tests.engine.test_connector import transfer
 from tests.engine.test_memory_mode import check_finite, generated, ucm
 from tests.engine.test_memory_mode_transfer import Served, store_options
 from tests.engine.test_sparse import OPTIONS, tokens
+from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
+from vllm_gaudi_ucm.graphs.warm_up.summary import GraphState
 from vllm_gaudi_ucm.phase_log import read_phase_log
 
 BLOCK = 16
@@ -145,6 +147,9 @@ def test_tails_at_static_shapes(tiny_llama: Path, tmp_path: Path) -> None:
         stored = transfer(store_options("file", tmp_path / str(static)))
         with Engine(tiny_llama, config, **OPTIONS, kv_transfer_config=stored) as engine:
             served = Served(engine)
+            if engine.runner.static is not None:
+                graphs = [r for r in engine.runner.static.summary().records if isinstance(r.key, TailShape)]
+                assert [graph.state for graph in graphs] == 3 * [GraphState.WARM]
             engine.greedy(TAILED, 1)
             found.append([])
             for chunk in (0, 6):
@@ -164,6 +169,7 @@ def test_tails_at_static_shapes(tiny_llama: Path, tmp_path: Path) -> None:
     assert {record.requests for record in sparse} == {1}
     assert sorted(record.tokens for record in sparse) == sorted([2, 8, 16, 2, 6, 2, 6, 6, 4])
     assert {record.padded.query_len for record in sparse} == {BLOCK}
+    assert [record for record in read_phase_log(log)[1] if record.tail] == sparse
 
 
 def test_a_repeated_step_with_drafts(tiny_llama: Path) -> None:

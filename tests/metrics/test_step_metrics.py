@@ -62,6 +62,18 @@ def test_a_step_at_its_true_shape_hits_no_bucket(folder: Path) -> None:
     assert scrape(folder)[total("steps_total", phase="--u")] == 2
 
 
+def test_a_graph_for_tails_is_another_one_than_a_bucket_of_its_sizes(folder: Path) -> None:
+    metrics = StepMetrics(folder)
+    true, padded = Bucket("cs-", 12, 3, 0, 1, 9), Bucket("cs-", 16, 4, 0, 1, 20)
+    for tail in (True, False, True):
+        metrics.step(true, padded, tail)
+    shown = scrape(folder)
+    for graph, steps in (("tail", 2), ("forward", 1)):
+        assert shown[total("bucket_steps_total", graph=graph, bucket="cs- q16 s4 u0 x20")] == steps
+    assert shown[total("bucket_steps_total", graph="logits", bucket="l1")] == 3
+    assert shown[total("padded_size_total", dimension="selected")] == 60
+
+
 def test_times_recipes_and_bypasses(folder: Path) -> None:
     """covers: B10"""
     metrics = StepMetrics(folder)

@@ -13,7 +13,7 @@ import pytest
 from tests.phase_log.records import HEADER, mixed_steps, step, write_log
 from vllm_gaudi_ucm.graphs.bucket import Bucket
 from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
-from vllm_gaudi_ucm.phase_log import SCHEMA, PhaseLog, PhaseLogError, StepRecord, read_phase_log
+from vllm_gaudi_ucm.phase_log import SCHEMA, PhaseLog, PhaseLogError, StepRecord, bucket_shapes, read_phase_log
 
 OLD_FIELDS = (
     *("step", "bucket", "padded", "requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs"),
@@ -62,6 +62,20 @@ def test_a_sparse_step_is_read_back(tmp_path: Path) -> None:
     assert json.loads(lines[0])["bucket"] == ["-su", 4, 2, 9, 4, 30]
     assert json.loads(lines[1])["bucket"] == ["-su", 4, 2, 9, 4]
     assert json.loads(lines[1])["padded"] == ["-su", 8, 4, 16, 8, 64]
+
+
+def test_a_step_that_ran_in_a_graph_for_tails(tmp_path: Path) -> None:
+    """Buckets are not tuned for it: it runs there whatever they are."""
+    path = tmp_path / "phases.jsonl"
+    true, padded = Bucket("cs-", 12, 3, 0, 1, 9), Bucket("cs-", 16, 4, 0, 1, 20)
+    tail = StepRecord(1, true, padded, 1, 1, 12, 78, 576, 0, 0.5, 31.5, 2.0, selected_pairs=1728, sparse=1, tail=1)
+    write_log(path, [step(0), tail])
+    records = read_phase_log(path)[1]
+    assert records == [step(0), tail]
+    assert list(bucket_shapes(records)) == [step(0).bucket]
+    _, ordinary, line = path.read_text().splitlines()
+    assert "tail" not in ordinary
+    assert line.endswith('"sparse":1,"tail":1}')
 
 
 def test_a_known_reach_is_read_back(tmp_path: Path) -> None:

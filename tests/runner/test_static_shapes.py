@@ -8,7 +8,25 @@ from typing import Any
 
 import pytest
 
+from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
+from vllm_gaudi_ucm.graphs.warm_up.progress import WarmUpProgress
+from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+
+
+def test_graphs_for_tails_are_counted_with_the_buckets() -> None:
+    shape = ForwardShape("cs-", 16, 4, 0, 5)
+    states = {shape: GraphState.COLD, TailShape(shape): GraphState.WARM, 8: GraphState.WARM, 16: GraphState.DROPPED}
+    summary = WarmUpSummary(tuple(GraphRecord(key, state) for key, state in states.items()), 2, 1.5)
+    counted: list[tuple[Any, ...]] = []
+    static: Any = SimpleNamespace(
+        _report=lambda progress: None,
+        _metrics=SimpleNamespace(warm_up=lambda *figures: counted.append(figures)),
+        summary=lambda: summary,
+    )
+    StaticShapes._on_progress(static, WarmUpProgress("rest", 2, 4, None, None, 3.0, None, 0))
+    assert counted == [(2, 3, 3.0, 1.5)]
 
 
 def test_what_a_failed_warm_up_compiled_is_no_steps() -> None:

@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
-from vllm_gaudi_ucm.phase_log import StepRecord, read_phase_log
+from vllm_gaudi_ucm.phase_log import StepRecord, bucket_shapes, read_phase_log
 
 PICTURES = (".png", ".svg", ".pdf")
 PAGES = (".html", ".htm")
@@ -63,6 +63,6 @@ def bucket_padding(args: argparse.Namespace, header: dict[str, object], records:
     limits = limits_of(args, header, where)
     cost = cost_model(args, limits.block_size)
     buckets = build_buckets("file", BucketRequest(limits, cost, path=args.buckets))
-    steps = Steps.of(record.bucket for record in records)
+    steps = Steps.of(bucket_shapes(records))
     check_steps(steps, limits)
     return measure_padding(buckets, steps)

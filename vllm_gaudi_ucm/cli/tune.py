@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.graphs.tuning.certify import GOOD_GAP, MAX_ROUNDS, certify
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
-from vllm_gaudi_ucm.phase_log import StepRecord, read_phase_log
+from vllm_gaudi_ucm.phase_log import StepRecord, bucket_shapes, read_phase_log
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
 def make_report(args: argparse.Namespace, records: list[StepRecord], cost: Any, limits: Any) -> TuneReport:
     """Tunes on the log, less what is held out."""
     seen = len(records) - int(len(records) * args.holdout)
-    steps = Steps.of(record.bucket for record in records[:seen])
-    later = Steps.of(record.bucket for record in records[seen:])
+    steps = Steps.of(bucket_shapes(records[:seen]))
+    later = Steps.of(bucket_shapes(records[seen:]))
     if not limits.causal_reach:
         steps, later = steps.without_reach(), later.without_reach()
     with task_progress("tuning") as progress:

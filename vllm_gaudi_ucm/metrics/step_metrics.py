@@ -7,6 +7,8 @@ from pathlib import Path
 from vllm_gaudi_ucm.envs import multi_process_metrics
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, phase_string
 from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.metrics import metric
 from vllm_gaudi_ucm.metrics.folder import make_private, metrics_folder, remove_files
@@ -48,7 +50,7 @@ class StepMetrics:
         self._seconds = [file.series(metric.STEP_SECONDS, stage) for stage in STAGES]
         self._recipes = file.series(metric.RECIPES)
         self._waits = [file.series(waits) for waits in (metric.WAITS, metric.WAIT_SECONDS)]
-        self._graphs: dict[ForwardShape | int, Series] = {}
+        self._graphs: dict[GraphKey, Series] = {}
         self._bypasses: dict[str, Series] = {}
         self._gauges: dict[tuple[str, ...], Series] = {}
 
@@ -86,14 +88,17 @@ class StepMetrics:
             logger.warning("No gaudi_ucm metrics on /metrics: %s", error)
             return cls(None, engine)
 
-    def step(self, true: Bucket, padded: Bucket) -> None:
-        """One step of shape `true` that ran at `padded`: a bucket, or `true` itself (the same object) without one."""
+    def step(self, true: Bucket, padded: Bucket, tail: bool = False) -> None:
+        """One step of shape `true` that ran at `padded`: a bucket, or `true` itself (the same object) without one.
+
+        tail: its forward graph was one for tails.
+        """
         self._steps[true.phase].add(1)
         for series, size in zip(self._sizes, true[1:6] + padded[1:6], strict=True):
             series.add(size)
         # Identity, not equality: a step may fill its bucket exactly, and true shapes have no bound on their number.
         if padded is not true:
-            self._graph(padded.forward).add(1)
+            self._graph(TailShape(padded.forward) if tail else padded.forward).add(1)
             self._graph(padded.logits).add(1)
 
     def times(self, plan_ms: float, forward_ms: float, sample_ms: float) -> None:
@@ -135,12 +140,11 @@ class StepMetrics:
         if self._own_folder is not None:
             remove_files(self._own_folder, self._writer)
 
-    def _graph(self, graph: ForwardShape | int) -> Series:
+    def _graph(self, graph: GraphKey) -> Series:
         """By graph, not by bucket: forward and logits graphs combine freely, so there are fewer of them."""
         series = self._graphs.get(graph)
         if series is None:
-            labels = ("forward", forward_label(graph)) if isinstance(graph, ForwardShape) else ("logits", f"l{graph}")
-            series = self._graphs[graph] = self._file.series(metric.BUCKET_STEPS, *labels)
+            series = self._graphs[graph] = self._file.series(metric.BUCKET_STEPS, *_graph_labels(graph))
         return series
 
     def _gauge(self, gauge: metric.Metric, *labels: str) -> Series:
@@ -149,6 +153,13 @@ class StepMetrics:
         if key not in self._gauges:
             self._gauges[key] = self._file.series(gauge, *labels)
         return self._gauges[key]
+
+
+def _graph_labels(graph: GraphKey) -> tuple[str, str]:
+    """Its kind, and its sizes."""
+    if isinstance(graph, TailShape):
+        return "tail", forward_label(graph.forward)
+    return ("forward", forward_label(graph)) if isinstance(graph, ForwardShape) else ("logits", f"l{graph}")
 
 
 def forward_label(shape: ForwardShape) -> str:

@@ -16,10 +16,14 @@ NO_TAILS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class StepShape(NamedTuple):
-    """The shape that a step has, and the one that it runs in."""
+    """The shape that a step has, and the one that it runs in.
+
+    tail: in a graph for tails, not in a bucket.
+    """
 
     true: Bucket
     padded: Bucket
+    tail: bool = False
 
 
 class Execution(Protocol):

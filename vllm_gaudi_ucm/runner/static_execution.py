@@ -116,7 +116,7 @@ class StaticExecution:
         self._graphs = self._graphs_of(plan)
         padded = self._graphs.lookup(true)
         self._graphs.fill(padded, plan, token_ids, summary_blocks)
-        self._shape = StepShape(true, padded)
+        self._shape = StepShape(true, padded, tail=self._graphs is not self._ordinary)
         return self._shape
 
     def forward(self) -> None:

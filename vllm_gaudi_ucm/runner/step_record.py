@@ -51,6 +51,7 @@ class StepClock:
             if plan.selection is None
             else int(plan.selection.counts @ plan.selection.num_rows) * block_size,
             sparse=0 if plan.selection is None else len(plan.selection.counts),
+            tail=int(shape.tail),
         )
 
 

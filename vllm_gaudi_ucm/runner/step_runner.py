@@ -221,7 +221,7 @@ class StepRunner:
             if self.transfer is not None and computed is step.divisions[-1]:
                 record = self.transfer.take_work().noted_in(record)
             self.phase_log.append(record)
-            self.metrics.step(record.bucket, record.padded)
+            self.metrics.step(record.bucket, record.padded, computed.shape.tail)
             self.metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
         if self.sparse is not None and self._sparse_metrics is not None:
             self.sparse.report(self._sparse_metrics)

@@ -170,15 +170,15 @@ def test_the_budget_is_looked_at_before_each_graph() -> None:
     assert warm_up.summary().count(GraphState.DROPPED) == 3
 
 
-def test_graphs_for_tails_are_first_and_never_dropped() -> None:
+def test_graphs_for_tails_are_warm_before_serving_and_never_dropped() -> None:
     """Seen as all others are, and no bucket that a lookup could find. covers: B1, B6, B7."""
     buckets = BucketSet([DECODE, PROMPT], (), LIMITS, COST)
     ready, machine, reports = ReadyBuckets(buckets), Machine(), list[WarmUpProgress]()
     warm_up = warm_up_on(machine, ready, reports.append, memory_budget=4 * GIB, tails=TAILS)
     warm_up.run_skeleton(choose_skeleton(buckets, None, 1))
-    assert machine.ran == [*(tail.forward for tail in TAILS), LIMITS.maximum.forward, 16]
+    assert machine.ran == [LIMITS.maximum.forward, 16, *(tail.forward for tail in TAILS)]
     assert [(report.done, report.total) for report in reports if report.stage == "skeleton"][-1] == (4, 4)
-    assert [report.current for report in reports[:4:2]] == [*TAILS]
+    assert [report.current for report in reports[4:8:2]] == TAILS
     warm_up.run_all()
     assert set(ready.dropped) == {DECODE, PROMPT}
     summary = warm_up.summary()
