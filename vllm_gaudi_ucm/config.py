@@ -72,6 +72,11 @@ class CpuConfig(_Section):
         description="Multiply float32 on the CPU's matrix unit (AMX), where it has one, as sums of bfloat16 that are "
         "as exact as float32 arithmetic: linear layers and attention. The last digits differ from those without it.",
     )
+    native_graphs: bool = Field(
+        default=True,
+        description="Record the native kernels of a step of up to 64 rows the first time it has so many, and run them "
+        "without Python from the third time on. No bit changes.",
+    )
 
 
 class GraphsConfig(_Section):

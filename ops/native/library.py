@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, c_float, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import cast
 
 import torch  # noqa: F401  # torch's OpenMP must be in the process before the library asks for its symbols
 
@@ -33,6 +36,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ucm_block_scores": (_INT, (_POINTER,)),
     "ucm_choose_blocks": (_INT, (_POINTER,)),
     "ucm_select_blocks": (_INT, (_POINTER,)),
+    "ucm_replay": (_INT, (_POINTER, _INT)),
 }
 
 
@@ -46,6 +50,8 @@ class _Outcome:
 
 _lock = threading.Lock()
 _outcome: _Outcome | None = None
+# By thread: what it finds in place of the library while it records the kernels that it calls.
+_stand_ins: dict[int, object] = {}
 
 
 def native() -> ctypes.CDLL | None:
@@ -55,7 +61,25 @@ def native() -> ctypes.CDLL | None:
         with _lock:
             if _outcome is None:
                 _outcome = _load()
+    if _stand_ins and (stand_in := _stand_ins.get(threading.get_ident())) is not None:
+        return cast("ctypes.CDLL", stand_in)
     return _outcome.library
+
+
+@contextmanager
+def standing_in(stand_in: object) -> Iterator[None]:
+    """While this is entered, `native()` answers `stand_in` in this thread; for recording the calls of kernels."""
+    thread = threading.get_ident()
+    _stand_ins[thread] = stand_in
+    try:
+        yield
+    finally:
+        del _stand_ins[thread]
+
+
+def argument_types(name: str) -> tuple[type, ...]:
+    """How the arguments of a kernel are passed."""
+    return _SIGNATURES[name][1]
 
 
 def why_not_native() -> str:

@@ -34,7 +34,13 @@ def test_check_of_a_good_file(tmp_path: Path, capsys: Capture) -> None:
     file.write_text("cpu: {threads: 2}\n")
     assert main(["config", "--check", str(file)]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert plain["cpu"] == {"threads": 2, "packed_weights": True, "compact_weights": True, "matrix_unit": True}
+    assert plain["cpu"] == {
+        "threads": 2,
+        "packed_weights": True,
+        "compact_weights": True,
+        "matrix_unit": True,
+        "native_graphs": True,
+    }
     assert plain["attention"] == UcmConfig().to_dict()["attention"]
     assert main(["config", "--check", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"ok": True, "problems": [], "config": plain}

@@ -26,6 +26,9 @@ BUCKET_STEPS = Metric("gaudi_ucm_bucket_steps", "counter", ("graph", "bucket"), 
 STEP_SECONDS = Metric("gaudi_ucm_step_seconds", "counter", ("stage",), "Host seconds of the stages of steps.")
 RECIPES = Metric("gaudi_ucm_recipes_after_warm_up", "counter", (), "Recipes compiled after warm-up.")
 BYPASSES = Metric("gaudi_ucm_bypasses", "counter", ("reason",), "Executions that no captured graph served.")
+NATIVE_GRAPHS = Metric(
+    "gaudi_ucm_native_graph_forwards", "counter", ("way",), "Forward passes on a CPU: replayed, captured, or ordinary."
+)
 WARM_UP_BUCKETS = Metric("gaudi_ucm_warm_up_buckets", "gauge", ("state",), "Buckets of the warm-up: warm, and all.")
 WARM_UP_SECONDS = Metric("gaudi_ucm_warm_up_seconds", "gauge", (), "Seconds that the warm-up has taken.")
 SKELETON_SECONDS = Metric(

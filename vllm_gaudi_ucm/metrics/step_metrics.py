@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.metrics import metric
 from vllm_gaudi_ucm.metrics.folder import make_private, metrics_folder, remove_files
 from vllm_gaudi_ucm.metrics.memory_mode_metrics import MemoryModeMetrics
 from vllm_gaudi_ucm.metrics.metrics_file import MetricsFile, Series
+from vllm_gaudi_ucm.metrics.native_graph_metrics import NativeGraphMetrics
 from vllm_gaudi_ucm.metrics.prefetch_metrics import PrefetchMetrics
 from vllm_gaudi_ucm.metrics.sparse_metrics import SparseMetrics
 from vllm_gaudi_ucm.metrics.store_metrics import StoreMetrics
@@ -57,6 +58,10 @@ class StepMetrics:
     def sparse(self) -> SparseMetrics:
         """The series of a sparse method; a server without one shows none."""
         return SparseMetrics(self._file)
+
+    def native_graphs(self) -> NativeGraphMetrics:
+        """The series of graphs of native calls; only a CPU at true shapes shows them."""
+        return NativeGraphMetrics(self._file)
 
     def store(self, name: str) -> StoreMetrics:
         """The series of a KV store; `name` is the value of their label `store`."""

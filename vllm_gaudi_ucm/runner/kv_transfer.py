@@ -48,17 +48,18 @@ class KvTransfer:
 
     At true shapes vLLM's attention layers wait for each layer's blocks and save them themselves: they find the
     connector in vLLM's process-wide place. A graph runs no Python, so at static shapes the connector is kept out of
-    that place; all layers are waited for before the graphs of a step, and saved after them.
+    that place; all layers are waited for before the graphs of a step, and saved after them. So is our own connector
+    always, which has nothing to do between layers.
 
     Args:
         vllm_config: the engine's, with a `kv_transfer_config`.
         kv_cache_config: of the worker.
-        in_layers: whether the layers call the connector (true shapes).
+        in_layers: whether the layers call the connector.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, in_layers: bool) -> None:
         self._vllm_config = vllm_config
-        self._in_layers = in_layers
+        self.in_layers = in_layers
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._caches: dict[str, torch.Tensor] = {}
         self._finished_requests: set[str] = set()
@@ -108,7 +109,7 @@ class KvTransfer:
         with self._context(has_tokens):
             # before the forward even where it may come later: its threads copy beside the computation
             self.connector.start_load_kv(get_forward_context())
-            if has_tokens and not self._in_layers:
+            if has_tokens and not self.in_layers:
                 self._each_layer(lambda name, _: self.connector.wait_for_layer_load(name))
 
     def computed(self) -> None:
@@ -118,7 +119,7 @@ class KvTransfer:
 
     def _computed(self) -> None:
         self.connector.finish_forward()
-        if not self._in_layers:
+        if not self.in_layers:
             metadata = StepAttention()
             with self._context(has_tokens=True):
                 self._each_layer(lambda name, cache: self.connector.save_kv_layer(name, cache, metadata))
@@ -186,7 +187,7 @@ class KvTransfer:
 
     def close(self) -> None:
         """Ends its threads; a second call does nothing."""
-        if self._in_layers:
+        if self.in_layers:
             ensure_kv_transfer_shutdown()
         elif self._caches:
             self.connector.shutdown()

@@ -10,6 +10,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler
 
+from vllm_gaudi_ucm.connector.transfer_config import OURS
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
@@ -24,6 +25,7 @@ from vllm_gaudi_ucm.runner.graph_kind import GraphKind
 from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
 from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.nan_logits import NanCounter
+from vllm_gaudi_ucm.runner.native_graphs import NativeGraphs
 from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.runner.request_table import RequestTable
@@ -166,7 +168,9 @@ class ModelRunner:
     def _allocate(self, kv_cache_config: KVCacheConfig, metrics: StepMetrics) -> None:
         """The cache, known to the layers and to a KV connector."""
         if self._vllm_config.kv_transfer_config is not None:
-            self.transfer = KvTransfer(self._vllm_config, kv_cache_config, in_layers=self.kind == "off")
+            is_ours = self._vllm_config.kv_transfer_config.kv_connector == OURS
+            in_layers = self.kind == "off" and not is_ours
+            self.transfer = KvTransfer(self._vllm_config, kv_cache_config, in_layers)
         with nullcontext() if self.transfer is None else self.transfer.allocation():
             self.kv_caches = allocate_kv_cache(kv_cache_config, self._tensors_on, self.kind == "compile")
         bind_kv_caches(self._vllm_config, self.kv_caches)
@@ -179,12 +183,12 @@ class ModelRunner:
     ) -> tuple[Execution, TokenSampler]:
         """What runs and samples steps, by the kind of graphs; sets `static`."""
         if self.kind == "off":
-            return self._true_shapes(kv_cache_config.kv_cache_groups[0]), VllmSampler(sampler)
+            return self._true_shapes(kv_cache_config.kv_cache_groups[0], metrics), VllmSampler(sampler)
         self.static = self._make_static(kv_cache_config.num_blocks, metrics)
         self.static.divided_logits.reserve(self._vllm_config.num_speculative_tokens)
         return self.static.execution, self.static.sampler
 
-    def _true_shapes(self, group: KVCacheGroupSpec) -> TrueShapeExecution:
+    def _true_shapes(self, group: KVCacheGroupSpec, metrics: StepMetrics) -> TrueShapeExecution:
         attention, spec = self._config.attention, cast("AttentionSpec", group.kv_cache_spec)
         choice = make_choice(
             attention.cost_model,
@@ -194,7 +198,15 @@ class ModelRunner:
             spec,
             len(group.layer_names),
         )
-        return TrueShapeExecution(self.decoder, attention, self._block_size, self._tensors_on, self._sparse, choice)
+        graphs = NativeGraphs(self.decoder, metrics.native_graphs()) if self._has_native_graphs() else None
+        return TrueShapeExecution(
+            self.decoder, attention, self._block_size, self._tensors_on, self._sparse, choice, graphs
+        )
+
+    def _has_native_graphs(self) -> bool:
+        """Other connectors than ours may be called between the layers, where a graph runs no Python."""
+        calls_layers = self.transfer is not None and self.transfer.in_layers
+        return self._tensors_on.type == "cpu" and self._config.cpu.native_graphs and not calls_layers
 
     def warm_up(self) -> float:
         """Warms what must be warm before serving; returns the seconds it took."""

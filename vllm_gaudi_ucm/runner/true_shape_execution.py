@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.attention_choice import AttentionChoice
     from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.runner.decoder import Decoder
+    from vllm_gaudi_ucm.runner.native_graphs import NativeGraphs
     from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
 
 
@@ -34,6 +35,7 @@ class TrueShapeExecution:
         device: where the model runs.
         sparse: a sparse method, where one is on.
         choice: the fastest way of each step; None: the fixed rules.
+        graphs: of small steps, on a CPU.
 
     Raises:
         ValueError: kernels that are not for this device, or cannot be built here.
@@ -50,10 +52,12 @@ class TrueShapeExecution:
         device: torch.device,
         sparse: SparseWorker | None = None,
         choice: AttentionChoice | None = None,
+        graphs: NativeGraphs | None = None,
     ) -> None:
         self._decoder = decoder
         self._fixed = Way(_checked(config.implementation, device))
         self._choice = choice
+        self._graphs = graphs
         self._block_size = block_size
         self._device = device
         self._sparse = sparse
@@ -86,7 +90,11 @@ class TrueShapeExecution:
         return StepShape(staged.bucket, staged.bucket)
 
     def forward(self) -> None:
-        self._hidden = self._decoder.hidden(self._staged.token_ids, self._staged.positions, self._metadata)
+        staged, metadata = self._staged, self._metadata
+        if self._graphs is None:
+            self._hidden = self._decoder.hidden(staged.token_ids, staged.positions, metadata)
+        else:
+            self._hidden = self._graphs.hidden(staged, metadata)
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         return self._decoder.logits(self._hidden[torch.from_numpy(rows).to(self._device)])

@@ -164,5 +164,33 @@ def _make_room(plan: Plan, rows: int, heads: int, value_dim: int) -> None:
     plan.struct.empty, plan.struct.num_empty = _address(empty), len(empty)
 
 
+class RecordedPlan:
+    """Stands for the plan of a step in calls that are recorded, and of another step when they are made again.
+
+    Args:
+        plan: of the step that is recorded.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._replaced = id(plan.struct)
+        self._struct = _Plan()
+        self._rooms: list[tuple[int, int, int]] = []
+
+    @property
+    def stand_ins(self) -> dict[int, ctypes.Structure]:
+        """What recorded calls pass, by the id of what they were given."""
+        return {self._replaced: self._struct}
+
+    def recorded(self, plan: Plan, rows: int) -> None:
+        """All layers of the step have run with the plan: what they need room for is known."""
+        self._rooms = [(rows, layer.sizes[0], layer.sizes[3]) for layer in plan.layers.values()]
+
+    def bind(self, plan: Plan) -> None:
+        """From now on the calls attend as this plan says, which has as many rows and lives as long as they run."""
+        for room in self._rooms:
+            _make_room(plan, *room)
+        ctypes.pointer(self._struct)[0] = plan.struct
+
+
 def _address(array: np.ndarray) -> int:
     return int(array.ctypes.data)

@@ -1,0 +1,112 @@
+"""Small steps on a CPU as graphs of native calls: the same bits as without, for whatever comes between."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.serving import Answer, Engine, greedy_params
+from tests.engine.tiny_models import FAMILIES, VOCAB, make_config, make_model
+from vllm_gaudi_ucm.ops.native import library
+from vllm_gaudi_ucm.runner.native_graphs import MOST_ROWS, NativeGraphs
+
+pytestmark = pytest.mark.skipif(library.native() is None, reason=library.why_not_native())
+WAYS = ("replayed", "captured", "ordinary")
+OFF: dict[str, Any] = {"cpu": {"native_graphs": False}}
+RNG = random.Random(3)
+PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(RNG.choice([1, 2, 15, 16, 40, 70]))] for _ in range(12)]
+ARRIVALS = [RNG.randrange(12) for _ in PROMPTS]
+
+
+def graphs_of(engine: Engine) -> NativeGraphs | None:
+    execution: Any = engine.runner.steps.execution
+    return execution._graphs  # type: ignore[no-any-return]
+
+
+def counts(engine: Engine) -> dict[str, int]:
+    """Forward passes by how they ran."""
+    graphs = graphs_of(engine)
+    found = {} if graphs is None else {way: getattr(graphs._metrics, f"_{way}") for way in WAYS}
+    return {way: int(series._cells[series._index]) for way, series in found.items()}
+
+
+def served(model: Path, ucm: dict[str, Any], **options: Any) -> tuple[list[Answer], dict[str, int]]:
+    """Random arrivals, with chunked prompts beside decodes and preemptions, twice."""
+    with Engine(model, ucm, max_num_seqs=6, max_num_batched_tokens=48, **options) as engine:
+        answers = [*engine.staggered(PROMPTS, ARRIVALS, 30), *engine.staggered(PROMPTS, ARRIVALS[::-1], 30)]
+        engine.check_idle()
+        assert (graphs_of(engine) is None) == (ucm == OFF)
+        return answers, counts(engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_change_no_bit(family: str, tmp_path: Path) -> None:
+    """Logprobs are compared as they are. Models whose layers are not native kernels throughout run the ordinary way."""
+    model = make_model(tmp_path, make_config(family))
+    options = {"num_gpu_blocks_override": 24, "max_model_len": 256}
+    expected, without = served(model, OFF, **options)
+    found, ways = served(model, {}, **options)
+    assert found == expected
+    assert without == {}
+    if family in ("opt", "gpt2"):
+        # their norms and activations are torch's
+        assert ways["replayed"] == ways["captured"] == 0
+    else:
+        assert ways["replayed"] > 3 * (ways["captured"] + ways["ordinary"]), ways
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_has_no_graphs_and_stops_trying(dtype: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path, make_config("llama", num_hidden_layers=4), getattr(torch, dtype))
+    expected, _ = served(model, OFF, dtype=dtype)
+    found, ways = served(model, {}, dtype=dtype)
+    assert found == expected
+    assert ways["replayed"] == ways["captured"] == 0
+
+
+def test_a_graph_that_gives_other_bits_is_never_used(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = NativeGraphs._replay
+
+    def wrong(self: NativeGraphs, graph: Any, *given: Any) -> bool:
+        done = replay(self, graph, *given)
+        graph.graph.result[0, 0] += 1.0
+        return done
+
+    monkeypatch.setattr(NativeGraphs, "_replay", wrong)
+    with Engine(tiny_llama, OFF) as engine:
+        expected = engine.alone(PROMPTS[:3])
+    with Engine(tiny_llama) as engine:
+        assert engine.alone(PROMPTS[:3]) == expected
+        assert counts(engine)["replayed"] == 0
+
+
+def test_a_request_with_nan_takes_no_graph_from_others(tmp_path: Path) -> None:
+    """Its steps run the ordinary way, whose reference says what a row that sees NaN becomes; others' do not."""
+    from safetensors.torch import load_file, save_file
+
+    model = make_model(tmp_path, make_config("llama"))
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][77] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    prompts = [[5, 6, 7], [5, 77, 7], [9] * 40]
+    answers = {}
+    for name, ucm in (("off", OFF), ("on", {})):
+        with Engine(model, ucm) as engine:
+            # one row: captured by the broken one, then by a healthy one
+            answers[name] = [engine.alone([prompts[1], prompts[0]], 12), engine.greedy(prompts, 12)]
+            if name == "on":
+                before = counts(engine)["replayed"]
+                engine.alone([prompts[0]], 12)
+                assert counts(engine)["replayed"] >= before + 10
+    for on, off in zip(answers["on"], answers["off"], strict=True):
+        assert [answer.tokens for answer in on] == [answer.tokens for answer in off]
+
+
+def test_prompts_of_more_rows_run_the_ordinary_way(tiny_llama: Path) -> None:
+    with Engine(tiny_llama) as engine:
+        engine.generate([[5] * (MOST_ROWS + 1)], greedy_params(1))
+        assert counts(engine) == {"replayed": 0, "captured": 0, "ordinary": 1}
