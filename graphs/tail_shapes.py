@@ -16,6 +16,12 @@ from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 SHORT_SHARE = 4
 
 
+def tail_rows(block_size: int, max_num_batched_tokens: int, most_rows: int) -> int:
+    """Rows of the graphs for tails; 0 where ordinary ones, with room for `most_rows` in a choice, hold every tail."""
+    rows = min(block_size, max_num_batched_tokens)
+    return rows if rows > most_rows else 0
+
+
 class TailShape(NamedTuple):
     """What a graph for tails is found by. A bucket of the same sizes is another graph: its choices have fewer rows."""
 

@@ -17,6 +17,10 @@ from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
 from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
 from vllm_gaudi_ucm.runner.bucket_choice import choose_buckets, server_limits
+from vllm_gaudi_ucm.runner.tail_graphs import tail_shapes
+from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, selection_limits
+from vllm_gaudi_ucm.sparse.options import EsaOptions
 
 SMALL_MODEL = {
     "model_type": "llama",
@@ -88,7 +92,7 @@ GAUDI2 = SimpleNamespace(kind="hpu", name=lambda: "GAUDI2")
 
 
 def served(
-    num_blocks: int, *, contiguous: bool = False, **options: Any
+    num_blocks: int, *, contiguous: bool = False, choices: SelectionLimits | None = None, **options: Any
 ) -> tuple[BucketSet, Steps | None, GraphsConfig]:
     """What a server on a Gaudi 2 with the limits of the mix `agentic` chooses."""
     graphs = resolve_config({"ucm": {"graphs": options}}).graphs
@@ -96,8 +100,10 @@ def served(
     scheduler = SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=48)
     engine: Any = SimpleNamespace(scheduler_config=scheduler, model_config=model)
     device: Any = GAUDI2
-    limits = server_limits(engine, 128, num_blocks, contiguous, graphs.max_shared_blocks)
-    return *choose_buckets(graphs, engine, limits, device), graphs
+    selected = 0 if choices is None else choices.max_selected_blocks
+    limits = server_limits(engine, 128, num_blocks, contiguous, graphs.max_shared_blocks, selected)
+    tails = tail_shapes(limits, choices)
+    return *choose_buckets(graphs, engine, limits, device, 0 if tails is None else len(tails.keys)), graphs
 
 
 SERVER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -226,6 +232,68 @@ def test_a_server_with_a_sparse_method_is_planned(capsys: pytest.CaptureFixture[
     assert "128 shared blocks per step, 512 selected" in capsys.readouterr().out
     assert cli.main(["plan", "--max-selected-blocks", "-1"]) == 2
     assert "max_selected_blocks is -1" in capsys.readouterr().err
+
+
+PARTIAL_LOADS = {"ucm_sparse_method": "ESA", "memory_mode": {"enabled": True}}
+
+
+def test_graphs_for_tails_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the server has them: of its sizes, a part of its graphs, of their memory, and warm before it serves."""
+    limits = ("--max-num-batched-tokens", 4096, "--max-num-seqs", 48, "--max-model-len", 16384, "--num-blocks", 3400)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL))
+    argv = (*limits, "--model", tmp_path, "--max-graphs", 40, "--sparse", json.dumps(PARTIAL_LOADS))
+    without, value = plan(capsys, *argv), plan(capsys, *argv, "--partial-loads")
+    sizes = ServerSizes(16384, 48, 1, 128, 3400, static=True, tail_rows=128)
+    choices = selection_limits(EsaOptions(), sizes)
+    buckets, _, _ = served(3400, choices=choices, max_graphs=40)
+    shapes, left = tail_shapes(buckets.limits, choices), value["graphs"] - 3
+    assert shapes is not None
+    assert value["tails"] == [shape.to_list() for shape in shapes.shapes]
+    assert len(value["tails"]) == 3
+    assert value["forward"] == [shape.to_list() for shape in buckets.forward]
+    assert value["limits"]["max_selected_blocks"] == choices.max_selected_blocks
+    assert value["limits"] == without["limits"]
+    assert without["tails"] == []
+    assert len(value["forward"]) + len(value["logits"]) == left <= 37
+    assert without["graphs"] == len(without["forward"]) + len(without["logits"]) <= 40
+    per_graph = without["memory_bytes"]["graphs"] / without["graphs"]
+    assert value["memory_bytes"]["graphs"] == pytest.approx(value["graphs"] * per_graph)
+    assert value["skeleton_seconds"] > without["skeleton_seconds"]
+
+
+def test_what_is_said_of_graphs_for_tails(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of a log that ran in one need no bucket."""
+    sparse = json.dumps(PARTIAL_LOADS)
+    assert cli.main(["plan", "--sparse", sparse, "--partial-loads"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^graphs +64: .* 3 for tails$", out, re.MULTILINE)
+    assert "until serving starts (3 forward, 1 logits, 3 for tails)" in out
+    assert cli.main(["plan", "--max-selected-blocks", "512"]) == 0
+    assert "without those for tails" in capsys.readouterr().out
+    path = edited(log, tmp_path / "phases.jsonl", ["cs-", 100, 4, 0, 1, 9], max_selected_blocks=500)
+    *lines, last = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"tail": 1}), ""]))
+    argv = ("--log", path, "--max-graphs", 16, "--strategy", "padding_aware")
+    value = plan(capsys, *argv)
+    assert value["tail_steps"] == 1
+    assert value["padding"] == plan(capsys, *argv[2:], "--log", log, "--max-selected-blocks", 500)["padding"]
+    assert cli.main(["plan", *map(str, argv)]) == 0
+    assert "steps in graphs for tails, which are in no other figure: 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--partial-loads"], "--partial-loads needs --sparse"),
+        (["--sparse", "{}"], "ucm_sparse_method is None"),
+        (["--sparse", '{"ucm_sparse_method": "GSA"}', "--partial-loads"], "memory_mode.enabled of --sparse is false"),
+        (["--sparse", json.dumps(PARTIAL_LOADS), "--max-selected-blocks", "9"], "leave one out"),
+        (["--sparse", '{"ucm_sparse_methd": "GSA"}'], "ucm.ucm_sparse_methd: found an unknown key"),
+    ],
+)
+def test_sparse_options_that_do_not_go_together(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *argv]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_log_with_selected_blocks_goes_all_the_way(

@@ -17,6 +17,7 @@ from vllm_gaudi_ucm.cli.cost_options import (
 )
 from vllm_gaudi_ucm.cli.plan_memory import blocks_that_fit, plan_memory
 from vllm_gaudi_ucm.cli.plan_report import PlanReport, show
+from vllm_gaudi_ucm.cli.plan_sparse import add_sparse_arguments, with_sparse_method
 from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.cli.trace import mix_within
 from vllm_gaudi_ucm.cli.trace_mix import MIXES, Mix
@@ -30,7 +31,8 @@ from vllm_gaudi_ucm.graphs.steps_within import steps_within
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
-from vllm_gaudi_ucm.phase_log import read_phase_log
+from vllm_gaudi_ucm.phase_log import bucket_shapes, read_phase_log
+from vllm_gaudi_ucm.runner.bucket_choice import most_buckets
 
 # vLLM's defaults for a server, and Gaudi's natural block size; num_blocks is what the device's memory holds.
 DEFAULT_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_model_len": 8192, "block_size": 128}
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="forward graphs that are warm before serving starts (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_sparse_arguments(parser)
     add_cost_arguments(parser)
     add_limit_arguments(
         parser,
@@ -98,8 +101,8 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
         # a log of true shapes says "auto" where each step read what was cheaper; a graph has one form, and gathers
         said = {**header, "contiguous": header.get("contiguous") is True}
         limits = _as_served(limits_of(args, said, where))
-        steps = Steps.of(record.bucket for record in records)
-        return _report(args, limits, cost_model(args, limits.block_size), steps)
+        steps, num_tails = Steps.of(bucket_shapes(records)), sum(record.tail for record in records)
+        return _report(args, limits, cost_model(args, limits.block_size), steps, num_tails)
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
     known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
     if args.num_blocks is None:
@@ -114,7 +117,11 @@ def _as_served(limits: Limits) -> Limits:
     return replace(limits, max_shared_blocks=default_shared_blocks(limits.max_model_len, limits.block_size))
 
 
-def _report(args: argparse.Namespace, limits: Limits, cost: CostModel, steps: Steps | None) -> PlanReport:
+def _report(
+    args: argparse.Namespace, limits: Limits, cost: CostModel, steps: Steps | None, tail_steps: int = 0
+) -> PlanReport:
+    limits, tails = with_sparse_method(args, limits)
+    shapes = [] if tails is None else tails.shapes
     strategy = "file" if args.buckets else args.strategy or ("trace" if steps is not None else "padding_aware")
     if strategy == "trace" and steps is None:
         raise ValueError("--strategy trace needs --log or --mix, whose steps the buckets are tuned to")
@@ -126,12 +133,13 @@ def _report(args: argparse.Namespace, limits: Limits, cost: CostModel, steps: St
         steps = steps_within(steps, limits)
         check_steps(steps, limits)
     with task_progress("choosing buckets") as progress:
-        buckets = build_buckets(strategy, BucketRequest(limits, cost, args.max_graphs, args.buckets, steps, progress))
+        most = most_buckets(args.max_graphs, strategy, len(shapes))
+        buckets = build_buckets(strategy, BucketRequest(limits, cost, most, args.buckets, steps, progress))
         progress(1.0)
     name, _ = read_model(args.model)
     traffic = args.mix or (args.log and str(args.log))
-    memory = plan_memory(buckets, cost)
-    return PlanReport(name, strategy, traffic, cost, buckets, steps, divided, memory, args.skeleton)
+    memory = plan_memory(buckets, cost, shapes)
+    return PlanReport(name, strategy, traffic, cost, buckets, steps, divided, memory, args.skeleton, shapes, tail_steps)
 
 
 def _simulate(mix: Mix, name: str, cost: CostModel) -> Steps:

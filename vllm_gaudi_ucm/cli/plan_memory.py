@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
@@ -33,14 +34,17 @@ class PlanMemory:
         return self.total <= self.usable
 
 
-def plan_memory(buckets: BucketSet, cost: CostModel) -> PlanMemory:
-    """Memory of a server that warms all of `buckets`; activations are shared by the graphs, as they run in turn."""
+def plan_memory(buckets: BucketSet, cost: CostModel, tails: Sequence[ForwardShape] = ()) -> PlanMemory:
+    """Memory of a server that warms all of `buckets` and the graphs for `tails`.
+
+    Activations are shared by the graphs, as they run in turn.
+    """
     m = cost.model
     return PlanMemory(
         weights=float(m.weight_bytes),
         kv_cache=float(buckets.limits.num_blocks * cost.block_size * m.kv_bytes_per_token),
-        graphs=buckets.num_graphs * cost.device.graph_bytes,
-        activations=max(activation_bytes(shape, cost) for shape in buckets.forward)
+        graphs=(buckets.num_graphs + len(tails)) * cost.device.graph_bytes,
+        activations=max(activation_bytes(shape, cost) for shape in (*buckets.forward, *tails))
         + float(buckets.logits[-1] * m.vocab * PARTIAL_BYTES * 2),
         usable=USABLE * cost.device.memory,
     )

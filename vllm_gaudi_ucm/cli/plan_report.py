@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.steps import Steps
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import Skeleton, choose_skeleton
 
 MOST_ROWS = 12
@@ -27,6 +27,8 @@ class PlanReport:
     traffic: names the steps that it was measured on, if any. divided: how many of them run in parts, though they count
     as one with as many shared blocks as fit.
     skeleton_size: forward graphs of the skeleton.
+    tails: shapes of the graphs for tails of prompts that are loaded in part. tail_steps: those of the traffic that ran
+    in such graphs; all other figures are without them.
     """
 
     model: str
@@ -38,6 +40,8 @@ class PlanReport:
     divided: int
     memory: PlanMemory
     skeleton_size: int
+    tails: list[ForwardShape]
+    tail_steps: int
 
     @cached_property
     def padding(self) -> Padding | None:
@@ -51,14 +55,18 @@ class PlanReport:
     @property
     def warmup_seconds(self) -> float:
         """Of all graphs."""
-        return self._seconds([*self.buckets.forward, *self.buckets.logits])
+        return self._seconds([*self.buckets.forward, *self.tails, *self.buckets.logits])
 
     @property
     def skeleton_seconds(self) -> float:
-        """Of the skeleton."""
-        return self._seconds(self.skeleton.keys)
+        """Of what is warm before serving starts: the skeleton, and the graphs for tails."""
+        return self._seconds([*self.skeleton.keys, *self.tails])
 
-    def _seconds(self, keys: Sequence[GraphKey]) -> float:
+    @property
+    def num_graphs(self) -> int:
+        return self.buckets.num_graphs + len(self.tails)
+
+    def _seconds(self, keys: Sequence[BucketKey]) -> float:
         """Compilation of each graph, and one execution of it."""
         cost = self.cost
         runs = (cost.forward(k) if isinstance(k, ForwardShape) else float(cost.logits_seconds(k)) for k in keys)
@@ -75,12 +83,14 @@ class PlanReport:
             "strategy": self.strategy,
             "traffic": self.traffic,
             "limits": asdict(self.buckets.limits),
-            "graphs": self.buckets.num_graphs,
+            "graphs": self.num_graphs,
             "forward": [shape.to_list() for shape in self.buckets.forward],
             "logits": list(self.buckets.logits),
+            "tails": [shape.to_list() for shape in self.tails],
             "skeleton": {"forward": [s.to_list() for s in self.skeleton.forward], "logits": list(self.skeleton.logits)},
             "padding": padding and padding.to_json(),
             "divided_steps": self.divided,
+            "tail_steps": self.tail_steps,
             "memory_bytes": {**asdict(self.memory), "total": self.memory.total, "fits": self.memory.fits},
             "warmup_seconds": round(self.warmup_seconds, 3),
             "skeleton_seconds": round(self.skeleton_seconds, 3),
@@ -102,11 +112,15 @@ def show(report: PlanReport) -> None:
         f"\n          {limits.most_shared_blocks:,} shared blocks per step{selected}"
     )
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
-    console.print(f"graphs    {buckets.num_graphs}: {counts} ({report.strategy})")
+    tails = f", {len(report.tails)} for tails" if report.tails else ""
+    console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){tails}")
+    if limits.max_selected_blocks and not report.tails:
+        console.print("          without those for tails of prompts that are loaded in part:")
+        console.print("          give --sparse and --partial-loads for these")
     skeleton = report.skeleton
     console.print(
         f"warm-up   {report.skeleton_seconds:,.1f} s until serving starts ({len(skeleton.forward)} forward, "
-        f"{len(skeleton.logits)} logits),\n          {report.warmup_seconds:,.0f} s for all: "
+        f"{len(skeleton.logits)} logits{tails}),\n          {report.warmup_seconds:,.0f} s for all: "
         f"{report.skeleton_seconds / report.warmup_seconds:.1%} of the time"
     )
     console.print(
@@ -120,6 +134,8 @@ def show(report: PlanReport) -> None:
     if report.divided:
         most = f"{limits.most_shared_blocks:,}"
         console.print(f"steps with more than {most} shared blocks, which run in parts: {report.divided:,}")
+    if report.tail_steps:
+        console.print(f"steps in graphs for tails, which are in no other figure: {report.tail_steps:,}")
 
 
 def _show_padding(console: Any, padding: Padding, traffic: str) -> None:

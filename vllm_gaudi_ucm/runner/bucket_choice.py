@@ -97,7 +97,7 @@ def choose_buckets(
 def most_buckets(max_graphs: int, strategy: str, num_tails: int) -> int:
     """What `ucm.graphs.max_graphs` leaves for buckets beside the graphs for tails: at least the two largest, and all of
     it for a bucket file, which was made without them."""
-    return max_graphs if strategy == "file" else max(2, max_graphs - num_tails)
+    return max_graphs if strategy == "file" or not num_tails else max(2, max_graphs - num_tails)
 
 
 def _warn_of_one_bucket(strategy: str, request: BucketRequest, max_graphs: int, num_tails: int) -> None:

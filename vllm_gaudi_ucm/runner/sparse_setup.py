@@ -9,10 +9,11 @@ from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.connector.transfer_config import loads_partly
 from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.graphs.tail_shapes import tail_rows
 from vllm_gaudi_ucm.memory.kv_cache import split_key_value
 from vllm_gaudi_ucm.runner.attention_layers import attention_layers
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
-from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
+from vllm_gaudi_ucm.sparse.block_options import block_options
 from vllm_gaudi_ucm.sparse.device.block_selector import SelectionLayer
 from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, SparseWorker, selection_limits, summary_share
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.config import UcmConfig
     from vllm_gaudi_ucm.runner.request_table import RequestTable
-    from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 
 def make_sparse_worker(
@@ -65,7 +65,7 @@ def max_selected_blocks(
     config: UcmConfig, vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bool
 ) -> int:
     """Blocks that all requests of a step can choose; 0 for a method that chooses none."""
-    options = _block_options(config)
+    options = block_options(config)
     if options is None:
         return 0
     return selection_limits(options, _sizes(vllm_config, block_size, num_blocks, static)).max_selected_blocks
@@ -73,22 +73,13 @@ def max_selected_blocks(
 
 def summaries_per_block(config: UcmConfig, specs: Mapping[str, KVCacheSpec]) -> float:
     """Bytes of a block's summaries over the bytes of its keys and values; 0 for a method without summaries."""
-    options = _block_options(config)
+    options = block_options(config)
     if options is None:
         return 0.0
     spec = cast("AttentionSpec", next(iter(specs.values())))
     share = summary_share(options, spec.block_size, spec.head_size, spec.dtype.itemsize)
     # those of blocks that are away stay
     return share * (1 + config.memory_mode.away_ratio) if config.memory_mode.enabled else share
-
-
-def _block_options(config: UcmConfig) -> BlockOptions | None:
-    """Options of the method that chooses blocks, None where there is none."""
-    if config.ucm_sparse_method is None:
-        return None
-    method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
-    selecting = method.selecting_method
-    return selecting.block_options if isinstance(selecting, BlockSparse) else None
 
 
 def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bool) -> ServerSizes:
@@ -103,12 +94,11 @@ def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bo
 
 
 def _tail_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
-    """Rows of a prompt's tail that choose together, which only follows a partial load; 0 where there is none, or where
-    those of a verification are as many."""
+    """Rows of a prompt's tail that choose together, which only follows a partial load; 0 where there is none."""
     if not config.memory_mode.enabled or not loads_partly(vllm_config):
         return 0
-    rows = min(block_size, vllm_config.scheduler_config.max_num_batched_tokens)
-    return rows if rows > 1 + vllm_config.num_speculative_tokens else 0
+    max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    return tail_rows(block_size, max_num_batched_tokens, 1 + vllm_config.num_speculative_tokens)
 
 
 def _query_heads(vllm_config: VllmConfig) -> int:
