@@ -14,6 +14,8 @@ from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 
 # Contexts of so much of the longest have a graph of their own: most are far shorter than --max-model-len.
 SHORT_SHARE = 4
+MOST_TAILS = 3
+"""Shapes of a server."""
 
 
 def tail_rows(block_size: int, max_num_batched_tokens: int, most_rows: int) -> int:

@@ -60,6 +60,30 @@ def test_the_strategy_and_its_missing_file() -> None:
     assert "needs the file ucm.graphs.trace" in check.found
 
 
+@pytest.mark.parametrize(
+    ("device", "mode", "memory_mode", "shown"),
+    [
+        ("cpu", "eager", True, True),
+        ("hpu", "auto", True, True),
+        ("cpu", "auto", True, False),
+        ("cpu", "capture", True, False),
+        (None, "eager", True, False),
+        ("cpu", "eager", False, False),
+    ],
+)
+def test_graphs_for_tails_are_named_where_there_may_be_some(
+    device: str | None, mode: str, memory_mode: bool, shown: bool
+) -> None:
+    """At true shapes tails run like all others."""
+    config: dict[str, Any] = {"graphs": {"mode": mode}, "ucm_sparse_method": "ESA"}
+    config["memory_mode"] = {"enabled": memory_mode}
+    found = {check.name: check for check in static_shape_checks(resolve_config({"ucm": config}), device)}
+    assert ("graphs for tails" in found) == shown
+    if shown:
+        check = found["graphs for tails"]
+        assert (check.status, "a part of ucm.graphs.max_graphs" in check.found) == ("info", True)
+
+
 def test_files_that_can_be_read(tmp_path: Path) -> None:
     buckets, trace = tmp_path / "buckets.yaml", tmp_path / "phases.jsonl"
     write_bucket_file(buckets, BucketSet([ForwardShape("--u", 8, 0, 40)], [4], LIMITS, COST), {})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.tail_shapes import TailShapes
+from vllm_gaudi_ucm.graphs.tail_shapes import MOST_TAILS, TailShapes, tail_rows
 from vllm_gaudi_ucm.runner.tail_graphs import is_tail, tail_shapes
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
@@ -35,6 +35,7 @@ def tails_of(limits: Limits = LIMITS, choices: SelectionLimits = CHOICES) -> Tai
 
 def test_small_graphs_and_one_for_every_tail() -> None:
     sizes = (4, 5), (4, CHOICES.most), (64, CHOICES.most)
+    assert len(sizes) == MOST_TAILS
     assert tails_of().shapes == [ForwardShape("cs-", BLOCK, shared, 0, selected) for shared, selected in sizes]
     short, few = replace(LIMITS, max_model_len=48), replace(CHOICES, most=1)
     assert len(tails_of(short, few).keys) == 1, "one that holds all is enough"
@@ -59,6 +60,10 @@ def test_every_tail_has_a_graph_and_a_usual_one_a_small_one(full: int, new: int,
     is_usual = step.shared_blocks <= CHOICES.live_blocks
     assert found == tails_of().shapes[2 if not is_usual else chosen > 5]
     assert CHOICES.of_tail().candidates(BLOCK, found.selected_blocks) >= candidates
+
+
+def test_rows_of_tails_are_those_of_a_block_and_more_than_drafts_need() -> None:
+    assert [tail_rows(16, tokens, most) for tokens, most in ((64, 4), (10, 4), (64, 15), (64, 16))] == [16, 10, 16, 0]
 
 
 def test_what_is_no_tail_of_the_server() -> None:

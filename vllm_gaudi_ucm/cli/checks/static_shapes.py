@@ -9,6 +9,7 @@ from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.cli.checks.check import Check
 from vllm_gaudi_ucm.config import GraphsConfig, UcmConfig
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, read_bucket_file
+from vllm_gaudi_ucm.graphs.tail_shapes import MOST_TAILS
 from vllm_gaudi_ucm.phase_log import PhaseLogError, read_phase_log
 from vllm_gaudi_ucm.runner.bucket_choice import strategy_name
 from vllm_gaudi_ucm.runner.graph_kind import graph_kind
@@ -30,6 +31,8 @@ def static_shape_checks(config: UcmConfig, device: str | None) -> Iterator[Check
     else:
         yield _kind(config, device)
     yield _strategy(config.graphs)
+    if config.memory_mode.enabled and _runs_static(config, device):
+        yield _tails(config.graphs)
     if config.graphs.buckets is not None:
         yield _buckets(config.graphs.buckets)
     if config.graphs.trace is not None:
@@ -43,6 +46,21 @@ def _kind(config: UcmConfig, device: str) -> Check:
     except ValueError as error:
         return Check(SECTION, name, "fail", str(error), advice="correct it")
     return Check(SECTION, name, "ok", f"{config.graphs.mode!r} on {device}: {kind} ({KINDS[kind]})")
+
+
+def _runs_static(config: UcmConfig, device: str | None) -> bool:
+    try:
+        return device is not None and graph_kind(config, device, envs.lazy_mode(), enforce_eager=False) != "off"
+    except ValueError:
+        return False  # the row of the mode says so
+
+
+def _tails(graphs: GraphsConfig) -> Check:
+    """Their number depends on --max-model-len, and whether they exist on --kv-transfer-config."""
+    from_file = graphs.buckets is not None and graphs.strategy in ("auto", "file")
+    beside = "beside those of the bucket file" if from_file else "a part of ucm.graphs.max_graphs"
+    found = f"up to {MOST_TAILS} where UcmConnector loads prompts in part: warm before serving starts, {beside}"
+    return Check(SECTION, "graphs for tails", "info", found)
 
 
 def _strategy(graphs: GraphsConfig) -> Check:
