@@ -101,7 +101,7 @@ class GraphsConfig(_Section):
         "tunes the buckets to it.",
     )
     max_graphs: Annotated[int, Field(ge=2, le=4096)] = Field(
-        default=64, description="Most graphs, forward and logits together."
+        default=64, description="Most graphs: forward, logits, and those for tails of prompts that are loaded in part."
     )
     max_shared_blocks: Annotated[int, Field(ge=1)] | None = Field(
         default=None,

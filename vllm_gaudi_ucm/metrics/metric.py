@@ -29,7 +29,7 @@ BYPASSES = Metric("gaudi_ucm_bypasses", "counter", ("reason",), "Executions that
 NATIVE_GRAPHS = Metric(
     "gaudi_ucm_native_graph_forwards", "counter", ("way",), "Forward passes on a CPU: replayed, captured, or ordinary."
 )
-WARM_UP_BUCKETS = Metric("gaudi_ucm_warm_up_buckets", "gauge", ("state",), "Buckets of the warm-up: warm, and all.")
+WARM_UP_BUCKETS = Metric("gaudi_ucm_warm_up_buckets", "gauge", ("state",), "Graphs of the warm-up: warm, and all.")
 WARM_UP_SECONDS = Metric("gaudi_ucm_warm_up_seconds", "gauge", (), "Seconds that the warm-up has taken.")
 SKELETON_SECONDS = Metric(
     "gaudi_ucm_warm_up_skeleton_seconds", "gauge", (), "Seconds until the skeleton was warm and serving could start."
