@@ -134,6 +134,19 @@ def test_a_log_that_does_not_say_its_limits(tmp_path: Path, capsys: pytest.Captu
     assert "observed steps have unique_blocks 5, the limits allow 3" in capsys.readouterr().err
 
 
+def test_steps_in_graphs_for_tails_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of tuning, and of the picture of what was tuned."""
+    from tests.phase_log.records import mixed_steps, tail_step, write_log
+
+    path, file = tmp_path / "phases.jsonl", tmp_path / "buckets.yaml"
+    write_log(path, [*mixed_steps(50), tail_step(50), *mixed_steps(50), tail_step(101)])
+    given = ("--max-num-batched-tokens", 256, "--max-model-len", 512, "--num-blocks", 100)
+    assert run("tune", path, *given, "--max-graphs", 8, "--holdout", 0.5, "-o", file, "--json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["steps"], value["held_out"]["steps"]) == (50, 50)
+    assert run("plot", path, *given, "--buckets", file, "-o", tmp_path / "steps.html") == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket
@@ -16,6 +17,11 @@ def step(index: int, phase: str = "csu", ms: float = 10.0, pairs: tuple[int, int
     bucket = Bucket(phase, 40, 2, 5, 3)
     causal, shared, unique = pairs
     return StepRecord(index, bucket, bucket, 3, 1, 40, causal, shared, unique, ms * 0.1, ms * 0.8, ms * 0.1)
+
+
+def tail_step(index: int) -> StepRecord:
+    """A step that ran in a graph for tails; no bucket without selected blocks holds it."""
+    return replace(step(index), bucket=Bucket("cs-", 12, 3, 0, 1, 9), padded=Bucket("cs-", 16, 4, 0, 1, 20), tail=1)
 
 
 def mixed_steps(count: int = 200, seed: int = 7) -> list[StepRecord]:

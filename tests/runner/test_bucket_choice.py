@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.tiny_models import make_config
-from tests.phase_log.records import mixed_steps, step, write_log
+from tests.phase_log.records import mixed_steps, step, tail_step, write_log
 from vllm_gaudi_ucm.config import GraphsConfig, resolve_config
 from vllm_gaudi_ucm.device.cpu import CpuDevice
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
@@ -164,6 +164,14 @@ def test_a_trace_tunes_the_buckets_and_is_the_usage(trace: Path) -> None:
     assert usage.count == 200
     assert any(shape.query_len == 40 for shape in buckets.forward)
     assert buckets.num_graphs <= 8
+
+
+def test_steps_of_a_trace_that_ran_in_graphs_for_tails_are_no_usage(tmp_path: Path) -> None:
+    path = tmp_path / "tails.jsonl"
+    write_log(path, [*mixed_steps(), tail_step(200)])
+    _, usage = chosen(trace=path, max_graphs=8)
+    assert usage is not None
+    assert usage.count == 200
 
 
 def test_a_trace_beside_another_strategy_is_the_usage_alone(bucket_file: Path, trace: Path) -> None:
