@@ -307,6 +307,21 @@ def kv_block_lists(manager: "KVCacheManager") -> "dict[str, list[KVCacheBlock]]"
     return group.req_to_blocks
 
 
+def forget_cached_blocks(manager: "KVCacheManager", request_id: str, first: int) -> None:
+    """The prefix cache does not know blocks `first` and following of a request any more, until the request is allotted
+    slots again with these blocks full.
+
+    Reason: `KVCacheManager.evict_blocks` leaves them counted as cached, so that they would never be cached again.
+    Remove when: `KVCacheManager` can be told that what a step computes is not certain yet.
+    """
+    (group,) = manager.coordinator.single_type_managers
+    blocks = group.req_to_blocks.get(request_id, [])[first:]
+    manager.evict_blocks({block.block_id for block in blocks if not block.is_null})
+    cached = group.num_cached_block
+    if request_id in cached:
+        cached[request_id] = min(cached[request_id], first)
+
+
 def kv_block_bytes(manager: "KVCacheManager") -> int:
     """Bytes of a block of all layers.
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.connector.fault_store import FaultStore
 from tests.connector.test_setup import make_setup
+from vllm_gaudi_ucm.connector.metadata import BlockLoad
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
 
 BLOCK = 16
@@ -225,3 +226,34 @@ def test_blocks_that_are_away_are_not_stored(sides: Any) -> None:
     side.side._saves._block_table = lambda request_id: [7, 0, 0, 9, 11]
     assert [save.block_id for save in side.side.metadata(scheduled(sparse=22)).saves] == [7, 9]
     assert len(side.side.known) == 2
+
+
+def test_what_the_store_has_said_is_asked_again_after_a_preemption(sides: Any) -> None:
+    """covers: A3 C8. The store has got the blocks since, or lost them."""
+    side = sides()
+    request = make_request("second", 70)
+    side.side.begin(request)
+    assert matched(side, request) == 0
+    side.side.runs(request)
+    side.save(64)
+    assert matched(side, request) == 64
+    side.side.runs(request)
+    side.store.clear()
+    assert matched(side, request) == 0
+
+
+@pytest.mark.parametrize("preemptions", [0, 1])
+def test_a_preempted_request_loads_whole_whatever_was_asked_before(sides: Any, preemptions: int) -> None:
+    side = sides()
+    keys = side.save(64)
+    side.store.blocks[b"record"] = b""
+    part = BlockLoad("second", keys[:1], [7], is_partial=True)
+    side.side._partial = SimpleNamespace(record_keys=lambda *given: [b"record"], plan=lambda *given: part)
+    request = make_request("second", 70, num_preemptions=0)
+    side.side.begin(request)
+    assert matched(side, request) == 64
+    request.num_preemptions = preemptions
+    side.side.admitted(request, [7, 8, 9, 10, 11], 64)
+    (load,) = side.side.metadata(scheduled()).loads
+    assert load.keys == keys[: 4 if preemptions else 1]
+    assert load.is_partial == (not preemptions)

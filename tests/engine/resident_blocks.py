@@ -12,23 +12,33 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.serving import Engine, greedy_params
 from vllm_gaudi_ucm.sparse.residency.scheduler_side import ResidencyScheduler
+from vllm_gaudi_ucm.sparse.scheduler_contract import sparse_meta_of
 
 
 class WatchedEngine:
     """Steps an engine and checks both sides after each step.
 
     Free blocks that the prefix cache does not keep, and the null block, are overwritten with NaN after every step: a
-    block that is away and attended would show in the logits. The first content of every full block is kept and
-    compared with what stands in the table whenever the block is there.
+    block that is away and attended would show in the logits. A full block does not change as long as it stays in its
+    place. The first content of every full block is kept and compared with what stands in the table whenever the block
+    is there.
 
     tolerance: where requests with the same prompts take each other's blocks, computed in other chunks, from the prefix
-        cache: largest difference of a prompt's block. Those of answers, which rest on other choices, are not compared.
+        cache or a store: largest difference of a prompt's block to its first content. Those of answers rest on the
+        choices of sparse steps and are not compared. Neither are blocks of a prompt from the first one on that a sparse
+        step has written (what is left of it after a partial load, a chunk of one token) for whichever request: what is
+        found or stored for the same tokens may be that of a dense step, or of other choices. Either is a block of
+        these tokens.
     """
 
     def __init__(self, engine: Engine, tolerance: float | None = None) -> None:
         self.engine = engine
         self._tolerance = tolerance
         self._first: dict[tuple[int, int], torch.Tensor] = {}
+        self._there: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        self._before = self._there
+        self._chosen: set[bytes] = set()
+        self._note_choices()
         self.steps = 0
 
     @property
@@ -54,10 +64,26 @@ class WatchedEngine:
         outputs = self.engine.step()
         self.steps += 1
         self.residency.check_integrity()
+        self._before, self._there = self._there, {}
         for life in list(self.residency._lives.values()):
             self._check_request(life)
         self._poison()
         return outputs
+
+    def _note_choices(self) -> None:
+        """Keeps the hashes of full blocks that rest on choices of sparse steps."""
+        scheduler = self.engine._core.scheduler
+        schedule = scheduler.schedule
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            for request_id in sparse_meta_of(output).requests:
+                request = scheduler.requests[request_id]
+                start = request.num_computed_tokens - output.num_scheduled_tokens[request_id]
+                self._chosen.update(request.block_hashes[start // self.engine.runner._block_size :])
+            return output
+
+        scheduler.schedule = noted
 
     def _check_request(self, life: Any) -> None:
         request = self.engine._core.scheduler.requests[life.request_id]
@@ -73,17 +99,27 @@ class WatchedEngine:
             if number in not_sent:
                 continue
             assert seen[number] == blocks[number].block_id, "both sides have the same table"
-            is_compared = self._tolerance is None or number < request.num_prompt_tokens // block_size
-            if seen[number] and is_compared:
-                self._check_content(life.number, number, seen[number])
+            if seen[number]:
+                is_compared = self._tolerance is None or not self._rests_on_choices(request, number)
+                self._check_content((life.number, number), seen[number], is_compared)
 
-    def _check_content(self, life: int, number: int, block: int) -> None:
+    def _rests_on_choices(self, request: Any, number: int) -> bool:
+        if number >= request.num_prompt_tokens // self.engine.runner._block_size:
+            return True
+        return not self._chosen.isdisjoint(request.block_hashes[: number + 1])
+
+    def _check_content(self, place: tuple[int, int], block: int, is_compared: bool) -> None:
+        """place: life, logical block."""
         content = self.engine.runner.kv_caches
         found = torch.stack([cache[block] for cache in content.values()])
-        first = self._first.setdefault((life, number), found)
-        changed = float((found - first).abs().max())
-        # NaN is no small change
-        assert changed <= (self._tolerance or 0.0), f"block {number} of life {life} has changed by {changed}"
+        self._there[place] = block, found
+        before = self._before.get(place)
+        if before is not None and before[0] == block:
+            assert torch.equal(found, before[1]), f"block {place[1]} of life {place[0]} was written where it stays"
+        if is_compared:
+            changed = float((found - self._first.setdefault(place, found)).abs().max())
+            # NaN is no small change
+            assert changed <= (self._tolerance or 0.0), f"block {place[1]} of life {place[0]} has changed by {changed}"
 
     @torch.inference_mode()
     def _poison(self) -> None:

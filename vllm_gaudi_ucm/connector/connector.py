@@ -91,6 +91,8 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens:
             (block_ids,) = blocks.get_block_ids()
             self._scheduler.admitted(request, block_ids, num_external_tokens)
+        else:
+            self._scheduler.runs(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler.metadata(scheduler_output)

@@ -117,6 +117,10 @@ class PartialLoads:
         not stored, or the better blocks would be taken for stored ones."""
         return self._residency.is_guess(request_id)
 
+    def runs(self, request: Request) -> None:
+        """A request is about to compute; whoever looks for its blocks on the device comes after."""
+        self._residency.hide_guess(request)
+
     def _dispensable(self, request_id: str, keys: Sequence[bytes], first: int) -> list[int]:
         missing = [first + at for at in self._order(keys[first:])]
         return self._residency.dispensable(request_id, len(keys), missing)

@@ -203,6 +203,15 @@ class SchedulerSide:
         # once: what could not be loaded is computed, and not asked for again
         state.is_closed, state.lookup, state.loading = True, None, load
 
+    def runs(self, request: Request) -> None:
+        """It has blocks now, and is about to compute: nothing is loaded before."""
+        state = self._states.get(request.request_id)
+        if state is not None:
+            # what the store has said is old once the request is preempted
+            state.lookup = None
+        if self._partial is not None:
+            self._partial.runs(request)
+
     def _plan_partial(self, state: RequestState, lookup: Lookup, count: int, block_ids: list[int]) -> BlockLoad | None:
         """None where everything is loaded."""
         if self._partial is None or state.is_whole or not lookup.has_records or count < len(lookup.keys):

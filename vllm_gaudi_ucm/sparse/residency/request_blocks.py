@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.compat import kv_block_lists
+from vllm_gaudi_ucm.compat import forget_cached_blocks, kv_block_lists
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -66,6 +66,10 @@ class RequestBlocks:
             return None
         self._pool.touch(found)
         return found[0]
+
+    def forget_cached(self, request_id: str, first: int) -> None:
+        """The prefix cache has logical blocks `first` and following no more, until the request's next step."""
+        forget_cached_blocks(self._manager, request_id, first)
 
     def free_all(self, request: Request) -> None:
         """Frees what the request has: its table is empty then."""

@@ -106,6 +106,12 @@ class ResidencyScheduler:
         life = self._lives.get(request_id)
         return life is not None and life.is_guess
 
+    def hide_guess(self, request: Request) -> None:
+        """A request was allotted slots to compute. What it fills in a step that may be repeated is not found by others
+        before that step stands: it would be written again while they attend to it."""
+        if self.is_guess(request.request_id):
+            self._blocks.forget_cached(request.request_id, request.num_computed_tokens // self._block_size)
+
     def leave_stored(self, request_id: str, keys: Mapping[int, bytes]) -> dict[int, int]:
         """A connector loads all blocks of a request but these, whose records are their copies. See Moves."""
         life = self._lives[request_id]
