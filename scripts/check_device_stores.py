@@ -37,12 +37,12 @@ MEMORY_MODE: dict[str, Any] = {
 }
 
 
-def transfer(store: dict[str, Any]) -> KVTransferConfig:
+def transfer(store: dict[str, Any], **options: Any) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="UcmConnector",
         kv_connector_module_path="vllm_gaudi_ucm.connector",
         kv_role="kv_both",
-        kv_connector_extra_config={"store": store},
+        kv_connector_extra_config={"store": store, **options},
     )
 
 
@@ -52,8 +52,8 @@ class Engine:
     def __init__(self, folder: str, ucm: dict[str, Any], **options: Any) -> None:
         self.llm = LLM(folder, **OPTIONS, **options, additional_config={"ucm": ucm})
 
-    def answers(self, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
-        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    def answers(self, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> tuple[list[list[int]], int]:
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         cached = sum(output.num_cached_tokens or 0 for output in outputs)
         return [list(output.outputs[0].token_ids) for output in outputs], cached
@@ -63,7 +63,7 @@ class Engine:
         core: Any = self.llm.llm_engine.engine_core
         return core.engine_core.scheduler
 
-    def end(self) -> None:
+    def end(self) -> Any:
         self.llm.llm_engine.engine_core.shutdown()
 
 
