@@ -13,9 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.ops.batch import Request, Shape, build
+from tests.ops.batch import Batch, Request, Shape, build
 from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
-from vllm_gaudi_ucm.ops.unified_attention.impl import cuda
+from vllm_gaudi_ucm.ops.unified_attention.impl import cuda, cuda_causal, cuda_tiles
 
 
 class Hopper:
@@ -43,17 +43,27 @@ def compile_instead_of_launching(found: dict[str, int]) -> None:
     JITFunction.run = run  # type: ignore[method-assign]
 
 
-def main(dtype: torch.dtype) -> None:
-    chosen = frozenset({0, 1})
-    requests = [Request(600, 1, prefix=2), Request(700, 3, prefix=2), Request(400, 1, chosen=chosen)]
+def attend(requests: list[Request], dtype: torch.dtype) -> Batch:
+    """Also what only a Hopper does: kernels that start before the one ahead of them has ended."""
+    cuda_tiles.multiprocessors = lambda device: 132
+    cuda_tiles.starts_early = cuda_causal.starts_early = lambda device: True  # type: ignore[assignment]
     shape = Shape(32, 8, 128, 128, 128, dtype, poison=0.0, memory="pairs by token")
     batch = build(requests, shape)
-    found: dict[str, int] = {}
-    compile_instead_of_launching(found)
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
     plan = cuda.plan(batch.parts, shape.block_size)
     assert cuda.attend(*tensors, plan, batch.scale, torch.empty_like(batch.query))
-    kv_cache.write(*tensors[1:], batch.slots)
+    return batch
+
+
+def main(dtype: torch.dtype) -> None:
+    chosen = frozenset({0, 1})
+    found: dict[str, int] = {}
+    compile_instead_of_launching(found)
+    for context in (100, 600):
+        attend([Request(context, 1)], dtype)
+    batch = attend([Request(600, 1, prefix=2), Request(700, 3, prefix=2), Request(400, 1, chosen=chosen)], dtype)
+    caches = batch.key_cache, batch.value_cache
+    kv_cache.write(batch.key, batch.value, *caches, batch.slots)
     kv_cache.copy(batch.key_cache[None], batch.value_cache[None], torch.zeros(1, 2, dtype=torch.int64))
     for name, shared in found.items():
         print(name, shared)

@@ -76,6 +76,22 @@ def test_steps_of_one_block(monkeypatch: pytest.MonkeyPatch, programs: int) -> N
     assert_matches(build([*_scaled(32), Request(70, 1), Request(40, 1)], Shape(block_size=32)), "cuda", prepared=True)
 
 
+@pytest.mark.parametrize("tokens", [0, 10**6])
+@pytest.mark.parametrize("block_size", [4, 128])
+def test_decodes_alone(monkeypatch: pytest.MonkeyPatch, tokens: int, block_size: int) -> None:
+    """covers: A5, A11, A13. In one launch and with a merge; with rows that have no block, and one row."""
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda, cuda_spans
+
+    monkeypatch.setattr(cuda_spans, "FINAL_TOKENS", tokens)
+    merged, merge = [], cuda.merge
+    monkeypatch.setattr(cuda, "merge", lambda *args, **named: (merged.append(1), merge(*args, **named)))
+    shape, pads = Shape(block_size=block_size), Pads(rows=3, unique=5, singles=9, phase="--u")
+    for requests in ([Request(9, 1)], [Request(block_size + 3, 1), Request(0, 1), Request(2 * block_size - 1, 1)]):
+        assert_matches(build(requests, shape), "cuda", prepared=True)
+        assert_matches(pad(build(requests, replace(shape, pads=0)), pads, math.nan), "cuda", prepared=True)
+    assert bool(merged) == (tokens == 0)
+
+
 def test_a_cache_of_another_dtype() -> None:
     """Queries in fp32 over a cache in bf16: the arithmetic is fp32."""
     batch = build(MIXED, Shape(poison=0.0))

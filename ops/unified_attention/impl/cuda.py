@@ -72,17 +72,19 @@ def attend(
         return True
     run_side_by_side(work, query.device)
     if found:
-        merge(layer, plan, found)
+        merge(layer, plan, found, alone=len(work) == 1)
     return True
 
 
 def _work(layer: Layer, plan: Plan, selected_blocks: Tensor | None) -> list[Work]:
     """Of the parts that read the cache."""
     parts, work = plan.parts, []
+    has_shared = parts.shared is not None and parts.shared.blocks.numel() > 0
+    has_others = has_shared or plan.starts is not None or plan.selected is not None
     if parts.unique is not None and plan.unique is not None and parts.unique.num_rows:
         beside = plan.unique.order.shape[0] <= BALANCED * listed_pairs(layer, parts.shared)
-        work.append(unique(layer, plan, plan.unique, beside))
-    if parts.shared is not None and parts.shared.blocks.numel():
+        work.append(unique(layer, plan, plan.unique, beside, alone=not has_others))
+    if has_shared and parts.shared is not None:
         work.append(shared(layer, plan, parts.shared, beside=bool(work)))
     if parts.selected is not None and plan.selected is not None:
         work.append(selected(layer, plan, parts.selected, plan.selected, selected_blocks))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_descriptors import describe_tokens
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, follows, starts_early
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Plan
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_tiles import causal_tile
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Found, Work, scratch
@@ -43,7 +43,8 @@ def causal(layer: Layer, plan: Plan, starts: Tensor, others: Sequence[Found]) ->
     results = (has_more, broken, layer.out, *(sums or (None, None, None)))
     strides = [stride for tokens, _ in sides for stride in tokens.stride()[:2]]
     flags = {"ALONE": not others, "SAVES": sums is not None}
-    sizes = {**layer.sizes(), **tile.sizes()}
+    early = starts_early(layer.query.device)
+    sizes = {**layer.sizes(), **tile.sizes(), "EARLY": early}
 
     def launch() -> None:
         tensors = (layer.query, layer.key, layer.value)
@@ -54,7 +55,7 @@ def causal(layer: Layer, plan: Plan, starts: Tensor, others: Sequence[Found]) ->
         once_more = {name: size for name, size in sizes.items() if name != "STAGES"}
         repair_causal[(-(-tiles * layer.heads // LOOKED_AT),)](
             *tensors, starts, bounds, *results, layer.scale, layer.rows, tiles, *strides,
-            **once_more, **flags, LOOKED_AT=LOOKED_AT,
+            **once_more, **flags, **follows(early), LOOKED_AT=LOOKED_AT,
         )  # fmt: skip
 
     return Work(launch, None)

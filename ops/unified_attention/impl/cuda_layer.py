@@ -117,3 +117,14 @@ def multiprocessors(device: torch.device) -> int:
 def has_copy_engine(device: torch.device) -> bool:
     """Whether a GPU copies tiles that a descriptor names (Hopper and later); the interpreter does, too."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@lru_cache(maxsize=16)
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it has ended, and wait inside (Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def follows(early: bool) -> dict[str, bool]:
+    """Of the launch of a kernel that waits inside for the one ahead of it on its stream."""
+    return {"launch_pdl": True} if early else {}

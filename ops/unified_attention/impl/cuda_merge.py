@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_causal import saved_sums
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, power_of_two
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, follows, power_of_two
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Plan
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_tiles import merges_early
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Found
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.merge import merge_parts
 
@@ -16,8 +17,11 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.triton.merge import merge_parts
 FEW_ROWS, OF_FEW, OF_MANY = 16, (1, 32), (4, 8)
 
 
-def merge(layer: Layer, plan: Plan, found: Sequence[Found]) -> None:
-    """Adds up what has been found of each row; rows that have a causal part alone are finished already."""
+def merge(layer: Layer, plan: Plan, found: Sequence[Found], alone: bool) -> None:
+    """Adds up what has been found of each row; rows that have a causal part alone are finished already.
+
+    alone: the step has one part, whose kernel is the last one on this stream.
+    """
     by_part = {one.part: one for one in found}
     arguments: list[Any] = []
     for name in ("unique", "shared", "selected"):
@@ -28,6 +32,7 @@ def merge(layer: Layer, plan: Plan, found: Sequence[Found]) -> None:
             arguments += [one.place, one.acc, one.top, one.total, one.offsets, one.offsets.shape[0] - 1, one.programs]
     sums = saved_sums(layer, plan, found)
     heads, pieces = OF_FEW if layer.rows <= FEW_ROWS else OF_MANY
+    early = alone and merges_early(layer, found[0].programs)
     block_h = min(heads, 1 << (layer.heads - 1).bit_length())
     merge_parts[(layer.rows, -(-layer.heads // block_h))](
         layer.out,
@@ -47,5 +52,7 @@ def merge(layer: Layer, plan: Plan, found: Sequence[Found]) -> None:
         SHARED="shared" in by_part,
         SELECTED="selected" in by_part,
         PIECES=pieces,
+        EARLY=early,
+        **follows(early),
         num_warps=4,
     )

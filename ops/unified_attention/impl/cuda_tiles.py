@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, multiprocessors, power_of_two
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, multiprocessors, power_of_two, starts_early
 
 # Programs of a kernel over the cache, per multiprocessor; one, where it is to leave room for another part.
 PROGRAMS, PROGRAMS_BESIDE, PROGRAMS_FLAT = 2, 1, 4
@@ -76,3 +76,14 @@ def programs_of(layer: Layer, entries: int, beside: bool = False, flat: bool = F
     per_multiprocessor = PROGRAMS_BESIDE if beside else PROGRAMS_FLAT if flat else PROGRAMS
     most = per_multiprocessor * multiprocessors(layer.query.device) // layer.kv_heads
     return max(1, min(entries, most // 8 * 8 or most))
+
+
+def merges_early(layer: Layer, programs: int) -> bool:
+    """Whether the merge starts before so many programs per kv head have ended: of one row, where both have room.
+
+    H200: 512 tokens 8.3 -> 8.0 us, 2560 tokens 9.5 -> 9.2; where the GPU is full, the merge takes the place of what it
+    waits for (8704 tokens 0.016 -> 0.019 ms, two requests of 4096 13.4 -> 15.6 us).
+    """
+    most = PROGRAMS * multiprocessors(layer.query.device)
+    fits = programs * layer.kv_heads + layer.heads <= most
+    return layer.rows == 1 and fits and starts_early(layer.query.device)

@@ -2,9 +2,10 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal_tiles import load_tile, store_tile
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import softmax_step
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, softmax_step
 
 
 @triton.jit
@@ -48,6 +49,7 @@ def attend_causal(
     ALONE: tl.constexpr,
     SAVES: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One tile of rows and one head per program; the longest tiles start first.
 
@@ -58,7 +60,10 @@ def attend_causal(
     DESCRIBED: the `_tiles` are descriptors of [rows, heads * dim], of query and out in tiles [BLOCK_M, dim], of key and
         value in tiles [BLOCK_N, dim].
     ALONE: the step has no other part, so rows that take no part become zeros here.
+    EARLY: the repair may start and wait inside.
     """
+    if EARLY:
+        gdc_launch_dependents()
     head = tl.program_id(0) % HEADS
     tile = tl.num_programs(0) // HEADS - 1 - tl.program_id(0) // HEADS
     lowest = tl.load(bounds + tile * 3)
@@ -67,32 +72,22 @@ def attend_causal(
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.load(starts + row, mask=row < rows, other=2147483647)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     kv_head = head // GROUP
     q = load_tile(
         query_tiles, query, tile * BLOCK_M, head, q_row, q_head, rows, DIM, BLOCK_D, BLOCK_M, DESCRIBED
     ).to(COMPUTE)  # fmt: skip
-    # [lowest, all_see) is before some row's request; [all_see, diagonal) is seen by every row; the rest by some
-    all_see = lowest + tl.cdiv(highest - lowest, BLOCK_N) * BLOCK_N
-    diagonal = all_see + tl.maximum(tile * BLOCK_M + 1 - all_see, 0) // BLOCK_N * BLOCK_N
-    for first in tl.range(all_see, diagonal, BLOCK_N, num_stages=STAGES):
+    for first in tl.range(lowest, stop, BLOCK_N, num_stages=STAGES):
         k = load_tile(key_tiles, key, first, kv_head, k_row, k_head, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
         scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
+        # keys before some row's request, or after some row; most steps have neither
+        if (first < highest) | (first + BLOCK_N > tile * BLOCK_M):
+            n = first + tl.arange(0, BLOCK_N)
+            visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
         v = load_tile(value_tiles, value, first, kv_head, v_row, v_head, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
-        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, False)
-    ends = tl.minimum(all_see, stop)
-    count = tl.cdiv(tl.maximum(ends - lowest, 0), BLOCK_N) + tl.cdiv(tl.maximum(stop - diagonal, 0), BLOCK_N)
-    for index in tl.range(0, count, num_stages=1):
-        before = lowest + index * BLOCK_N
-        first = tl.where(before < ends, before, diagonal + before - all_see)
-        n = first + tl.arange(0, BLOCK_N)
-        k = load_tile(key_tiles, key, first, kv_head, k_row, k_head, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-        v = load_tile(value_tiles, value, first, kv_head, v_row, v_head, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
-        visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
-        scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
-        scores = tl.where(visible, scores, float("-inf"))
-        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, True)
+        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
     # a value that is not finite, times the weight 0 of a row that does not see it
     found = tl.abs(tl.sum(acc, 1)) < float("inf")
     tl.store(broken + tile * HEADS + head + tl.zeros([BLOCK_M], tl.int32), 1, mask=found == 0)

@@ -5,9 +5,10 @@ A kernel of its own: in `attend_causal` these lines cost registers, 3 % of a lon
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal_tiles import load_tile, store_tile
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import softmax_step, without_garbage
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, softmax_step, without_garbage
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -47,11 +48,14 @@ def repair_causal(
     ALONE: tl.constexpr,
     SAVES: tl.constexpr,
     LOOKED_AT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """LOOKED_AT pairs of a tile and a head per program; those in `broken` are computed again, and it is set to 0.
 
-    The other arguments are those of `attend_causal`.
+    EARLY: it has started before `attend_causal` has ended, and waits for it. The other arguments are those of that.
     """
+    if EARLY:
+        gdc_wait()
     begin = tl.program_id(0) * LOOKED_AT
     index = begin + tl.arange(0, LOOKED_AT)
     flags = tl.load(broken + index, mask=index < tiles * HEADS, other=0)
@@ -65,7 +69,7 @@ def repair_causal(
                 row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
                 start = tl.load(starts + row, mask=row < rows, other=2147483647)
                 acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                top = tl.full([BLOCK_M], LOWEST, tl.float32)
                 total = tl.zeros([BLOCK_M], tl.float32)
                 tainted = tl.zeros([BLOCK_M], tl.int32)
                 q = load_tile(
@@ -80,7 +84,7 @@ def repair_causal(
                     scores = tl.where(visible, scores, float("-inf"))
                     v, tainted = without_garbage(v, visible, tainted)
                     acc, top, total = softmax_step(
-                        acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, True
+                        acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION
                     )  # fmt: skip
                 acc = tl.where(tainted[:, None] > 0, float("nan"), acc)
                 store_tile(

@@ -68,7 +68,9 @@ def store_tile(
     DESCRIBED: tl.constexpr,
 ):
     """Rows [first, first + BLOCK_M) of a head to the result, or their sums to scratch; see `attend_causal`."""
-    result = tl.where(active[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0).to(out.dtype.element_ty)
+    # a row that takes no part may have summed up keys: what is not finite there is in `broken` and computed again
+    inverse = tl.where(active, 1.0 / tl.where(total == 0.0, 1.0, total), 0.0)
+    result = (acc * inverse[:, None]).to(out.dtype.element_ty)
     if DESCRIBED and ALONE:
         out_tiles.store([first, head * VALUE_DIM], result)
     else:

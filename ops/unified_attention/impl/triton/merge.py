@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
@@ -98,10 +99,12 @@ def merge_parts(
     SHARED: tl.constexpr,
     SELECTED: tl.constexpr,
     PIECES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row and BLOCK_H heads per program. u, s, c: what the unique, shared and selected lists have found.
 
     place: int32 [rows] list * ROWS + lane of the row, or -1. Rows whose causal part is all they have are finished.
+    EARLY: it has started before the part in use has ended, and waits for it.
     CAUSAL: there is a causal part; SAVED: it has left the sums of rows that have more in causal_acc and so on.
     """
     row = tl.program_id(0)
@@ -115,6 +118,8 @@ def merge_parts(
     active = False
     if CAUSAL:
         active = tl.load(starts + row) <= row
+    if EARLY:
+        gdc_wait()
     if (at >= 0) | (active == 0):
         head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
         real = head < HEADS

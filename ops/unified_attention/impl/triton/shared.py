@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import (
+    LOWEST,
     list_of,
     share_of,
     softmax_step,
@@ -140,7 +141,7 @@ def attend_shared(
                 other=0.0,
             ).to(COMPUTE)
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            top = tl.full([BLOCK_M], LOWEST, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             lists = tile.to(tl.int64) * num_columns
             whole = tl.minimum(begins + tl.load(whole_counts + tile), stop)
@@ -169,7 +170,7 @@ def attend_shared(
                         mask=inside[:, None] & (e < VALUE_DIM)[None, :],
                         other=0.0,
                     ).to(COMPUTE)
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, True)
+                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION)
             span = tl.load(row_spans + row, mask=real, other=0).to(tl.int64)
             part_end = (stop - begins) * BLOCK_SIZE
             for first in tl.range(tl.maximum(from_list, whole_end), part_end, BLOCK_N, num_stages=1):
@@ -180,11 +181,11 @@ def attend_shared(
                 )  # fmt: skip
                 scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
                 scores = tl.where(visible, scores, float("-inf"))
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, True)
+                acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
             # a value that is not finite, times the weight 0 of a row that does not see it: look at every value
             if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) > 0:
                 acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                top = tl.full([BLOCK_M], LOWEST, tl.float32)
                 total = tl.zeros([BLOCK_M], tl.float32)
                 tainted = tl.zeros([BLOCK_M], tl.int32)
                 for first in tl.range(from_list, part_end, BLOCK_N, num_stages=1):
@@ -196,9 +197,7 @@ def attend_shared(
                     scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
                     scores = tl.where(visible, scores, float("-inf"))
                     v, tainted = without_garbage(v, visible, tainted)
-                    acc, top, total = softmax_step(
-                        acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, True
-                    )
+                    acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
                 acc = tl.where(tainted[:, None] > 0, float("nan"), acc)
             place = ((program + tile).to(tl.int64) * ROWS + lane) * HEADS + head
             tl.store(top_out + place, top, mask=real)

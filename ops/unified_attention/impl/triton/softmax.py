@@ -7,23 +7,19 @@ outside of these kernels reads them.
 import triton
 import triton.language as tl
 
+# Top of a row that has seen nothing: finite, for -inf - -inf would be NaN, and below every score.
+LOWEST = tl.constexpr(-3.0e38)
+
 
 @triton.jit
-def softmax_step(
-    acc, top, total, scores, scale, value, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr
-):
-    """Adds a tile of keys to (acc, top, total): [rows, value_dim], [rows], [rows], all fp32.
+def softmax_step(acc, top, total, scores, scale, value, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds a tile of keys to (acc, top, total): [rows, value_dim], [rows], [rows], all fp32; top is LOWEST at first.
 
     scores: fp32 [rows, keys], before scaling, -inf where a row does not see a key. scale: positive, times log2(e).
-    MASKED: a row may have seen nothing yet; else one whose scores are all -inf becomes NaN.
     """
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-    base = new_top
-    if MASKED:
-        # -inf - -inf would be NaN
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores * scale - base[:, None])
-    shrink = tl.exp2(top - base)
+    weights = tl.exp2(scores * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None]
     acc = tl.dot(weights.to(COMPUTE), value, acc, input_precision=PRECISION)

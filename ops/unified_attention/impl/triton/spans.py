@@ -2,8 +2,9 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import list_of, share_of, softmax_step
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, list_of, share_of, softmax_step
 
 
 @triton.jit(do_not_specialize=["num_spans"])
@@ -20,6 +21,7 @@ def attend_spans(
     acc_out,
     top_out,
     total_out,
+    out,
     scale,
     num_spans,
     q_row,
@@ -30,6 +32,8 @@ def attend_spans(
     v_block,
     v_token,
     v_head,
+    o_row,
+    o_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -45,6 +49,8 @@ def attend_spans(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    FINAL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid (kv heads, programs): each program takes an even share of the entries, whichever spans they belong to.
 
@@ -52,18 +58,30 @@ def attend_spans(
     first_rows, num_rows: [spans]; unused if SINGLE, where span i is row i. ROWS: no span has more.
     acc_out: fp32 [programs + spans, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: what program
         p finds of span s is at p + s.
+    FINAL: grid (kv heads, rows) and SINGLE: each program takes all entries of its row and writes the row of `out`.
+    EARLY: the merge may start and wait inside.
     """
+    if EARLY:
+        gdc_launch_dependents()
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
-    entries = tl.load(offsets + num_spans)
-    position, end = share_of(program, tl.num_programs(1), entries)
+    if FINAL:
+        position = tl.load(offsets + tl.minimum(program, num_spans))
+        end = tl.load(offsets + tl.minimum(program + 1, num_spans))
+    else:
+        position, end = share_of(program, tl.num_programs(1), tl.load(offsets + num_spans))
     m = tl.arange(0, BLOCK_M)
     lane, head = m // GROUP, kv_head * GROUP + m % GROUP
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     keys = key_cache + kv_head.to(tl.int64) * k_head
     values = value_cache + kv_head.to(tl.int64) * v_head
-    span = position
-    if position < end:
+    span = program
+    if FINAL:
+        if position >= end:
+            place = out + program.to(tl.int64) * o_row + head[:, None] * o_head + e[None, :]
+            nothing = tl.zeros([BLOCK_M, BLOCK_V], out.dtype.element_ty)
+            tl.store(place, nothing, mask=(lane < ROWS)[:, None] & (e < VALUE_DIM)[None, :])
+    elif position < end:
         span = list_of(offsets, num_spans, position, LISTS)
     while position < end:
         stop = tl.minimum(end, tl.load(offsets + span + 1))
@@ -80,7 +98,7 @@ def attend_spans(
                 other=0.0,
             ).to(COMPUTE)
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            top = tl.full([BLOCK_M], LOWEST, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             for first in tl.range(position * BLOCK_SIZE, stop * BLOCK_SIZE, BLOCK_N, num_stages=STAGES):
                 if BLOCK_SIZE % BLOCK_N == 0:
@@ -106,12 +124,16 @@ def attend_spans(
                 v = tl.load(
                     values + v_place[:, None] + e[None, :], mask=seen[:, None] & (e < VALUE_DIM)[None, :], other=0.0
                 ).to(COMPUTE)
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, True)
-            place = ((program + span).to(tl.int64) * ROWS + lane) * HEADS + head
-            tl.store(top_out + place, top, mask=real)
-            tl.store(total_out + place, total, mask=real)
-            tl.store(
-                acc_out + place[:, None] * VALUE_DIM + e[None, :], acc, mask=real[:, None] & (e < VALUE_DIM)[None, :]
-            )
+                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION)
+            stored = real[:, None] & (e < VALUE_DIM)[None, :]
+            if FINAL:
+                result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+                place = out + row.to(tl.int64)[:, None] * o_row + head[:, None] * o_head + e[None, :]
+                tl.store(place, result.to(out.dtype.element_ty), mask=stored)
+            else:
+                place = ((program + span).to(tl.int64) * ROWS + lane) * HEADS + head
+                tl.store(top_out + place, top, mask=real)
+                tl.store(total_out + place, total, mask=real)
+                tl.store(acc_out + place[:, None] * VALUE_DIM + e[None, :], acc, mask=stored)
             position = stop
         span += 1

@@ -6,7 +6,7 @@ Loads of the next row's keys are under way while a row is finished, which many r
 import triton
 import triton.language as tl
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import share_of, softmax_step
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, share_of, softmax_step
 
 
 @triton.jit(do_not_specialize=["num_spans"])
@@ -59,7 +59,7 @@ def attend_spans_flat(
     keys = key_cache + kv_head.to(tl.int64) * k_head
     values = value_cache + kv_head.to(tl.int64) * v_head
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for first in tl.range(position * BLOCK_SIZE, end * BLOCK_SIZE, BLOCK_N, num_stages=STAGES):
         entry = first // BLOCK_SIZE
@@ -78,7 +78,7 @@ def attend_spans_flat(
         scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         v = tl.load(values + v_place[:, None] + e[None, :], mask=seen[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
-        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, True)
+        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
         after = (first + BLOCK_N) // BLOCK_SIZE
         if (after >= end) | (tl.load(owners + after, mask=after < end, other=-1) != owner):
             place = (program + owner).to(tl.int64) * HEADS + head
@@ -88,5 +88,5 @@ def attend_spans_flat(
                 acc_out + place[:, None] * VALUE_DIM + e[None, :], acc, mask=real[:, None] & (e < VALUE_DIM)[None, :]
             )
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            top = tl.full([BLOCK_M], LOWEST, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
