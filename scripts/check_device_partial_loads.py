@@ -55,7 +55,7 @@ def gsa(mode: str, **memory_mode: Any) -> dict[str, Any]:
 
 
 class StoredEngine(Engine):
-    """An engine with a store that is empty at first."""
+    """An engine with a store that is empty at first. tails: steps that ran in graphs for tails, once it has ended."""
 
     def __init__(self, folder: str, ucm: dict[str, Any], kind: str) -> None:
         self._files = tempfile.TemporaryDirectory()
@@ -65,6 +65,7 @@ class StoredEngine(Engine):
         super().__init__(folder, {**ucm, "phase_log": str(self._log)}, kv_transfer_config=store)
         core: Any = self.llm.llm_engine.engine_core
         runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+        self.tails = 0
         self._worker = runner.transfer.connector.worker_side
 
     def stored_answers(self, prompts: list[list[int]], new_tokens: int) -> Found:
@@ -76,12 +77,10 @@ class StoredEngine(Engine):
         changes = (after - then for after, then in zip(self._counts(), before, strict=True))
         return Found(answers, *changes)
 
-    def end(self) -> int:
-        """Also the number of steps that ran in graphs for tails."""
+    def end(self) -> None:
         super().end()
-        tails = sum(step.tail for step in read_phase_log(self._log)[1])
+        self.tails = sum(step.tail for step in read_phase_log(self._log)[1])
         self._files.cleanup()
-        return tails
 
     def _forget(self) -> None:
         for _ in range(3):
@@ -134,17 +133,15 @@ def check_left_in_store(folder: str, kind: str, mode: str) -> tuple[bool, list[l
     # one token: what later ones want depends on time, and what was wanted more often is loaded rather
     engine.answers(prompts, 1)
     first, later = (engine.stored_answers(prompts, count) for count in (1, NEW_TOKENS))
-    tails = engine.end()
+    engine.end()
     print(
         f"{kind} store, {mode}, left: {_blocks(first)}; with {NEW_TOKENS} tokens {_blocks(later)}; "
-        f"{tails} steps in graphs for tails",
+        f"{engine.tails} steps in graphs for tails",
         flush=True,
     )
-    expected = 0 if mode == "off" else 2 * sum(tail > 1 for _, tail in SIZES)
-    counted = tails == expected and all(
-        one.brought + one.left == STORED and one.left and not one.repeated for one in (first, later)
-    )
-    complete = all(len(answer) == NEW_TOKENS for answer in later.answers)
+    tails = 0 if mode == "off" else 2 * sum(tail > 1 for _, tail in SIZES)
+    counted = all(one.brought + one.left == STORED and one.left and not one.repeated for one in (first, later))
+    complete = all(len(answer) == NEW_TOKENS for answer in later.answers) and engine.tails == tails
     return counted and complete and later.back > 0 and not first.failed + later.failed, first.answers
 
 

@@ -63,7 +63,7 @@ class Engine:
         core: Any = self.llm.llm_engine.engine_core
         return core.engine_core.scheduler
 
-    def end(self) -> Any:
+    def end(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
 
 
