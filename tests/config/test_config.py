@@ -82,6 +82,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.cpu.packed_weights": ([True, False], [0, "true", None], "true or false"),
     "ucm.cpu.compact_weights": ([True, False], [1, "no", None], "true or false"),
     "ucm.cpu.matrix_unit": ([True, False], [0, "off", None], "true or false"),
+    "ucm.cpu.native_graphs": ([True, False], [1, "on", None], "true or false"),
     "ucm.memory_mode.enabled": ([False], [1, "yes", None], "true or false"),
     "ucm.memory_mode.resident_ratio": ([0.1, 1.0], [0.0, 1.1, None], "number, above 0 and at most 1"),
     "ucm.memory_mode.refresh_steps": ([1, 64], [0, 1.5, True], "integer, at least 1"),
@@ -173,7 +174,9 @@ def test_all_problems_at_once() -> None:
     assert f"ucm.zzz: found an unknown key, expected {SECTIONS}" in message
 
 
-_CPU_KEYS = "ucm.cpu.compact_weights or ucm.cpu.matrix_unit or ucm.cpu.packed_weights or ucm.cpu.threads"
+_CPU_KEYS = " or ".join(
+    f"ucm.cpu.{key}" for key in ("compact_weights", "matrix_unit", "native_graphs", "packed_weights", "threads")
+)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,7 @@ def test_section_that_is_no_mapping(value: Any) -> None:
         resolve_config({"ucm": {"cpu": value}})
     assert (
         str(caught.value.problems[0]) == f"ucm.cpu: found {value!r}, expected mapping with the keys "
-        "threads, packed_weights, compact_weights, matrix_unit"
+        "threads, packed_weights, compact_weights, matrix_unit, native_graphs"
     )
 
 

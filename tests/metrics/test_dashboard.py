@@ -45,6 +45,7 @@ def exported(folder: Path) -> dict[str, dict[str, set[str]]]:
     metrics.times(1.0, 2.0, 3.0)
     metrics.bypass("some reason")
     metrics.warm_up(1, 2, 3.0, 1.0)
+    metrics.native_graphs()
     metrics.sparse()
     metrics.store("file").set(StoreStats(kind="file"))
     metrics.prefetch("connector").set(PrefetchEngine(ScriptedStore(), 1, PrefetchOptions()).stats())
