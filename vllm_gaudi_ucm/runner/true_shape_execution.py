@@ -97,7 +97,10 @@ class TrueShapeExecution:
             self._hidden = self._graphs.hidden(staged, metadata)
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        return self._decoder.logits(self._hidden[torch.from_numpy(rows).to(self._device)])
+        hidden = self._hidden
+        if not (len(rows) == len(hidden) and np.array_equal(rows, np.arange(len(rows)))):
+            hidden = hidden.index_select(0, torch.from_numpy(rows).to(self._device))
+        return self._decoder.logits(hidden)
 
 
 def _checked(implementation: str, device: torch.device) -> str:

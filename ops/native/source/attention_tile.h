@@ -58,24 +58,6 @@ struct Ahead {
     }
 };
 
-template <int STEP>
-inline void transpose_level(Floats* v) {
-    if constexpr (STEP > 0) {
-        Ints first, second;
-        for (int lane = 0; lane < LANES; ++lane) {
-            first[lane] = (lane & STEP) ? LANES + (lane ^ STEP) : lane;
-            second[lane] = (lane & STEP) ? LANES + lane : (lane ^ STEP);
-        }
-        for (int i = 0; i < LANES; ++i) {
-            if (i & STEP) continue;
-            const Floats a = v[i], b = v[i + STEP];
-            v[i] = __builtin_shuffle(a, b, first);
-            v[i + STEP] = __builtin_shuffle(a, b, second);
-        }
-        transpose_level<STEP / 2>(v);
-    }
-}
-
 // keys[d][t], zeros beyond the tile's tokens.
 inline void pack_keys(Unit& unit, const Tile& tile, Ahead& ahead) {
     float room[LANES][LARGEST_HEAD];
@@ -88,7 +70,7 @@ inline void pack_keys(Unit& unit, const Tile& tile, Ahead& ahead) {
             Floats v[LANES];
             ahead.fetch();
             for (int lane = 0; lane < LANES; ++lane) v[lane] = rows[lane] ? load(rows[lane] + d) : Floats{};
-            transpose_level<LANES / 2>(v);
+            transpose(v);
             for (int lane = 0; lane < LANES; ++lane) store(unit.keys + (d + lane) * KEYS + t, v[lane]);
         }
         for (; d < unit.dim; ++d)

@@ -176,11 +176,17 @@ void multiply_rows_at_once(
             for (int j = 0; j < VECTORS; ++j) store(task.out + i * task.outputs + output + j * LANES, sums[i][j]);
 }
 
-// x [rows, in] as [in, padded].
-void side_by_side(const Linear& task, int64_t padded, std::vector<float>& x) {
-    x.assign(task.in * padded, 0.0f);
-    for (int64_t k = 0; k < task.in; ++k)
-        for (int64_t i = 0; i < task.rows; ++i) x[k * padded + i] = task.x[i * task.x_stride + k];
+// x [rows, in] as [in, ROWS], whole squares of it at a time.
+template <int ROWS>
+void side_by_side(const Linear& task, std::vector<float>& x) {
+    static_assert(ROWS <= LANES && GROUP % LANES == 0, "a square holds all rows, and squares hold all inputs");
+    x.resize(task.in * ROWS + LANES);  // a vector may be longer than a row of x, and is then overwritten by the next
+    for (int64_t k = 0; k < task.in; k += LANES) {
+        Floats v[LANES] = {};
+        for (int64_t i = 0; i < task.rows; ++i) v[i] = load(task.x + i * task.x_stride + k);
+        transpose(v);
+        for (int j = 0; j < LANES; ++j) store(x.data() + (k + j) * ROWS, v[j]);
+    }
 }
 
 template <typename Form, int VECTORS>
@@ -206,7 +212,7 @@ void multiply_few_rows(const Linear& task, const Codes& whole) {
     {
         const auto [thread, threads] = member();
         thread_local std::vector<float> x;
-        side_by_side(task, ROWS, x);
+        side_by_side<ROWS>(task, x);
         share_panels(count, task.width, thread, threads, [&](int64_t index, int64_t from, int64_t to) {
             const int64_t vectors = (to - from) / LANES % MOST == 0 ? MOST : 1, step = vectors * LANES;
             const auto multiply =

@@ -93,6 +93,27 @@ inline Floats sum_each(Floats* v) {
     return v[0];
 }
 
+// LANES vectors as the rows of a square, in place: lane j of vector i becomes lane i of vector j.
+template <int STEP>
+inline void transpose_level(Floats* v) {
+    if constexpr (STEP > 0) {
+        Ints first, second;
+        for (int lane = 0; lane < LANES; ++lane) {
+            first[lane] = (lane & STEP) ? LANES + (lane ^ STEP) : lane;
+            second[lane] = (lane & STEP) ? LANES + lane : (lane ^ STEP);
+        }
+        for (int i = 0; i < LANES; ++i) {
+            if (i & STEP) continue;
+            const Floats a = v[i], b = v[i + STEP];
+            v[i] = __builtin_shuffle(a, b, first);
+            v[i + STEP] = __builtin_shuffle(a, b, second);
+        }
+        transpose_level<STEP / 2>(v);
+    }
+}
+
+inline void transpose(Floats (&v)[LANES]) { transpose_level<LANES / 2>(v); }
+
 // e^x to about one unit in the last place; 0 below -87, where it would be denormal, e^88 above 88. NaN stays NaN.
 // Cody-Waite reduction to |r| <= ln(2)/2 and a polynomial of degree 6 (the coefficients of Cephes' expf).
 inline Floats exponential(Floats x) {
