@@ -80,13 +80,13 @@ def attend_causal(
     ).to(COMPUTE)  # fmt: skip
     for first in tl.range(lowest, stop, BLOCK_N, num_stages=STAGES):
         k = load_tile(key_tiles, key, first, kv_head, k_row, k_head, rows, DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+        v = load_tile(value_tiles, value, first, kv_head, v_row, v_head, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
         scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
         # keys before some row's request, or after some row; most steps have neither
         if (first < highest) | (first + BLOCK_N > tile * BLOCK_M):
             n = first + tl.arange(0, BLOCK_N)
             visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
             scores = tl.where(visible, scores, float("-inf"))
-        v = load_tile(value_tiles, value, first, kv_head, v_row, v_head, rows, VALUE_DIM, BLOCK_V, BLOCK_N, DESCRIBED)
         acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
     # a value that is not finite, times the weight 0 of a row that does not see it
     found = tl.abs(tl.sum(acc, 1)) < float("inf")
