@@ -66,7 +66,7 @@ def test_an_engine_in_a_step_is_not_idle(
     read = worker.blocks.read
 
     def note(blocks: Any) -> None:
-        seen.append(worker.activity.is_idle)
+        seen.append(worker.activity.is_idle())
         read(blocks)
 
     monkeypatch.setattr(worker.blocks, "read", note)
@@ -74,4 +74,4 @@ def test_an_engine_in_a_step_is_not_idle(
     engine.greedy(PROMPTS, OUTPUTS)
     assert seen
     assert not any(seen)
-    assert worker.activity.is_idle
+    assert worker.activity.is_idle()

@@ -48,6 +48,25 @@ def test_pages_come_in_idle_time_and_go_with_the_last_view() -> None:
     assert resident() - before < 0.1 * SIZE
 
 
+def test_nothing_is_provided_while_it_may_not_be() -> None:
+    """An engine that computes: its pages come when they are written; and the thread ends with the memory."""
+    wait_for_threads()
+    before, allowed = resident(), threading.Event()
+    zeros = zeroed_pages(SIZE, allowed.is_set)
+    time.sleep(0.2)
+    assert resident() - before < 0.1 * SIZE
+    zeros[: SIZE // 4] = 1
+    assert resident() - before > 0.2 * SIZE
+    allowed.set()
+    wait_for_threads()
+    assert resident() - before > 0.9 * SIZE
+    refused = zeroed_pages(4 << 30, lambda: False)
+    del refused
+    gc.collect()
+    wait_for_threads()
+    assert "ucm-pages" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_a_kernel_that_provides_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux before 5.14: they come when they are used."""
     monkeypatch.setattr(host_pages, "_POPULATE_WRITE", 12345)

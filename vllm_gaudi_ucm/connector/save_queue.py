@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_gaudi_ucm.connector.step_activity import StepActivity
+from vllm_gaudi_ucm.step_activity import StepActivity
 
 POLL_SECONDS = 0.02
 """How often one thread looks whether the engine has become idle. Each look takes about 0.1 ms of a step."""
@@ -151,5 +151,5 @@ class SaveQueue:
             or 2 * self._taken > self._capacity
             or self._capacity - self._taken < self._expected
             or self._clock() - self._waiting[0].queued >= self._patience
-            or self._activity.is_idle
+            or self._activity.is_idle()
         )

@@ -13,7 +13,6 @@ from vllm_gaudi_ucm.connector.block_saver import BlockSaver
 from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.connector.metadata import RecordSave, UcmMetadata, UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.save_queue import SaveQueue
-from vllm_gaudi_ucm.connector.step_activity import StepActivity
 from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
 from vllm_gaudi_ucm.connector.waiting_prefetch import apply_plan
 from vllm_gaudi_ucm.connector.worker_metrics import WorkerMetrics
@@ -22,6 +21,7 @@ from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.residency.copy_loads import CopyLoads
 from vllm_gaudi_ucm.sparse.residency.summary_records import SummaryRecords
+from vllm_gaudi_ucm.step_activity import StepActivity
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup

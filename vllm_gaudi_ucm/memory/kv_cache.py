@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheLayout, KVCacheSpec, create_kv_cache_views
@@ -14,7 +14,10 @@ DUMMY_BLOCK = 0
 
 
 def allocate_kv_cache(
-    config: KVCacheConfig, device: torch.device, separate_layers: bool = False
+    config: KVCacheConfig,
+    device: torch.device,
+    separate_layers: bool = False,
+    is_idle: Callable[[], bool] = lambda: True,
 ) -> dict[str, torch.Tensor]:
     """Allocates the cache and returns, per layer name, a view [blocks, kv heads, block size, k | v].
 
@@ -22,6 +25,7 @@ def allocate_kv_cache(
 
     separate_layers: an allocation per layer instead of one for all. torch.compile needs it: it takes tensors of one
         allocation that a graph writes for one tensor, and then finds sizes that it did not compile for (torch 2.13).
+    is_idle: whether pages of the host may be provided now; see `zeroed_pages`.
     """
     if separate_layers:
         shapes = _views(config, torch.device("meta"))
@@ -29,14 +33,16 @@ def allocate_kv_cache(
             name: torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device).zero_()
             for name, view in shapes.items()
         }
-    return _views(config, device)
+    return _views(config, device, is_idle)
 
 
-def _views(config: KVCacheConfig, device: torch.device) -> dict[str, torch.Tensor]:
+def _views(
+    config: KVCacheConfig, device: torch.device, is_idle: Callable[[], bool] = lambda: True
+) -> dict[str, torch.Tensor]:
     specs = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
     (size,) = {tensor.size for tensor in config.kv_cache_tensors}
     on_host = device.type == "cpu"
-    backing = zeroed_pages(size) if on_host else torch.zeros(size, dtype=torch.int8, device=device)
+    backing = zeroed_pages(size, is_idle) if on_host else torch.zeros(size, dtype=torch.int8, device=device)
     layout = KVCacheLayout[config.kv_cache_layout or KVCacheLayout.LBNHC.name]
     caches: dict[str, torch.Tensor] = {}
     for tensor in config.kv_cache_tensors:

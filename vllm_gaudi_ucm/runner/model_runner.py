@@ -40,6 +40,7 @@ from vllm_gaudi_ucm.runner.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.speculation.draft_layers import load_draft_model
 from vllm_gaudi_ucm.speculation.factory import make_proposer
 from vllm_gaudi_ucm.speculation.verification import Verification
+from vllm_gaudi_ucm.step_activity import StepActivity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,6 +86,7 @@ class ModelRunner:
         self.requests: RequestTable
         self.steps: StepRunner
         self.kv_caches: dict[str, torch.Tensor] = {}
+        self._activity = StepActivity()
 
     def load_model(self) -> None:
         models = [get_model(vllm_config=self._vllm_config)]
@@ -172,7 +174,8 @@ class ModelRunner:
             in_layers = self.kind == "off" and not is_ours
             self.transfer = KvTransfer(self._vllm_config, kv_cache_config, in_layers)
         with nullcontext() if self.transfer is None else self.transfer.allocation():
-            self.kv_caches = allocate_kv_cache(kv_cache_config, self._tensors_on, self.kind == "compile")
+            separate = self.kind == "compile"
+            self.kv_caches = allocate_kv_cache(kv_cache_config, self._tensors_on, separate, self._activity.is_idle)
         bind_kv_caches(self._vllm_config, self.kv_caches)
         if self.transfer is not None:
             self.transfer.register(self.kv_caches)
@@ -246,11 +249,17 @@ class ModelRunner:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Computes a step up to its logits. None: `sample_tokens` gives the output."""
-        return self.steps.execute_model(scheduler_output)
+        self._activity.begin()
+        output = self.steps.execute_model(scheduler_output)
+        if output is not None:
+            self._activity.end()
+        return output
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         """Samples the step that `execute_model` computed."""
-        return self.steps.sample_tokens(grammar_output)
+        output = self.steps.sample_tokens(grammar_output)
+        self._activity.end()
+        return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts that the last step proposed for the next one, once."""

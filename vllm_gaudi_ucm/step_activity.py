@@ -29,7 +29,6 @@ class StepActivity:
         self._ended = self._clock()
         self._is_running = False
 
-    @property
     def is_idle(self) -> bool:
         """No step runs, and none has just ended."""
         return not self._is_running and self._clock() - self._ended >= IDLE_SECONDS
