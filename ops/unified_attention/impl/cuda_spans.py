@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
 # ms); of fewer rows it is slower, and so it is where spans are long (8 with 77 chosen blocks each: by a sixth).
 MANY_SPANS = 64
 # Up to so many tokens in all, a program per row and kv head that needs no merge is faster than many and one (H200, one
-# request of 128 tokens 7.5 -> 4.5 us, of 256 7.6 -> 6.2, of 512 8.3 -> 9.9).
+# request of 128 tokens 7.5 -> 5.1 us, of 256 7.6 -> 6.8, of 512 8.3 -> 9.9).
 FINAL_TOKENS = 256
 
 
