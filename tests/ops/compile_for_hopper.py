@@ -43,11 +43,11 @@ def compile_instead_of_launching(found: dict[str, int]) -> None:
     JITFunction.run = run  # type: ignore[method-assign]
 
 
-def attend(requests: list[Request], dtype: torch.dtype) -> Batch:
+def attend(requests: list[Request], dtype: torch.dtype, block_size: int = 128) -> Batch:
     """Also what only a Hopper does: kernels that start before the one ahead of them has ended."""
     cuda_tiles.multiprocessors = lambda device: 132
     cuda_tiles.starts_early = cuda_causal.starts_early = lambda device: True  # type: ignore[assignment]
-    shape = Shape(32, 8, 128, 128, 128, dtype, poison=0.0, memory="pairs by token")
+    shape = Shape(32, 8, 128, 128, block_size, dtype, poison=0.0, memory="pairs by token")
     batch = build(requests, shape)
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
     plan = cuda.plan(batch.parts, shape.block_size)
@@ -59,8 +59,8 @@ def main(dtype: torch.dtype) -> None:
     chosen = frozenset({0, 1})
     found: dict[str, int] = {}
     compile_instead_of_launching(found)
-    for context in (100, 600):
-        attend([Request(context, 1)], dtype)
+    attend([Request(40, 1)], dtype, block_size=64)
+    attend([Request(600, 1)], dtype)
     batch = attend([Request(600, 1, prefix=2), Request(700, 3, prefix=2), Request(400, 1, chosen=chosen)], dtype)
     caches = batch.key_cache, batch.value_cache
     kv_cache.write(batch.key, batch.value, *caches, batch.slots)

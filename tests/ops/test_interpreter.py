@@ -54,6 +54,7 @@ def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
         "list_columns",
         "find_bounds",
         "repair_causal",
+        "attend_rows",
         "attend_spans",
         "attend_shared",
         "attend_causal",

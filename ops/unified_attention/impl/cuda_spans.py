@@ -8,6 +8,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, lists_si
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Lists, Plan, selected_place, unique_place
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_tiles import flat_spans_tile, merges_early, programs_of, spans_tile
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Work, room_for
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.rows import attend_rows
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.spans import attend_spans
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.spans_flat import attend_spans_flat
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
@@ -16,7 +17,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
 # ms); of fewer rows it is slower, and so it is where spans are long (8 with 77 chosen blocks each: by a sixth).
 MANY_SPANS = 64
 # Up to so many tokens in all, a program per row and kv head that needs no merge is faster than many and one (H200, one
-# request of 128 tokens 7.5 -> 5.1 us, of 256 7.6 -> 6.8, of 512 8.3 -> 9.9).
+# request of 128 tokens 7.5 -> 4.5 us, of 256 7.6 -> 6.2, of 512 8.3 -> 9.9).
 FINAL_TOKENS = 256
 
 
@@ -36,11 +37,10 @@ def _finished(layer: Layer, plan: Plan, lists: Lists) -> Work:
     sizes = {**layer.sizes(), **spans_tile(layer, 1).sizes(), "BLOCK_SIZE": plan.block_size}
 
     def launch() -> None:
-        attend_spans[(layer.kv_heads, layer.rows)](
+        attend_rows[(layer.kv_heads, layer.rows)](
             layer.query, layer.key_cache, layer.value_cache, lists.blocks, lists.lo, lists.hi, lists.offsets,
-            None, None, None, None, None, layer.out, layer.scale, lists.num_lists,
-            *layer.query.stride()[:2], *layer.cache_strides(), *layer.out.stride()[:2],
-            **sizes, ROWS=1, SINGLE=True, LISTS=1, FINAL=True, EARLY=False,
+            layer.out, layer.scale, lists.num_lists,
+            *layer.query.stride()[:2], *layer.cache_strides(), *layer.out.stride()[:2], **sizes,
         )  # fmt: skip
 
     return Work(launch, None)
@@ -71,8 +71,7 @@ def _spans(
     programs = programs_of(layer, blocks.shape[0], beside, flat is not None)
     found = room_for(layer, plan, part, place, lists.offsets, programs, rows)
     tensors = (layer.query, layer.key_cache, layer.value_cache, blocks, lists.lo, lists.hi, lists.offsets)
-    results = (found.acc, found.top, found.total)
-    numbers = (layer.scale, lists.num_lists)
+    results = (found.acc, found.top, found.total, layer.scale, lists.num_lists)
     strides = (*layer.query.stride()[:2], *layer.cache_strides())
     sizes = {**layer.sizes(), **tile.sizes(), "BLOCK_SIZE": plan.block_size}
     general = {"ROWS": rows, "SINGLE": spans[0] is None, "LISTS": lists_size(lists.num_lists)}
@@ -81,10 +80,8 @@ def _spans(
     def launch() -> None:
         grid = (layer.kv_heads, programs)
         if flat is not None:
-            attend_spans_flat[grid](*tensors, lists.owners, *results, *numbers, *strides, **sizes)
+            attend_spans_flat[grid](*tensors, lists.owners, *results, *strides, **sizes)
         else:
-            attend_spans[grid](
-                *tensors, *spans, *results, None, *numbers, *strides, 0, 0, **sizes, **general, FINAL=False, EARLY=early
-            )
+            attend_spans[grid](*tensors, *spans, *results, *strides, **sizes, **general, EARLY=early)
 
     return Work(launch, found)

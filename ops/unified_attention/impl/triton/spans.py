@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.entries import find_tokens
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, list_of, share_of, softmax_step
 
 
@@ -21,7 +22,6 @@ def attend_spans(
     acc_out,
     top_out,
     total_out,
-    out,
     scale,
     num_spans,
     q_row,
@@ -32,8 +32,6 @@ def attend_spans(
     v_block,
     v_token,
     v_head,
-    o_row,
-    o_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -49,7 +47,6 @@ def attend_spans(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    FINAL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Grid (kv heads, programs): each program takes an even share of the entries, whichever spans they belong to.
@@ -58,30 +55,21 @@ def attend_spans(
     first_rows, num_rows: [spans]; unused if SINGLE, where span i is row i. ROWS: no span has more.
     acc_out: fp32 [programs + spans, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: what program
         p finds of span s is at p + s.
-    FINAL: grid (kv heads, rows) and SINGLE: each program takes all entries of its row and writes the row of `out`.
     EARLY: the merge may start and wait inside.
     """
     if EARLY:
         gdc_launch_dependents()
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
-    if FINAL:
-        position = tl.load(offsets + tl.minimum(program, num_spans))
-        end = tl.load(offsets + tl.minimum(program + 1, num_spans))
-    else:
-        position, end = share_of(program, tl.num_programs(1), tl.load(offsets + num_spans))
+    entries = tl.load(offsets + num_spans)
+    position, end = share_of(program, tl.num_programs(1), entries)
     m = tl.arange(0, BLOCK_M)
     lane, head = m // GROUP, kv_head * GROUP + m % GROUP
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     keys = key_cache + kv_head.to(tl.int64) * k_head
     values = value_cache + kv_head.to(tl.int64) * v_head
-    span = program
-    if FINAL:
-        if position >= end:
-            place = out + program.to(tl.int64) * o_row + head[:, None] * o_head + e[None, :]
-            nothing = tl.zeros([BLOCK_M, BLOCK_V], out.dtype.element_ty)
-            tl.store(place, nothing, mask=(lane < ROWS)[:, None] & (e < VALUE_DIM)[None, :])
-    elif position < end:
+    span = position
+    if position < end:
         span = list_of(offsets, num_spans, position, LISTS)
     while position < end:
         stop = tl.minimum(end, tl.load(offsets + span + 1))
@@ -101,19 +89,7 @@ def attend_spans(
             top = tl.full([BLOCK_M], LOWEST, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             for first in tl.range(position * BLOCK_SIZE, stop * BLOCK_SIZE, BLOCK_N, num_stages=STAGES):
-                if BLOCK_SIZE % BLOCK_N == 0:
-                    entry = first // BLOCK_SIZE
-                    token = first % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-                    seen = (token >= tl.load(lo + entry)) & (token < tl.load(hi + entry))
-                    block = tl.load(blocks + entry)
-                else:
-                    entry = (first + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
-                    token = (first + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
-                    inside = entry < stop
-                    seen = (token >= tl.load(lo + entry, mask=inside, other=0)) & (
-                        token < tl.load(hi + entry, mask=inside, other=0)
-                    )
-                    block = tl.load(blocks + entry, mask=inside, other=0)
+                block, token, seen = find_tokens(first, stop, blocks, lo, hi, BLOCK_SIZE, BLOCK_N)
                 k_place = block * k_block + token * k_token
                 v_place = block * v_block + token * v_token
                 k = tl.load(
@@ -125,15 +101,11 @@ def attend_spans(
                     values + v_place[:, None] + e[None, :], mask=seen[:, None] & (e < VALUE_DIM)[None, :], other=0.0
                 ).to(COMPUTE)
                 acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION)
-            stored = real[:, None] & (e < VALUE_DIM)[None, :]
-            if FINAL:
-                result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-                place = out + row.to(tl.int64)[:, None] * o_row + head[:, None] * o_head + e[None, :]
-                tl.store(place, result.to(out.dtype.element_ty), mask=stored)
-            else:
-                place = ((program + span).to(tl.int64) * ROWS + lane) * HEADS + head
-                tl.store(top_out + place, top, mask=real)
-                tl.store(total_out + place, total, mask=real)
-                tl.store(acc_out + place[:, None] * VALUE_DIM + e[None, :], acc, mask=stored)
+            place = ((program + span).to(tl.int64) * ROWS + lane) * HEADS + head
+            tl.store(top_out + place, top, mask=real)
+            tl.store(total_out + place, total, mask=real)
+            tl.store(
+                acc_out + place[:, None] * VALUE_DIM + e[None, :], acc, mask=real[:, None] & (e < VALUE_DIM)[None, :]
+            )
             position = stop
         span += 1
