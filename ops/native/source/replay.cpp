@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "attention_job.h"
+#include "soon.h"
 
 using namespace ucm;
 
@@ -81,11 +82,76 @@ int64_t run(const Call& recorded) {
     return ~recorded.done;
 }
 
+constexpr int64_t COMPACT_LINEAR = 5, ATTEND = 7;
+constexpr int64_t MOST_BYTES = 8 << 20;  // more is not in the caches any more when it is needed
+
+// The cached tokens that an attention reads, if they lie token by token and have room in the caches.
+void runs_of(const Call& attend, std::vector<Run>& runs) {
+    const Plan& plan = *static_cast<const Plan*>(attend.arguments[0]);
+    const Layer& layer = *static_cast<const Layer*>(attend.arguments[1]);
+    const Tensors& tensors = *static_cast<const Tensors*>(attend.arguments[2]);
+    runs.clear();
+    const int64_t size = layer.cache_type == 0 ? 4 : 2, token = layer.key_token * size;
+    const int64_t between = tensors.value_cache - tensors.key_cache;
+    if (between < 0 || between >= token || layer.value_token != layer.key_token || layer.value_block != layer.key_block)
+        return;
+    int64_t bytes = 0;
+    for (int64_t j = 0; j < plan.num_jobs; ++j)
+        for (int64_t s = plan.jobs[j].span_lo; s < plan.jobs[j].span_hi; ++s) {
+            const Span& span = plan.spans[s];
+            const int64_t length = (span.hi - span.lo) * token;
+            if (span.entry >= 0 || span.block < 0 || span.block >= layer.blocks || length <= 0) continue;
+            bytes += length;
+            runs.push_back({tensors.key_cache + span.block * layer.key_block * size + span.lo * token,
+                            (length + LINE - 1) / LINE});
+        }
+    if (bytes > MOST_BYTES) runs.clear();
+}
+
+int64_t work_of(const Call& linear) { return int64_t(linear.arguments[9]) * int64_t(linear.arguments[10]); }
+
+// Has the linear layers before an attention fetch what it reads, each in proportion to its work: they are bound by
+// arithmetic from a few rows on.
+class Ahead {
+public:
+    Ahead(const Call* calls, int64_t count) : calls(calls), count(count) {}
+
+    void before(int64_t i) {
+        if (i == end) look_ahead(i);
+        if (calls[i].kernel != COMPACT_LINEAR || runs.empty()) return;
+        const int64_t first = lines * done / work;
+        done += work_of(calls[i]);
+        soon_of_next_kernel() = {&runs, first, lines * done / work};
+    }
+
+private:
+    const Call* calls;
+    const int64_t count;
+    int64_t end = 0, work = 0, done = 0, lines = 0;
+    std::vector<Run> runs;
+
+    // From call i on up to the next attention.
+    void look_ahead(int64_t i) {
+        work = done = lines = 0, runs.clear();
+        for (end = i; end < count && calls[end].kernel != ATTEND; ++end)
+            if (calls[end].kernel == COMPACT_LINEAR) work += work_of(calls[end]);
+        if (end == count) return;
+        if (work) runs_of(calls[end], runs);
+        for (const Run& run : runs) lines += run.lines;
+        ++end;
+    }
+};
+
 }  // namespace
 
 // The first call that did not do its work; those after it did not run. -1: all ran.
 extern "C" int64_t ucm_replay(const Call* calls, int64_t count) {
-    for (int64_t i = 0; i < count; ++i)
-        if (run(calls[i]) != calls[i].done) return i;
+    Ahead ahead(calls, count);
+    for (int64_t i = 0; i < count; ++i) {
+        ahead.before(i);
+        const int64_t returned = run(calls[i]);
+        soon_of_next_kernel() = Soon();  // a kernel that does not ask
+        if (returned != calls[i].done) return i;
+    }
     return -1;
 }

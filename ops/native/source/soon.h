@@ -1,0 +1,54 @@
+// Memory that is needed soon: kernels that are bound by arithmetic have it brought near meanwhile, a few lines at a time.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace ucm {
+
+constexpr int64_t LINE = 64;
+
+struct Run {
+    const char* at;
+    int64_t lines;
+};
+
+// Lines [first, last) of runs, counted through all of them.
+struct Soon {
+    const std::vector<Run>* runs = nullptr;
+    int64_t first = 0, last = 0;
+};
+
+// What the kernel that this thread calls next is asked to fetch. It asks once, before its other threads start.
+inline Soon& soon_of_next_kernel() {
+    static thread_local Soon soon;
+    return soon;
+}
+
+// A thread's part of it.
+class Fetching {
+public:
+    // calls: of some(), about, in which all of it is fetched.
+    Fetching(const Soon& soon, int64_t thread, int64_t threads, int64_t calls) {
+        const int64_t count = soon.last - soon.first;
+        left = count * (thread + 1) / threads - count * thread / threads;
+        if (left <= 0) return;
+        pace = (left + calls - 1) / std::max<int64_t>(calls, 1);
+        run = soon.runs->data(), line = soon.first + count * thread / threads;
+        while (line >= run->lines) line -= run->lines, ++run;
+    }
+
+    void some() {
+        for (int64_t i = 0; i < pace && left > 0; ++i, --left) {
+            __builtin_prefetch(run->at + line * LINE, 0, 2);
+            if (++line == run->lines && left > 1) line = 0, ++run;
+        }
+    }
+
+private:
+    const Run* run = nullptr;
+    int64_t line = 0, left = 0, pace = 0;
+};
+
+}  // namespace ucm
