@@ -5,24 +5,34 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROBE = """
-import ctypes, resource, torch
-from vllm_gaudi_ucm.ops.host_memory.api import keep_freed_memory
+import resource, torch
+from vllm_gaudi_ucm.ops.host_memory import api
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20):
-        torch.zeros(5_000_000)
+        torch.zeros({numbers})
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-kept = keep_freed_memory()
+kept = all([getattr(api, name)() for name in {functions}])
 faults()
 print(int(kept), faults())
 """
 
 
-def test_pages_are_not_faulted_in_again() -> None:
-    command = [sys.executable, "-c", PROBE]
+@pytest.mark.parametrize(
+    ("numbers", "functions"),
+    [
+        (5_000_000, ("keep_freed_memory",)),
+        # 80 MB, more than glibc keeps at any threshold
+        (20_000_000, ("keep_freed_memory", "keep_all_freed_memory")),
+    ],
+)
+def test_pages_are_not_faulted_in_again(numbers: int, functions: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", PROBE.format(numbers=numbers, functions=functions)]
     kept, faults = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     # 20 x 20 MB are 97,656 pages of 4 KiB
     assert not kept or faults < 1000

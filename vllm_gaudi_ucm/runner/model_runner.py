@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.connector.transfer_config import OURS
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.ops.host_memory.api import keep_all_freed_memory
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.runner.attention_choice import make_choice
@@ -101,6 +102,8 @@ class ModelRunner:
                 logger.info("Packed %d linear layers, %d of them also in fewer bits", *layers)
         self.decoder, *draft = (Decoder(cast(DecoderModel, model), self._vllm_config) for model in models)
         self._draft_decoder = draft[0] if draft else None
+        if self._device.kind == "cpu":
+            keep_all_freed_memory()
         if self.kind == "compile":
             for decoder in (self.decoder, *draft):
                 decoder.compile("hpu_backend" if self._device.kind == "hpu" else "inductor")
