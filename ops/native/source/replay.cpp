@@ -85,7 +85,7 @@ int64_t run(const Call& recorded) {
 constexpr int64_t COMPACT_LINEAR = 5, ATTEND = 7;
 constexpr int64_t MOST_BYTES = 8 << 20;  // more is not in the caches any more when it is needed
 
-// The cached tokens that an attention reads, if they lie token by token and have room in the caches.
+// The cached tokens that an attention reads first, if they lie token by token.
 void runs_of(const Call& attend, std::vector<Run>& runs) {
     const Plan& plan = *static_cast<const Plan*>(attend.arguments[0]);
     const Layer& layer = *static_cast<const Layer*>(attend.arguments[1]);
@@ -101,11 +101,10 @@ void runs_of(const Call& attend, std::vector<Run>& runs) {
             const Span& span = plan.spans[s];
             const int64_t length = (span.hi - span.lo) * token;
             if (span.entry >= 0 || span.block < 0 || span.block >= layer.blocks || length <= 0) continue;
-            bytes += length;
+            if ((bytes += length) > MOST_BYTES) return;
             runs.push_back({tensors.key_cache + span.block * layer.key_block * size + span.lo * token,
                             (length + LINE - 1) / LINE});
         }
-    if (bytes > MOST_BYTES) runs.clear();
 }
 
 int64_t work_of(const Call& linear) { return int64_t(linear.arguments[9]) * int64_t(linear.arguments[10]); }
