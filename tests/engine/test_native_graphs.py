@@ -110,3 +110,17 @@ def test_prompts_of_more_rows_run_the_ordinary_way(tiny_llama: Path) -> None:
     with Engine(tiny_llama) as engine:
         engine.generate([[5] * (MOST_ROWS + 1)], greedy_params(1))
         assert counts(engine) == {"replayed": 0, "captured": 0, "ordinary": 1}
+
+
+def test_a_draft_model_has_graphs_of_its_own(tiny_llama: Path) -> None:
+    """Verifications of drafts and the draft model's steps, in turns."""
+    draft = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": 3}
+    found = {}
+    for name, ucm in (("off", OFF), ("on", {})):
+        with Engine(tiny_llama, ucm, max_num_seqs=6, speculative_config=draft) as engine:
+            found[name] = engine.staggered(PROMPTS, ARRIVALS, 30)
+            if name == "on":
+                proposer: Any = engine.runner.steps.proposer
+                assert any(graph.checked for graph in proposer._execution._graphs._graphs.values())
+                assert counts(engine)["replayed"] > 0
+    assert found["on"] == found["off"]

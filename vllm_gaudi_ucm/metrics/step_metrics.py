@@ -53,6 +53,7 @@ class StepMetrics:
         self._waits = [file.series(waits) for waits in (metric.WAITS, metric.WAIT_SECONDS)]
         self._graphs: dict[GraphKey, Series] = {}
         self._bypasses: dict[str, Series] = {}
+        self._native_graphs: NativeGraphMetrics | None = None
         self._gauges: dict[tuple[str, ...], Series] = {}
 
     def sparse(self) -> SparseMetrics:
@@ -60,8 +61,10 @@ class StepMetrics:
         return SparseMetrics(self._file)
 
     def native_graphs(self) -> NativeGraphMetrics:
-        """The series of graphs of native calls; only a CPU at true shapes shows them."""
-        return NativeGraphMetrics(self._file)
+        """The series of graphs of native calls, of all models; only a CPU at true shapes shows them."""
+        if self._native_graphs is None:
+            self._native_graphs = NativeGraphMetrics(self._file)
+        return self._native_graphs
 
     def store(self, name: str) -> StoreMetrics:
         """The series of a KV store; `name` is the value of their label `store`."""

@@ -145,6 +145,7 @@ class ModelRunner:
             self._block_size,
             self._tensors_on,
             self.static,
+            self._native_graphs(self._draft_decoder, metrics),
         )
         prompt_logprobs = PromptLogprobs(
             execution,
@@ -204,15 +205,21 @@ class ModelRunner:
             spec,
             len(group.layer_names),
         )
-        graphs = NativeGraphs(self.decoder, metrics.native_graphs()) if self._has_native_graphs() else None
+        graphs = self._native_graphs(self.decoder, metrics)
         return TrueShapeExecution(
             self.decoder, attention, self._block_size, self._tensors_on, self._sparse, choice, graphs
         )
 
-    def _has_native_graphs(self) -> bool:
-        """Other connectors than ours may be called between the layers, where a graph runs no Python."""
+    def _native_graphs(self, decoder: Decoder | None, metrics: StepMetrics) -> NativeGraphs | None:
+        """Of a model's small steps at true shapes, on a CPU.
+
+        Not beside other connectors than ours, which may be called between the layers: a graph runs no Python there.
+        """
         calls_layers = self.transfer is not None and self.transfer.in_layers
-        return self._tensors_on.type == "cpu" and self._config.cpu.native_graphs and not calls_layers
+        on_cpu = self._tensors_on.type == "cpu" and self.kind == "off"
+        if decoder is None or not on_cpu or calls_layers or not self._config.cpu.native_graphs:
+            return None
+        return NativeGraphs(decoder, metrics.native_graphs())
 
     def warm_up(self) -> float:
         """Warms what must be warm before serving; returns the seconds it took."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.config import AttentionConfig
+    from vllm_gaudi_ucm.runner.native_graphs import NativeGraphs
     from vllm_gaudi_ucm.runner.request_table import RequestTable
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
@@ -28,6 +29,7 @@ def make_proposer(
     block_size: int,
     device: torch.device,
     static: StaticShapes | None = None,
+    graphs: NativeGraphs | None = None,
 ) -> DraftProposer | None:
     """None without speculative decoding; features.py lets no other method pass.
 
@@ -39,6 +41,7 @@ def make_proposer(
         block_size: tokens per cache block.
         device: where the draft model runs.
         static: the engine's static shapes with the draft model's graphs; None: steps run at true shapes.
+        graphs: of the draft model's steps at true shapes, on a CPU.
     """
     config = vllm_config.speculative_config
     if config is None:
@@ -46,7 +49,7 @@ def make_proposer(
     if draft_model is not None:
         longest = config.draft_model_config.max_model_len
         if static is None:
-            execution = TrueShapeExecution(draft_model, attention, block_size, device)
+            execution = TrueShapeExecution(draft_model, attention, block_size, device, graphs=graphs)
             return DraftModelProposer(execution, table, block_size, longest)
         return _make_static(static, table, block_size, longest)
     assert config.prompt_lookup_min is not None
