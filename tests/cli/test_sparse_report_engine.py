@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import vllm  # noqa: F401  # sets its log up here: the command below asks for silence, which would last
 from transformers import AutoModelForCausalLM
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging
 
 from tests.cli.sparse_report_model import tiny_model
 from vllm_gaudi_ucm.cli import main
@@ -18,6 +20,13 @@ from vllm_gaudi_ucm.sparse.options import EsaOptions
 
 PROMPT, ANSWER, BLOCK = 300, 20, 16
 WINDOWS = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """The command asks for silence of the whole process, in which other tests look for warnings."""
+    yield
+    configure_logging(LoggingConfig())
 
 
 @pytest.fixture(scope="module")

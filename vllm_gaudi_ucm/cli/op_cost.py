@@ -88,7 +88,8 @@ def _of_buckets(args: argparse.Namespace) -> OpCostReport:
     if most < 1:
         raise ValueError(f"--rows is {most}, expected at least 1")
     graphs = SERVER.max_graphs if args.max_graphs is None else args.max_graphs
-    plan = make_plan(argparse.Namespace(**{**vars(args), "max_graphs": graphs, "skeleton": SERVER.skeleton}))
+    of_plan_only = {"max_graphs": graphs, "skeleton": SERVER.skeleton, "sparse": None, "partial_loads": False}
+    plan = make_plan(argparse.Namespace(**{**vars(args), **of_plan_only}))
     with task_progress("counting operators") as progress:
         rows = bucket_rows(plan.buckets, plan.steps, plan.cost.model, most, progress)
     source = f"buckets of {args.buckets or plan.strategy}" + (f", steps of {plan.traffic}" if plan.traffic else "")
