@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers import rotary_embedding
 
 from tests.engine.serving import Answer, Engine, greedy_params
 from tests.engine.tiny_models import FAMILIES, VOCAB, make_config, make_model
@@ -20,6 +21,12 @@ OFF: dict[str, Any] = {"cpu": {"native_graphs": False}}
 RNG = random.Random(3)
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(RNG.choice([1, 2, 15, 16, 40, 70]))] for _ in range(12)]
 ARRIVALS = [RNG.randrange(12) for _ in PROMPTS]
+
+
+@pytest.fixture(autouse=True)
+def own_rotary_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM shares these among the engines of a process, and changes their dtype for a model in half precision."""
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
 
 
 def graphs_of(engine: Engine) -> NativeGraphs | None:
