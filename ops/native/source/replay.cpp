@@ -30,6 +30,7 @@ int64_t ucm_attend(const Plan*, const Layer*, const Tensors*);
 namespace {
 
 constexpr int64_t MOST_ARGUMENTS = 12;
+constexpr int64_t COMPACT_LINEAR = 5, ATTEND = 7;  // kernels that are looked for, as ops/native/call_list.py numbers all
 
 // An argument as it was given: an integer, an address, or the bits of a float.
 struct Word {
@@ -75,14 +76,13 @@ int64_t run(const Call& recorded) {
         case 2: return call(ucm_silu_and_mul, words);
         case 3: return call(ucm_write_kv, words);
         case 4: return call(ucm_linear, words);
-        case 5: return call(ucm_compact_linear, words);
+        case COMPACT_LINEAR: return call(ucm_compact_linear, words);
         case 6: return call(ucm_tile_linear, words);
-        case 7: return call(ucm_attend, words);
+        case ATTEND: return call(ucm_attend, words);
     }
     return ~recorded.done;
 }
 
-constexpr int64_t COMPACT_LINEAR = 5, ATTEND = 7;
 constexpr int64_t MOST_BYTES = 8 << 20;  // more is not in the caches any more when it is needed
 
 // The cached tokens that an attention reads first, if they lie token by token.
