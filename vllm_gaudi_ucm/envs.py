@@ -1,10 +1,11 @@
 """Environment variables: the only file of the package that reads them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 DEVICE = "VLLM_GAUDI_UCM_DEVICE"
+_NAME = "vllm-gaudi-ucm"  # of our folder among the user's caches
 DEVICE_CHOICES = ("auto", "hpu", "cuda", "cpu")
 
 # Variables of others that decide how we run; the doctor shows them, nothing here changes them.
@@ -15,6 +16,7 @@ OBSERVED: Mapping[str, str] = {
     "THP_MEM_ALLOC_ENABLE": "`1` lets torch take transparent huge pages for its CPU buffers",
     "HABANA_VISIBLE_MODULES": "Gaudi cards that this process may use; unset: all",
     "PT_HPU_LAZY_MODE": "`0` chooses torch.compile on Gaudi; anything else: lazy mode",
+    "XDG_CACHE_HOME": "folder of the user's caches, ours (kernels, fits of attention) among them; unset: ~/.cache",
     "PROMETHEUS_MULTIPROC_DIR": "folder of files from which /metrics is answered; vLLM sets it for several API servers",
 }
 
@@ -47,6 +49,33 @@ def multi_process_metrics() -> Path | None:
     """The folder from whose files /metrics is answered, None where one API server answers from its own process."""
     found = observed("PROMETHEUS_MULTIPROC_DIR")
     return Path(found) if found else None
+
+
+def user_cache() -> Path:
+    """Our folder in the user's cache, for what can be made again: below `XDG_CACHE_HOME`, or `~/.cache`.
+
+    Raises RuntimeError where there is none, or where it is no absolute path: it would be another folder in each
+    folder that a server is started in.
+    """
+    cache = observed("XDG_CACHE_HOME")
+    if cache:
+        return _absolute("XDG_CACHE_HOME", cache) / _NAME
+    return _absolute("HOME", os.environ.get("HOME", os.path.expanduser("~"))) / ".cache" / _NAME
+
+
+def _absolute(name: str, found: str) -> Path:
+    if not os.path.isabs(found):
+        shown = repr(found) if name in os.environ else "nothing, and no home folder of this user"
+        raise RuntimeError(
+            f"environment variable {name}: found {shown}, expected the absolute path of a folder; set it, or "
+            "XDG_CACHE_HOME, to a folder that this user may write to"
+        )
+    return Path(found)
+
+
+def environment_without(names: Collection[str]) -> dict[str, str]:
+    """The variables of this process but these, for a child."""
+    return {name: value for name, value in os.environ.items() if name not in names}
 
 
 def allowed_plugins() -> tuple[str, ...] | None:
