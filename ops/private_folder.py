@@ -36,7 +36,7 @@ def make_folders(folder: Path) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """PermissionError if others may put something into a folder, or change a file: its content is loaded or believed."""
+    """PermissionError if others may put something into a folder, or change a file."""
     status = path.stat()
     if fault := foreign(status):
         raise PermissionError(

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +79,7 @@ def run(commands: Sequence[Sequence[str]], work: Path) -> None:
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
-                running.append(_start(waiting.pop(), environment, work))
+                running.append(_start(waiting.pop(), environment))
             time.sleep(0.005)
             running = [job for job in running if not _has_finished(job)]
     finally:
@@ -89,8 +88,9 @@ def run(commands: Sequence[Sequence[str]], work: Path) -> None:
             job.process.wait()
 
 
-def _start(command: Sequence[str], environment: dict[str, str], work: Path) -> _Job:
-    said = tempfile.TemporaryFile(dir=work)  # noqa: SIM115  # closed with its job
+def _start(command: Sequence[str], environment: dict[str, str]) -> _Job:
+    # in memory: on a full disk it could not say that the disk is full
+    said = os.fdopen(os.memfd_create("said"), "w+b")
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
     return _Job(process, said, time.monotonic() + TIMEOUT_S)
 
