@@ -105,6 +105,18 @@ def use_inductor_cache(folder: Path) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
+def hpu_recipe_cache() -> Path | None:
+    """The folder that a variable of the user gives to Gaudi's bridge."""
+    found = os.environ.get("PT_HPU_RECIPE_CACHE_CONFIG", "").partition(",")[0]
+    return Path(found) if found else None
+
+
+def inductor_cache() -> Path | None:
+    """The folder that a variable of the user gives to inductor."""
+    found = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(found) if found else None
+
+
 def spawn_workers() -> None:
     """Makes vLLM start processes anew instead of forking them: a fork after Gaudi's bridge was loaded hangs."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
