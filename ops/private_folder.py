@@ -8,6 +8,8 @@ from pathlib import Path
 
 PRIVATE = 0o700
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_UID_MAP, _UNKNOWN_USER = Path("/proc/self/uid_map"), Path("/proc/sys/kernel/overflowuid")
+_EVERY_USER = ["0", "0", "4294967295"]
 
 
 def make_private_folder(folder: Path) -> None:
@@ -59,7 +61,7 @@ def _refuse_exchange(above: Path) -> None:
     """Refuses a folder in which others may rename what is ours. The user's group may: it is often theirs alone."""
     status = above.stat()
     mode = stat.S_IMODE(status.st_mode)
-    if status.st_uid not in (os.getuid(), 0):
+    if status.st_uid not in _trusted_owners():
         raise PermissionError(
             f"{above}: it belongs to another user ({status.st_uid}), who may exchange the folders in it; choose a "
             "place in folders of your own"
@@ -68,3 +70,18 @@ def _refuse_exchange(above: Path) -> None:
         raise PermissionError(
             f"{above}: it has mode {mode:04o}: everybody may exchange the folders in it; chmod go-w {above}"
         )
+
+
+def _trusted_owners() -> set[int]:
+    """Who may own the folders above ours: this user, and root.
+
+    A user namespace (Apptainer, rootless containers) shows the files of users that it does not know as one user's, and
+    the machine's root is often one of them.
+    """
+    owners = {os.getuid(), 0}
+    try:
+        if _UID_MAP.read_text().split() != _EVERY_USER:
+            owners.add(int(_UNKNOWN_USER.read_text()))
+    except (OSError, ValueError):
+        pass  # no /proc: then nobody else is trusted
+    return owners

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.envs import hpu_recipe_cache, inductor_cache, use_hpu_recipe_cache, use_inductor_cache
+from vllm_gaudi_ucm.envs import (
+    hpu_recipe_cache,
+    inductor_cache,
+    use_hpu_recipe_cache,
+    use_inductor_cache,
+    user_cache,
+)
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.private_folder import make_private_folder
 
@@ -44,10 +50,25 @@ def open_recipe_cache(folder: Path | None, device: Device, kind: GraphKind) -> N
         _make(folder, "ucm.graphs.recipe_cache")
         (use_hpu_recipe_cache if on_hpu else use_inductor_cache)(folder)
     elif not on_hpu:
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+        _check_inductors_own()
 
+
+def _check_inductors_own() -> None:
+    """Inductor's own folder, if nobody else may write to it; else one in the user's cache."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    try:
         # its name in the temporary folder can be foreseen, so another user may have made it
-        _make(Path(default_cache_dir()), "ucm.graphs.recipe_cache is not set, and torch's own folder is used")
+        make_private_folder(Path(default_cache_dir()))
+        return
+    except OSError as error:
+        logger.warning("Inductor's folder is not used: %s", error)
+    try:
+        folder = user_cache() / "inductor"
+    except RuntimeError as error:
+        raise RecipeCacheError(f"ucm.graphs.recipe_cache: not set, and {error}; set one of them") from error
+    _make(folder, "ucm.graphs.recipe_cache is not set")
+    use_inductor_cache(folder)
 
 
 def _make(folder: Path, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from torch._inductor.runtime import cache_dir_utils
 
+from vllm_gaudi_ucm import recipe_cache
 from vllm_gaudi_ucm.recipe_cache import RecipeCacheError, open_recipe_cache
 
 VARIABLES = {"hpu": "PT_HPU_RECIPE_CACHE_CONFIG", "cpu": "TORCHINDUCTOR_CACHE_DIR"}
@@ -67,14 +69,27 @@ def test_the_folder_of_a_variable_is_the_one_that_is_looked_at(
     assert not (tmp_path / "ours").exists()
 
 
-def test_the_folder_that_inductor_takes_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody knows its name in the temporary folder, and may be there first."""
+def test_the_folder_that_inductor_takes_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Everybody knows its name in the temporary folder, and may be there first: then another one is used."""
     folder = tmp_path / "torchinductor_us"
     monkeypatch.setattr(cache_dir_utils, "default_cache_dir", lambda: str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     start(None, "cpu")
     assert folder.stat().st_mode & 0o777 == 0o700
+    assert VARIABLES["cpu"] not in os.environ
     folder.chmod(0o777)
-    with pytest.raises(RecipeCacheError, match=r"ucm.graphs.recipe_cache is not set.*torchinductor_us: it has mode"):
+    monkeypatch.setattr(recipe_cache.logger, "handlers", [caplog.handler])
+    with caplog.at_level(logging.WARNING, recipe_cache.logger.name):
+        start(None, "cpu")
+    assert f"{folder}: it has mode 0777" in caplog.text
+    own = tmp_path / "cache" / "vllm-gaudi-ucm" / "inductor"
+    assert os.environ[VARIABLES["cpu"]] == str(own)
+    assert own.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv(VARIABLES["cpu"])
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    with pytest.raises(RecipeCacheError, match=r"recipe_cache: not set, and .*XDG_CACHE_HOME: found 'here'"):
         start(None, "cpu")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_gaudi_ucm.ops import private_folder
 from vllm_gaudi_ucm.ops.native import build, compiler, library
 
 REAL = next((found for name in compiler.COMPILERS if (found := shutil.which(name))), None)
@@ -26,6 +27,7 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 BUILD = """
 import sys
 from pathlib import Path
+from vllm_gaudi_ucm.ops import private_folder
 from vllm_gaudi_ucm.ops.native import build
 build.SOURCE = Path(sys.argv[1])
 print(build.build(Path(sys.argv[2])))
@@ -147,6 +149,24 @@ def test_a_folder_above_that_everybody_may_write_to_is_refused(source: Path, tmp
         build.build(above / "cache")
     above.chmod(0o1777)
     build.build(above / "cache")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_in_a_user_namespace_a_folder_above_may_be_of_a_user_without_name_there(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `/` in Apptainer."""
+    above = tmp_path / "above"
+    above.mkdir()
+    os.chown(above, int(private_folder._UNKNOWN_USER.read_text()), 0)
+    for text, fits in (("0 0 4294967295", False), ("1000 1000 1", True)):
+        (tmp_path / "map").write_text(text)
+        monkeypatch.setattr(private_folder, "_UID_MAP", tmp_path / "map")
+        if fits:
+            build.build(above / "cache")
+        else:
+            with pytest.raises(build.BuildError, match=f"{above}: it belongs to another user"):
+                build.build(above / "cache")
 
 
 def test_two_at_once_build_once(source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

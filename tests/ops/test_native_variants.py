@@ -1,4 +1,4 @@
-"""The native kernels as they are built for other CPUs, and the matrix unit's on this one: the same tests, other code."""
+"""The native kernels as they are built for other CPUs, and the matrix unit's on this one: the same tests again."""
 
 from __future__ import annotations
 
