@@ -1,10 +1,11 @@
 """Environment variables: the only file of the package that reads them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 DEVICE = "VLLM_GAUDI_UCM_DEVICE"
+_NAME = "vllm-gaudi-ucm"  # of our folder among the user's caches
 DEVICE_CHOICES = ("auto", "hpu", "cuda", "cpu")
 
 # Variables of others that decide how we run; the doctor shows them, nothing here changes them.
@@ -15,6 +16,7 @@ OBSERVED: Mapping[str, str] = {
     "THP_MEM_ALLOC_ENABLE": "`1` lets torch take transparent huge pages for its CPU buffers",
     "HABANA_VISIBLE_MODULES": "Gaudi cards that this process may use; unset: all",
     "PT_HPU_LAZY_MODE": "`0` chooses torch.compile on Gaudi; anything else: lazy mode",
+    "XDG_CACHE_HOME": "folder of the user's caches, ours (kernels, fits of attention) among them; unset: ~/.cache",
     "PROMETHEUS_MULTIPROC_DIR": "folder of files from which /metrics is answered; vLLM sets it for several API servers",
 }
 
@@ -49,6 +51,33 @@ def multi_process_metrics() -> Path | None:
     return Path(found) if found else None
 
 
+def user_cache() -> Path:
+    """Our folder in the user's cache, for what can be made again: below `XDG_CACHE_HOME`, or `~/.cache`.
+
+    Raises RuntimeError where there is none, or where it is no absolute path: it would be another folder in each
+    folder that a server is started in.
+    """
+    cache = observed("XDG_CACHE_HOME")
+    if cache:
+        return _absolute("XDG_CACHE_HOME", cache) / _NAME
+    return _absolute("HOME", os.environ.get("HOME", os.path.expanduser("~"))) / ".cache" / _NAME
+
+
+def _absolute(name: str, found: str) -> Path:
+    if not os.path.isabs(found):
+        shown = repr(found) if name in os.environ else "nothing, and no home folder of this user"
+        raise RuntimeError(
+            f"environment variable {name}: found {shown}, expected the absolute path of a folder; set it, or "
+            "XDG_CACHE_HOME, to a folder that this user may write to"
+        )
+    return Path(found)
+
+
+def environment_without(names: Collection[str]) -> dict[str, str]:
+    """The variables of this process but these, for a child."""
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
 def allowed_plugins() -> tuple[str, ...] | None:
     """The plugin names that `VLLM_PLUGINS` lets vLLM load, None where it lets it load all."""
     found = observed("VLLM_PLUGINS")
@@ -74,6 +103,18 @@ def use_hpu_recipe_cache(folder: Path) -> None:
 def use_inductor_cache(folder: Path) -> None:
     """Lets inductor keep compiled graphs in `folder`; a value set by the user stays."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def hpu_recipe_cache() -> Path | None:
+    """The folder that a variable of the user gives to Gaudi's bridge."""
+    found = os.environ.get("PT_HPU_RECIPE_CACHE_CONFIG", "").partition(",")[0]
+    return Path(found) if found else None
+
+
+def inductor_cache() -> Path | None:
+    """The folder that a variable of the user gives to inductor."""
+    found = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(found) if found else None
 
 
 def spawn_workers() -> None:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.envs import use_hpu_recipe_cache, use_inductor_cache
+from vllm_gaudi_ucm.envs import (
+    hpu_recipe_cache,
+    inductor_cache,
+    use_hpu_recipe_cache,
+    use_inductor_cache,
+    user_cache,
+)
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.ops.private_folder import make_private_folder
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device
@@ -19,28 +26,59 @@ class RecipeCacheError(ValueError):
     """A folder that cannot be used, or graphs that no folder can keep."""
 
 
-def open_recipe_cache(folder: Path, device: Device, kind: GraphKind) -> None:
+def open_recipe_cache(folder: Path | None, device: Device, kind: GraphKind) -> None:
     """Makes the device, or inductor, keep its recipes in `folder`. Before the device is started: it reads this once.
 
+    What lies there is run, so nobody else may write to it: neither to `folder` nor, where an environment variable says
+    otherwise or `folder` is None, to the one that is used instead.
+
     Raises:
-        RecipeCacheError: the folder cannot be made, or these graphs are not kept on disk.
+        RecipeCacheError: the folder cannot be made, others may write to it, or these graphs are not kept on disk.
     """
-    if device.kind != "hpu" and kind != "compile":
+    on_hpu = device.kind == "hpu"
+    if not on_hpu and kind != "compile":
+        if folder is None:
+            return
         raise RecipeCacheError(
             f"ucm.graphs.recipe_cache: found {folder}, but on {device.kind} only ucm.graphs.mode 'compile' compiles "
             "what a folder could keep; leave the option out, or set the mode"
         )
+    chosen = hpu_recipe_cache() if on_hpu else inductor_cache()
+    if chosen is not None:
+        _make(chosen, f"environment variable {'PT_HPU_RECIPE_CACHE_CONFIG' if on_hpu else 'TORCHINDUCTOR_CACHE_DIR'}")
+    elif folder is not None:
+        _make(folder, "ucm.graphs.recipe_cache")
+        (use_hpu_recipe_cache if on_hpu else use_inductor_cache)(folder)
+    elif not on_hpu:
+        _check_inductors_own()
+
+
+def _check_inductors_own() -> None:
+    """Inductor's own folder, if nobody else may write to it; else one in the user's cache."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # its name in the temporary folder can be foreseen, so another user may have made it
+        make_private_folder(Path(default_cache_dir()))
+        return
+    except OSError as error:
+        logger.warning("Inductor's folder is not used: %s", error)
+    try:
+        folder = user_cache() / "inductor"
+    except RuntimeError as error:
+        raise RecipeCacheError(f"ucm.graphs.recipe_cache: not set, and {error}; set one of them") from error
+    _make(folder, "ucm.graphs.recipe_cache is not set")
+    use_inductor_cache(folder)
+
+
+def _make(folder: Path, where: str) -> None:
+    try:
+        make_private_folder(folder)
     except OSError as error:
         raise RecipeCacheError(
-            f"ucm.graphs.recipe_cache: cannot use {folder}: {error.strerror or error}; expected a folder, or a path "
-            "where one can be made"
+            f"{where}: cannot use {folder}: {error.strerror or error}; expected a folder, or a path where one can be "
+            "made"
         ) from error
-    if device.kind == "hpu":
-        use_hpu_recipe_cache(folder)
-    else:
-        use_inductor_cache(folder)
 
 
 def log_cache_hits(folder: Path, device: Device, graphs: int) -> None:

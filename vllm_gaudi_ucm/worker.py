@@ -50,9 +50,8 @@ class UcmWorker(WorkerBase):
         kind = graph_kind(self._ucm, self._device.kind, lazy_mode(), self.model_config.enforce_eager)
         for key in options_without_effect(graphs, kind, self._device.kind):
             logger.warning("%s has no effect on %s with graphs %r", key, self._device.kind, kind)
-        if graphs.recipe_cache is not None:
-            # before the device is started, which reads it once
-            open_recipe_cache(graphs.recipe_cache, self._device, kind)
+        # before the device is started, which reads it once
+        open_recipe_cache(graphs.recipe_cache, self._device, kind)
         self.device = self._device.torch_device()
         if self._ucm.cpu.threads is not None:
             torch.set_num_threads(self._ucm.cpu.threads)

@@ -2,89 +2,148 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from vllm_gaudi_ucm.envs import user_cache
+from vllm_gaudi_ucm.ops.native.compiler import BuildError, CacheError, find_compiler, identity, run
+from vllm_gaudi_ucm.ops.native.library_file import fault, seal
+from vllm_gaudi_ucm.ops.private_folder import make_private_folder
+
+logger = logging.getLogger(__name__)
+
 SOURCE = Path(__file__).with_name("source")
-COMPILERS = ("g++", "c++")
 # -ffast-math is left out: NaN and Inf must survive. Errno and traps of arithmetic are nobody's concern here.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
-TIMEOUT_S = 120.0
-
-
-class BuildError(RuntimeError):
-    """There is no compiler, or it failed; the message says which and what it said."""
+# Linked without -fopenmp: OpenMP's symbols are found in the process, which has torch's OpenMP and must not get a second
+# one, with threads of its own.
+LINK_FLAGS = ("-shared",)
+_UNFINISHED = ".building-"
+STALE_S = 3600.0  # no build takes as long
+PATIENCE_S = 120.0  # for another process's build
 
 
 def build(cache: Path | None = None) -> Path:
-    """The library for this machine: from the cache (default: the user's), or built into it in about two seconds.
+    """The library for this machine, checked: from the cache (default: the user's), or built into it.
 
-    Raises BuildError.
+    A build takes about 13 CPU seconds; up to four compilers run at once. Of several processes one builds, the others
+    wait. A library that is damaged, or that others may write to, is built anew, with a warning.
+
+    Raises:
+        CacheError: nothing may or can be loaded from the cache, or be written to it.
+        BuildError: there is no compiler, or it failed.
     """
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise BuildError(f"no C++ compiler: none of {', '.join(COMPILERS)} is on the path")
+    compiler = find_compiler()
     folder = cache
     try:
-        folder = folder or Path.home() / ".cache" / "vllm-gaudi-ucm" / "native"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refuse_foreign(folder)
+        folder = folder or user_cache() / "native"
+        make_private_folder(folder)
+        _refuse_noexec(folder)
+        _sweep(folder)
         library = folder / f"kernels-{_key(compiler)}.so"
-        if not library.is_file():
-            _compile(compiler, library)
+        if fault(library):
+            with _alone(folder):
+                # another process may have built it meanwhile
+                if found := fault(library):
+                    _compile(compiler, library, found)
+    except CacheError as error:
+        raise CacheError(f"{folder}: {error}") from error
+    except BuildError:
+        raise
     except (OSError, RuntimeError) as error:
-        raise BuildError(f"cannot build in {folder or 'the home folder'}: {error}") from error
+        raise CacheError(f"cannot build in {folder or 'the cache'}: {error}") from error
     return library
 
 
-def refuse_foreign(folder: Path) -> None:
-    """PermissionError if others may put something into the folder: what lies there is loaded or believed."""
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError("it belongs to another user, or others may write to it")
+def _refuse_noexec(folder: Path) -> None:
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise CacheError("it lies on a mount with the option noexec, from which no library can be loaded")
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _sweep(folder: Path) -> None:
+    """Removes what builds have left that were killed."""
+    for work in folder.glob(f"{_UNFINISHED}*"):
+        try:
+            age = time.time() - work.stat().st_mtime
+        except FileNotFoundError:
+            continue  # it was finished meanwhile
+        if age > STALE_S:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time, if it can be had: two that build at once do no harm, they only do the work twice."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:  # who holds it may have been stopped
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:
+            return  # a file system without locks, or NFS, which has none for folders
+
+
+def _compile(compiler: str, library: Path, found: str) -> None:
     """Compiles beside the library and moves it into place, so that nobody ever loads half of it."""
-    sources = sorted(SOURCE.glob("*.cpp"))
+    sources = sorted(
+        _sources("*.cpp"), key=lambda source: source.stat().st_size, reverse=True
+    )  # the longest work first
     if not sources:
         raise BuildError(f"{SOURCE} holds no *.cpp: the package was installed without its data files")
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as work:
-        objects = []
-        for source in sources:
-            objects.append(str(Path(work) / f"{source.stem}.o"))
-            _call([compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
-        # Linked without -fopenmp: OpenMP's symbols are found in the process, which has torch's OpenMP and must not get
-        # a second one, with threads of its own.
+    if os.path.lexists(library):
+        logger.warning("%s is not loaded: %s; it is built anew", library, found)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=_UNFINISHED) as work:
+        objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
+        pairs = zip(sources, objects, strict=True)
+        run([[compiler, *FLAGS, "-c", str(source), "-o", made] for source, made in pairs], Path(work))
         built = Path(work) / library.name
-        _call([compiler, "-shared", *objects, "-o", str(built)])
+        run([[compiler, *LINK_FLAGS, *objects, "-o", str(built)]], Path(work))
+        seal(built)
         built.replace(library)
+        _write_through(library.parent)
 
 
-def _call(command: list[str]) -> None:
+def _write_through(folder: Path) -> None:
+    """Returns when the folder's entries are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        finished = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise BuildError(f"{command[0]} did not finish in {TIMEOUT_S:.0f} s") from None
-    if finished.returncode:
-        raise BuildError(f"{command[0]} failed: {finished.stderr.strip()[-2000:]}")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sources(*patterns: str) -> list[Path]:
+    """Files of these names; hidden ones are an editor's."""
+    found = (path for pattern in patterns for path in SOURCE.glob(pattern))
+    return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
 
 
 def _key(compiler: str) -> str:
-    """Source, flags, compiler and CPU."""
+    """Source, flags, compiler and CPU. What else would change a build is kept from the compiler (`compiler.run`)."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCE.iterdir()):
+    for source in _sources("*.cpp", "*.h"):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    status = Path(compiler).resolve().stat()
-    facts = (*FLAGS, str(Path(compiler).resolve()), str(status.st_size), str(status.st_mtime_ns), cpu_features())
-    digest.update("\0".join(facts).encode())
+    digest.update("\0".join((*FLAGS, *LINK_FLAGS, *identity(compiler), cpu_features())).encode())
     return digest.hexdigest()[:20]
 
 

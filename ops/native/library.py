@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, c_float, c_int64, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch  # noqa: F401  # torch's OpenMP must be in the process before the library asks for its symbols
 
-from vllm_gaudi_ucm.ops.native.build import BuildError, build
+from vllm_gaudi_ucm.ops.native.build import build
+from vllm_gaudi_ucm.ops.native.compiler import BuildError, CacheError
+
+logger = logging.getLogger(__name__)
 
 _INT, _POINTER, _FLOAT = c_int64, c_void_p, c_float
 # Result and arguments of every function, as source/*.cpp declare them.
@@ -91,10 +97,24 @@ def why_not_native() -> str:
 
 def _load() -> _Outcome:
     try:
-        library = ctypes.CDLL(str(build()))
+        library = _open_library()
     except (BuildError, OSError) as error:
         return _Outcome(None, str(error))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return _Outcome(library, "")
+
+
+def _open_library() -> ctypes.CDLL:
+    """From the user's cache; where that cannot be used, from a folder that is made and removed again."""
+    try:
+        return ctypes.CDLL(str(build()))
+    except CacheError as error:
+        logger.warning("Native CPU kernels are built for this process alone, and so at every start: %s", error)
+        unusable = error
+    with tempfile.TemporaryDirectory(prefix="vllm-gaudi-ucm-") as folder:
+        try:
+            return ctypes.CDLL(str(build(Path(folder))))
+        except CacheError as error:
+            raise BuildError(f"{unusable}; {error}") from error

@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 def small_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two steps of one geometry, and a home folder of its own."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
     def steps(geometry: Geometry, *, slices: bool) -> list[Step]:
         return [Step(2, 0, 0, 2, 20), Step(1, 1, 8, 1, 20)]

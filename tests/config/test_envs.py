@@ -82,3 +82,26 @@ def test_merged_variable_is_known_to_vllm(monkeypatch: pytest.MonkeyPatch, merge
     else:
         assert done.returncode != 0
         assert "Unknown vLLM environment variable detected: VLLM_GAUDI_UCM_DEVICE" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"HOME": "/a"}, "/a/.cache/vllm-gaudi-ucm"),
+        ({"HOME": "/a", "XDG_CACHE_HOME": ""}, "/a/.cache/vllm-gaudi-ucm"),
+        ({"HOME": "/a", "XDG_CACHE_HOME": "/b"}, "/b/vllm-gaudi-ucm"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/vllm-gaudi-ucm"),
+    ],
+)
+def test_user_cache(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(envs.user_cache()) == folder
+
+
+def test_a_cache_that_depends_on_the_working_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    with pytest.raises(RuntimeError, match="XDG_CACHE_HOME: found 'cache', expected the absolute path"):
+        envs.user_cache()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from vllm_gaudi_ucm.ops.native import build, library
+from vllm_gaudi_ucm.ops.native import build, compiler, library
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, UniquePart
 
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, compiler.COMPILERS)), reason="no C++ compiler here")
 PARTS = AttentionParts(unique=UniquePart(torch.tensor([1]), torch.tensor([0]), torch.tensor([0]), torch.tensor([2]), 1))
 
 
@@ -26,16 +28,16 @@ def cache(tmp_path: Path) -> Path:
 def test_builds_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build.build(cache)
     assert [path.name for path in cache.iterdir()] == [first.name], "nothing but the library is left"
-    monkeypatch.setattr(build, "_call", lambda command: pytest.fail(f"compiled again: {command}"))
+    monkeypatch.setattr(build, "run", lambda commands, work: pytest.fail(f"compiled again: {commands}"))
     assert build.build(cache) == first
 
 
 @needs_compiler
 @pytest.mark.parametrize("change", ["source", "flags", "cpu"])
 def test_what_decides_the_code_decides_the_key(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = next(found for name in build.COMPILERS if (found := shutil.which(name)))
-    before = build._key(compiler)
-    assert build._key(compiler) == before
+    found = compiler.find_compiler()
+    before = build._key(found)
+    assert build._key(found) == before
     if change == "source":
         shutil.copytree(build.SOURCE, tmp_path / "source")
         (tmp_path / "source" / "vector.h").write_text("// another\n")
@@ -44,7 +46,90 @@ def test_what_decides_the_code_decides_the_key(change: str, tmp_path: Path, monk
         monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O2"))
     else:
         monkeypatch.setattr(build, "cpu_features", lambda: "another CPU")
-    assert build._key(compiler) != before
+    assert build._key(found) != before
+
+
+@needs_compiler
+@pytest.mark.parametrize("left", ["__pycache__", "folder.cpp", ".#vector.h", "notes.txt"])
+def test_what_an_editor_leaves_beside_the_source_is_no_source(
+    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(build.SOURCE, tmp_path / "source")
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "source")
+    found = compiler.find_compiler()
+    before = build._key(found)
+    if left.startswith(".#"):
+        (tmp_path / "source" / left).symlink_to("nobody@nowhere")
+    elif left == "notes.txt":
+        (tmp_path / "source" / left).touch()
+    else:
+        (tmp_path / "source" / left).mkdir()
+    assert build._key(found) == before
+
+
+@needs_compiler
+def test_a_wrapper_around_another_compiler_has_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ccache's, which stays while the compiler behind it is replaced."""
+    version = tmp_path / "version"
+    wrapper = tmp_path / "g++"
+    wrapper.write_text(f"#!/bin/sh\ncat {version}\n")
+    wrapper.chmod(0o755)
+    keys = set()
+    for text in ("12.2", "13.1"):
+        version.write_text(text)
+        keys.add(build._key(str(wrapper)))
+    assert len(keys) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("variable", ["CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"])
+def test_variables_of_the_compiler_change_nothing(
+    variable: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header, or an assembler, that stands in for the machine's own would be compiled under the same key."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "one.cpp").write_text("#include <cstdint>\nint64_t one() { return 1; }\n")
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "source")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "cstdint").write_text("#error another header\n")
+    for part in ("as", "ld", "cc1plus"):
+        (tmp_path / "other" / part).write_text("#!/bin/sh\nexit 3\n")
+        (tmp_path / "other" / part).chmod(0o755)
+    plain = build.build(cache).read_bytes()
+    monkeypatch.setenv(variable, f"{tmp_path}/other/")
+    monkeypatch.setenv("LD_RUN_PATH", str(tmp_path))
+    monkeypatch.setenv("DEPENDENCIES_OUTPUT", str(tmp_path / "written"))
+    (library,) = cache.iterdir()
+    library.unlink()
+    assert build.build(cache) == library
+    assert library.read_bytes() == plain
+    assert not (tmp_path / "written").exists()
+
+
+@needs_compiler
+def test_a_compiler_that_fails_ends_the_others(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    command = ["/bin/sh", "-c", "exec sleep 60"]
+    begin = time.monotonic()
+    with pytest.raises(build.BuildError, match="/bin/sh failed: broken"):
+        compiler.run([command, ["/bin/sh", "-c", "echo broken >&2; exit 1"]], tmp_path)
+    assert time.monotonic() - begin < 30
+    monkeypatch.setattr(compiler, "TIMEOUT_S", 0.1)
+    with pytest.raises(build.BuildError, match="/bin/sh did not finish"):
+        compiler.run([command], tmp_path)
+
+
+@needs_compiler
+def test_a_form_without_scales_has_none_in_any_panel(tmp_path: Path) -> None:
+    """A constant expression may not count on from a null pointer: sanitizers of GCC do not see it."""
+    (tmp_path / "panels.cpp").write_text(f"""
+#include "{build.SOURCE / "compact_linear.cpp"}"
+constexpr uint8_t codes[2 * 32 * 16 * 2] = {{}};
+constexpr Codes whole{{codes, nullptr, nullptr}}, second = panel_of<BFloat16>(whole, 1, 32, 16);
+static_assert(second.codes == codes + 32 * 16 * 2 && !second.scales && !second.offsets);
+""")
+    flags = [flag for flag in build.FLAGS if not flag.startswith("-O")]
+    compiler.run([[compiler.find_compiler(), *flags, "-fsyntax-only", str(tmp_path / "panels.cpp")]], tmp_path)
 
 
 def test_without_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ CPU_IS_FAST = model(native={"layer.one": 1.0}, cpu={"layer.one": 0.5})
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     return tmp_path
 
 

@@ -44,7 +44,7 @@ inline Ints widened(const uint8_t* from) {
 
 inline Floats floats(Ints v) { return __builtin_convertvector(v, Floats); }
 
-// Panels [in, width]. scales, offsets: [in / 32, width].
+// Panels [in, width]. scales, offsets: [in / 32, width], or null where a form has none.
 struct Codes {
     const uint8_t* codes;
     const float *scales, *offsets;
@@ -96,9 +96,10 @@ struct Symmetric8 {
 };
 
 template <typename Form>
-Codes panel_of(const Codes& whole, int64_t index, int64_t in, int64_t width) {
+constexpr Codes panel_of(const Codes& whole, int64_t index, int64_t in, int64_t width) {
     const int64_t groups = index * (in / GROUP) * width;
-    return {whole.codes + index * in / 2 * width * Form::PER_TWO, whole.scales + groups, whole.offsets + groups};
+    return {whole.codes + index * in / 2 * width * Form::PER_TWO, whole.scales ? whole.scales + groups : nullptr,
+            whole.offsets ? whole.offsets + groups : nullptr};
 }
 
 // Has the next panel brought near while this one is multiplied: a form is read once, and its codes come in short runs.

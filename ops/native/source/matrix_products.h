@@ -20,11 +20,11 @@ struct Pairs {
     __m512i part[P];
 
     Pairs(Floats first, Floats second) {
-        const Ints half = 0x8000 - Ints{}, upper = int32_t(0xffff0000) - Ints{};
+        const Words half = 0x8000 - Words{}, upper = 0xffff0000 - Words{};
         for (int i = 0; i < P; ++i) {
             const bool last = i + 1 == P;
-            const Ints a = last ? (Ints)first : ((Ints)first + half) & upper;
-            const Ints b = last ? (Ints)second : ((Ints)second + half) & upper;
+            const Words a = last ? (Words)first : ((Words)first + half) & upper;
+            const Words b = last ? (Words)second : ((Words)second + half) & upper;
             part[i] = _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32((__m512i)a, 16), (__m512i)b);
             first -= (Floats)a, second -= (Floats)b;
         }

@@ -22,6 +22,7 @@ namespace ucm {
 constexpr int LANES = UCM_LANES;
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));  // bits of floats: sums that overflow are defined
 
 inline Floats load(const float* from) {
     Floats v;
@@ -137,8 +138,8 @@ inline Floats exponential(Floats x) {
     const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, (__m512)all(-87.0f), _CMP_NLT_UQ);
     return (Floats)_mm512_maskz_scalef_ps(seen, (__m512)p, (__m512)n);
 #else
-    const Ints exponent = ((Ints)shifted - (Ints)all(rounder)) << 23;
-    const Floats scaled = (Floats)((Ints)p + exponent);
+    const Words exponent = ((Words)shifted - (Words)all(rounder)) << 23;
+    const Floats scaled = (Floats)((Words)p + exponent);
     const Floats result = x < -87.0f ? Floats{} : scaled;
     return x == x ? result : x;
 #endif

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from vllm_gaudi_ucm.envs import user_cache
 from vllm_gaudi_ucm.ops.native import matrix_unit
-from vllm_gaudi_ucm.ops.native.build import cpu_features, refuse_foreign
+from vllm_gaudi_ucm.ops.native.build import cpu_features
 from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.private_folder import make_folders, refuse_foreign
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import NAMES, CostModel
 
 SCHEMA = 1
@@ -73,14 +75,17 @@ def _kernels(matrix: bool) -> str:
 
 
 def default_path(facts: Facts, folder: Path | None = None) -> Path:
-    """Where the fit of these facts lies; the file's name is a hash of them. folder: None for the user's cache."""
-    folder = folder or Path.home() / ".cache" / "vllm-gaudi-ucm" / "attention"
+    """Where the fit of these facts lies; the file's name is a hash of them. folder: None for the user's cache.
+
+    Raises RuntimeError where the user has no cache.
+    """
+    folder = folder or user_cache() / "attention"
     return folder / f"cost-{_digest(json.dumps(facts.to_json(), sort_keys=True))}.json"
 
 
 def save_model(path: Path, model: CostModel, facts: Facts, report: Mapping[str, Any]) -> None:
     """Writes the file whole or not at all; OSError where that is not possible. report: kept for people to read."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folders(path.parent)
     refuse_foreign(path.parent)
     content = {"schema": SCHEMA, "facts": facts.to_json(), "model": model.to_json(), "report": dict(report)}
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".cost-")

@@ -1,0 +1,72 @@
+"""A pytest plugin: the native kernels as they are built for other CPUs, in place of those of this machine.
+
+`XDG_CACHE_HOME=/tmp/variants python -m pytest -p tests.ops.native_variant --native-variant x86-64-v2 tests/ops/...`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from vllm_gaudi_ucm.ops.native import build, library
+
+EMULATED_TILES = Path(__file__).with_name("emulated_tiles.h")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another build.
+
+    march: the CPU. needs: what /proc/cpuinfo calls the instructions that must be there to run it. lanes: floats of a
+    vector. flags, link_flags: what the compiler and the linker get beside.
+    """
+
+    march: str
+    needs: frozenset[str]
+    lanes: int
+    flags: tuple[str, ...] = ()
+    link_flags: tuple[str, ...] = ()
+
+
+_SANITIZED = ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=undefined")
+VARIANTS = {
+    "x86-64-v2": Variant("x86-64-v2", frozenset({"sse4_2", "ssse3", "popcnt"}), 4),
+    "x86-64-v3": Variant("x86-64-v3", frozenset({"avx2", "fma", "f16c", "bmi2"}), 8),
+    # the matrix unit's kernels; what they do beyond the language ends the process
+    "emulated-tiles": Variant(
+        "native",
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+        16,
+        (*_SANITIZED, f"-I{build.SOURCE}", f'-DUCM_EMULATED_TILES="{EMULATED_TILES}"'),
+        _SANITIZED,
+    ),
+}
+
+
+def why_not(variant: Variant) -> str:
+    """Why this machine cannot run a variant, in words; empty where it can."""
+    lines = (line.partition(":") for line in build.cpu_features().splitlines())
+    there = next((set(value.split()) for name, _, value in lines if name.strip() == "flags"), set[str]())
+    missing = sorted(variant.needs - there)
+    return f"this CPU has no {', '.join(missing)}" if missing else ""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--native-variant", choices=tuple(VARIANTS), help="build of the native kernels to run tests with")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before tests are collected, which ask for the kernels then."""
+    variant = VARIANTS[config.getoption("--native-variant")]
+    build.FLAGS = (
+        *(flag for flag in build.FLAGS if not flag.startswith("-march=")),
+        f"-march={variant.march}",
+        *variant.flags,
+    )
+    build.LINK_FLAGS = (*build.LINK_FLAGS, *variant.link_flags)
+    found = library.native()
+    if found is None:
+        raise pytest.UsageError(f"no kernels: {library.why_not_native()}")
+    assert found.ucm_lanes() == variant.lanes

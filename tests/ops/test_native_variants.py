@@ -1,0 +1,64 @@
+"""The native kernels as they are built for other CPUs, and the matrix unit's on this one: the same tests again."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ops.native_variant import VARIANTS, why_not
+from vllm_gaudi_ucm.ops.native import compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = (
+    "test_native_attention",
+    "test_native_selected",
+    "test_native_selection",
+    "test_native_block_selection",
+    "test_native_elementwise",
+    "test_compact_weights",
+    "test_packed_linear",
+    "test_unsplit_groups",
+    "test_call_list",
+    "test_kv_cache",
+)
+# Tests of the matrix unit, which are skipped without one.
+MATRIX_FILES = ("test_native_attention_matrix", "test_tile_linear", "test_matrix_unit")
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, compiler.COMPILERS)), reason="no C++ compiler here")
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "least"),
+    [
+        ("x86-64-v2", FILES, 350),
+        ("x86-64-v3", FILES, 350),
+        ("emulated-tiles", FILES + MATRIX_FILES, 550),
+    ],
+)
+def test_a_build_passes_the_tests_of_the_kernels(name: str, files: tuple[str, ...], least: int, tmp_path: Path) -> None:
+    """covers: A9, A13, A22, D8. Each is compiled here, once, and loaded by a process of its own; no test is skipped.
+
+    With `emulated-tiles` a sanitizer ends the process where the language promises nothing.
+    """
+    if reason := why_not(VARIANTS[name]):
+        pytest.skip(reason)
+    plugins = ["-p", "tests.ops.native_variant", "--native-variant", name, "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "--timeout=250", "-k", "not cuda"]
+    command += [f"tests/ops/{file}.py" for file in files]
+    # sanitizers speak on the real stderr
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*command, "--capture=sys"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    passed, skipped = (re.search(rf"(\d+) {word}", done.stdout) for word in ("passed", "skipped"))
+    assert passed is not None
+    assert int(passed[1]) >= least, done.stdout[-3000:]
+    assert skipped is None, done.stdout[-3000:]
+    assert len(list((tmp_path / "vllm-gaudi-ucm" / "native").glob("*.so"))) == 1
