@@ -109,6 +109,9 @@ def _asked_by_speculation(config: SpeculativeConfig) -> Iterator[Asked]:
     for name, is_asked in options.items():
         if is_asked:
             yield f"the speculative option {name}={getattr(config, name)!r}", "--speculative-config"
+    target = config.target_model_config
+    if target is not None and target.logits_processors:
+        yield "custom logits processors beside speculative decoding", "--logits-processors"
     if config.method == "draft_model":
         yield from _asked_by_draft_model(config)
 

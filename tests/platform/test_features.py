@@ -212,6 +212,13 @@ def test_draft_models_that_are_refused(llama: Path, tmp_path: Path) -> None:
         assert feature in str(error.value) or "same vocabulary size" in str(error.value)
 
 
+def test_custom_logits_processors_beside_drafts(llama: Path) -> None:
+    """vLLM has none beside drafts. covers: A18"""
+    with pytest.raises(UnsupportedFeatureError, match="custom logits processors .*--logits-processors"):
+        start(llama, speculative_config=NGRAM, logits_processors=["a.module:Class"])
+    start(llama, speculative_config=NGRAM)
+
+
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_speculative_decoding_that_is_supported(llama: Path, method: str) -> None:
     options = NGRAM if method == "ngram" else {"method": method, "model": str(llama), "num_speculative_tokens": 2}
