@@ -214,7 +214,7 @@ def test_draft_models_that_are_refused(llama: Path, tmp_path: Path) -> None:
 
 def test_custom_logits_processors_beside_drafts(llama: Path) -> None:
     """vLLM has none beside drafts. covers: A18"""
-    with pytest.raises(UnsupportedFeatureError, match="custom logits processors .*--logits-processors"):
+    with pytest.raises(UnsupportedFeatureError, match=r"custom logits processors .*--logits-processors"):
         start(llama, speculative_config=NGRAM, logits_processors=["a.module:Class"])
     start(llama, speculative_config=NGRAM)
 

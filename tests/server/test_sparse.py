@@ -58,7 +58,7 @@ def refused_beside_drafts(client: OpenAI) -> None:
     )
     next(iter(stream))
     for parameter in ({"min_p": 0.1}, {"logit_bias": {"5": 1.0}}):
-        with pytest.raises(openai.BadRequestError, match="min_p and logit_bias .* speculative decoding") as error:
+        with pytest.raises(openai.BadRequestError, match=r"min_p and logit_bias .* speculative decoding") as error:
             client.completions.create(model=MODEL_NAME, prompt="a", max_tokens=2, extra_body=parameter)
         assert error.value.status_code == 400
     assert list(stream)[-1].choices[0].finish_reason == "length"
