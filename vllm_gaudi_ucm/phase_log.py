@@ -195,7 +195,7 @@ def _what_else(line: str, value: Any) -> str:
     # with \ufffd in the place of bytes that are no text
     if line.startswith("\x1f\ufffd"):
         return "found a gzip file, unpack it"
-    return f"found {ascii(line[:40])}" if line else "found an empty file"
+    return f"found {line[:40]!a}" if line else "found an empty file"
 
 
 def _parse_line(path: Path, number: int, line: str) -> StepRecord:
