@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,7 @@ def open_recipe_cache(folder: Path, device: Device, kind: GraphKind) -> None:
     Raises:
         RecipeCacheError: the folder cannot be made, or these graphs are not kept on disk.
     """
-    if device.kind != "hpu" and kind != "compile":
-        raise RecipeCacheError(
-            f"ucm.graphs.recipe_cache: found {folder}, but on {device.kind} only ucm.graphs.mode 'compile' compiles "
-            "what a folder could keep; leave the option out, or set the mode"
-        )
+    check_recipe_cache(folder, device.kind, kind)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -41,6 +38,21 @@ def open_recipe_cache(folder: Path, device: Device, kind: GraphKind) -> None:
         use_hpu_recipe_cache(folder)
     else:
         use_inductor_cache(folder)
+
+
+def check_recipe_cache(folder: Path, device_kind: str, kind: GraphKind) -> None:
+    """Raises RecipeCacheError where graphs are not kept on disk, or no folder can be made there; makes none."""
+    if device_kind != "hpu" and kind != "compile":
+        raise RecipeCacheError(
+            f"ucm.graphs.recipe_cache: found {folder}, but on {device_kind} only ucm.graphs.mode 'compile' compiles "
+            "what a folder could keep; leave the option out, or set the mode"
+        )
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise RecipeCacheError(
+            f"ucm.graphs.recipe_cache: cannot use {folder}: {there} is no folder that this user may write; expected a "
+            "folder, or a path where one can be made"
+        )
 
 
 def log_cache_hits(folder: Path, device: Device, graphs: int) -> None:

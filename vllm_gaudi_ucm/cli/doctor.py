@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.cli.checks.attention_cost import attention_cost_checks
 from vllm_gaudi_ucm.cli.checks.check import Check, guarded
 from vllm_gaudi_ucm.cli.checks.configuration import configuration_checks, resolve_text
 from vllm_gaudi_ucm.cli.checks.machine import device_checks, matrix_unit_checks, thread_checks
+from vllm_gaudi_ucm.cli.checks.places import place_checks
 from vllm_gaudi_ucm.cli.checks.plugins import PluginChecks
 from vllm_gaudi_ucm.cli.checks.sparse import sparse_checks
 from vllm_gaudi_ucm.cli.checks.static_shapes import static_shape_checks
@@ -86,6 +87,7 @@ def examine(config: str | None, store: str | None = None) -> Examination:
     checks += guarded("device", thread_checks)
     checks += guarded("device", lambda: _of_config(config, lambda ucm: matrix_unit_checks(ucm, device)))
     checks += guarded("static shapes", lambda: _of_config(config, lambda ucm: static_shape_checks(ucm, device)))
+    checks += guarded("files", lambda: _of_config(config, lambda ucm: place_checks(ucm, device)))
     checks += guarded("attention", lambda: _of_config(config, lambda ucm: attention_cost_checks(ucm, device)))
     checks += guarded("sparse", lambda: _of_config(config, sparse_checks))
     checks += guarded("store", lambda: store_checks(store))
