@@ -82,6 +82,11 @@ class PhaseLog:
         self._emit = emit
         self._file = None if path is None else _create(path, header or {})
 
+    @property
+    def is_open(self) -> bool:
+        """Whether steps are written; not any more once writing has failed."""
+        return self._file is not None
+
     def append(self, record: StepRecord) -> None:
         """Count one step and write its line; a full disk stops the file, never the engine."""
         self.summary.add(record)
@@ -124,11 +129,16 @@ def bucket_shapes(records: Iterable[StepRecord]) -> Iterator[Bucket]:
     return (record.bucket for record in records if not record.tail)
 
 
+def keep_previous(path: Path) -> None:
+    """Renames a log that is there, and not empty, to `NAME.previous`. Raises OSError."""
+    if path.is_file() and path.stat().st_size:
+        path.replace(path.with_name(path.name + ".previous"))
+
+
 def _create(path: Path, header: Mapping[str, Any]) -> TextIO:
     """Open a new log with its header; the log of the run before is kept as `NAME.previous`."""
     try:
-        if path.is_file() and path.stat().st_size:
-            path.replace(path.with_name(path.name + ".previous"))
+        keep_previous(path)
         # Line buffering hands each step to the operating system whole: a kill costs at most the last line.
         file = path.open("w", encoding="utf-8", buffering=1)
         file.write(json.dumps({"schema": SCHEMA, **header}, separators=(",", ":")) + "\n")

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_ucm.cli.output_file import check_output
 from vllm_gaudi_ucm.phase_log import PhaseLogError, StepRecord, read_phase_log
 from vllm_gaudi_ucm.phase_summary import PhaseSummary
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; 0, or 2 when the log or the picture's path is unusable."""
     try:
+        check_output("--plot", args.plot, PICTURES)
         header, records = read_phase_log(args.log)
         if args.plot is not None:
             write_plot(records, args.plot, header)

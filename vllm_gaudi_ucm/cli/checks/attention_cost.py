@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vllm_gaudi_ucm.cli.checks.check import Check, Status
 from vllm_gaudi_ucm.config import UcmConfig
+from vllm_gaudi_ucm.ops.unified_attention.cost.devices import FITTED_DEVICES
 
 SECTION = "attention"
 NAME = "ucm.attention.cost_model"
@@ -18,13 +19,7 @@ def attention_cost_checks(config: UcmConfig, device: str | None) -> Iterator[Che
     # torch takes seconds, which `gaudi-ucm doctor --help` need not
     import torch
 
-    from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import (
-        FITTED_DEVICES,
-        Facts,
-        ModelFileError,
-        default_path,
-        load_model,
-    )
+    from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import Facts, ModelFileError, default_path, load_model
 
     option = config.attention.cost_model
     if option == "off" or device not in FITTED_DEVICES:
