@@ -56,7 +56,11 @@ def from_file(request: BucketRequest) -> BucketSet:
     limits_there, forward, logits = read_bucket_file(path)
     _check_limits(path, limits_there, limits)
     _check_selected(path, limits_there, limits)
-    cut = {ForwardShape.of("c" in s.phase, *_cut(s, limits)) for s in forward}
+    # the largest step of that server is the largest step of this one, also where this one has more blocks
+    largest = limits_there.maximum.forward
+    cut = {
+        limits.maximum.forward if s == largest else ForwardShape.of("c" in s.phase, *_cut(s, limits)) for s in forward
+    }
     rows = {min(row, limits.max_num_seqs) for row in logits}
     buckets = BucketSet(without_unreachable(cut, limits, request.cost), rows, limits, request.cost)
     if request.max_graphs is not None and buckets.num_graphs > request.max_graphs:

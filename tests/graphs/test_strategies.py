@@ -154,6 +154,16 @@ def test_another_size_of_cache_is_no_other_server(bucket_file: Path, blocks: int
     assert_all_reachable(buckets)
 
 
+@pytest.mark.parametrize("blocks", [119, 120, 121, 5000])
+def test_a_file_of_as_many_graphs_as_are_allowed_stays_usable(bucket_file: Path, blocks: int) -> None:
+    """A start that measures a block more must not fail: the largest bucket grows with the cache."""
+    allowed = build_buckets("file", BucketRequest(LIMITS, COST, path=bucket_file)).num_graphs
+    within = Limits(256, 16, 2048, 128, blocks)
+    buckets = build_buckets("file", BucketRequest(within, COST, allowed, path=bucket_file))
+    assert buckets.num_graphs == allowed
+    assert buckets.forward[-1] == within.maximum.forward
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -31,6 +31,7 @@ from vllm_gaudi_ucm.cli.checks.store import store_checks
 from vllm_gaudi_ucm.cli.checks.versions import version_checks
 from vllm_gaudi_ucm.config import UcmConfig
 from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.device.detect import detect_device
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,9 @@ def _print_table(checks: Sequence[Check]) -> None:
     console = Console()
     console.print(table)
     failed = sum(check.status == "fail" for check in checks)
-    console.print("no problem found" if failed == 0 else f"{failed} of {len(checks)} checks failed", style="bold")
+    console.print(
+        "no problem found" if failed == 0 else f"{failed} of {counted(len(checks), 'check')} failed", style="bold"
+    )
 
 
 def _finding(check: Check) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_ucm.cli.output_file import check_output
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.phase_log import PhaseLogError, StepRecord, read_phase_log
 from vllm_gaudi_ucm.phase_summary import PhaseSummary
 
@@ -47,7 +48,7 @@ def write_plot(records: list[StepRecord], path: Path, header: dict[str, Any]) ->
     from vllm_gaudi_ucm.phase_plot import plot_phases
 
     model = Path(str(header.get("model", ""))).name
-    plot_phases(records, path, title=f"{model or 'phase log'}: {len(records):,} steps")
+    plot_phases(records, path, title=f"{model or 'phase log'}: {counted(len(records), 'step')}")
 
 
 def show(summary: PhaseSummary, header: dict[str, Any], plot: Path | None = None) -> None:

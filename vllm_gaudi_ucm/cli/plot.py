@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.cli.cost_options import (
     limits_of,
 )
 from vllm_gaudi_ucm.cli.output_file import check_output
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.graphs.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     header, records = read_phase_log(args.log)
     if not records:
         raise ValueError(f"{args.log}: holds no steps to draw")
-    title = f"{header.get('mix') or Path(str(header.get('model', ''))).name or args.log.name}: {len(records):,} steps"
+    name = header.get("mix") or Path(str(header.get("model", ""))).name or args.log.name
+    title = f"{name}: {counted(len(records), 'step')}"
     padding = None if args.buckets is None else bucket_padding(args, header, records)
     if suffix in PAGES:
         from vllm_gaudi_ucm.cli.plot_page import page

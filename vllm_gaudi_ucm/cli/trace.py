@@ -12,6 +12,7 @@ from vllm_gaudi_ucm.cli.output_file import check_output, written_whole
 from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.cli.trace_mix import MIXES, Mix
 from vllm_gaudi_ucm.cli.trace_simulation import Simulation
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.phase_log import PhaseLog, PhaseLogError, keep_previous
 from vllm_gaudi_ucm.phase_summary import PhaseSummary
 
@@ -47,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(highlight=False)
     console.print(
-        f"{args.output}: {args.steps:,} steps of the mix {args.mix}, times modelled", markup=False, soft_wrap=True
+        f"{args.output}: {counted(args.steps, 'step')} of the mix {args.mix}, times modelled",
+        markup=False,
+        soft_wrap=True,
     )
     console.print(phase_bars(summary))
     console.print(summary_table(summary))
