@@ -55,7 +55,9 @@ def _draw_sizes(axes: Axes, records: Sequence[StepRecord], padding: Padding | No
         for shapes, label, colour in ((padding.unused(), "buckets not used", "#aaaaaa"), (used, "buckets", "black")):
             if shapes:
                 places = np.array([(shape.query_len, getattr(shape, blocks)) for shape in shapes])
-                axes.scatter(*places.T, s=34, marker="s", facecolors="none", edgecolors=colour, label=label)
+                axes.scatter(
+                    places[:, 0], places[:, 1], s=34, marker="s", facecolors="none", edgecolors=colour, label=label
+                )
                 widest, highest = max(widest, places[:, 0].max()), max(highest, places[:, 1].max())
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", base=2, linthresh=1)
