@@ -48,6 +48,10 @@ class Padding:
             for index in order
         ]
 
+    def unused(self) -> list[ForwardShape]:
+        """Buckets that no step ran in."""
+        return [shape for shape, steps in zip(self.buckets.forward, self.used, strict=True) if not steps]
+
     def to_json(self) -> dict[str, Any]:
         """The sums as plain values."""
         return {

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, unknown_key
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, shown, unknown_key
 from vllm_gaudi_ucm.config_file import read_config_file
 from vllm_gaudi_ucm.config_problems import expected, problems, section
+from vllm_gaudi_ucm.config_section import Section
 from vllm_gaudi_ucm.sparse.config import SparseConfig, resolve_sparse_config, resolve_sparse_method
 from vllm_gaudi_ucm.sparse.residency.method_check import check_memory_mode
 from vllm_gaudi_ucm.sparse.residency.options import MemoryModeOptions
@@ -17,12 +18,7 @@ from vllm_gaudi_ucm.sparse.residency.options import MemoryModeOptions
 ROOT = "ucm"
 
 
-class _Section(BaseModel):
-    # strict: "512" for a number is a mistake in a file, not a number.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class AttentionConfig(_Section):
+class AttentionConfig(Section):
     """How Unified Attention computes its three parts."""
 
     implementation: Literal["auto", "reference", "cpu", "native", "hpu", "cuda"] = Field(
@@ -49,7 +45,7 @@ class AttentionConfig(_Section):
     )
 
 
-class CpuConfig(_Section):
+class CpuConfig(Section):
     """The CPU as the reference device."""
 
     threads: Annotated[int, Field(ge=1)] | None = Field(
@@ -79,7 +75,7 @@ class CpuConfig(_Section):
     )
 
 
-class GraphsConfig(_Section):
+class GraphsConfig(Section):
     """Static shapes: buckets, captured graphs and their warm-up."""
 
     mode: Literal["auto", "off", "eager", "capture", "compile"] = Field(
@@ -134,7 +130,7 @@ class GraphsConfig(_Section):
     )
 
 
-class UcmConfig(_Section):
+class UcmConfig(Section):
     """The whole configuration. Immutable, hashable, and equal to another exactly if every value is."""
 
     phase_log: Path | None = Field(
@@ -195,7 +191,7 @@ def resolve_config(additional_config: object) -> UcmConfig:
         return UcmConfig()
     if not isinstance(additional_config, Mapping):
         raise UcmConfigError(
-            [Problem("--additional-config", repr(additional_config), "a JSON object with the key ucm")]
+            [Problem("--additional-config", shown(additional_config), "a JSON object with the key ucm")]
         )
     unknown = [unknown_key(str(key), "", [ROOT]) for key in additional_config if key != ROOT]
     if unknown:
@@ -209,8 +205,10 @@ def resolve_value(value: Any) -> UcmConfig:
     if isinstance(value, str | Path):
         source = f" (file {value})"
         value = read_config_file(Path(value))
+    if value is None:
+        return UcmConfig()
     if not isinstance(value, Mapping):
-        raise UcmConfigError([Problem(ROOT, repr(value), "a mapping, or the path of a YAML or JSON file")], source)
+        raise UcmConfigError([Problem(ROOT, shown(value), "a mapping, or the path of a YAML or JSON file")], source)
     try:
         return UcmConfig.model_validate(dict(value))
     except ValidationError as error:

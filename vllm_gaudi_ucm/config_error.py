@@ -36,6 +36,16 @@ class UcmConfigError(ValueError):
         return type(self), (self.problems, self.source)
 
 
+MOST_SHOWN = 200
+"""Characters of a value in a message."""
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
+
+
 def unknown_key(key: str, section: str, valid: list[str]) -> Problem:
     """A key that does not exist in a section, with the nearest one that does."""
     prefix = f"{section}." if section else ""
@@ -45,4 +55,4 @@ def unknown_key(key: str, section: str, valid: list[str]) -> Problem:
         hint = f"{prefix}{by_lower_case[nearest[0]]} (the nearest valid key)"
     else:
         hint = " or ".join(f"{prefix}{name}" for name in sorted(valid))
-    return Problem(f"{prefix}{key}", "an unknown key", hint)
+    return Problem(f"{prefix}{key[:MOST_SHOWN]}", "an unknown key", hint)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, unknown_key
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, shown, unknown_key
 
 NOTE = "note"
 """Key of a field's `json_schema_extra` with words that `expected` adds to what it derives from the type."""
@@ -34,7 +34,7 @@ def problems(error: ValidationError, model: type[BaseModel], key: str) -> Iterat
 def _problem(detail: Any, model: type[BaseModel], key: str) -> Problem:
     """One of pydantic's errors, named by our key: what lies beyond a leaf is pydantic's own (members of a union)."""
     location = detail["loc"]
-    found = repr(detail["input"])
+    found = shown(detail["input"])
     for depth, part in enumerate(map(str, location), start=1):
         field = model.model_fields.get(part)
         if field is None:

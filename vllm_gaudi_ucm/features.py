@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 
 
@@ -108,6 +109,9 @@ def _asked_by_speculation(config: SpeculativeConfig) -> Iterator[Asked]:
     for name, is_asked in options.items():
         if is_asked:
             yield f"the speculative option {name}={getattr(config, name)!r}", "--speculative-config"
+    target = config.target_model_config
+    if target is not None and target.logits_processors:
+        yield "custom logits processors beside speculative decoding", "--logits-processors"
     if config.method == "draft_model":
         yield from _asked_by_draft_model(config)
 
@@ -125,6 +129,7 @@ def _asked_by_draft_model(config: SpeculativeConfig) -> Iterator[Asked]:
 
 def _asked_by_model(config: ModelConfig) -> Iterator[Asked]:
     name = f"model {config.model}"
+    experts = most_experts(config.hf_text_config)
     traits = {
         "encoder-decoder models": (name, config.is_encoder_decoder),
         "multimodal models": (name, config.is_multimodal_model),
@@ -133,6 +138,8 @@ def _asked_by_model(config: ModelConfig) -> Iterator[Asked]:
         "attention-free models": (name, config.is_attention_free),
         "models with recurrent state (Mamba, linear attention)": (name, config.is_hybrid or config.has_inner_state),
         "sliding-window attention": (name, _has_sliding_window(config)),
+        "chunked local attention": (name, config.attention_chunk_size is not None),
+        f"mixture-of-experts models ({experts} experts)": (name, experts > 1),
         "rotary positions with several axes (M-RoPE)": (name, config.uses_mrope),
         "prompt embeddings": ("--enable-prompt-embeds", config.enable_prompt_embeds),
         f"quantised weights ({config.quantization})": (f"{name} or --quantization", config.quantization is not None),
@@ -147,3 +154,27 @@ def _asked_by_model(config: ModelConfig) -> Iterator[Asked]:
 def _has_sliding_window(config: ModelConfig) -> bool:
     """Qwen2-like configurations carry a window together with a switch that turns it off."""
     return config.get_sliding_window() is not None and getattr(config.hf_text_config, "use_sliding_window", True)
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "num_routed_experts", "n_routed_experts")
+
+
+def most_experts(config: PretrainedConfig) -> int:
+    """Experts of the layer that has the most, 0 where a model has none.
+
+    vLLM's `ModelConfig.get_num_experts` takes the first of four keys that it finds, on the top level. What counts
+    experts of a draft head (`mtp_...`) says nothing of the layers that are served.
+    """
+    return max((count for count in _expert_counts(config.to_dict())), default=0)
+
+
+def _expert_counts(value: Any) -> Iterator[int]:
+    """The numbers under keys that count experts, at any depth: models keep them in sections and lists of layers."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _expert_counts(item)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if str(key).endswith(_EXPERT_COUNTS) and not str(key).startswith("mtp_"):
+                yield from (item for item in (inner if isinstance(inner, list) else [inner]) if type(item) is int)
+            yield from _expert_counts(inner)

@@ -23,6 +23,7 @@ PHASES = {phase_string(c, s, u) for c in (False, True) for s in (False, True) fo
 SPARSE_COUNTS = ("selected_pairs", "sparse", "tail")
 TRANSFER_COUNTS = ("loaded_blocks", "saved_blocks")
 TIMES = ("plan_ms", "forward_ms", "sample_ms")
+MOST = 1 << 63  # of a number: sums and sizes are counted in 64 bits
 
 logger = plugin_logger(__name__)
 
@@ -81,6 +82,11 @@ class PhaseLog:
         self._emit = emit
         self._file = None if path is None else _create(path, header or {})
 
+    @property
+    def is_open(self) -> bool:
+        """Whether steps are written; not any more once writing has failed."""
+        return self._file is not None
+
     def append(self, record: StepRecord) -> None:
         """Count one step and write its line; a full disk stops the file, never the engine."""
         self.summary.add(record)
@@ -123,11 +129,16 @@ def bucket_shapes(records: Iterable[StepRecord]) -> Iterator[Bucket]:
     return (record.bucket for record in records if not record.tail)
 
 
+def keep_previous(path: Path) -> None:
+    """Renames a log that is there, and not empty, to `NAME.previous`. Raises OSError."""
+    if path.is_file() and path.stat().st_size:
+        path.replace(path.with_name(path.name + ".previous"))
+
+
 def _create(path: Path, header: Mapping[str, Any]) -> TextIO:
     """Open a new log with its header; the log of the run before is kept as `NAME.previous`."""
     try:
-        if path.is_file() and path.stat().st_size:
-            path.replace(path.with_name(path.name + ".previous"))
+        keep_previous(path)
         # Line buffering hands each step to the operating system whole: a kill costs at most the last line.
         file = path.open("w", encoding="utf-8", buffering=1)
         file.write(json.dumps({"schema": SCHEMA, **header}, separators=(",", ":")) + "\n")
@@ -171,11 +182,30 @@ def _bucket_json(bucket: Bucket) -> str:
 
 
 def _parse_header(path: Path, line: str) -> dict[str, Any]:
-    header = _parse_object(path, 1, line)
-    if header.get("schema") != SCHEMA:
-        found = header.get("schema", "no schema field")
-        raise PhaseLogError(f"{path}:1: found {found!r} where a phase log says {SCHEMA!r}; is this another file?")
-    return header
+    try:
+        header = json.loads(line)
+    except (ValueError, RecursionError):
+        header = None
+    if isinstance(header, dict) and header.get("schema") == SCHEMA:
+        return header
+    raise PhaseLogError(
+        f"{path}:1: no phase log: {_what_else(line, header)}, where one says {SCHEMA!r}; is this another file? "
+        "expected a file that ucm.phase_log or `gaudi-ucm trace` wrote"
+    )
+
+
+def _what_else(line: str, value: Any) -> str:
+    """What a first line that is no header is. value: of its JSON, None where it is none."""
+    if isinstance(value, dict):
+        return (
+            f"found the schema {ascii(value['schema'])[:60]}"
+            if "schema" in value
+            else "found JSON without the field 'schema'"
+        )
+    # with \ufffd in the place of bytes that are no text
+    if line.startswith("\x1f\ufffd"):
+        return "found a gzip file, unpack it"
+    return f"found {line[:40]!a}" if line else "found an empty file"
 
 
 def _parse_line(path: Path, number: int, line: str) -> StepRecord:
@@ -201,7 +231,7 @@ def _parse_line(path: Path, number: int, line: str) -> StepRecord:
 def _parse_object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PhaseLogError(f"{path}:{number}: not JSON ({error}); remove the line to read the rest") from error
     if not isinstance(value, dict):
         raise PhaseLogError(f"{path}:{number}: found {line[:40]!r}, expected a JSON object")
@@ -210,15 +240,16 @@ def _parse_object(path: Path, number: int, line: str) -> dict[str, Any]:
 
 def _number(fields: dict[str, Any], name: str, *types: type) -> Any:
     value = fields[name]
-    if type(value) not in types or value < 0:
-        raise ValueError(f"field {name!r} is {value!r}, expected a number >= 0")
+    # NaN is within no bounds
+    if type(value) not in types or not 0 <= value < MOST:
+        raise ValueError(f"field {name!r} is {value!r}, expected a number from 0 to 2^63")
     return value
 
 
 def _parse_bucket(value: Any) -> Bucket:
     if isinstance(value, list) and len(Bucket._fields) - 2 <= len(value) <= len(Bucket._fields):
         phase, *sizes = value
-        if isinstance(phase, str) and phase in PHASES and all(type(size) is int and size >= 0 for size in sizes):
+        if isinstance(phase, str) and phase in PHASES and all(type(size) is int and 0 <= size < MOST for size in sizes):
             return Bucket(phase, *sizes)
     raise ValueError(
         f"found bucket {value!r}, expected [phase, query_len, shared_blocks, unique_blocks, logits], "

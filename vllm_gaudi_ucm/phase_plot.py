@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.phase_log import StepRecord
 from vllm_gaudi_ucm.phase_summary import PhaseSummary
 
@@ -69,7 +70,7 @@ def _draw_timeline(axes: Axes, records: Sequence[StepRecord]) -> None:
     for phase, totals in PhaseSummary(records).ranked():
         mine = np.array([r.bucket.phase == phase for r in records])
         heights = _overlap(ends[mine] - times[mine], ends[mine], edges) / (edges[1] - edges[0])
-        label = f"{phase}  {totals.steps:,} steps"
+        label = f"{phase}  {counted(totals.steps, 'step')}"
         width = (edges[1] - edges[0]) * 0.94
         axes.bar(edges[:-1], heights, width, bottom=bottom, align="edge", color=PHASE_COLOURS[phase], label=label)
         bottom += heights

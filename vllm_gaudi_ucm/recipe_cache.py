@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,13 +37,10 @@ def open_recipe_cache(folder: Path | None, device: Device, kind: GraphKind) -> N
         RecipeCacheError: the folder cannot be made, others may write to it, or these graphs are not kept on disk.
     """
     on_hpu = device.kind == "hpu"
-    if not on_hpu and kind != "compile":
-        if folder is None:
-            return
-        raise RecipeCacheError(
-            f"ucm.graphs.recipe_cache: found {folder}, but on {device.kind} only ucm.graphs.mode 'compile' compiles "
-            "what a folder could keep; leave the option out, or set the mode"
-        )
+    if folder is not None:
+        _check_kept(folder, device.kind, kind)
+    elif not on_hpu and kind != "compile":
+        return
     chosen = hpu_recipe_cache() if on_hpu else inductor_cache()
     if chosen is not None:
         _make(chosen, f"environment variable {'PT_HPU_RECIPE_CACHE_CONFIG' if on_hpu else 'TORCHINDUCTOR_CACHE_DIR'}")
@@ -79,6 +77,25 @@ def _make(folder: Path, where: str) -> None:
             f"{where}: cannot use {folder}: {error.strerror or error}; expected a folder, or a path where one can be "
             "made"
         ) from error
+
+
+def check_recipe_cache(folder: Path, device_kind: str, kind: GraphKind) -> None:
+    """Raises RecipeCacheError where graphs are not kept on disk, or no folder can be made there; makes none."""
+    _check_kept(folder, device_kind, kind)
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise RecipeCacheError(
+            f"ucm.graphs.recipe_cache: cannot use {folder}: {there} is no folder that this user may write; expected a "
+            "folder, or a path where one can be made"
+        )
+
+
+def _check_kept(folder: Path, device_kind: str, kind: GraphKind) -> None:
+    if device_kind != "hpu" and kind != "compile":
+        raise RecipeCacheError(
+            f"ucm.graphs.recipe_cache: found {folder}, but on {device_kind} only ucm.graphs.mode 'compile' compiles "
+            "what a folder could keep; leave the option out, or set the mode"
+        )
 
 
 def log_cache_hits(folder: Path, device: Device, graphs: int) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.graphs.operator_cost.operation import Access, Operation
-from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import OperatorTrace
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import OperatorTrace
 
 LINE = 512 << 10
 

@@ -25,8 +25,23 @@ MEASURED = ("num_blocks", "contiguous", "max_shared_blocks", "max_selected_block
 OPTIONAL = {"max_selected_blocks": 0, "causal_reach": False}
 
 
+MOST_BYTES = 4 << 20
+MOST = 1 << 31  # of a size: costs are computed in 64 bits
+MOST_SHOWN = 200  # characters of a value in a message
+
+
 class BucketFileError(ValueError):
     """A bucket file that cannot be used; the message names the file, the entry, and what was expected."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML without anchors and aliases, which stand for any number of values; no bucket file has any."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if getattr(event, "anchor", None) is not None:
+            raise yaml.MarkedYAMLError(problem="expected no anchors and aliases", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
 
 
 def from_file(request: BucketRequest) -> BucketSet:
@@ -41,7 +56,11 @@ def from_file(request: BucketRequest) -> BucketSet:
     limits_there, forward, logits = read_bucket_file(path)
     _check_limits(path, limits_there, limits)
     _check_selected(path, limits_there, limits)
-    cut = {ForwardShape.of("c" in s.phase, *_cut(s, limits)) for s in forward}
+    # the largest step of that server is the largest step of this one, also where this one has more blocks
+    largest = limits_there.maximum.forward
+    cut = {
+        limits.maximum.forward if s == largest else ForwardShape.of("c" in s.phase, *_cut(s, limits)) for s in forward
+    }
     rows = {min(row, limits.max_num_seqs) for row in logits}
     buckets = BucketSet(without_unreachable(cut, limits, request.cost), rows, limits, request.cost)
     if request.max_graphs is not None and buckets.num_graphs > request.max_graphs:
@@ -54,22 +73,37 @@ def from_file(request: BucketRequest) -> BucketSet:
 
 def read_bucket_file(path: Path) -> tuple[Limits, list[ForwardShape], list[int]]:
     """(limits, forward shapes, logits rows) of a file."""
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise BucketFileError(f"{path}: cannot be read as a bucket file: {error}") from error
-    except yaml.YAMLError as error:
-        raise BucketFileError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    value = _read_yaml(path)
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         found = value.get("schema", "no schema") if isinstance(value, dict) else type(value).__name__
-        raise BucketFileError(f"{path}: found {found!r} where a bucket file says {SCHEMA!r}; is this another file?")
+        raise BucketFileError(
+            f"{path}: found {_shown(found)} where a bucket file says {SCHEMA!r}; is this another file?"
+        )
     for key in value:
         if key not in KEYS:
-            raise BucketFileError(f"{path}: unknown key {key!r}, expected {', '.join(KEYS)}")
+            raise BucketFileError(f"{path}: unknown key {_shown(key)}, expected {', '.join(KEYS)}")
     limits = _limits(path, value.get("limits"))
     forward = [_shape(path, entry, limits) for entry in _list(path, value, "forward")]
     rows = [_row(path, entry) for entry in _list(path, value, "logits")]
     return limits, forward, rows
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise BucketFileError(f"{path}: cannot be read as a bucket file: {error}") from error
+    if len(data) > MOST_BYTES:
+        raise BucketFileError(f"{path}: more than {MOST_BYTES >> 20} MiB; is this another file?")
+    try:
+        return yaml.load(data.decode("utf-8"), Loader=_Loader)
+    except UnicodeDecodeError as error:
+        raise BucketFileError(f"{path}: cannot be read as a bucket file: {error}") from error
+    except RecursionError as error:
+        raise BucketFileError(f"{path}: not YAML: nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise BucketFileError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
 
 
 def write_bucket_file(path: Path, buckets: BucketSet, made_for: Mapping[str, Any]) -> None:
@@ -122,11 +156,13 @@ def _cut(shape: ForwardShape, limits: Limits) -> tuple[int, int, int, int, int]:
 def _limits(path: Path, value: Any) -> Limits:
     names = [field.name for field in fields(Limits) if field.name not in OPTIONAL]
     if not isinstance(value, dict) or set(value) - set(OPTIONAL) != set(names):
-        raise BucketFileError(f"{path}: limits: found {value!r}, expected a mapping with {', '.join(names)}")
+        raise BucketFileError(f"{path}: limits: found {_shown(value)}, expected a mapping with {', '.join(names)}")
     for name, found in value.items():
         expected = bool if name in ("contiguous", "causal_reach") else int
         if type(found) is not expected and not (name == "max_shared_blocks" and found is None):
-            raise BucketFileError(f"{path}: limits.{name}: found {found!r}, expected {expected.__name__}")
+            raise BucketFileError(f"{path}: limits.{name}: found {_shown(found)}, expected {expected.__name__}")
+        if expected is int and found is not None and found >= MOST:
+            raise BucketFileError(f"{path}: limits.{name}: found {_shown(found)}, expected less than {MOST}")
     try:
         return Limits(**value)
     except ValueError as error:
@@ -136,24 +172,24 @@ def _limits(path: Path, value: Any) -> Limits:
 def _list(path: Path, value: dict[str, Any], key: str) -> list[Any]:
     entries = value.get(key)
     if not isinstance(entries, list) or not entries:
-        raise BucketFileError(f"{path}: {key}: found {entries!r}, expected a list with at least one entry")
+        raise BucketFileError(f"{path}: {key}: found {_shown(entries)}, expected a list with at least one entry")
     return entries
 
 
 def _row(path: Path, entry: Any) -> int:
-    if type(entry) is not int or entry < 1:
-        raise BucketFileError(f"{path}: logits: found {entry!r}, expected a number of rows")
+    if type(entry) is not int or not 1 <= entry < MOST:
+        raise BucketFileError(f"{path}: logits: found {_shown(entry)}, expected a number of rows")
     return entry
 
 
 def _shape(path: Path, entry: Any, limits: Limits) -> ForwardShape:
     sizes = entry[1:] if isinstance(entry, list) and len(entry) in (4, 5, 6) else [None]
-    if any(type(size) is not int or size < 0 for size in sizes):
+    if any(type(size) is not int or not 0 <= size < MOST for size in sizes):
         expected = (
             "[phase, query_len, shared_blocks, unique_blocks], selected_blocks where there are any, causal_reach where "
             "there is a bound"
         )
-        raise BucketFileError(f"{path}: forward: found {entry!r}, expected {expected}")
+        raise BucketFileError(f"{path}: forward: found {_shown(entry)}, expected {expected}")
     shape = ForwardShape(*entry)
     consistent = ForwardShape.of(str(shape.phase)[:1] == "c", *shape.sizes)
     if shape.causal_reach < 1:
@@ -166,3 +202,8 @@ def _shape(path: Path, entry: Any, limits: Limits) -> ForwardShape:
     if any(size > limit for size, limit in zip(shape.sizes, most.sizes, strict=True)):
         raise BucketFileError(f"{path}: forward: {entry!r} exceeds the file's own limits {most.to_list()[1:]}")
     return consistent
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.phase_log.records import mixed_steps, write_log
 from vllm_gaudi_ucm import __version__, compat
 from vllm_gaudi_ucm.cli import main as cli
 
@@ -113,6 +114,55 @@ def test_every_command_is_part_of_the_package(name: str, capsys: pytest.CaptureF
         cli.main([name, "--help"])
     assert caught.value.code == 0
     assert f"usage: gaudi-ucm {name}" in capsys.readouterr().out
+
+
+# Each takes a second of CPU and more to import.
+HEAVY = ("torch", "vllm", "transformers", "triton", "matplotlib", "scipy", "redis")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """A count of modules, where seconds would depend on the machine; one process for all, for the same reason."""
+    code = f"""
+import contextlib, io, sys
+from vllm_gaudi_ucm.cli.main import COMMANDS, main
+for arguments in (["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main(arguments)
+    print(*arguments, *(name for name in {HEAVY} if name in sys.modules), sep=",")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    expected = ["--help", "--version", *(f"{name},--help" for name in cli.COMMANDS)]
+    assert done.stdout.splitlines() == expected
+
+
+def test_help_keeps_names(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["op-cost", "--help"], "Count what attention's operators cost on Gaudi, modelled."),
+        (["store", "--help"], "Count, verify or clear the KV blocks in a file or Redis store."),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+        assert words in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("arguments", ["config", "config --markdown", "--help", "plan --help", "phases {log}"])
+def test_a_closed_pipe_is_silent(arguments: str, tmp_path: Path) -> None:
+    """`gaudi-ucm ... | head -0`."""
+    write_log(tmp_path / "phases.jsonl", mixed_steps(50))
+    words = arguments.format(log=tmp_path / "phases.jsonl")
+    command = f"{sys.executable} -m vllm_gaudi_ucm.cli.main {words} | (exec <&-; sleep 0.1); echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.strip() in ("0", "1")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "vllm_gaudi_ucm.cli.main", "config", "--markdown"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "gaudi-ucm: error: [Errno 28] No space left on device\n"
 
 
 def test_console_script_and_module() -> None:

@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from vllm_gaudi_ucm.cli import doctor
+from vllm_gaudi_ucm.cli.checks.check import Check, guarded
 from vllm_gaudi_ucm.cli.main import main
 from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table
 
@@ -44,6 +47,76 @@ def test_check_of_a_good_file(tmp_path: Path, capsys: Capture) -> None:
     assert plain["attention"] == UcmConfig().to_dict()["attention"]
     assert main(["config", "--check", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"ok": True, "problems": [], "config": plain}
+
+
+BAD_PLACES: dict[str, tuple[dict[str, Any], str]] = {
+    "phase log": ({"phase_log": "{here}/none/phases.jsonl"}, "ucm.phase_log: {here}/none/phases.jsonl: the folder"),
+    "phase log a folder": ({"phase_log": "{here}"}, "ucm.phase_log: {here}: is a folder"),
+    "phase log below a file": ({"phase_log": "{here}/file/x"}, "ucm.phase_log: {here}/file/x: {here}/file is a file"),
+    "buckets missing": ({"graphs": {"buckets": "{here}/none.yaml"}}, "ucm.graphs.buckets: {here}/none.yaml: cannot"),
+    "buckets another file": ({"graphs": {"buckets": "{here}/file"}}, "ucm.graphs.buckets: {here}/file: found 'str'"),
+    "trace missing": ({"graphs": {"trace": "{here}/none.jsonl"}}, "ucm.graphs.trace: {here}/none.jsonl: cannot"),
+    "trace another file": ({"graphs": {"trace": "{here}/file"}}, "ucm.graphs.trace: {here}/file:1: no phase log"),
+    "strategy without its file": ({"graphs": {"strategy": "file"}}, "ucm.graphs.strategy"),
+    "recipes below a file": (
+        {"graphs": {"mode": "compile", "recipe_cache": "{here}/file/x"}},
+        "ucm.graphs.recipe_cache: cannot use {here}/file/x: {here}/file is no folder",
+    ),
+    "recipes of nothing": ({"graphs": {"recipe_cache": "{here}"}}, "ucm.graphs.recipe_cache: found {here}, but on"),
+    "cost model missing": ({"attention": {"cost_model": "{here}/none.json"}}, "ucm.attention.cost_model: {here}/none"),
+    "store below a file": (
+        {
+            "ucm_sparse_method": "GSA",
+            "memory_mode": {"enabled": True, "store": {"kind": "file", "path": "{here}/file/x"}},
+        },
+        "store.path: found {here}/file/x (Not a directory)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PLACES)
+def test_check_finds_what_the_doctor_finds(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Files, folders and stores that the options name, here and now."""
+    config, message = BAD_PLACES[case]
+    (tmp_path / "file").write_text("some text\n")
+    file = tmp_path / "ucm.json"
+    file.write_text(json.dumps(config).replace("{here}", str(tmp_path)))
+    monkeypatch.setattr("vllm_gaudi_ucm.device.detect.detect_device", lambda: "cpu")
+    before = sorted(tmp_path.iterdir())
+    assert main(["config", "--check", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message.replace("{here}", str(tmp_path)) in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert main(["config", "--check", str(file), "--json"]) == 1
+    plain = json.loads(capsys.readouterr().out)
+    assert (plain["ok"], plain["problems"]) == (False, captured.err.splitlines())
+    assert sorted(tmp_path.iterdir()) == before
+    failed = [check for check in of_config(file) if check.status == "fail"]
+    assert [check.found in captured.err for check in failed] == [True]
+
+
+def of_config(file: Path) -> list[Check]:
+    """The doctor's rows, without the child processes that ask vLLM."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "PluginChecks", lambda: pytest.fail("not looked at here"))
+        patch.setattr(doctor, "guarded", lambda name, rows: [] if name == "platform plugin" else guarded(name, rows))
+        patch.setattr(doctor, "detect_device", lambda: "cpu")
+        return doctor.examine(str(file)).checks
+
+
+@pytest.mark.parametrize("number", [".inf", ".nan"])
+def test_check_never_prints_what_is_no_json(tmp_path: Path, capsys: Capture, number: str) -> None:
+    file = tmp_path / "ucm.yaml"
+    file.write_text(f"graphs: {{memory_budget: {number}}}\n")
+    for arguments in ((), ("--json",)):
+        assert main(["config", "--check", str(file), *arguments]) == 1
+        captured = capsys.readouterr()
+        assert "Infinity" not in captured.out
+        assert "NaN" not in captured.out
+        assert "ucm.graphs.memory_budget: found" in captured.out + captured.err
 
 
 def test_check_of_a_bad_file(tmp_path: Path, capsys: Capture) -> None:

@@ -113,7 +113,7 @@ def test_a_file_gives_the_other_options(tmp_path: Path) -> None:
         (("--ratios", "1.5"), "--ratios: found 1.5"),
         (("--max-tokens", "1"), "--max-tokens: found 1, expected at least 3"),
         (("--max-model-len", "4096"), "--max-model-len: found 4096, expected at most the model's 512"),
-        (("-o", "absent/folder/report"), "-o absent/folder/report: the folder does not exist"),
+        (("-o", "absent/folder/report"), "-o absent/folder/report.txt: the folder absent/folder does not exist"),
         (("--min-tokens", "0"), "min_tokens: found 0"),
         ((), "found 504 tokens, expected at least 2,048, the shortest sparse context of GSA in blocks of 16"),
     ],

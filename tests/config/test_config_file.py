@@ -6,6 +6,7 @@ import pytest
 
 from vllm_gaudi_ucm.config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.store.options import resolve_store_options
 
 
 def write(folder: Path, name: str, text: str) -> str:
@@ -87,3 +88,97 @@ def test_file_that_is_a_list_or_not_text(tmp_path: Path) -> None:
     assert "ucm: found [1], expected a mapping" in message_of(write(tmp_path, "list.yaml", "- 1\n"))
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
     assert "not UTF-8 text" in message_of(str(tmp_path / "binary.yaml"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "graphs: {mode: off, recipe_check: off}\nattention: {cost_model: off, contiguous_pa: off}\n",
+        "graphs: {mode: no, recipe_check: false}\nattention: {cost_model: Off, contiguous_pa: false}\n",
+        'graphs: {mode: "off", recipe_check: "off"}\nattention: {cost_model: "off", contiguous_pa: false}\n',
+    ],
+)
+def test_off_is_a_choice_quoted_or_not(tmp_path: Path, text: str) -> None:
+    """YAML 1.1 reads a bare off as false."""
+    config = resolve_config({"ucm": write(tmp_path, "ucm.yaml", text)})
+    assert (config.graphs.mode, config.graphs.recipe_check) == ("off", "off")
+    assert (config.attention.cost_model, config.attention.contiguous_pa) == ("off", False)
+
+
+def test_true_is_no_choice_without_on(tmp_path: Path) -> None:
+    message = message_of(write(tmp_path, "ucm.yaml", "graphs: {mode: on}"))
+    assert 'ucm.graphs.mode: found True, expected one of "auto", "off"' in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "graphs:\nattention:\ncpu:\nucm_sparse_config:\nmemory_mode:\n",
+        "ucm_sparse_config:\n  GSA:\n  KVStar:\n",
+        '{"graphs": null, "memory_mode": null}',
+    ],
+)
+def test_an_empty_section_is_an_empty_section(tmp_path: Path, text: str) -> None:
+    name = "ucm.json" if text.startswith("{") else "ucm.yaml"
+    assert resolve_config({"ucm": write(tmp_path, name, text)}) == UcmConfig()
+    assert resolve_config({"ucm": None}) == UcmConfig()
+
+
+def test_an_empty_section_of_a_store() -> None:
+    options = resolve_store_options({"kind": "file", "path": "/x", "breaker": None})
+    assert options == resolve_store_options({"kind": "file", "path": "/x"})
+
+
+def test_null_where_a_value_belongs_is_a_problem(tmp_path: Path) -> None:
+    message = message_of(write(tmp_path, "ucm.yaml", "graphs: {mode: , max_graphs: }"))
+    assert "ucm.graphs.mode: found None" in message
+    assert "ucm.graphs.max_graphs: found None" in message
+
+
+@pytest.mark.parametrize("number", [".inf", "-.inf", ".nan"])
+def test_numbers_are_finite(tmp_path: Path, number: str) -> None:
+    text = f"graphs: {{memory_budget: {number}}}\nmemory_mode: {{away_ratio: {number}}}\n"
+    message = message_of(write(tmp_path, "ucm.yaml", text))
+    assert f"ucm.graphs.memory_budget: found {float(number.replace('.', ''))}, expected number, above 0" in message
+    assert "ucm.memory_mode.away_ratio: found" in message
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("deep.json", "[" * 100_000, "nested too deeply"),
+        ("deep_objects.json", '{"a":' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
+        ("deep.yaml", "[" * 20_000, "nested too deeply"),
+        ("digits.json", '{"cpu": {"threads": ' + "9" * 5000 + "}}", "5000 digits"),
+        ("digits.yaml", "cpu: {threads: " + "9" * 5000 + "}", "5000 digits"),
+        ("date.yaml", "phase_log: 2026-13-45", "month must be in"),
+        ("bomb.yaml", BOMB, "more than 100,000 values"),
+        ("merges.yaml", MERGES, "more than 100,000 values"),
+        ("self.yaml", "graphs: &a {mode: *a}", "an alias inside of its own anchor"),
+        ("large.yaml", "# " + "x" * (1 << 20), "more than 1 MiB"),
+        ("large.json", '"' + "x" * (1 << 20) + '"', "more than 1 MiB"),
+    ],
+)
+def test_deep_and_huge_files(tmp_path: Path, name: str, text: str, what: str) -> None:
+    message = message_of(write(tmp_path, name, text))
+    assert f"ucm: found malformed file '{tmp_path}/{name}'" in message
+    assert what in message
+    assert len(message) < 1000
+
+
+def test_anchors_are_no_bombs(tmp_path: Path) -> None:
+    text = "ucm_sparse_config:\n  GSA: &all {sparse_ratio: 0.2}\n  ESA: *all\n"
+    config = resolve_config({"ucm": write(tmp_path, "ucm.yaml", text)})
+    assert config.ucm_sparse_config.ESA.sparse_ratio == 0.2
+
+
+def test_a_long_value_is_shown_in_part(tmp_path: Path) -> None:
+    message = message_of(write(tmp_path, "ucm.yaml", f"cpu: {{threads: {['word'] * 5000}}}"))
+    assert "ucm.cpu.threads: found ['word', 'word'," in message
+    assert len(message) < 1000

@@ -75,7 +75,7 @@ def test_problems_of_a_file_name_the_key(tmp_path: Path) -> None:
         resolve_config({"ucm": {"ucm_sparse_config": str(tmp_path / "wrong.yaml")}})
 
 
-@pytest.mark.parametrize("value", [3, None, ["GSA"]])
+@pytest.mark.parametrize("value", [3, False, ["GSA"]])
 def test_sections_that_are_no_mapping(value: Any) -> None:
     with pytest.raises(UcmConfigError) as caught:
         resolve_value({"ucm_sparse_config": value})

@@ -154,6 +154,16 @@ def test_another_size_of_cache_is_no_other_server(bucket_file: Path, blocks: int
     assert_all_reachable(buckets)
 
 
+@pytest.mark.parametrize("blocks", [119, 120, 121, 5000])
+def test_a_file_of_as_many_graphs_as_are_allowed_stays_usable(bucket_file: Path, blocks: int) -> None:
+    """A start that measures a block more must not fail: the largest bucket grows with the cache."""
+    allowed = build_buckets("file", BucketRequest(LIMITS, COST, path=bucket_file)).num_graphs
+    within = Limits(256, 16, 2048, 128, blocks)
+    buckets = build_buckets("file", BucketRequest(within, COST, allowed, path=bucket_file))
+    assert buckets.num_graphs == allowed
+    assert buckets.forward[-1] == within.maximum.forward
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -171,6 +181,13 @@ def test_another_size_of_cache_is_no_other_server(bucket_file: Path, blocks: int
         ("logits: [", "logits: [-4, ", "logits: found -4"),
         ("forward:", "forward: []\nx:", "unknown key 'x'"),
         ("schema", "{", "not YAML"),
+        ("schema", "[" * 20_000 + "schema", "not YAML: nested too deeply"),
+        ("num_blocks: 120", "num_blocks: " + "9" * 5000, "not YAML: Exceeds the limit"),
+        ("num_blocks: 120", "num_blocks: " + "9" * 30, "limits.num_blocks: found 9999"),
+        ("119, 120]", "119, " + "9" * 30 + "]", "expected [phase, query_len, shared_blocks, unique_blocks]"),
+        ("logits: [", "logits: [" + "9" * 30 + ", ", "expected a number of rows"),
+        ("made_for:", "made_for: &all", "expected no anchors and aliases"),
+        ("schema", "x" * (5 << 20) + ": 1\nschema", "more than 4 MiB"),
     ],
 )
 def test_a_bad_file_is_one_clear_error(bucket_file: Path, old: str, new: str, message: str) -> None:
@@ -182,6 +199,15 @@ def test_a_bad_file_is_one_clear_error(bucket_file: Path, old: str, new: str, me
     assert message in str(caught.value)
     assert str(bucket_file) in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_file_of_aliases_of_aliases(tmp_path: Path) -> None:
+    path, lines = tmp_path / "bomb.yaml", ["a0: &a0 [x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    path.write_text("\n".join(lines))
+    with pytest.raises(BucketFileError, match=r"bomb.yaml: not YAML: .*no anchors and aliases"):
+        build_buckets("file", BucketRequest(LIMITS, COST, path=path))
 
 
 def test_a_file_of_a_sparse_server(tmp_path: Path, bucket_file: Path) -> None:

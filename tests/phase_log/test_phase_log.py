@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +182,61 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "phases.jsonl"
     path.write_text(text)
     with pytest.raises(PhaseLogError, match=r"phases\.jsonl:1: "):
+        read_phase_log(path)
+
+
+OTHERS: list[tuple[bytes, str]] = [
+    (b"", "found an empty file"),
+    (b"time,tokens\n1,2\n", "found 'time,tokens'"),
+    (b'{"event": "start"}\n{"event": "end"}\n', "found JSON without the field 'schema'"),
+    (b'[{"schema": "gaudi-ucm.phase-log/1"}]\n', "found '[{"),
+    (b"[\n  1\n]\n", "found '['"),
+    (b'{"schema":"gaudi-ucm.buckets/1"}\n', "found the schema 'gaudi-ucm.buckets/1'"),
+    (b"\x89PNG\r\n\x1a\n\x00\x01", "found '\\ufffdPNG"),
+    (gzip.compress(b'{"schema":"gaudi-ucm.phase-log/1"}\n'), "found a gzip file, unpack it"),
+    (b"[" * 100_000 + b"\n", "found '[[["),
+    (b'{"schema": ' + b"9" * 5000 + b"}\n", 'found \'{"schema": 999'),
+]
+
+
+@pytest.mark.parametrize(("content", "found"), OTHERS, ids=[found[:28] for _, found in OTHERS])
+def test_another_file_is_called_no_phase_log(tmp_path: Path, content: bytes, found: str) -> None:
+    path = tmp_path / "phases.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(PhaseLogError) as error:
+        read_phase_log(path)
+    assert f"{path}:1: no phase log: {found}" in str(error.value)
+    assert str(error.value).endswith("expected a file that ucm.phase_log or `gaudi-ucm trace` wrote")
+    assert len(str(error.value)) < 500
+    with pytest.raises(PhaseLogError, match="cannot be read as a phase log: Is a directory"):
+        read_phase_log(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tokens", "1" + "0" * 30), ("forward_ms", "NaN"), ("sample_ms", "Infinity"), ("step", "1e400")],
+)
+def test_numbers_that_no_step_has(tmp_path: Path, field: str, value: str) -> None:
+    path = tmp_path / "phases.jsonl"
+    write_log(path, [step(0)])
+    path.write_text(re.sub(rf'"{field}":[0-9.]+', f'"{field}":{value}', path.read_text()))
+    with pytest.raises(PhaseLogError, match=f":2: field '{field}' is .*, expected a number"):
+        read_phase_log(path)
+
+
+def test_sizes_that_no_bucket_has(tmp_path: Path) -> None:
+    path = tmp_path / "phases.jsonl"
+    write_log(path, [step(0)])
+    path.write_text(path.read_text().replace('"bucket":["csu",40', '"bucket":["csu",' + "9" * 30))
+    with pytest.raises(PhaseLogError, match=":2: found bucket "):
+        read_phase_log(path)
+
+
+def test_a_line_too_deep(tmp_path: Path) -> None:
+    path = tmp_path / "phases.jsonl"
+    write_log(path, [step(0)])
+    path.write_text(path.read_text() + "[" * 100_000 + "\n")
+    with pytest.raises(PhaseLogError, match=r"phases\.jsonl:3: not JSON"):
         read_phase_log(path)
 
 

@@ -18,7 +18,7 @@ from tests.engine.model_classes import import_class
 from tests.engine.tiny_models import FAMILIES, make_config
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.config_error import UcmConfigError
-from vllm_gaudi_ucm.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.features import UnsupportedFeatureError, most_experts
 from vllm_gaudi_ucm.platform import UcmPlatform
 
 
@@ -96,11 +96,65 @@ def test_models(tmp_path: Path, feature: str, architecture: str, model_type: str
     assert str(tmp_path) in str(error.value)
 
 
-def save_foreign_config(folder: Path, architecture: str, model_type: str) -> None:
+def save_foreign_config(folder: Path, architecture: str, model_type: str, **changes: Any) -> None:
     """The default configuration of a model that this plugin does not serve."""
-    config = AutoConfig.for_model(model_type)
+    config = AutoConfig.for_model(model_type, **changes)
     config.architectures = [architecture]
     config.save_pretrained(folder)
+
+
+NO_WINDOW = {"sliding_window": None}
+MOE_MODELS: list[tuple[str, str, dict[str, Any]]] = [
+    ("MixtralForCausalLM", "mixtral", NO_WINDOW),
+    ("Qwen2MoeForCausalLM", "qwen2_moe", {}),
+    ("Qwen3MoeForCausalLM", "qwen3_moe", {}),
+    ("DeepseekV2ForCausalLM", "deepseek_v2", {}),
+    ("GptOssForCausalLM", "gpt_oss", {}),
+    ("GraniteMoeForCausalLM", "granitemoe", {}),
+    ("OlmoeForCausalLM", "olmoe", {}),
+    ("PhiMoEForCausalLM", "phimoe", NO_WINDOW),
+    ("JambaForCausalLM", "jamba", {}),
+    ("DbrxForCausalLM", "dbrx", {}),
+    ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", {}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "model_type", "changes"), MOE_MODELS, ids=[m[1] for m in MOE_MODELS])
+def test_mixture_of_experts(tmp_path: Path, architecture: str, model_type: str, changes: dict[str, Any]) -> None:
+    """covers: A18"""
+    save_foreign_config(tmp_path, architecture, model_type, **changes)
+    with pytest.raises(UnsupportedFeatureError, match=r"mixture-of-experts models \(\d+ experts\)") as error:
+        start(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_one_expert_or_none_is_no_mixture(tmp_path: Path) -> None:
+    """Configurations of dense models carry the keys of their mixtures, too."""
+    for value in (0, 1, None):
+        start(save_config(tmp_path, "Qwen2ForCausalLM", "qwen2", num_experts=value, num_experts_per_tok=2))
+
+
+EXPERTS: list[tuple[int, dict[str, Any]]] = [
+    (4, {"num_local_experts": 4}),
+    (6, {"block_configs": [{"block_type": "attention"}, {"block_type": "moe", "n_routed_experts": 6}]}),
+    (8, {"moe_num_experts": [8, 8]}),
+    (4, {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}}),
+    (16, {"layers_num_experts": [0, 16]}),
+    (0, {"num_experts_per_tok": 8, "n_shared_experts": 2, "num_shared_experts": 2, "mtp_num_experts": 64}),
+    (0, {"num_local_experts": None, "moe_num_experts": 0, "num_experts": True}),
+]
+
+
+@pytest.mark.parametrize(("experts", "values"), EXPERTS)
+def test_where_configurations_say_their_experts(experts: int, values: dict[str, Any]) -> None:
+    assert most_experts(make_config("llama", **values)) == experts
+
+
+def test_chunked_local_attention(tmp_path: Path) -> None:
+    """covers: A18"""
+    save_config(tmp_path, "LlamaForCausalLM", "llama", attention_chunk_size=64)
+    with pytest.raises(UnsupportedFeatureError, match="chunked local attention"):
+        start(tmp_path)
 
 
 def test_sleep_mode_is_refused_by_vllm_itself(llama: Path) -> None:
@@ -156,6 +210,13 @@ def test_draft_models_that_are_refused(llama: Path, tmp_path: Path) -> None:
         with pytest.raises((UnsupportedFeatureError, ValueError), match=r"not support|vocabulary") as error:
             start(llama, speculative_config=options)
         assert feature in str(error.value) or "same vocabulary size" in str(error.value)
+
+
+def test_custom_logits_processors_beside_drafts(llama: Path) -> None:
+    """vLLM has none beside drafts. covers: A18"""
+    with pytest.raises(UnsupportedFeatureError, match=r"custom logits processors .*--logits-processors"):
+        start(llama, speculative_config=NGRAM, logits_processors=["a.module:Class"])
+    start(llama, speculative_config=NGRAM)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

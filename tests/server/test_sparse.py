@@ -33,6 +33,8 @@ def test_a_server_with_a_sparse_method(smollm2: Path, tmp_path: Path) -> None:
                 answer(client, "perhaps")
             # the request that was refused took nothing with it
             assert answer(client, False) == dense
+            refused_beside_drafts(client)
+            assert answer(client, False) == dense
         server.wait_idle()
         steps = read_phase_log(server.phase_log)[1]
         metrics = read_metrics(server)
@@ -47,6 +49,19 @@ def test_a_server_with_a_sparse_method(smollm2: Path, tmp_path: Path) -> None:
     assert 0 < metrics["gaudi_ucm_sparse_locks_total", "lock"] <= metrics["gaudi_ucm_sparse_selections_total", "select"]
     # verifications with a choice
     assert any(step.sparse and step.bucket.phase[0] == "c" for step in steps)
+
+
+def refused_beside_drafts(client: OpenAI) -> None:
+    """What vLLM's front end takes from no request while drafts are verified; one that runs meanwhile goes on."""
+    stream = client.completions.create(
+        model=MODEL_NAME, prompt=PROMPT, max_tokens=32, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    for parameter in ({"min_p": 0.1}, {"logit_bias": {"5": 1.0}}):
+        with pytest.raises(openai.BadRequestError, match=r"min_p and logit_bias .* speculative decoding") as error:
+            client.completions.create(model=MODEL_NAME, prompt="a", max_tokens=2, extra_body=parameter)
+        assert error.value.status_code == 400
+    assert list(stream)[-1].choices[0].finish_reason == "length"
 
 
 def answer(client: OpenAI, sparse: object) -> str:

@@ -1,14 +1,22 @@
 """`gaudi-ucm config`: the configuration table, or the check of a configuration file."""
 
+from __future__ import annotations
+
 import argparse
+import contextlib
 import json
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from vllm_gaudi_ucm.config import describe, markdown_table, resolve_value
+from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table, resolve_value
 from vllm_gaudi_ucm.config_error import UcmConfigError
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.cli.checks.check import Check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,18 +43,60 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(file: str, as_json: bool) -> int:
+    config: dict[str, Any] | None = None
     try:
-        config = resolve_value(file)
+        resolved = resolve_value(file)
+        config, problems = resolved.to_dict(), _problems_of_files(resolved)
     except UcmConfigError as error:
         problems = [str(problem) for problem in error.problems]
-        if as_json:
-            print(json.dumps({"ok": False, "problems": problems, "config": None}, indent=2))
-        else:
-            print("\n".join(problems), file=sys.stderr)
-        return 1
-    resolved = config.to_dict()
-    print(json.dumps({"ok": True, "problems": [], "config": resolved} if as_json else resolved, indent=2))
-    return 0
+    if as_json:
+        print(json.dumps({"ok": not problems, "problems": problems, "config": config}, indent=2))
+    elif problems:
+        print("\n".join(problems), file=sys.stderr)
+    else:
+        print(json.dumps(config, indent=2))
+    return 1 if problems else 0
+
+
+def _problems_of_files(config: UcmConfig) -> list[str]:
+    """What the doctor finds wrong with the files, folders and stores that the options name, here and now."""
+    from vllm_gaudi_ucm.cli.checks.check import guarded
+    from vllm_gaudi_ucm.cli.checks.places import place_checks
+    from vllm_gaudi_ucm.cli.checks.sparse import sparse_checks
+    from vllm_gaudi_ucm.cli.checks.static_shapes import static_shape_checks
+
+    found: list[Check] = []
+    # vLLM's logger and plugins write to stdout, which belongs to the report.
+    with contextlib.redirect_stdout(sys.stderr):
+        device = _device(config)
+        found += guarded("static shapes", lambda: static_shape_checks(config, device))
+        found += guarded("files", lambda: place_checks(config, device))
+        found += guarded("sparse", lambda: sparse_checks(config))
+        if isinstance(config.attention.cost_model, Path):
+            from vllm_gaudi_ucm.cli.checks.attention_cost import attention_cost_checks
+
+            found += guarded("attention", lambda: attention_cost_checks(config, device))
+    return [_sentence(check) for check in found if check.status == "fail"]
+
+
+def _device(config: UcmConfig) -> str | None:
+    """The device, where options are right or wrong by it: vLLM takes seconds to say it. None where it is not known."""
+    graphs, model = config.graphs, config.attention.cost_model
+    if graphs.mode in ("auto", "off") and graphs.recipe_cache is None and not isinstance(model, Path):
+        return None
+    from vllm_gaudi_ucm.device.detect import detect_device
+
+    try:
+        return detect_device()
+    except (ValueError, RuntimeError) as error:
+        print(f"the device is not known, and what depends on it not checked: {error}", file=sys.stderr)
+        return None
+
+
+def _sentence(check: Check) -> str:
+    text = check.found if check.found.startswith(check.name) else f"{check.name}: {check.found}"
+    text += f"; expected {check.expected}" if check.expected else ""
+    return text + (f"; to do: {check.advice}" if check.advice else "")
 
 
 def _print_table() -> None:

@@ -15,6 +15,8 @@ from vllm_gaudi_ucm.cli.demo_engine import Answer, check_model, serve, start_eng
 from vllm_gaudi_ucm.cli.demo_load import DemoRequest, build_load
 from vllm_gaudi_ucm.cli.demo_progress import DemoProgress
 from vllm_gaudi_ucm.cli.demo_report import DemoResult, show_result
+from vllm_gaudi_ucm.cli.output_file import check_output
+from vllm_gaudi_ucm.cli.phases import PICTURES, write_plot
 from vllm_gaudi_ucm.phase_log import read_phase_log
 
 DEFAULT_REQUESTS = 24
@@ -37,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; a model or an option that does not fit raises ValueError."""
+    check_output("--plot", args.plot, PICTURES)
+    check_output("--phase-log", args.phase_log)
     check_model(args.model)
     load = build_load(args.requests, args.seed)
     with tempfile.TemporaryDirectory(prefix="gaudi-ucm-demo-") as scratch:
@@ -45,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
         header, records = read_phase_log(log)
     result.header, result.records = header, records
     if args.plot is not None:
-        from vllm_gaudi_ucm.cli.phases import write_plot
-
         write_plot(records, args.plot, header)
     if args.json:
         print(json.dumps(result.to_json(), indent=2))

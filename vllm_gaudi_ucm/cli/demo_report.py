@@ -15,6 +15,7 @@ from rich.text import Text
 
 from vllm_gaudi_ucm.cli.demo_engine import Answer
 from vllm_gaudi_ucm.cli.demo_load import GUIDE, LONG, SAMPLED, SHORT
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.phase_log import StepRecord
 from vllm_gaudi_ucm.phase_summary import PhaseSummary
 from vllm_gaudi_ucm.phase_table import attention_sentence, phase_bars, summary_table
@@ -86,7 +87,7 @@ def show_result(result: DemoResult, plot: Path | None = None) -> None:
     console.print(_rule("throughput"))
     console.print(throughput_text(result))
     summary = PhaseSummary(result.records)
-    console.print(_rule(f"phases of {summary.steps:,} steps"))
+    console.print(_rule(f"phases of {counted(summary.steps, 'step')}"))
     console.print(phase_bars(summary))
     console.print(summary_table(summary))
     console.print(attention_sentence(summary))
@@ -110,7 +111,7 @@ def throughput_text(result: DemoResult) -> str:
     """Tokens, seconds and rates in a few lines."""
     seconds = result.seconds
     return (
-        f"{len(result.answers)} requests in {seconds:.1f} s, start-up {result.start_up_s:.1f} s, "
+        f"{counted(len(result.answers), 'request')} in {seconds:.1f} s, start-up {result.start_up_s:.1f} s, "
         f"median time to first token {result.first_token_s:.2f} s\n"
         f"prompt  {result.prompt_tokens:>7,} tokens  {result.prompt_tokens / seconds:>8.1f} tokens/s  "
         f"({result.cached_tokens:,} of them from the prefix cache)\n"

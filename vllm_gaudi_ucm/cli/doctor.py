@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.cli.checks.attention_cost import attention_cost_checks
 from vllm_gaudi_ucm.cli.checks.check import Check, guarded
 from vllm_gaudi_ucm.cli.checks.configuration import configuration_checks, resolve_text
 from vllm_gaudi_ucm.cli.checks.machine import device_checks, matrix_unit_checks, thread_checks
+from vllm_gaudi_ucm.cli.checks.places import place_checks
 from vllm_gaudi_ucm.cli.checks.plugins import PluginChecks
 from vllm_gaudi_ucm.cli.checks.sparse import sparse_checks
 from vllm_gaudi_ucm.cli.checks.static_shapes import static_shape_checks
@@ -30,6 +31,7 @@ from vllm_gaudi_ucm.cli.checks.store import store_checks
 from vllm_gaudi_ucm.cli.checks.versions import version_checks
 from vllm_gaudi_ucm.config import UcmConfig
 from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.device.detect import detect_device
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ def examine(config: str | None, store: str | None = None) -> Examination:
     checks += guarded("device", thread_checks)
     checks += guarded("device", lambda: _of_config(config, lambda ucm: matrix_unit_checks(ucm, device)))
     checks += guarded("static shapes", lambda: _of_config(config, lambda ucm: static_shape_checks(ucm, device)))
+    checks += guarded("files", lambda: _of_config(config, lambda ucm: place_checks(ucm, device)))
     checks += guarded("attention", lambda: _of_config(config, lambda ucm: attention_cost_checks(ucm, device)))
     checks += guarded("sparse", lambda: _of_config(config, sparse_checks))
     checks += guarded("store", lambda: store_checks(store))
@@ -144,7 +147,9 @@ def _print_table(checks: Sequence[Check]) -> None:
     console = Console()
     console.print(table)
     failed = sum(check.status == "fail" for check in checks)
-    console.print("no problem found" if failed == 0 else f"{failed} of {len(checks)} checks failed", style="bold")
+    console.print(
+        "no problem found" if failed == 0 else f"{failed} of {counted(len(checks), 'check')} failed", style="bold"
+    )
 
 
 def _finding(check: Check) -> str:

@@ -6,20 +6,16 @@ import argparse
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from vllm_gaudi_ucm.cli.fit_attention_report import FitReport, show
+from vllm_gaudi_ucm.cli.output_file import check_output
 from vllm_gaudi_ucm.cli.task_progress import task_progress
-from vllm_gaudi_ucm.ops.unified_attention.cost.fit import REPEATS, fit, measure
-from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import (
-    FITTED_DEVICES,
-    Facts,
-    ModelFileError,
-    default_path,
-    load_model,
-    save_model,
-)
+from vllm_gaudi_ucm.ops.unified_attention.cost.devices import FITTED_DEVICES
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import Facts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="for ucm.attention.cost_model (default: the user's cache)"
     )
-    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="samples of each way")
+    parser.add_argument("--repeats", type=int, metavar="N", help="samples of each way")
     parser.add_argument("--force", action="store_true", help="measure again where there is a fit already")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
@@ -46,6 +42,12 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} is {value}, expected at least 1")
     if args.threads is not None and args.device != "cpu":
         raise ValueError(f"--threads is {args.threads}: only with --device cpu")
+    check_output("--output", args.output)
+    # torch takes seconds, which --help and wrong options need not
+    import torch
+
+    from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import Facts, default_path
+
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is 'cuda': torch finds no GPU; expected cpu")
@@ -55,8 +57,17 @@ def run(args: argparse.Namespace) -> int:
     path = args.output or default_path(facts)
     if not args.force and _is_there(path, facts):
         return _tell_existing(path, as_json=args.json)
+    return _fit(args, device, facts, path)
+
+
+def _fit(args: argparse.Namespace, device: torch.device, facts: Facts, path: Path) -> int:
+    """Measures, writes the fit and shows it."""
+    from vllm_gaudi_ucm.cli.fit_attention_report import FitReport, show
+    from vllm_gaudi_ucm.ops.unified_attention.cost.fit import REPEATS, fit, measure
+    from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import save_model
+
     with task_progress("measuring attention") as progress:
-        measured = measure(device, progress, repeats=args.repeats)
+        measured = measure(device, progress, repeats=args.repeats or REPEATS)
     model = fit(measured)
     report = FitReport.of(model, measured, device.type)
     made = {"created": datetime.now(UTC).isoformat(timespec="seconds"), **report.summary()}
@@ -70,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_there(path: Path, facts: Facts) -> bool:
+    from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import ModelFileError, load_model
+
     try:
         load_model(path, facts)
     except (FileNotFoundError, ModelFileError):

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import CostModel
 from vllm_gaudi_ucm.ops.unified_attention.cost.fit import Measured
 from vllm_gaudi_ucm.ops.unified_attention.cost.grid import Step
@@ -112,8 +113,8 @@ def _row(model: CostModel, one: Measured, device_type: str) -> StepRow:
 
 
 def _words(step: Step) -> str:
-    kinds = [f"{step.decodes} decodes"] if step.decodes else []
-    kinds += [f"{step.chunks} chunks of {step.new}"] if step.chunks else []
-    kinds += [f"{step.prefix} shared blocks"] if step.prefix else []
-    kinds += [f"{step.own} own tokens"] if step.own else []
+    kinds = [counted(step.decodes, "decode")] if step.decodes else []
+    kinds += [f"{counted(step.chunks, 'chunk')} of {step.new}"] if step.chunks else []
+    kinds += [counted(step.prefix, "shared block")] if step.prefix else []
+    kinds += [counted(step.own, "own token")] if step.own else []
     return ", ".join(kinds) + (" (slice)" if step.sliced else "")

@@ -6,6 +6,7 @@ person can correct (configuration, versions, missing file or package), printed a
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -49,16 +50,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments
     try:
-        args = build_parser(arguments).parse_args(arguments)
-        return int(args.run(args))
+        try:
+            args = build_parser(arguments).parse_args(arguments)
+            return int(args.run(args))
+        finally:
+            # here, and not when the interpreter ends: nobody could catch what a full disk or a closed pipe raises
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if show_traceback:
+            raise
+        _leave_stdout()
+        return EXIT_PROBLEM
     except _expected_errors() as error:
         if show_traceback:
             raise
         print(f"gaudi-ucm: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE
+
+
+def _leave_stdout() -> None:
+    """Whoever read the output has closed it (`| head`), which is no error: what is left to write goes nowhere."""
+    if sys.stdout is not None and sys.stdout is sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -69,12 +86,17 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.help, description=f"{command.help.capitalize()}.")
+        subparser = commands.add_parser(name, help=command.help, description=sentence(command.help))
         if name == chosen:
             module = _load(name, command)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     return parser
+
+
+def sentence(text: str) -> str:
+    """A help text as a sentence; names keep their capitals."""
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _load(name: str, command: Command) -> ModuleType:
@@ -91,8 +113,9 @@ def _load(name: str, command: Command) -> ModuleType:
 def _expected_errors() -> tuple[type[Exception], ...]:
     # Imported late: `gaudi-ucm --version` and `--help` answer without it.
     from vllm_gaudi_ucm.compat import UnsupportedVersionError
+    from vllm_gaudi_ucm.features import UnsupportedFeatureError
 
-    return (ValueError, OSError, MissingModuleError, UnsupportedVersionError)
+    return (ValueError, OSError, MissingModuleError, UnsupportedVersionError, UnsupportedFeatureError)
 
 
 if __name__ == "__main__":

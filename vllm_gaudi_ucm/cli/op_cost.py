@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.cli.cost_options import LIMIT_NAMES, add_cost_arguments, add_limit_arguments, read_model
 from vllm_gaudi_ucm.cli.op_cost_batches import BATCHES
-from vllm_gaudi_ucm.cli.op_cost_report import OpCostReport, show
-from vllm_gaudi_ucm.cli.op_cost_row import batch_rows, bucket_rows
 from vllm_gaudi_ucm.cli.plan import DEFAULT_LIMITS, SERVER, make_plan
 from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.cli.trace_mix import MIXES
 from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.cli.op_cost_report import OpCostReport
 
 MOST_BUCKETS = 8
 # What the named batches take of the limits; the others say what buckets there are.
@@ -52,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
         from vllm_gaudi_ucm.cli.op_cost_plot import check_path, draw
 
         check_path(args.plot)
+    # torch and vLLM take seconds, which --help and wrong options need not
+    from vllm_gaudi_ucm.cli.op_cost_report import show
+
     of_buckets = any(value is not None for value in (args.strategy, args.buckets, args.log, args.mix))
     report = _of_buckets(args) if of_buckets else _of_batches(args)
     if args.json:
@@ -74,6 +79,9 @@ def _of_batches(args: argparse.Namespace) -> OpCostReport:
     block_size = DEFAULT_LIMITS["block_size"] if args.block_size is None else args.block_size
     if block_size < 1:
         raise ValueError(f"--block-size is {block_size}, expected at least 1")
+    from vllm_gaudi_ucm.cli.op_cost_report import OpCostReport
+    from vllm_gaudi_ucm.cli.op_cost_row import batch_rows
+
     name, model = read_model(args.model)
     batches = [BATCHES[batch] for batch in dict.fromkeys(args.batch or BATCHES)]
     with task_progress("counting operators") as progress:
@@ -89,6 +97,9 @@ def _of_buckets(args: argparse.Namespace) -> OpCostReport:
         raise ValueError(f"--rows is {most}, expected at least 1")
     graphs = SERVER.max_graphs if args.max_graphs is None else args.max_graphs
     of_plan_only = {"max_graphs": graphs, "skeleton": SERVER.skeleton, "sparse": None, "partial_loads": False}
+    from vllm_gaudi_ucm.cli.op_cost_report import OpCostReport
+    from vllm_gaudi_ucm.cli.op_cost_row import bucket_rows
+
     plan = make_plan(argparse.Namespace(**{**vars(args), **of_plan_only}))
     with task_progress("counting operators") as progress:
         rows = bucket_rows(plan.buckets, plan.steps, plan.cost.model, most, progress)

@@ -5,22 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.cli.op_cost_layer import IMPLEMENTATIONS
-from vllm_gaudi_ucm.cli.op_cost_report import OpCostReport
-from vllm_gaudi_ucm.cli.op_cost_row import Row
+from vllm_gaudi_ucm.cli.output_file import check_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from vllm_gaudi_ucm.cli.op_cost_report import OpCostReport
+    from vllm_gaudi_ucm.cli.op_cost_row import Row
+
 PICTURES = (".png", ".svg", ".pdf")
+# by implementation, in their order
 COLOURS = {"reference": "#E69F00", "hpu": "#0072B2"}
 GOAL = 1.3
 
 
 def check_path(path: Path) -> None:
     """Before any work is done: ValueError for a name that is no picture's, or without matplotlib."""
-    if path.suffix.lower() not in PICTURES:
-        raise ValueError(f"--plot {path}: expected a name that ends in {', '.join(PICTURES)}")
+    check_output("--plot", path, PICTURES)
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -49,8 +50,8 @@ def draw(report: OpCostReport, path: Path) -> None:
 
 
 def _bars(axes: Axes, cells: list[list[Row]], title: str, ratios: list[list[float]]) -> None:
-    height = 0.8 / len(IMPLEMENTATIONS)
-    for place, name in enumerate(IMPLEMENTATIONS):
+    height = 0.8 / len(COLOURS)
+    for place, name in enumerate(COLOURS):
         at = [index + (place - 0.5) * height for index in range(len(cells))]
         bars = axes.barh(at, [values[place] for values in ratios], height, color=COLOURS[name], label=name)
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)

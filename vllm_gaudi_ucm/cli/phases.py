@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_ucm.cli.output_file import check_output
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.phase_log import PhaseLogError, StepRecord, read_phase_log
 from vllm_gaudi_ucm.phase_summary import PhaseSummary
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; 0, or 2 when the log or the picture's path is unusable."""
     try:
+        check_output("--plot", args.plot, PICTURES)
         header, records = read_phase_log(args.log)
         if args.plot is not None:
             write_plot(records, args.plot, header)
@@ -43,7 +48,7 @@ def write_plot(records: list[StepRecord], path: Path, header: dict[str, Any]) ->
     from vllm_gaudi_ucm.phase_plot import plot_phases
 
     model = Path(str(header.get("model", ""))).name
-    plot_phases(records, path, title=f"{model or 'phase log'}: {len(records):,} steps")
+    plot_phases(records, path, title=f"{model or 'phase log'}: {counted(len(records), 'step')}")
 
 
 def show(summary: PhaseSummary, header: dict[str, Any], plot: Path | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_gaudi_ucm.bucket_columns import BucketColumns
 from vllm_gaudi_ucm.cli.plan_memory import PlanMemory
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
@@ -107,9 +108,10 @@ def show(report: PlanReport) -> None:
     console.print(f"{report.model} on {report.cost.device.name}; every figure is modelled", style="bold", markup=False)
     selected = f", {limits.max_selected_blocks:,} selected" if limits.max_selected_blocks else ""
     console.print(
-        f"limits    {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests per step,"
-        f"\n          {limits.max_model_len} tokens per request, {limits.num_blocks:,} blocks of {limits.block_size},"
-        f"\n          {limits.most_shared_blocks:,} shared blocks per step{selected}"
+        f"limits    {limits.max_num_batched_tokens} tokens and {counted(limits.max_num_seqs, 'request')} per step,"
+        f"\n          {limits.max_model_len} tokens per request, "
+        f"{counted(limits.num_blocks, 'block')} of {limits.block_size},"
+        f"\n          {counted(limits.most_shared_blocks, 'shared block')} per step{selected}"
     )
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
     tails = f", {len(report.tails)} for tails" if report.tails else ""
@@ -156,7 +158,7 @@ def _show_padding(console: Any, padding: Padding, traffic: str) -> None:
         table.add_row(shape.phase, *columns.cells(shape), f"{steps:,}", f"{ratio:.2f}x")
     console.print(table)
     if len(rows) > MOST_ROWS:
-        console.print(f"and {len(rows) - MOST_ROWS} more buckets in use")
+        console.print(f"and {counted(len(rows) - MOST_ROWS, 'more bucket')} in use")
 
 
 def _gb(size: float) -> str:

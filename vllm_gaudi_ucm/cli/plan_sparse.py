@@ -8,9 +8,6 @@ from dataclasses import replace
 from vllm_gaudi_ucm.cli.checks.configuration import resolve_text
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.tail_shapes import TailShapes, tail_rows
-from vllm_gaudi_ucm.runner.tail_graphs import tail_shapes
-from vllm_gaudi_ucm.sparse.block_options import block_options
-from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, selection_limits
 
 
 def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +39,11 @@ def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits
         return limits, None
     if args.max_selected_blocks is not None:
         raise ValueError("--max-selected-blocks and --sparse both say how many blocks are selected; leave one out")
+    # torch and vLLM take seconds, which a plan without a sparse method need not
+    from vllm_gaudi_ucm.runner.tail_graphs import tail_shapes
+    from vllm_gaudi_ucm.sparse.block_options import block_options
+    from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, selection_limits
+
     config = resolve_text(args.sparse)
     options = block_options(config)
     if options is None:

@@ -12,6 +12,8 @@ from vllm_gaudi_ucm.cli.cost_options import (
     cost_model,
     limits_of,
 )
+from vllm_gaudi_ucm.cli.output_file import check_output
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.graphs.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
@@ -36,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the picture or the page; unusable input raises a ValueError."""
+    check_output("--output", args.output, (*PICTURES, *PAGES))
     suffix = args.output.suffix.lower()
-    if suffix not in (*PICTURES, *PAGES):
-        raise ValueError(f"--output {args.output}: expected a name that ends in {', '.join((*PICTURES, *PAGES))}")
     header, records = read_phase_log(args.log)
     if not records:
         raise ValueError(f"{args.log}: holds no steps to draw")
-    title = f"{header.get('mix') or Path(str(header.get('model', ''))).name or args.log.name}: {len(records):,} steps"
+    name = header.get("mix") or Path(str(header.get("model", ""))).name or args.log.name
+    title = f"{name}: {counted(len(records), 'step')}"
     padding = None if args.buckets is None else bucket_padding(args, header, records)
     if suffix in PAGES:
         from vllm_gaudi_ucm.cli.plot_page import page

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from vllm_gaudi_ucm.bucket_columns import BucketColumns
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.padding import Padding
 from vllm_gaudi_ucm.phase_log import StepRecord
@@ -19,9 +20,11 @@ WIDTH, HEIGHT, EDGE = 560, 400, 44
 MOST_DOTS = 4000
 
 STYLE = """
-body { font: 14px system-ui, sans-serif; margin: 2em; color: #222; background: #fff; max-width: 1200px }
+body { font: 14px system-ui, sans-serif; margin: 2em; color: #222; background: #fff; max-width: 1760px }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30em), 1fr)); gap: 1em }
+svg { width: 100%; height: auto }
 h1 { font-size: 1.3em } h2 { font-size: 1.05em; margin-top: 1.6em }
-figure { display: inline-block; margin: 0 1em 1em 0 } figcaption { color: #555 }
+figure { margin: 0 } figcaption { color: #555 }
 table { border-collapse: collapse }
 td, th { padding: .15em .8em; text-align: right } th { border-bottom: 1px solid #999 }
 td:first-child, th:first-child, .phase { text-align: left; font-family: monospace }
@@ -35,9 +38,10 @@ def page(records: Sequence[StepRecord], padding: Padding | None, title: str) -> 
     if padding is not None:
         axes = ", ".join(f"{axis} {ratio:.2f}x" for axis, ratio in padding.axes.items())
         ratio = f"padded / true cost <b>{padding.ratio:.3f}</b>, modelled ({axes})"
-        body.append(f"<p>{padding.buckets.num_graphs} graphs; {ratio}.</p>")
+        body.append(f"<p>{counted(padding.buckets.num_graphs, 'graph')}; {ratio}.</p>")
     body.append(_legend(records))
-    body += [_scatter(records, padding, axis, name) for axis, name in ((3, "unique_blocks"), (2, "shared_blocks"))]
+    charts = (_scatter(records, padding, axis, name) for axis, name in ((3, "unique_blocks"), (2, "shared_blocks")))
+    body.append(f'<div class="charts">{"".join(charts)}</div>')
     body += ["<h2>Time by phase</h2>", _phase_table(PhaseSummary(records))]
     if padding is not None:
         body += ["<h2>Padding by bucket, the most time first</h2>", _padding_table(padding)]
@@ -50,15 +54,15 @@ def _legend(records: Sequence[StepRecord]) -> str:
         f'<span class="phase" style="color:{PHASE_COLOURS[phase]}">&#9679; {phase}</span> {totals.steps:,}'
         for phase, totals in PhaseSummary(records).ranked()
     ]
-    return f"<p>steps: {' &nbsp; '.join(keys)} &nbsp; &#9633; bucket</p>"
+    return f"<p>steps: {' &nbsp; '.join(keys)} &nbsp; &#9633; bucket, grey where no step ran in it</p>"
 
 
 def _scatter(records: Sequence[StepRecord], padding: Padding | None, axis: int, name: str) -> str:
     """query_len against one kind of blocks, both on logarithmic axes that begin at 0."""
     counts = Counter(record.bucket.forward for record in records)
     shapes = [shape for shape, _ in counts.most_common(MOST_DOTS)]
-    squares = [] if padding is None else [(shape, steps, ratio) for shape, steps, ratio in padding.by_bucket()]
-    everything = [*shapes, *(shape for shape, _, _ in squares)]
+    buckets = [] if padding is None else _buckets(padding)
+    everything = [*shapes, *(shape for shape, _, _ in buckets)]
     widest, highest = (max(1, *(int(shape[a]) for shape in everything)) for a in (1, axis))
 
     def place(shape: Sequence[object]) -> tuple[float, float]:
@@ -70,19 +74,28 @@ def _scatter(records: Sequence[StepRecord], padding: Padding | None, axis: int, 
         x, y = place(shape)
         marks.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{PHASE_COLOURS[shape[0]]}" fill-opacity=".45">'
-            f"<title>{_name(shape)}: {counts[shape]:,} steps</title></circle>"
+            f"<title>{_name(shape)}: {counted(counts[shape], 'step')}</title></circle>"
         )
-    for bucket, steps, ratio in squares:
+    for bucket, colour, text in buckets:
         x, y = place(bucket)
         marks.append(
-            f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="none" stroke="#000">'
-            f"<title>bucket {_name(bucket)}: {steps:,} steps, padded / true {ratio:.2f}</title></rect>"
+            f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="none" stroke="{colour}">'
+            f"<title>bucket {_name(bucket)}: {text}</title></rect>"
         )
     ticks = "".join(_ticks(widest, highest))
     return (
-        f'<figure><svg width="{WIDTH}" height="{HEIGHT}" role="img">{ticks}{"".join(marks)}</svg>'
+        f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{ticks}{"".join(marks)}</svg>'
         f"<figcaption>query_len (across) and {name} (up)</figcaption></figure>"
     )
+
+
+def _buckets(padding: Padding) -> list[tuple[ForwardShape, str, str]]:
+    """(bucket, colour, what it did), those in use last: they are drawn over the others."""
+    unused = [(shape, "#aaa", "no steps") for shape in padding.unused()]
+    return unused + [
+        (shape, "#000", f"{counted(steps, 'step')}, padded / true {ratio:.2f}")
+        for shape, steps, ratio in padding.by_bucket()
+    ]
 
 
 def _ticks(widest: int, highest: int) -> Iterable[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.graphs.padding import Padding
 from vllm_gaudi_ucm.phase_log import StepRecord
 from vllm_gaudi_ucm.phase_plot import PHASE_COLOURS
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_BARS = 24
+# A ratio above which bars of the others would vanish on a linear axis.
+MOST_LINEAR = 4.0
 
 
 def draw(records: Sequence[StepRecord], padding: Padding | None, title: str, path: Path) -> None:
@@ -28,7 +31,7 @@ def draw(records: Sequence[StepRecord], padding: Padding | None, title: str, pat
         raise ValueError(f"--output {path}: {advice}") from error
     figure = Figure(figsize=(12, 8), dpi=130, layout="constrained")
     if padding is not None:
-        title += f", {padding.buckets.num_graphs} graphs, padded / true cost {padding.ratio:.3f} (modelled)"
+        title += f", {counted(padding.buckets.num_graphs, 'graph')}, padded / true cost {padding.ratio:.3f} (modelled)"
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
     (unique, shared), (bars, times) = figure.subplots(2, 2, height_ratios=(1.3, 1))
     _draw_sizes(unique, records, padding, "unique_blocks")
@@ -39,19 +42,28 @@ def draw(records: Sequence[StepRecord], padding: Padding | None, title: str, pat
 
 
 def _draw_sizes(axes: Axes, records: Sequence[StepRecord], padding: Padding | None, blocks: str) -> None:
-    """Steps as dots coloured by phase; the buckets that steps ran in as squares."""
+    """Steps as dots coloured by phase, buckets as squares, lighter where no step ran in them."""
+    widest, highest = 1, 1
     for phase, totals in PhaseSummary(records).ranked():
         mine = [record.bucket for record in records if record.bucket.phase == phase]
         sizes = np.array([(bucket.query_len, getattr(bucket, blocks)) for bucket in mine])
-        label = f"{phase}  {totals.steps:,} steps"
+        widest, highest = max(widest, sizes[:, 0].max()), max(highest, sizes[:, 1].max())
+        label = f"{phase}  {counted(totals.steps, 'step')}"
         axes.scatter(sizes[:, 0], sizes[:, 1], s=7, alpha=0.35, linewidths=0, color=PHASE_COLOURS[phase], label=label)
     if padding is not None:
-        used = np.array([(shape.query_len, getattr(shape, blocks)) for shape, _, _ in padding.by_bucket()])
-        squares = axes.scatter(used[:, 0], used[:, 1], s=34, marker="s", facecolors="none", edgecolors="black")
-        squares.set_label("buckets")
+        used = [shape for shape, _, _ in padding.by_bucket()]
+        for shapes, label, colour in ((padding.unused(), "buckets not used", "#aaaaaa"), (used, "buckets", "black")):
+            if shapes:
+                places = np.array([(shape.query_len, getattr(shape, blocks)) for shape in shapes])
+                axes.scatter(
+                    places[:, 0], places[:, 1], s=34, marker="s", facecolors="none", edgecolors=colour, label=label
+                )
+                widest, highest = max(widest, places[:, 0].max()), max(highest, places[:, 1].max())
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", base=2, linthresh=1)
-    axes.set_ylim(bottom=-0.5)
+    # room for a mark; what matplotlib chooses on such an axis cuts them
+    axes.set_xlim(0.8, widest * 1.25)
+    axes.set_ylim(-0.5, highest * 1.5)
     axes.set(xlabel="query_len", ylabel=blocks)
     axes.set_title(f"steps by query_len and {blocks}", loc="left", fontsize=10)
     axes.legend(frameon=False, prop={"family": "monospace", "size": 8})
@@ -72,6 +84,9 @@ def _draw_padding(axes: Axes, padding: Padding | None) -> None:
     labels = [f"{shape.phase} {'/'.join(map(str, shape.to_list()[1:]))}" for shape, _, _ in rows]
     axes.set_xticks(places, labels, rotation=90, family="monospace", fontsize=7)
     axes.set_ylim(0.9, max(ratio for _, _, ratio in rows) * 1.05)
+    if axes.get_ylim()[1] > MOST_LINEAR:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _draw_times(axes: Axes, summary: PhaseSummary) -> None:
@@ -81,6 +96,6 @@ def _draw_times(axes: Axes, summary: PhaseSummary) -> None:
     bars = axes.barh(names, [t.ms / total for _, t in ranked], color=[PHASE_COLOURS[name] for name in names])
     axes.bar_label(bars, [f" {t.ms / total:.1%}, {t.mean_ms:.2f} ms per step" for _, t in ranked], fontsize=8)
     axes.set_yticks(range(len(names)), names, family="monospace")
-    axes.set_xlim(0, 1.3 * max(t.ms / total for _, t in ranked) + 0.01)
+    axes.set_xlim(0, 1.5 * max(t.ms / total for _, t in ranked) + 0.01)
     axes.set_title("share of the step time by phase", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from vllm_gaudi_ucm.cli.output_file import check_output
 from vllm_gaudi_ucm.cli.sparse_engine import PROMPT_CHUNK, EngineSettings
 from vllm_gaudi_ucm.cli.sparse_measurement import Measurement, measure, num_steps
 from vllm_gaudi_ucm.cli.sparse_report_cases import Case, check_length, make_cases
 from vllm_gaudi_ucm.cli.sparse_report_table import SparseReport, write_text
 from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.device.detect import detect_device
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 METHODS = ("GSA", "ESA", "KVStar")
 RATIOS = (0.05, 0.1, 0.3)
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--summaries",
         nargs="+",
-        choices=[kind.value for kind in SummaryKind],
+        choices=get_args(BlockOptions.model_fields["summary"].annotation),
         help="what is kept of a block to score it (default: each method's own)",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="more options: a file with ucm_sparse_config")
@@ -59,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every case, one engine after the other; what cannot work raises ValueError before the first."""
-    cases = make_cases(args.methods, args.ratios, args.summaries, args.min_tokens, args.config)
-    _check_sizes(args)
     _check_outputs(args)
+    _check_sizes(args)
+    cases = make_cases(args.methods, args.ratios, args.summaries, args.min_tokens, args.config)
     prompt, max_model_len = _read_prompt(args)
     check_length(cases, len(prompt), args.block_size, f"PROMPT_FILE {args.text}")
     device = detect_device()
@@ -102,13 +103,18 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Before the first engine: minutes later would be late."""
-    for option, file in (("--json", args.json), ("-o", args.output)):
-        if file is not None and not Path(file).absolute().parent.is_dir():
-            raise ValueError(f"{option} {file}: the folder does not exist; create it, or choose another")
+    check_output("--json", args.json)
     if args.output is not None:
+        for path in _output_files(args.output):
+            check_output("-o", path)
         from vllm_gaudi_ucm.cli.sparse_report_plot import figure_class
 
         figure_class()
+
+
+def _output_files(prefix: str) -> tuple[Path, Path]:
+    """Of the tables and the picture."""
+    return Path(f"{prefix}.txt"), Path(f"{prefix}.png")
 
 
 def _read_prompt(args: argparse.Namespace) -> tuple[list[int], int]:
@@ -138,7 +144,7 @@ def _write_files(args: argparse.Namespace, report: SparseReport) -> None:
     if args.output is not None:
         from vllm_gaudi_ucm.cli.sparse_report_plot import draw
 
-        table, picture = (Path(f"{args.output}{suffix}") for suffix in (".txt", ".png"))
+        table, picture = _output_files(args.output)
         write_text(report, table)
         draw(report, picture)
         print(f"tables written to {table}, picture to {picture}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from vllm_gaudi_ucm.cli.sparse_measurement import Measurement
 from vllm_gaudi_ucm.cli.sparse_report_cases import Case
+from vllm_gaudi_ucm.counted import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,8 +46,8 @@ class SparseReport:
     @property
     def title(self) -> str:
         return (
-            f"{self.model} on {self.device}: {self.prompt_tokens:,} tokens of {self.text}, {self.max_tokens} decoded, "
-            f"blocks of {self.block_size}"
+            f"{self.model} on {self.device}: {counted(self.prompt_tokens, 'token')} of {self.text}, "
+            f"{self.max_tokens} decoded, blocks of {self.block_size}"
         )
 
     @property

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("verify", "read every block, check it, and remove what is corrupt"),
         ("clear", "remove every block"),
     ):
-        action = actions.add_parser(name, help=help_text, description=f"{help_text.capitalize()}.")
+        action = actions.add_parser(name, help=help_text, description=f"{help_text[:1].upper()}{help_text[1:]}.")
         action.set_defaults(action=name)
         add_store_arguments(action)
         action.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.config_file import parse_json
 from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions, RedisStoreOptions, resolve_store_options
 
 AnyStoreOptions = MemoryStoreOptions | FileStoreOptions | RedisStoreOptions
@@ -34,12 +32,4 @@ def store_options(args: argparse.Namespace) -> AnyStoreOptions:
 
 def resolve_store_text(text: str) -> AnyStoreOptions:
     """The options in JSON text or in the file at a path. Raises `UcmConfigError`."""
-    return resolve_store_options(_json(text) if text.lstrip().startswith("{") else text)
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        what = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise UcmConfigError.malformed("text", what, "store") from error
+    return resolve_store_options(parse_json(text, key="store") if text.lstrip().startswith("{") else text)

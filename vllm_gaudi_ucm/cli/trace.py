@@ -8,10 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from vllm_gaudi_ucm.cli.cost_options import add_cost_arguments, add_limit_arguments, cost_model, limits_of, read_model
+from vllm_gaudi_ucm.cli.output_file import check_output, written_whole
 from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.cli.trace_mix import MIXES, Mix
 from vllm_gaudi_ucm.cli.trace_simulation import Simulation
-from vllm_gaudi_ucm.phase_log import PhaseLog
+from vllm_gaudi_ucm.counted import counted
+from vllm_gaudi_ucm.phase_log import PhaseLog, PhaseLogError, keep_previous
 from vllm_gaudi_ucm.phase_summary import PhaseSummary
 
 REPORT_EVERY = 100
@@ -35,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulate and write the log; a bad option raises a ValueError."""
     if args.steps < 1:
         raise ValueError(f"--steps is {args.steps}, expected at least 1")
+    check_output("--output", args.output)
     summary, header = write_trace(args)
     if args.json:
         print(json.dumps({"header": header, "log": str(args.output), **summary.to_json()}, indent=2))
@@ -45,11 +48,20 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(highlight=False)
     console.print(
-        f"{args.output}: {args.steps:,} steps of the mix {args.mix}, times modelled", markup=False, soft_wrap=True
+        f"{args.output}: {counted(args.steps, 'step')} of the mix {args.mix}, times modelled",
+        markup=False,
+        soft_wrap=True,
     )
     console.print(phase_bars(summary))
     console.print(summary_table(summary))
     return 0
+
+
+def _open(path: Path, header: dict[str, object], output: Path) -> PhaseLog:
+    try:
+        return PhaseLog(path, header, emit=lambda text: None)
+    except PhaseLogError as error:
+        raise ValueError(f"--output {output}: could not be written: {error.__cause__}") from error
 
 
 def mix_within(args: argparse.Namespace, name: str) -> Mix:
@@ -66,14 +78,18 @@ def write_trace(args: argparse.Namespace) -> tuple[PhaseSummary, dict[str, objec
     header |= asdict(mix.limits)
     del header["causal_reach"]  # of the device that buckets are for, not of the traffic
     simulation = Simulation(mix, cost_model(args, mix.limits.block_size), args.seed)
-    log = PhaseLog(args.output, header, emit=lambda text: None)
-    try:
-        with task_progress(f"simulating {args.mix}") as report:
-            for record in simulation.steps(args.steps):
-                log.append(record)
-                if record.step % REPORT_EVERY == 0:
-                    report(record.step / args.steps)
-            report(1.0)
-    finally:
-        log.close()
+    with written_whole(args.output) as path:
+        log = _open(path, header, args.output)
+        try:
+            with task_progress(f"simulating {args.mix}") as report:
+                for record in simulation.steps(args.steps):
+                    log.append(record)
+                    if not log.is_open:
+                        raise ValueError(f"--output {args.output}: could not be written; see whether the disk is full")
+                    if record.step % REPORT_EVERY == 0:
+                        report(record.step / args.steps)
+                report(1.0)
+        finally:
+            log.close()
+        keep_previous(args.output)
     return log.summary, header

@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.cli.cost_options import (
     limits_of,
     read_model,
 )
+from vllm_gaudi_ucm.cli.output_file import check_output, written_whole
 from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.cli.tune_report import TuneReport, show
 from vllm_gaudi_ucm.graphs.steps import Steps
@@ -68,13 +69,15 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{option} is {value}, expected a share from 0 to 0.9")
     if not 0.0 <= args.gap <= 1.0:
         raise ValueError(f"--gap is {args.gap}, expected a share from 0 to 1")
+    check_output("--output", args.output)
     header, records = read_phase_log(args.log)
     where = f"the first line of {args.log}"
     check_block_size(args, header, where)
     limits = limits_of(args, header, where)
     report = make_report(args, records, cost_model(args, limits.block_size), limits)
     if args.output is not None:
-        write_bucket_file(args.output, report.buckets, _made_for(args, report))
+        with written_whole(args.output) as path:
+            write_bucket_file(path, report.buckets, _made_for(args, report))
     if args.json:
         print(
             json.dumps({"log": str(args.log), "output": args.output and str(args.output), **report.to_json()}, indent=2)

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.steps import Steps
@@ -90,7 +91,10 @@ def show(report: TuneReport, output: Path | None) -> None:
 
     console = Console(highlight=False)
     shapes = len(report.steps.forward)
-    console.print(f"{report.steps.count:,} steps of {shapes:,} shapes; padded over true cost (modelled) and sizes")
+    console.print(
+        f"{counted(report.steps.count, 'step')} of {counted(shapes, 'shape')}; "
+        "padded over true cost (modelled) and sizes"
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy")
     for heading in ("graphs", "cost", *report.padding.axes):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.ops.unified_attention.cost.devices import FITTED_DEVICES
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
 from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import (
-    FITTED_DEVICES,
     Facts,
     ModelFileError,
     default_path,

@@ -31,6 +31,7 @@ from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.runner.request_table import RequestTable
 from vllm_gaudi_ucm.runner.sampling import SamplingBatch
+from vllm_gaudi_ucm.runner.served_layers import refuse_other_layers
 from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
@@ -90,6 +91,7 @@ class ModelRunner:
         self._activity = StepActivity()
 
     def load_model(self) -> None:
+        refuse_other_layers(self._vllm_config)
         models = [get_model(vllm_config=self._vllm_config)]
         draft_model = load_draft_model(self._vllm_config)
         if draft_model is not None:

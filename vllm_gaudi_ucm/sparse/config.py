@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, unknown_key
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, shown, unknown_key
 from vllm_gaudi_ucm.config_file import read_config_file
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.kvstar.options import KVStarOptions
@@ -49,7 +49,7 @@ def resolve_sparse_config(value: Any, key: str) -> SparseConfig:
         value = read_config_file(Path(value), key)
     if not isinstance(value, Mapping):
         wanted = "a mapping by sparse method, or the path of a YAML or JSON file"
-        raise UcmConfigError([Problem(key, repr(value), wanted)])
+        raise UcmConfigError([Problem(key, shown(value), wanted)])
     sections: dict[str, Any] = {}
     found: list[Problem] = []
     for name, section in value.items():

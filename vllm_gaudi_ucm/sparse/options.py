@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, shown
 from vllm_gaudi_ucm.config_problems import problems
+from vllm_gaudi_ucm.config_section import Section
 from vllm_gaudi_ucm.prefetch.fields import MaxPendingPrefetch, PrefetchAhead, PrefetchCacheSize, PrefetchWorkers
 
 
-class MethodOptions(BaseModel):
-    """Base of every method's options: strict, immutable, equal by value."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+class MethodOptions(Section):
+    """Base of every method's options."""
 
     @classmethod
     def resolve(cls, value: Any, key: str) -> Self:
-        """The options in a mapping that stands under `key`, or options as they are. Raises `UcmConfigError`."""
+        """The options in a mapping that stands under `key`, or options as they are; None is an empty section.
+
+        Raises `UcmConfigError`.
+        """
         if isinstance(value, cls):
             return value
+        if value is None:
+            value = {}
         if not isinstance(value, Mapping):
             wanted = f"mapping with the keys {', '.join(cls.model_fields)}" if cls.model_fields else "an empty mapping"
-            raise UcmConfigError([Problem(key, repr(value), wanted)])
+            raise UcmConfigError([Problem(key, shown(value), wanted)])
         try:
             return cls.model_validate(dict(value))
         except ValidationError as error:

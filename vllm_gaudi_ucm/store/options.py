@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, unknown_key
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, shown, unknown_key
 from vllm_gaudi_ucm.config_file import read_config_file
 from vllm_gaudi_ucm.config_problems import NOTE, problems
+from vllm_gaudi_ucm.config_section import Section
 from vllm_gaudi_ucm.store.byte_size import BYTES_NOTE, ByteSize
 
 _BYTES: dict[str, Any] = {NOTE: BYTES_NOTE}
@@ -19,11 +20,7 @@ _SCHEMES = ("redis", "rediss", "unix")
 _URL: dict[str, Any] = {NOTE: "redis://host:port/database, rediss://host:port/database, or unix:///path?db=database"}
 
 
-class _Options(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class BreakerOptions(_Options):
+class BreakerOptions(Section):
     """When a store that keeps failing is left alone."""
 
     failures: Annotated[int, Field(ge=1)] = Field(
@@ -34,7 +31,7 @@ class BreakerOptions(_Options):
     )
 
 
-class MemoryStoreOptions(_Options):
+class MemoryStoreOptions(Section):
     """Host memory of the engine's process: ends with it."""
 
     kind: Literal["memory"] = Field(default="memory", description="Blocks in host memory.")
@@ -48,7 +45,7 @@ class MemoryStoreOptions(_Options):
     )
 
 
-class _OutsideOptions(_Options):
+class _OutsideOptions(Section):
     """Of a store whose medium can be slow or gone."""
 
     deadline: Annotated[float, Field(gt=0)] = Field(
@@ -128,7 +125,7 @@ def resolve_store_options(value: Any, key: str = "store") -> MemoryStoreOptions 
         value = read_config_file(Path(value), key)
     kinds = " or ".join(f'"{kind}"' for kind in KINDS)
     if not isinstance(value, Mapping):
-        raise UcmConfigError([Problem(key, repr(value), f"a mapping with the key kind ({kinds}), or a file's path")])
+        raise UcmConfigError([Problem(key, shown(value), f"a mapping with the key kind ({kinds}), or a file's path")])
     if "kind" not in value:
         raise UcmConfigError([Problem(f"{key}.kind", "no value", kinds)])
     kind = value["kind"]

@@ -22,7 +22,6 @@ from vllm_gaudi_ucm.ops.private_folder import make_folders, refuse_foreign
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import NAMES, CostModel
 
 SCHEMA = 1
-FITTED_DEVICES = ("cpu", "cuda")  # types whose steps run at true shapes and can be measured here
 MOST_BYTES = 1 << 20  # no model is as large; what is larger is not read
 
 

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from vllm_gaudi_ucm.cli.checks.check import Check, Status
 from vllm_gaudi_ucm.config import UcmConfig
-from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import (
-    FITTED_DEVICES,
-    Facts,
-    ModelFileError,
-    default_path,
-    load_model,
-)
+from vllm_gaudi_ucm.ops.unified_attention.cost.devices import FITTED_DEVICES
 
 SECTION = "attention"
 NAME = "ucm.attention.cost_model"
@@ -24,6 +16,11 @@ FIT = "`gaudi-ucm fit-attention` measures it, in some seconds"
 
 def attention_cost_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
     """One row for a server on `device`."""
+    # torch takes seconds, which `gaudi-ucm doctor --help` need not
+    import torch
+
+    from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import Facts, ModelFileError, default_path, load_model
+
     option = config.attention.cost_model
     if option == "off" or device not in FITTED_DEVICES:
         why = "'off'" if option == "off" else f"{str(option)!r}: nothing to choose on {device}"

@@ -8,6 +8,7 @@ from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.cli.checks.check import Check
 from vllm_gaudi_ucm.config import UcmConfig, resolve_value
 from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.config_file import parse_json
 
 SECTION = "configuration"
 
@@ -16,7 +17,7 @@ def resolve_text(text: str | None) -> UcmConfig:
     """The configuration in `--config`: JSON text, else a path, as the value of `ucm`; None: all defaults."""
     if text is None:
         return UcmConfig()
-    return resolve_value(_json_object(text) if text.lstrip().startswith("{") else text)
+    return resolve_value(parse_json(text) if text.lstrip().startswith("{") else text)
 
 
 def configuration_checks(text: str | None) -> Iterator[Check]:
@@ -42,10 +43,3 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}={json.dumps(value)}"
-
-
-def _json_object(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UcmConfigError.malformed("text", f"line {error.lineno}, column {error.colno}: {error.msg}") from error

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from vllm_gaudi_ucm.cli.checks.check import Check
 from vllm_gaudi_ucm.cli.checks.store import checks_of_store
 from vllm_gaudi_ucm.config import UcmConfig
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import block_budget, shortest_sparse_context
 from vllm_gaudi_ucm.sparse.config import SparseConfig
@@ -57,9 +58,8 @@ def _contexts(options: BlockOptions) -> Check:
     found = f"from {shortest:,} tokens (with --block-size {BLOCK_SIZE})"
     if budget is not None:
         live = shortest // BLOCK_SIZE - budget.num_candidates
-        found += (
-            f"; there {live} blocks are always attended and {budget.num_selected} of {budget.num_candidates} chosen"
-        )
+        always = f"{counted(live, 'block')} {'is' if live == 1 else 'are'} always attended"
+        found += f"; there {always} and {budget.num_selected} of {budget.num_candidates} chosen"
     return Check(SECTION, "contexts that are sparse", "ok", found)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.cli.checks.check import Check
 from vllm_gaudi_ucm.config import GraphsConfig, UcmConfig
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, read_bucket_file
 from vllm_gaudi_ucm.graphs.tail_shapes import MOST_TAILS
 from vllm_gaudi_ucm.phase_log import PhaseLogError, read_phase_log
@@ -79,7 +80,7 @@ def _buckets(path: Path) -> Check:
     except BucketFileError as error:
         return Check(SECTION, name, "fail", str(error), advice="write one with `gaudi-ucm tune LOG -o FILE`")
     found = (
-        f"{path}: {len(forward)} forward and {len(logits)} logits graphs, for --max-num-batched-tokens "
+        f"{path}: {len(forward)} forward and {counted(len(logits), 'logits graph')}, for --max-num-batched-tokens "
         f"{limits.max_num_batched_tokens}, --max-num-seqs {limits.max_num_seqs}, --max-model-len "
         f"{limits.max_model_len}, --block-size {limits.block_size}"
     )
@@ -94,4 +95,6 @@ def _trace(path: Path) -> Check:
         return Check(SECTION, name, "fail", str(error), advice="give a phase log (ucm.phase_log, `gaudi-ucm trace`)")
     if not steps:
         return Check(SECTION, name, "fail", f"{path}: a log without steps", advice="give one of some traffic")
-    return Check(SECTION, name, "ok", f"{path}: {len(steps):,} steps of {header.get('model', 'an unnamed model')}")
+    return Check(
+        SECTION, name, "ok", f"{path}: {counted(len(steps), 'step')} of {header.get('model', 'an unnamed model')}"
+    )

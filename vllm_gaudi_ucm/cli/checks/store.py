@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from vllm_gaudi_ucm.cli.checks.check import Check
 from vllm_gaudi_ucm.cli.store_options import resolve_store_text
 from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.counted import counted
 from vllm_gaudi_ucm.store.base import KvStore
 from vllm_gaudi_ucm.store.byte_size import show_bytes
 from vllm_gaudi_ucm.store.factory import open_medium, open_store
@@ -68,7 +69,8 @@ def _round_trip(kind: str, store: KvStore) -> Check:
         begin = time.perf_counter()
         if not call():
             stats = store.stats()
-            found = f"{step} failed ({stats.errors} errors, {stats.timeouts} time-outs, {stats.corrupt} corrupt)"
+            errors, timeouts = counted(stats.errors, "error"), counted(stats.timeouts, "time-out")
+            found = f"{step} failed ({errors}, {timeouts}, {stats.corrupt} corrupt)"
             return Check(
                 SECTION, name, "fail", found, "save, lookup, load and delete within store.deadline", _ADVICE[kind]
             )

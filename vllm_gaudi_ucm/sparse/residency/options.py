@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from vllm_gaudi_ucm.config_problems import WORDS
+from vllm_gaudi_ucm.config_section import Section
 from vllm_gaudi_ucm.store.options import (
     FileStoreOptions,
     MemoryStoreOptions,
@@ -18,10 +19,8 @@ AnyStore = MemoryStoreOptions | FileStoreOptions | RedisStoreOptions
 _STORE: dict[str, Any] = {WORDS: "store (docs/stores.md) or null"}
 
 
-class MemoryModeOptions(BaseModel):
+class MemoryModeOptions(Section):
     """Strict, immutable, equal by value."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     enabled: bool = Field(
         default=False,
