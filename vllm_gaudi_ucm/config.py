@@ -19,7 +19,7 @@ ROOT = "ucm"
 
 class _Section(BaseModel):
     # strict: "512" for a number is a mistake in a file, not a number.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
 
 class AttentionConfig(_Section):

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.prefetch.fields import MaxPendingPrefetch, PrefetchAhead, Pr
 class MethodOptions(BaseModel):
     """Base of every method's options: strict, immutable, equal by value."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
     @classmethod
     def resolve(cls, value: Any, key: str) -> Self:
