@@ -70,13 +70,21 @@ def let_go(writer: Any) -> None:
 @pytest.mark.parametrize("fsync", [False, True])
 def test_blocks_outlast_the_process(path: Path, open_file: Any, fsync: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """covers: D3. Option fsync: each block is on the disk before it counts as saved."""
-    synced = []
+    synced: list[str] = []
     fsync_of_os = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or fsync_of_os(descriptor))
+
+    def recorded(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync_of_os(descriptor)
+
     first = open_file(fsync=fsync)
+    monkeypatch.setattr(os, "fsync", recorded)
     for number in range(5):
         first.save(key(number), block(number))
-    assert len(synced) == (5 if fsync else 0)
+    assert len([name for name in synced if Path(name).parent == path / "tmp"]) == (5 if fsync else 0)
+    leaves = {str(file_of(path, number).parent) for number in range(5)}
+    assert leaves.intersection(synced) == (leaves if fsync else set())
+    assert fsync or not synced
     first.close()
     second = open_file()
     assert holds(second, range(6)) == [0, 1, 2, 3, 4]
@@ -270,10 +278,10 @@ def test_a_living_writers_file_is_not_swept(path: Path) -> None:
     assert holder.stdout is not None
     holder.stdout.readline()
     os.utime(part, (1, 1))
-    assert folder.sweep() == 0
+    assert folder.hold_or_make().sweep() == 0
     holder.communicate(b"\n")
     os.utime(part, (1, 1))
-    assert folder.sweep() == 1
+    assert folder.hold_or_make().sweep() == 1
 
 
 def test_two_engines_on_one_folder(path: Path, open_file: Any) -> None:

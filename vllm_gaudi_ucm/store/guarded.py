@@ -123,7 +123,7 @@ class GuardedStore(KvStore):
         self._begin_upkeep()
         blocks, size, capacity = self._medium.usage(self._block_bytes)
         state = {"blocks": blocks, "bytes": size, "capacity": capacity, "evictions": self._medium.evictions}
-        return self._counts.stats(breaker=self._guard.state, **state)
+        return self._counts.stats(breaker=self._guard.state, untouched=self._medium.untouched, **state)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books of the medium do not agree with themselves."""
