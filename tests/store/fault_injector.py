@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+CHANGING = ["write", "pwrite", "utime", "rename", "unlink", "mkdir", "fchmod"]
 CALLS: dict[Any, list[str]] = {
-    os: ["open", "close", "stat", "fstat", "scandir", "listdir", "preadv", "read", "write", "pwrite", "fsync", "utime"]
-    + ["rename", "unlink", "mkdir", "fchmod"],
+    os: ["open", "close", "stat", "fstat", "scandir", "listdir", "preadv", "read", "fsync", *CHANGING],
     fcntl: ["flock"],
 }
-WRITING = ["write", "pwrite", "utime", "rename", "unlink", "mkdir", "fchmod"]
 
 
 class FaultInjector:
@@ -60,7 +59,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch, code: int) -> Iterator[None]:
         return refusing() if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else open_file(path, flags, *rest, **named)
 
     with monkeypatch.context() as patch:
-        for name in WRITING:
+        for name in CHANGING:
             patch.setattr(os, name, refusing)
         patch.setattr(os, "open", opening)
         yield

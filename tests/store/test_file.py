@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.store.blocks import BLOCK_BYTES, block, holds, key, loaded
+from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.config_error import UcmConfigError
 from vllm_gaudi_ucm.store.file import FileMedium
 from vllm_gaudi_ucm.store.folder import MARKER, Folder
@@ -364,3 +365,19 @@ def test_stray_files_are_left_alone(path: Path, open_file: Any) -> None:
     assert store.verify() == (1, 0)
     assert store.clear() == 1
     assert len(list(leaf.iterdir())) == 2
+
+
+def test_verify_leaves_the_order_of_use(path: Path, open_file: Any) -> None:
+    """Who only looks makes no block the newest: neither on the disk, nor for this engine, nor by the command."""
+    store = open_file(capacity=4 * BLOCK_BYTES)
+    for number in range(4):
+        store.save(key(number), block(number))
+    for number in (2, 0):
+        loaded(store, number)
+    before = [file_of(path, number).stat().st_mtime_ns for number in range(4)]
+    assert store.verify() == (4, 0)
+    assert cli.main(["store", "verify", "--path", str(path)]) == 0
+    assert [file_of(path, number).stat().st_mtime_ns for number in range(4)] == before
+    for number in (10, 11):
+        store.save(key(number), block(number))
+    assert store.lookup([key(number) for number in range(4)]) == [True, False, True, False]
