@@ -66,7 +66,8 @@ class KvStore(ABC):
     def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None] | None:
         """Verified blocks where they lie, one entry per key, None for a miss. Counts as loads; no copy is made.
 
-        Each is to be entered, and may be read until its context ends. None instead of a list: this store lends nothing.
+        Each is to be ended, and may be read from its `__enter__` on until then; one that could not be entered is ended,
+        too. None instead of a list: this store lends nothing.
         """
         return None
 
