@@ -3,14 +3,19 @@
 import difflib
 from dataclasses import dataclass
 
+from vllm_gaudi_ucm.hidden_text import hide_passwords
+
 
 @dataclass(frozen=True)
 class Problem:
-    """One key with a value that cannot be used."""
+    """One key with a value that cannot be used. found: without the passwords of URLs."""
 
     key: str
     found: str
     expected: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "found", hide_passwords(self.found))
 
     def __str__(self) -> str:
         return f"{self.key}: found {self.found}, expected {self.expected}"
@@ -21,7 +26,7 @@ class UcmConfigError(ValueError):
 
     def __init__(self, problems: list[Problem], source: str = "") -> None:
         self.problems = problems
-        self.source = source
+        self.source = source = hide_passwords(source)
         super().__init__(
             "; ".join([f"configuration of vllm-gaudi-ucm{source}: {problems[0]}", *map(str, problems[1:])])
         )
@@ -41,8 +46,8 @@ MOST_SHOWN = 200
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, cut where it is long."""
-    text = repr(value)
+    """A value as Python writes it, cut where it is long; passwords are hidden before a cut can part them."""
+    text = hide_passwords(repr(value))
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
 
 

@@ -9,9 +9,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, shown, unknown_key
+from vllm_gaudi_ucm.hidden_text import shown_url
 
 NOTE = "note"
 """Key of a field's `json_schema_extra` with words that `expected` adds to what it derives from the type."""
+
+
+URL = "url"
+"""Key of a field's `json_schema_extra`: its value may hold a password, and is shown accordingly."""
 
 
 WORDS = "words"
@@ -42,9 +47,13 @@ def _problem(detail: Any, model: type[BaseModel], key: str) -> Problem:
         key = f"{key}.{part}"
         inner = section(field)
         if inner is None or depth == len(location):
-            return Problem(key, found, expected(field))
+            return Problem(key, shown_url(detail["input"]) if _is_url(field) else found, expected(field))
         model = inner
     return Problem(key, found, "a mapping")
+
+
+def _is_url(field: FieldInfo) -> bool:
+    return isinstance(field.json_schema_extra, dict) and URL in field.json_schema_extra
 
 
 def section(field: FieldInfo) -> type[BaseModel] | None:

@@ -13,8 +13,8 @@ from vllm_gaudi_ucm.config_problems import section
 class Section(BaseModel):
     """Strict, immutable, equal by value; numbers are finite."""
 
-    # strict: "512" for a number is a mistake in a file, not a number.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    # strict: "512" for a number is a mistake in a file, not a number. An input may hold a password.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -42,6 +42,11 @@ PREFETCH_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
     "max_pending_prefetch": ([1, 64, 65536], [0, 65537, 6.4, None], "integer, 1 to 65536"),
     "prefetch_ahead": ([0, 2, 64], [-1, 65, True], "integer, 0 to 64"),
     "prefetch_cache_size": ([1, 1000], [0, "1GiB", None], "integer, at least 1"),
+    "prefetch_cache_bytes": (
+        [1, 1 << 40],
+        [0, 1.5, "a lot", None],
+        "integer, at least 1 (bytes, or text such as 4GiB)",
+    ),
 }
 
 # key -> (values that are taken, values that are refused, part of the message after "expected")

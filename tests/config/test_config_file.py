@@ -182,3 +182,11 @@ def test_a_long_value_is_shown_in_part(tmp_path: Path) -> None:
     message = message_of(write(tmp_path, "ucm.yaml", f"cpu: {{threads: {['word'] * 5000}}}"))
     assert "ucm.cpu.threads: found ['word', 'word'," in message
     assert len(message) < 1000
+
+
+def test_a_cut_parts_no_password() -> None:
+    """What is shown of a long value is cut, and a password's end may lie behind the cut."""
+    from vllm_gaudi_ucm.config_error import shown
+
+    text = shown("redis://user:" + "secret" * 100 + "@host/0")
+    assert "secret" not in text

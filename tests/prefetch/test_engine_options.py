@@ -7,6 +7,7 @@ import pytest
 from tests.prefetch.conftest import MakeEngine
 from tests.prefetch.stores import BLOCK_BYTES, ScriptedStore, eventually, key, keys
 from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
 from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
@@ -70,6 +71,33 @@ def test_prefetch_cache_size_bounds_memory(make_engine: MakeEngine) -> None:
     large = engine.submit_prefetch("large", keys(*range(8)))
     assert large.wait(5) is FAILED
     assert large.failed == {6, 7}
+
+
+@pytest.mark.parametrize(("size", "room", "most"), [(1000, 6, 6), (1000, 6.9, 6), (4, 6, 4), (1000, 1, 1)])
+def test_prefetch_cache_bytes_bounds_memory(make_engine: MakeEngine, size: int, room: float, most: int) -> None:
+    """covers: C4, C5. The smaller of both bounds holds; `allocate` makes page-locked memory where a device wants it."""
+    engine = make_engine(
+        ScriptedStore(range(64)), prefetch_cache_size=size, prefetch_cache_bytes=int(room * BLOCK_BYTES)
+    )
+    for number in range(0, 64, 4):
+        engine.submit_prefetch(str(number), keys(*range(number, number + 4))).wait(5)
+        assert engine.stats().cache_bytes <= room * BLOCK_BYTES
+    assert (engine.stats().cache_blocks, engine.options.prefetch_cache_size) == (most, most)
+
+
+def test_prefetch_cache_bytes_by_default() -> None:
+    """The bytes of a memory store: a thousand large blocks would be more than most hosts can lock."""
+    large = 16 << 20
+    assert PrefetchOptions().for_blocks_of(large).prefetch_cache_size * large == 4 << 30
+    assert PrefetchOptions().for_blocks_of(1 << 20).prefetch_cache_size == 1000
+    assert PrefetchOptions.resolve({"prefetch_cache_bytes": "1GiB"}, "prefetch").prefetch_cache_bytes == 1 << 30
+
+
+def test_prefetch_cache_bytes_below_one_block() -> None:
+    with pytest.raises(
+        UcmConfigError, match=r"prefetch_cache_bytes: found 63 bytes, expected room for one block of 64"
+    ):
+        PrefetchEngine(ScriptedStore(), BLOCK_BYTES, PrefetchOptions(prefetch_cache_bytes=63))
 
 
 def test_the_deadline_gives_up_what_does_not_come(make_engine: MakeEngine) -> None:

@@ -49,7 +49,7 @@ def test_the_section_of_a_method_that_does_not_select_counts_for_nothing(
 
 def test_both_have_the_same_defaults_and_descriptions() -> None:
     shared = [name for name in PrefetchOptions.model_fields if name in GsaOptions.model_fields]
-    assert len(shared) == 4
+    assert len(shared) == 5
     for name in shared:
         own, section = PrefetchOptions.model_fields[name], GsaOptions.model_fields[name]
         assert (own.default, own.description, expected(own)) == (

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.store.blocks import BLOCK_BYTES, block, holds, key, loaded
+from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.config_error import UcmConfigError
 from vllm_gaudi_ucm.store.file import FileMedium
 from vllm_gaudi_ucm.store.folder import MARKER, Folder
@@ -70,13 +71,21 @@ def let_go(writer: Any) -> None:
 @pytest.mark.parametrize("fsync", [False, True])
 def test_blocks_outlast_the_process(path: Path, open_file: Any, fsync: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """covers: D3. Option fsync: each block is on the disk before it counts as saved."""
-    synced = []
+    synced: list[str] = []
     fsync_of_os = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or fsync_of_os(descriptor))
+
+    def recorded(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync_of_os(descriptor)
+
     first = open_file(fsync=fsync)
+    monkeypatch.setattr(os, "fsync", recorded)
     for number in range(5):
         first.save(key(number), block(number))
-    assert len(synced) == (5 if fsync else 0)
+    assert len([name for name in synced if Path(name).parent == path / "tmp"]) == (5 if fsync else 0)
+    leaves = {str(file_of(path, number).parent) for number in range(5)}
+    assert leaves.intersection(synced) == (leaves if fsync else set())
+    assert fsync or not synced
     first.close()
     second = open_file()
     assert holds(second, range(6)) == [0, 1, 2, 3, 4]
@@ -270,10 +279,10 @@ def test_a_living_writers_file_is_not_swept(path: Path) -> None:
     assert holder.stdout is not None
     holder.stdout.readline()
     os.utime(part, (1, 1))
-    assert folder.sweep() == 0
+    assert folder.hold_or_make().sweep() == 0
     holder.communicate(b"\n")
     os.utime(part, (1, 1))
-    assert folder.sweep() == 1
+    assert folder.hold_or_make().sweep() == 1
 
 
 def test_two_engines_on_one_folder(path: Path, open_file: Any) -> None:
@@ -356,3 +365,19 @@ def test_stray_files_are_left_alone(path: Path, open_file: Any) -> None:
     assert store.verify() == (1, 0)
     assert store.clear() == 1
     assert len(list(leaf.iterdir())) == 2
+
+
+def test_verify_leaves_the_order_of_use(path: Path, open_file: Any) -> None:
+    """Who only looks makes no block the newest: neither on the disk, nor for this engine, nor by the command."""
+    store = open_file(capacity=4 * BLOCK_BYTES)
+    for number in range(4):
+        store.save(key(number), block(number))
+    for number in (2, 0):
+        loaded(store, number)
+    before = [file_of(path, number).stat().st_mtime_ns for number in range(4)]
+    assert store.verify() == (4, 0)
+    assert cli.main(["store", "verify", "--path", str(path)]) == 0
+    assert [file_of(path, number).stat().st_mtime_ns for number in range(4)] == before
+    for number in (10, 11):
+        store.save(key(number), block(number))
+    assert store.lookup([key(number) for number in range(4)]) == [True, False, True, False]

@@ -155,6 +155,25 @@ def test_buffers_are_used_again(guarded: GuardedStore, monkeypatch: pytest.Monke
     assert len(made) == 3
 
 
+def test_no_memory_for_buffers_is_a_miss(guarded: GuardedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: F7. Page-locked memory may be out; the buffers that were to be had are used again."""
+    for number in range(3):
+        guarded.save(key(number), block(number))
+    new, made = RecordPool._new, []
+
+    def scarce(pool: RecordPool) -> memoryview:
+        if len(made) == 2:
+            raise RuntimeError("CUDA error: out of memory")
+        made.append(1)
+        return new(pool)
+
+    monkeypatch.setattr(RecordPool, "_new", scarce)
+    assert borrowed(guarded, [0, 1, 2]) == [None] * 3
+    assert borrowed(guarded, [0, 1]) == [block(0), block(1)]
+    stats = guarded.stats()
+    assert (stats.errors, stats.hits, stats.misses, stats.breaker) == (1, 2, 3, "closed")
+
+
 def test_page_locked_buffers_where_a_device_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked once, and in the thread that borrows: its device is the one they are for."""
     torch = pytest.importorskip("torch")

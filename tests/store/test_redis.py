@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from tests.store.blocks import BLOCK_BYTES, block, holds, key, loaded
 from tests.store.redis_server import RedisServer, needs_redis
+from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.config_error import UcmConfigError
 from vllm_gaudi_ucm.store.factory import open_medium
 from vllm_gaudi_ucm.store.options import resolve_store_options
@@ -224,3 +226,66 @@ def test_blocks_of_another_size_are_not_lookup_hits(redis_server: RedisServer, o
     redis_server.client().append(name, b"x")
     assert store.lookup([key(1)]) == [False]
     assert store.stats().bytes == BLOCK_BYTES
+
+
+def test_verify_renews_no_time_to_live_and_no_age(own_server: Callable[..., RedisServer], open_one: Any) -> None:
+    """Who only looks leaves to the server what it would have expired or evicted next."""
+    server = own_server()
+    client = server.client()
+    store = open_one(options(server, ttl=1000.0))
+    store.save(key(1), block(1))
+    (name,) = client.keys()
+    client.pexpire(name, 50_000)
+    time.sleep(1.5)
+    assert store.verify() == (1, 0)
+    assert cli.main(["store", "verify", "--store", json.dumps(options(server, ttl=1000.0))]) == 0
+    assert client.pttl(name) <= 48_500
+    info = client.info("server")
+    version = info.get("valkey_version") or info["redis_version"]
+    if tuple(map(int, version.split(".")[:2])) >= (7, 2):  # older ones cannot read a value without marking it as used
+        assert client.object("idletime", name) >= 1
+        loaded(store, 1)
+        assert client.object("idletime", name) == 0
+
+
+def test_a_server_that_refuses_writes_still_loads(
+    own_server: Callable[..., RedisServer], open_one: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """covers: F7. As a replica, or one that cannot persist: what it has is loaded though its time is not renewed."""
+    server = own_server()
+    store = open_one(options(server, ttl=1000.0))
+    for number in range(3):
+        store.save(key(number), block(number))
+    server.client().config_set("min-replicas-to-write", "1")
+    for _ in range(2):
+        assert [loaded(store, number) == block(number) for number in range(3)] == [True] * 3
+    for number in range(10, 14):
+        assert not store.save(key(number), block(number))
+    assert store.save(key(1), block(1))  # it is there
+    stats = store.stats()
+    assert (stats.breaker, stats.hits, stats.untouched, stats.errors) == ("closed", 6, 7, 4)
+    assert len([entry for entry in caplog.records if "could not be renewed" in entry.getMessage()]) == 1
+    server.client().config_set("min-replicas-to-write", "0")
+    assert store.save(key(20), block(20))
+    until(lambda: store.stats().blocks == 4)
+
+
+def test_a_value_of_another_type_under_our_name(redis_server: RedisServer, open_one: Any, capsys: Any) -> None:
+    """It is neither read, replaced nor counted as corrupt; the other keys of a call are answered."""
+    store = open_one(options(redis_server, breaker={"failures": 1, "seconds": 100.0}))
+    client = redis_server.client()
+    for number in (1, 2):
+        store.save(key(number), block(number))
+    (name,) = [name for name in client.scan_iter() if name.endswith(key(1))]
+    client.delete(name)
+    client.hset(name, "a", "b")
+    for _ in range(3):
+        assert store.lookup([key(1), key(2)]) == [False, True]
+        assert loaded(store, 1) is None
+        assert not store.save(key(1), block(1))
+        assert loaded(store, 2) == block(2)
+    assert store.verify() == (1, 0)
+    assert store.stats().breaker == "closed"
+    assert client.hgetall(name) == {b"a": b"b"}
+    assert cli.main(["store", "verify", "--url", redis_server.url]) == 0
+    assert f"{name!r} (a value of another type)" in capsys.readouterr().out

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, help_text in (
         ("stat", "count the blocks by their size"),
-        ("verify", "read every block, check it, and remove what is corrupt"),
+        ("verify", "read every block, check it, remove what is corrupt, and name what is no block"),
         ("clear", "remove every block"),
     ):
         action = actions.add_parser(name, help=help_text, description=f"{help_text[:1].upper()}{help_text[1:]}.")
@@ -81,8 +81,10 @@ def _stat(args: argparse.Namespace, medium: Medium, blocks: list[StoredBlock]) -
 def _verify(args: argparse.Namespace, medium: Medium, blocks: list[StoredBlock]) -> int:
     found = _with_bar(args, "verifying", lambda bar: verify_blocks(medium, blocks, bar))
     if args.json:
-        _print_json(medium, intact=found.intact, corrupt=found.corrupt)
+        _print_json(medium, intact=found.intact, corrupt=found.corrupt, left_alone=medium.strangers())
     else:
+        for stranger in medium.strangers():
+            print(f"left alone, as it is no block but lies where one belongs: {stranger}")
         print(f"{medium.place()}: {found.intact:,} blocks intact, {found.corrupt:,} corrupt ones removed")
     return EXIT_CORRUPT if found.corrupt else 0
 

@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.store.base import KvStore
 
 # of the prefetch engine: they decide when a block comes, not what is in it
-_NO_PART_OF_KV = {"prefetch_workers", "max_pending_prefetch", "prefetch_ahead", "prefetch_cache_size"}
+_NO_PART_OF_KV = {
+    "prefetch_workers",
+    "max_pending_prefetch",
+    "prefetch_ahead",
+    "prefetch_cache_size",
+    "prefetch_cache_bytes",
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,8 @@ class ConnectorSetup:
     @cached_property
     def prefetch_options(self) -> PrefetchOptions:
         """The connector's own, over those in GSA's section where that method selects."""
-        return self.options.prefetch.over_gsa(resolve_config(self.vllm_config.additional_config))
+        options = self.options.prefetch.over_gsa(resolve_config(self.vllm_config.additional_config))
+        return options.for_blocks_of(self.block_bytes)
 
     def summaries_per_record(self, method: BlockOptions) -> int:
         """Blocks whose summaries fit into a record of the store, which has the size of a block."""

@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.metrics.metrics_file import MetricsFile
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.store.base import StoreStats
 
-EVENTS = ("hits", "misses", "saves", "evictions", "corrupt", "errors", "timeouts")
+EVENTS = ("hits", "misses", "saves", "evictions", "corrupt", "errors", "untouched", "timeouts")
 BREAKER = {"closed": 0, "half_open": 1, "open": 2}
 
 

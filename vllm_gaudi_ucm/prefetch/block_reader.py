@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -26,8 +26,8 @@ class BlockReader:
         self._block_bytes = block_bytes
         self._allocate = allocate
 
-    def read(self, loads: Sequence[Load], lent: list[AbstractContextManager[memoryview]]) -> None:
-        """Reads what is not in host memory already. Adds loans to `lent`, which the caller has to end."""
+    def read(self, loads: Sequence[Load], lent: ExitStack) -> None:
+        """Reads what is not in host memory already. Loans end with `lent`, also those that could not be entered."""
         wanted = [load for load in loads if not load.cached]
         if not wanted:
             return
@@ -37,10 +37,11 @@ class BlockReader:
             if loans is None:
                 failed = sum(not self._load(load) for load in wanted)
             else:
-                for load, loan in zip(wanted, loans, strict=True):
-                    if loan is not None:
-                        load.buffer = loan.__enter__()
-                        lent.append(loan)
+                given = [(load, loan) for load, loan in zip(wanted, loans, strict=True) if loan is not None]
+                for _, loan in given:
+                    lent.push(loan)
+                for load, loan in given:
+                    load.buffer = loan.__enter__()
         except Exception as error:
             failed = sum(load.buffer is None for load in wanted)
             _warn(error)

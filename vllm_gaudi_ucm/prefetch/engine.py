@@ -37,7 +37,7 @@ class PrefetchEngine:
     Args:
         store: where blocks are; it stays the caller's to close, after `stop`.
         block_bytes: size of a block, of all layers.
-        options: see PrefetchOptions.
+        options: see PrefetchOptions. Raises UcmConfigError where `prefetch_cache_bytes` has no room for a block.
         clock: seconds; for deadlines, ageing and figures.
         allocate: makes the host buffers, of `block_bytes` each.
         enter_thread: called first in each thread of the engine.
@@ -54,7 +54,7 @@ class PrefetchEngine:
     ) -> None:
         if block_bytes < 1:
             raise ValueError(f"block_bytes: found {block_bytes}, expected the bytes of a block")
-        self.options = options
+        self.options = options = options.for_blocks_of(block_bytes)
         self._block_bytes = block_bytes
         self._dispatcher = Dispatcher(options, clock, max(1, store.batch_bytes // block_bytes), store.waits)
         runner = LoadRunner(self._dispatcher, BlockReader(self._dispatcher, store, block_bytes, allocate))

@@ -6,6 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from vllm_gaudi_ucm.config_problems import NOTE
+from vllm_gaudi_ucm.store.byte_size import BYTES_NOTE, ByteSize
+
 PrefetchWorkers = Annotated[
     int, Field(ge=1, le=64, description="Threads of the prefetch engine, each with a few blocks at a time.")
 ]
@@ -25,3 +28,13 @@ PrefetchAhead = Annotated[
 PrefetchCacheSize = Annotated[
     int, Field(ge=1, description="Blocks in host memory, of all layers, that prefetches may fill; the oldest go first.")
 ]
+PrefetchCacheBytes = Annotated[
+    ByteSize,
+    Field(
+        description="Bytes of host memory, page-locked where the device copies faster from such, that these blocks may "
+        "take: the smaller of the two bounds holds.",
+        json_schema_extra={NOTE: BYTES_NOTE},
+    ),
+]
+DEFAULT_CACHE_BYTES = 4 << 30
+"""That of a memory store. A thousand blocks of 16 MiB would be 16 GiB of memory that nothing else can use."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.block_reader import BlockReader
@@ -31,26 +31,23 @@ class LoadRunner:
         in the processor's caches, and every call would cost several times what it does by itself.
         """
         dispatcher = self._dispatcher
-        lent: list[AbstractContextManager[memoryview]] = []
-        try:
-            self._reader.read(loads, lent)
-            with dispatcher.lock:
-                turns = self._next_turns(loads)
-            while turns:
-                states = [self._deliver(*turn) for turn in turns]
+        with ExitStack() as lent:
+            try:
+                self._reader.read(loads, lent)
                 with dispatcher.lock:
-                    for (load, task, _), state in zip(turns, states, strict=True):
-                        if task.deliver is None:
-                            self._kept(load, state)
-                        else:
-                            self._delivered(load, state)
-                    turns = self._next_turns([load for load, _, _ in turns])
-        except BaseException:
-            self._abandon(loads)
-            raise
-        finally:
-            for loan in lent:
-                loan.__exit__(None, None, None)
+                    turns = self._next_turns(loads)
+                while turns:
+                    states = [self._deliver(*turn) for turn in turns]
+                    with dispatcher.lock:
+                        for (load, task, _), state in zip(turns, states, strict=True):
+                            if task.deliver is None:
+                                self._kept(load, state)
+                            else:
+                                self._delivered(load, state)
+                        turns = self._next_turns([load for load, _, _ in turns])
+            except BaseException:
+                self._abandon(loads)
+                raise
 
     def _next_turns(self, loads: Sequence[Load]) -> list[Turn]:
         """The next request of each load, with the lock held; loads without any have ended."""

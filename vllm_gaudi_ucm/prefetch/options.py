@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field
 
-from vllm_gaudi_ucm.prefetch.fields import MaxPendingPrefetch, PrefetchAhead, PrefetchCacheSize, PrefetchWorkers
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.prefetch.fields import (
+    DEFAULT_CACHE_BYTES,
+    MaxPendingPrefetch,
+    PrefetchAhead,
+    PrefetchCacheBytes,
+    PrefetchCacheSize,
+    PrefetchWorkers,
+)
 from vllm_gaudi_ucm.sparse.options import GsaOptions, MethodOptions
 
 if TYPE_CHECKING:
@@ -20,6 +28,7 @@ class PrefetchOptions(MethodOptions):
     max_pending_prefetch: MaxPendingPrefetch = 64
     prefetch_ahead: PrefetchAhead = 2
     prefetch_cache_size: PrefetchCacheSize = 1000
+    prefetch_cache_bytes: PrefetchCacheBytes = DEFAULT_CACHE_BYTES
     deadline: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=10.0, description="Seconds from its submission after which a prefetch is given up."
     )
@@ -27,6 +36,17 @@ class PrefetchOptions(MethodOptions):
         default=1.0,
         description="Seconds of waiting that lift a prefetch by one priority, so that the lowest is served, too.",
     )
+
+    def for_blocks_of(self, block_bytes: int) -> Self:
+        """With `prefetch_cache_size` so small that blocks of this size keep to `prefetch_cache_bytes`, too.
+
+        Raises UcmConfigError where not even one fits.
+        """
+        most = self.prefetch_cache_bytes // block_bytes
+        if most < 1:
+            expected = f"room for one block of {block_bytes} bytes"
+            raise UcmConfigError([Problem("prefetch_cache_bytes", f"{self.prefetch_cache_bytes} bytes", expected)])
+        return self.model_copy(update={"prefetch_cache_size": min(self.prefetch_cache_size, most)})
 
     def over_gsa(self, config: UcmConfig) -> Self:
         """These options, over those in the section of GSA where that method selects; what was given here stands."""

@@ -10,7 +10,14 @@ from pydantic import Field, ValidationError
 from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, shown
 from vllm_gaudi_ucm.config_problems import problems
 from vllm_gaudi_ucm.config_section import Section
-from vllm_gaudi_ucm.prefetch.fields import MaxPendingPrefetch, PrefetchAhead, PrefetchCacheSize, PrefetchWorkers
+from vllm_gaudi_ucm.prefetch.fields import (
+    DEFAULT_CACHE_BYTES,
+    MaxPendingPrefetch,
+    PrefetchAhead,
+    PrefetchCacheBytes,
+    PrefetchCacheSize,
+    PrefetchWorkers,
+)
 
 
 class MethodOptions(Section):
@@ -83,3 +90,4 @@ class GsaOptions(BlockOptions):
     max_pending_prefetch: MaxPendingPrefetch = 64
     prefetch_ahead: PrefetchAhead = 2
     prefetch_cache_size: PrefetchCacheSize = 1000
+    prefetch_cache_bytes: PrefetchCacheBytes = DEFAULT_CACHE_BYTES

@@ -16,6 +16,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     capacity: bytes it may hold, None for a server that bounds itself. hits: blocks loaded. misses: keys that a lookup
     or a load did not find, or found corrupt. saves: blocks that were not there before. seconds: of these two.
     corrupt: blocks that failed their check. errors: calls that the medium refused, such as a save on a full disk.
+    untouched: blocks that were there, and that the medium did not mark as used (a disk that became read-only).
     breaker: `open` while the store is not asked because it kept failing; `half_open` for the trial after that.
     """
 
@@ -29,6 +30,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     evictions: int = 0
     corrupt: int = 0
     errors: int = 0
+    untouched: int = 0
     timeouts: int = 0
     bytes_loaded: int = 0
     bytes_saved: int = 0
@@ -64,7 +66,8 @@ class KvStore(ABC):
     def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None] | None:
         """Verified blocks where they lie, one entry per key, None for a miss. Counts as loads; no copy is made.
 
-        Each is to be entered, and may be read until its context ends. None instead of a list: this store lends nothing.
+        Each is to be ended, and may be read from its `__enter__` on until then; one that could not be entered is ended,
+        too. None instead of a list: this store lends nothing.
         """
         return None
 

@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.store.breaker import Breaker, BreakerState
 from vllm_gaudi_ucm.store.counts import Counts
 from vllm_gaudi_ucm.store.io_threads import DeadlineExceededError, IoThreads, Job
-from vllm_gaudi_ucm.store.medium import FullError, Medium
+from vllm_gaudi_ucm.store.medium import FullError, Medium, RefusedError
 from vllm_gaudi_ucm.store.options import FileStoreOptions, RedisStoreOptions
 
 logger = plugin_logger(__name__)
@@ -32,7 +32,8 @@ class CallGuard:
         self._counts = counts
         self._breaker = Breaker(options.breaker.failures, options.breaker.seconds, clock)
         self._threads = IoThreads(f"ucm-store-{medium.kind}", options.io_threads)
-        self._closed = self._said_full = False
+        self._closed = False
+        self._said: set[type[RefusedError]] = set()
 
     @property
     def state(self) -> BreakerState:
@@ -53,12 +54,10 @@ class CallGuard:
             self._counts.add(timeouts=1)
             self._failed(error)
             return None
-        except FullError as error:
+        except RefusedError as error:
             self._counts.add(errors=1)
             self._breaker.succeeded()  # it answers: what it holds can still be loaded
-            if not self._said_full:
-                logger.warning("%s takes no more blocks, which is said once: %s", self._medium.place(), error)
-            self._said_full = True
+            self._say_once(error)
             return None
         except Exception as error:
             self._failed(error)
@@ -102,6 +101,12 @@ class CallGuard:
         if not self._threads.close(self._deadline):
             logger.warning("%s does not answer: its threads are left to end by themselves", self._medium.place())
         return True
+
+    def _say_once(self, error: RefusedError) -> None:
+        if type(error) not in self._said:
+            self._said.add(type(error))
+            what = "takes no more blocks" if isinstance(error, FullError) else "does not take a block"
+            logger.warning("%s %s, which is said once: %s", self._medium.place(), what, error)
 
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, (*self._medium.errors, DeadlineExceededError)):

@@ -1,12 +1,15 @@
-"""Files and folders as a store handles them: what has gone meanwhile is no error, and nobody else may read."""
+"""Files and folders as a store handles them: named below a descriptor, no link followed, nobody else may read."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def make_folder(path: str) -> None:
@@ -20,14 +23,49 @@ def make_folder(path: str) -> None:
         make_folder(path)
 
 
-def create_file(path: str) -> int:
-    """A descriptor of a new file. Raises FileExistsError, FileNotFoundError where its folder is missing."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
+def open_folder(name: str, at: int | None = None) -> int:
+    """A descriptor of a folder. Raises NotADirectoryError for anything else, FileNotFoundError."""
+    return os.open(name, _FOLDER, dir_fd=at)
 
 
-def open_file(path: str) -> int:
-    """A descriptor to read from; a link is refused. Raises FileNotFoundError."""
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+@contextmanager
+def folder_below(at: int, path: str, make: bool = False, sync: bool = False) -> Iterator[int]:
+    """A descriptor of the folder at a relative path, each part of which is a folder and no link.
+
+    make: parts that are missing are made. sync: so that these outlast a power cut.
+    """
+    with ExitStack() as opened:
+        for name in path.split("/"):
+            try:
+                inner = open_folder(name, at)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                make_part(name, at, sync)
+                inner = open_folder(name, at)
+            opened.callback(os.close, inner)
+            at = inner
+        yield at
+
+
+def make_part(name: str, at: int, sync: bool = True) -> None:
+    """Makes a folder in another one, unless something is there. sync: so that it outlasts a power cut."""
+    try:
+        os.mkdir(name, PRIVATE_FOLDER, dir_fd=at)
+    except FileExistsError:  # by another engine, just now
+        return
+    if sync:
+        os.fsync(at)
+
+
+def create_file(name: str, at: int) -> int:
+    """A descriptor of a new file. Raises FileExistsError, FileNotFoundError where its folder has gone."""
+    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE, dir_fd=at)
+
+
+def open_file(name: str, at: int, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a file; a link is refused, and nothing is waited for. Raises FileNotFoundError."""
+    return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE_FILE, dir_fd=at)
 
 
 def read_whole(descriptor: int, into: memoryview) -> int:
@@ -47,45 +85,42 @@ def write_whole(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def move_file(source: str, target: str) -> None:
-    """Puts a file in another's place in one piece, in a folder that may have to be made."""
-    try:
-        os.rename(source, target)
-    except FileNotFoundError:
-        make_folder(os.path.dirname(target))
-        os.rename(source, target)
-
-
-def remove_file(path: str) -> bool:
+def remove_file(name: str, at: int) -> bool:
     """Whether it was there."""
     try:
-        os.unlink(path)
+        os.unlink(name, dir_fd=at)
     except FileNotFoundError:
         return False
     return True
 
 
-def remove_unless_locked(path: str) -> bool:
+def remove_unless_locked(name: str, at: int) -> bool:
     """Whether it was there and no living process holds its lock."""
-    descriptor = open_file(path)
+    descriptor = open_file(name, at)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return remove_file(path)
+        return remove_file(name, at)
     except BlockingIOError:
         return False
     finally:
         os.close(descriptor)
 
 
-def entries(path: str) -> list[os.DirEntry[str]]:
-    """What lies in a folder, nothing where there is none."""
-    try:
-        with os.scandir(path) as found:
-            return list(found)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def entries(folder: int) -> list[os.DirEntry[str]]:
+    """What lies in a folder, which nobody else lists by this descriptor; their `stat` works while it is open."""
+    with os.scandir(folder) as found:
+        return list(found)
 
 
-def folders(path: str) -> Iterator[os.DirEntry[str]]:
-    """The folders in a folder, links left out."""
-    return (entry for entry in entries(path) if entry.is_dir(follow_symlinks=False))
+def kind_of(mode: int) -> str:
+    """What `st_mode` says that something is, in words."""
+    for is_kind, words in (
+        (stat.S_ISREG, "a file"),
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISLNK, "a link"),
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"),
+    ):
+        if is_kind(mode):
+            return words
+    return "a device"

@@ -7,18 +7,24 @@ engine does not evict what another has just used.
 
 from __future__ import annotations
 
-import os
+import errno
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from vllm_gaudi_ucm.store.entries import open_file, read_whole
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.store.folder import Folder
 from vllm_gaudi_ucm.store.folder_index import FolderIndex
 from vllm_gaudi_ucm.store.folder_listing import FolderListing
-from vllm_gaudi_ucm.store.medium import FullError, Medium, StoredBlock, Usage
+from vllm_gaudi_ucm.store.held_folder import HeldFolder, leaf_name
+from vllm_gaudi_ucm.store.medium import FullError, Medium, RefusedError, StoredBlock, Usage
 from vllm_gaudi_ucm.store.record import HEADER_BYTES
 
+logger = plugin_logger(__name__)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _TURNS = 256
 
 
@@ -43,43 +49,64 @@ class FileMedium(Medium):
     def place(self) -> str:
         return f"file store {self._folder.path}"
 
+    @property
+    def reserved(self) -> int:
+        """Bytes of blocks that are being written now."""
+        with self._lock:
+            return self._reserved
+
     def lookup(self, keys: Sequence[bytes], block_bytes: int) -> list[bool]:
-        return [self._is_whole(StoredBlock(key, block_bytes)) for key in keys]
+        held = self._folder.hold()
+        return [held is not None and held.is_whole(StoredBlock(key, block_bytes)) for key in keys]
 
     def keep(self, key: bytes, block_bytes: int) -> bool:
-        block = StoredBlock(key, block_bytes)
-        return self._is_whole(block) and self._use(block)
+        held, block = self._folder.hold(), StoredBlock(key, block_bytes)
+        return held is not None and held.is_whole(block) and self._use(held, block)
 
     def read(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
-        block = StoredBlock(key, block_bytes)
-        try:
-            descriptor = open_file(self._folder.file(block))
-        except FileNotFoundError:
+        held, block = self._folder.hold(), StoredBlock(key, block_bytes)
+        if held is None:
             return None
-        try:
-            size = os.fstat(descriptor).st_size
-            if size == len(record):
-                size = read_whole(descriptor, record)
-                self._use(block)
-            return size
-        finally:
-            os.close(descriptor)
+        size = held.read(block, record)
+        if size == len(record):
+            self._use(held, block)
+        return size
+
+    def peek(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
+        held = self._folder.hold()
+        return None if held is None else held.read(StoredBlock(key, block_bytes), record)
+
+    def strangers(self) -> list[str]:
+        return self._folder.strangers.names()
 
     def write(self, key: bytes, record: memoryview) -> bool:
-        block = StoredBlock(key, len(record) - HEADER_BYTES)
-        self._reserve(block.block_bytes)
-        used = None
-        with self._turn(block):
-            try:
-                if self._is_whole(block):
-                    return False
-                used = self._folder.put(block, record, self._fsync)
-                return True
-            finally:
-                with self._lock:
-                    self._reserved -= block.block_bytes
-                    if used is not None:
-                        self._index.use(block, self._folder.leaf(block), used)
+        held, block = self._folder.hold_or_make(), StoredBlock(key, len(record) - HEADER_BYTES)
+        reserved = block.block_bytes
+        with self._lock:
+            self._reserved += reserved
+        try:
+            with _refusals():
+                if not self._make_room(reserved):
+                    raise FullError(f"the blocks that are being written fill its {self._capacity} bytes")
+                with self._turn(block):
+                    if held.is_whole(block):
+                        return False
+                    used = self._put(held, block, record)
+                    with self._lock:  # at once, so that neither is more room taken than there is, nor too much made
+                        self._index.use(block, leaf_name(block), used)
+                        self._reserved -= reserved
+                        reserved = 0
+                    if self._fsync:
+                        held.sync(block)
+            return True
+        finally:
+            with self._lock:
+                self._reserved -= reserved
+
+    def _put(self, held: HeldFolder, block: StoredBlock, record: memoryview) -> int:
+        if held.in_the_way(block):
+            raise RefusedError(f"something else lies in the place of block {block.key.hex()}")
+        return held.put(block, record, self._fsync)
 
     def delete(self, blocks: Sequence[StoredBlock]) -> int:
         removed = 0
@@ -89,8 +116,11 @@ class FileMedium(Medium):
         return removed
 
     def blocks(self, block_bytes: int | None = None) -> Iterator[StoredBlock]:
-        for leaf, _ in self._folder.leaves():
-            for block, _ in self._folder.records(leaf):
+        held = self._folder.hold()
+        if held is None:
+            return
+        for leaf, _ in held.leaves():
+            for block, _ in held.records(leaf):
                 if block_bytes is None or block.block_bytes == block_bytes:
                     yield block
 
@@ -102,7 +132,9 @@ class FileMedium(Medium):
         """Looks at what others changed, evicts what is too much, and removes what dead writers left."""
         self._listing.refresh()
         self._make_room(0)
-        self._folder.sweep()
+        held = self._folder.hold()
+        if held is not None:
+            held.sweep()
 
     def check_integrity(self) -> None:
         with self._lock:
@@ -110,42 +142,39 @@ class FileMedium(Medium):
             assert self._reserved >= 0
 
     def close(self) -> None:
-        """Nothing is open between calls."""
-
-    def _is_whole(self, block: StoredBlock) -> bool:
-        try:
-            return os.stat(self._folder.file(block)).st_size == HEADER_BYTES + block.block_bytes
-        except FileNotFoundError:
-            return False
+        self._folder.close()
 
     def _turn(self, block: StoredBlock) -> threading.Lock:
         return self._turns[block.key[0] % _TURNS]
 
-    def _use(self, block: StoredBlock) -> bool:
-        """Makes a block the newest, unless it has gone."""
+    def _use(self, held: HeldFolder, block: StoredBlock) -> bool:
+        """Makes a block the newest, unless it has gone. Where the disk does not take that, it is so in here alone."""
         with self._turn(block):
             now = time.time_ns()
             try:
-                os.utime(self._folder.file(block), ns=(now, now), follow_symlinks=False)
+                held.touch(block, now)
             except FileNotFoundError:
                 return False
+            except OSError as error:
+                self._say_untouched(error)
             with self._lock:
-                self._index.use(block, self._folder.leaf(block), now)
+                self._index.use(block, leaf_name(block), now)
             return True
 
+    def _say_untouched(self, error: OSError) -> None:
+        with self._lock:
+            self.untouched += 1
+            is_first = self.untouched == 1
+        if is_first:
+            what = "a block could not be marked as used, which is said once"
+            logger.warning("%s: %s: %s", self.place(), what, str(error))
+
     def _remove(self, block: StoredBlock) -> bool:
-        removed = self._folder.remove(block)
+        held = self._folder.hold()
+        removed = held is not None and held.remove(block)
         with self._lock:
             self._index.drop(block)
         return removed
-
-    def _reserve(self, size: int) -> None:
-        with self._lock:
-            self._reserved += size
-        if not self._make_room(size):
-            with self._lock:
-                self._reserved -= size
-            raise FullError(f"the blocks that are being written fill its {self._capacity} bytes")
 
     def _make_room(self, size: int) -> bool:
         """Evicts until the index and what is being written fit; False where a write of `size` never would."""
@@ -161,14 +190,25 @@ class FileMedium(Medium):
     def _evict(self, block: StoredBlock, used: int) -> None:
         """Removes a block, unless someone has used it since `used`."""
         with self._turn(block):
-            try:
-                mtime = os.stat(self._folder.file(block), follow_symlinks=False).st_mtime_ns
-            except FileNotFoundError:
-                mtime = used
-            if mtime > used:
+            held = self._folder.hold()
+            mtime = None if held is None else held.mtime(block)
+            if mtime is not None and mtime > used:
                 with self._lock:
-                    self._index.use(block, self._folder.leaf(block), mtime)
+                    self._index.use(block, leaf_name(block), mtime)
                 return
             removed = self._remove(block)
             with self._lock:
                 self.evictions += removed
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Errors that say that the folder can be read, if not written to, as what they are."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL + _READ_ONLY:
+            raise FullError(error.errno, error.strerror) from error
+        if error.errno in _IN_THE_WAY:
+            raise RefusedError(error.errno, error.strerror) from error
+        raise

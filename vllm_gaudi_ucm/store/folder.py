@@ -1,158 +1,141 @@
-"""The folder of the file store: where things lie in it, and that nobody but its owner may read it.
-
-gaudi-ucm-store.json                        marks it as ours
-blocks/<bytes of a block>/ab/c/<key>.kv     one record each; ab, c: the key's first three hex digits
-tmp/                                        records that are being written, locked by their writer
-"""
+"""Where the folder of the file store is, and that it is ours alone: opened, watched, made anew where it has gone."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import itertools
-import json
 import os
-import time
-from collections.abc import Iterator
+import stat
+from contextlib import ExitStack
 from pathlib import Path
 
 from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
-from vllm_gaudi_ucm.store.entries import (
-    PRIVATE_FOLDER,
-    create_file,
-    entries,
-    folders,
-    make_folder,
-    move_file,
-    remove_file,
-    remove_unless_locked,
-    write_whole,
-)
-from vllm_gaudi_ucm.store.medium import FullError, StoredBlock
+from vllm_gaudi_ucm.store.entries import PRIVATE_FOLDER, kind_of, make_folder, make_part, open_folder
+from vllm_gaudi_ucm.store.folder_marker import MARKER, NotAStoreError, is_marked, write_mark
+from vllm_gaudi_ucm.store.held_folder import BLOCKS, TMP, HeldFolder, record_name
+from vllm_gaudi_ucm.store.medium import StoredBlock
+from vllm_gaudi_ucm.store.strangers import Strangers
 
-MARKER = "gaudi-ucm-store.json"
-_MARK = json.dumps({"format": 1})
-_SUFFIX = ".kv"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_GRACE_SECONDS = 5.0  # between making a temporary file and locking it nobody may take it for a dead writer's
+_OTHERS_MAY_WRITE = 0o022
+
+
+class UnusableFolderError(OSError):
+    """What lies at the path is not a folder that a store may use."""
+
+    def __init__(self, path: Path, found: str, expected: str) -> None:
+        super().__init__(f"{path} ({found}), expected {expected}")
+        self.found, self.expected = f"{path} ({found})", expected
 
 
 class Folder:
     """One folder. Opening makes it (`create`), or takes one that a store has made or that is empty.
 
-    Raises `UcmConfigError` for a folder of something else, OSError where it cannot be made or is somebody else's.
+    Raises `UcmConfigError` for a folder of something else, or of somebody else, or that others may write; OSError where
+    it cannot be made.
     """
 
     def __init__(self, path: Path, create: bool = True) -> None:
         self.path = path
-        self._blocks, self._tmp = str(path / "blocks"), str(path / "tmp")
-        self._numbers = itertools.count()
-        if create:
-            make_folder(str(path))
-        _check(path, create)
-        if create:
-            path.chmod(PRIVATE_FOLDER)
-            self._prepare()
+        self.strangers = Strangers(path)
+        self._wanted = "a new or empty folder, or one that a store of this version has made"
+        if not create:
+            self._wanted = f"the file {MARKER} in it, of this version"
+        self._held: HeldFolder | None = None
+        try:
+            if create:
+                self._held = self._make()
+            else:
+                self._check_is_store()
+        except UnusableFolderError as error:
+            raise UcmConfigError([Problem("store.path", error.found, error.expected)]) from error
 
-    def leaf(self, block: StoredBlock) -> str:
-        """The path of the folder that a block's record lies in."""
-        name = block.key[:2].hex()
-        return f"{self._blocks}/{block.block_bytes}/{name[:2]}/{name[2]}"
+    def hold(self) -> HeldFolder | None:
+        """The folder, if it is there. Raises UnusableFolderError (an OSError) where something else has taken its place.
+
+        To be asked before each use: what was opened may have been removed meanwhile.
+        """
+        held = self._held
+        if held is None or not held.is_at(str(self.path)):
+            held = self._held = self._open()
+        return held
+
+    def hold_or_make(self) -> HeldFolder:
+        """The folder, made anew where it has gone; raises as `hold` does, or OSError where it cannot be made."""
+        held = self.hold()
+        if held is None:
+            held = self._held = self._make()
+        return held
 
     def file(self, block: StoredBlock) -> str:
         """The path of a block's record."""
-        return f"{self.leaf(block)}/{block.key.hex()}{_SUFFIX}"
+        return f"{self.path}/{BLOCKS}/{record_name(block)}"
 
-    def put(self, block: StoredBlock, record: memoryview, fsync: bool) -> int:
-        """Writes a record beside and moves it into place; its mtime in ns. Raises FullError where there is no room."""
-        temporary = f"{self._tmp}/{os.getpid()}-{next(self._numbers)}-{time.time_ns()}"
-        try:
-            descriptor = self._create(temporary)
+    def close(self) -> None:
+        """Lets go of the folder."""
+        self._held = None
+
+    def _open(self) -> HeldFolder | None:
+        """None where there is no folder, or one that has nothing in it yet."""
+        with ExitStack() as opened:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                write_whole(descriptor, record)
-                # the kernel's own stamp is the same for all that happens within a tick
-                now = time.time_ns()
-                os.utime(descriptor, ns=(now, now))
-                if fsync:
-                    os.fsync(descriptor)
-                move_file(temporary, self.file(block))
-                return now
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            remove_file(temporary)
-            if error.errno in _FULL:
-                raise FullError(error.errno, error.strerror) from error
-            raise
-
-    def remove(self, block: StoredBlock) -> bool:
-        """Whether it was there."""
-        return remove_file(self.file(block))
-
-    def leaves(self) -> Iterator[tuple[str, int]]:
-        """The folders that records lie in, each with its mtime in ns, which changes with what it holds."""
-        for size in folders(self._blocks):
-            if size.name.isdigit():
-                for outer in folders(size.path):
-                    for leaf in folders(outer.path):
-                        yield leaf.path, os.stat(leaf.path, follow_symlinks=False).st_mtime_ns
-
-    def records(self, leaf: str) -> Iterator[tuple[StoredBlock, int]]:
-        """The blocks in such a folder, each with its mtime in ns."""
-        size = int(Path(leaf).parts[-3])
-        for entry in entries(leaf):
-            name = entry.name.removesuffix(_SUFFIX)
-            if len(name) == 64 and entry.name.endswith(_SUFFIX):
-                try:
-                    yield StoredBlock(bytes.fromhex(name), size), entry.stat(follow_symlinks=False).st_mtime_ns
-                except (FileNotFoundError, ValueError):
-                    continue  # it has gone, or is no key
-
-    def sweep(self) -> int:
-        """Removes what writers that died have left in tmp; how many files."""
-        removed = 0
-        for entry in entries(self._tmp):
-            try:
-                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _GRACE_SECONDS:
-                    removed += remove_unless_locked(entry.path)
+                root = _open_ours(self.path, opened)
+                blocks = _open_ours(self.path / BLOCKS, opened, root) if self._is_marked(root) else None
             except FileNotFoundError:
-                continue  # moved into place, or swept by another engine
-        return removed
+                return None
+            return None if blocks is None else HeldFolder(root, blocks, opened, self.strangers)
 
-    def _create(self, path: str) -> int:
-        try:
-            return create_file(path)
-        except FileNotFoundError:  # somebody removed the whole folder meanwhile
-            self._prepare()
-            return create_file(path)
-
-    def _prepare(self) -> None:
-        # the marker first: another engine that opens the folder now must not take it for somebody else's
+    def _make(self) -> HeldFolder:
+        """Makes what is missing of the folder; several engines may do so at once."""
         make_folder(str(self.path))
+        with ExitStack() as opened:
+            root = _open_ours(self.path, opened)
+            self._is_marked(root)
+            if stat.S_IMODE(os.fstat(root).st_mode) != PRIVATE_FOLDER:
+                os.fchmod(root, PRIVATE_FOLDER)
+                self._is_marked(root)  # an empty one may have been anybody's to write until now
+            write_mark(root)
+            for part in (TMP, BLOCKS):
+                make_part(part, root)
+                _open_ours(self.path / part, opened, root)
+        held = self._open()
+        if held is None:
+            raise UnusableFolderError(self.path, "removed while it was being made", "that it stays")
+        return held
+
+    def _check_is_store(self) -> None:
+        with ExitStack() as opened:
+            try:
+                is_store = self._is_marked(_open_ours(self.path, opened))
+            except FileNotFoundError:
+                raise UnusableFolderError(self.path, "no folder", "the folder of a file store") from None
+        if not is_store:
+            raise UnusableFolderError(self.path, "not the folder of a store", self._wanted)
+
+    def _is_marked(self, root: int) -> bool:
+        """False for an empty folder. Raises UnusableFolderError unless it is that, or a store's that is ours alone."""
         try:
-            descriptor = create_file(str(self.path / MARKER))
-        except FileExistsError:
-            pass
-        else:
-            with os.fdopen(descriptor, "w") as marker:
-                marker.write(f"{_MARK}\n")
-        make_folder(self._tmp)
-        make_folder(self._blocks)
+            marked = is_marked(root)
+        except NotAStoreError as error:
+            raise UnusableFolderError(self.path, str(error), self._wanted) from error
+        mode = stat.S_IMODE(os.fstat(root).st_mode)
+        if marked and mode & _OTHERS_MAY_WRITE:
+            expected = "a folder that nobody else may write: see what is in it, then chmod 700, or name another"
+            raise UnusableFolderError(self.path, f"mode {mode:04o}", expected)
+        return marked
 
 
-def _check(path: Path, create: bool) -> None:
-    marker = path / MARKER
-    if not path.is_dir():
-        raise _unusable(path, "no folder", "the folder of a file store")
-    if marker.exists():
-        text = marker.read_text(errors="replace").strip()
-        if text and text != _MARK:  # empty: another engine is just writing it
-            raise _unusable(path, f"made by another version: {text!r}", "a store of this version, or another folder")
-    elif not create or any(path.iterdir()):
-        wanted = "a new or empty folder, or one that a store has made" if create else f"the file {MARKER} in it"
-        raise _unusable(path, "not the folder of a store", wanted)
+def _open_ours(path: Path, opened: ExitStack, at: int | None = None) -> int:
+    """A descriptor of the folder at a path, or of that name below `at`.
 
-
-def _unusable(path: Path, what: str, wanted: str) -> UcmConfigError:
-    return UcmConfigError([Problem("store.path", f"{path} ({what})", wanted)])
+    Raises UnusableFolderError for a link, a file, or a folder of another user, FileNotFoundError.
+    """
+    try:
+        descriptor = open_folder(path.name if at is not None else str(path), at)
+    except NotADirectoryError:
+        kind = kind_of(os.lstat(path).st_mode)
+        expected = "a folder: name the one that it leads to" if kind == "a link" else "a folder"
+        raise UnusableFolderError(path, f"no folder but {kind}", expected) from None
+    opened.callback(os.close, descriptor)
+    owner, user = os.fstat(descriptor).st_uid, os.geteuid()
+    if owner != user:
+        expected = f"a folder that this process's user ({user}) owns: run as its owner, or name another"
+        raise UnusableFolderError(path, f"owned by user {owner}", expected)
+    return descriptor

@@ -40,6 +40,10 @@ class FolderIndex:
         """Says of entries whether they were added before or after now."""
         return self._count
 
+    def leaves(self) -> list[str]:
+        """The folders that hold blocks."""
+        return list(self._leaves)
+
     def use(self, block: StoredBlock, leaf: str, used: int) -> None:
         """The block is there and was used at `used`: it becomes the newest."""
         if block not in self._entries:

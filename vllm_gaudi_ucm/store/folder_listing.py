@@ -27,12 +27,14 @@ class FolderListing:
     def refresh(self) -> None:
         """Lists the parts of the folder that have changed since they were last listed."""
         with self._lock:
-            moment = self._index.moment
+            moment, known = self._index.moment, self._index.leaves()
         begin = time.time_ns()
-        leaves = dict(self._folder.leaves())
-        changed = [leaf for leaf in leaves.keys() | self._mtimes.keys() if leaves.get(leaf) != self._mtimes.get(leaf)]
+        held = self._folder.hold()
+        leaves = {} if held is None else dict(held.leaves())
+        changed = {leaf for leaf in leaves.keys() | self._mtimes.keys() if leaves.get(leaf) != self._mtimes.get(leaf)}
+        changed.update(leaf for leaf in known if leaf not in leaves)  # removed with what was saved since the last look
         for leaf in changed:
-            found = list(self._folder.records(leaf)) if leaf in leaves else []
+            found = held.records(leaf) if held is not None and leaf in leaves else []
             with self._lock:
                 self._index.replace(leaf, found, moment)
             self._mtimes.pop(leaf, None)

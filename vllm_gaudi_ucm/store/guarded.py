@@ -79,8 +79,11 @@ class GuardedStore(KvStore):
             return []
         begin = time.perf_counter()
         # in the caller's thread, whose device is the one that page-locked memory is for
-        wanted, records = list(keys), [self._records.take() for _ in keys]
-        found = self._guard.call(lambda job: self._reader.read(job, wanted, records)) or [None] * len(wanted)
+        wanted, records = list(keys), self._take_records(len(keys))
+        found = None
+        if records:
+            found = self._guard.call(lambda job: self._reader.read(job, wanted, records))
+        found = found or [None] * len(wanted)
         for record in records:
             self._records.give(record)
         hits = len(found) - found.count(None)
@@ -90,6 +93,20 @@ class GuardedStore(KvStore):
         if hits < len(found):
             self._counts.add(misses=len(found) - hits)
         return [None if record is None else self._loan(record) for record in found]
+
+    def _take_records(self, count: int) -> list[memoryview]:
+        """As many buffers, none where the system gives no memory for them."""
+        records: list[memoryview] = []
+        try:
+            while len(records) < count:
+                records.append(self._records.take())
+        except (MemoryError, RuntimeError) as error:
+            self._counts.add(errors=1)
+            logger.warning("%s: the system gives no more memory: %s", self._medium.place(), str(error))
+            for record in records:
+                self._records.give(record)
+            return []
+        return records
 
     def _loan(self, record: memoryview) -> Loan:
         return Loan(record[HEADER_BYTES:].toreadonly(), lambda: self._records.give(record))
@@ -123,7 +140,7 @@ class GuardedStore(KvStore):
         self._begin_upkeep()
         blocks, size, capacity = self._medium.usage(self._block_bytes)
         state = {"blocks": blocks, "bytes": size, "capacity": capacity, "evictions": self._medium.evictions}
-        return self._counts.stats(breaker=self._guard.state, **state)
+        return self._counts.stats(breaker=self._guard.state, untouched=self._medium.untouched, **state)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books of the medium do not agree with themselves."""

@@ -110,12 +110,16 @@ class IoThreads:
         with self._changed:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
-            self._waiting.append(job)
-            if self._idle < len(self._waiting) and len(self._threads) < self._count:
+            if self._idle <= len(self._waiting) and len(self._threads) < self._count:
                 name = f"{self._name}-{len(self._threads)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                    self._threads.append(thread)
+                except RuntimeError:  # the system has no more: those that there are do it
+                    if not self._threads:
+                        raise
+            self._waiting.append(job)
             self._changed.notify()
 
     def _work(self) -> None:

@@ -10,8 +10,12 @@ REFUSED = -1
 """In place of a record's length: the medium answers, but not with this record."""
 
 
-class FullError(OSError):
-    """The medium answers but takes no more blocks."""
+class RefusedError(OSError):
+    """The medium answers but does not take this block; what it holds can still be loaded."""
+
+
+class FullError(RefusedError):
+    """It takes no block at all: full, or read-only."""
 
 
 class StoredBlock(NamedTuple):
@@ -41,6 +45,8 @@ class Medium(ABC):
     """Of blocks that `read_many` does well to take at once: see `KvStore.batch_bytes`."""
     evictions: int = 0
     """Blocks that made room for others, as far as this process did it."""
+    untouched: int = 0
+    """Blocks that were there and could not be marked as used: their order, or their time, is the one before."""
 
     @abstractmethod
     def place(self) -> str:
@@ -56,10 +62,21 @@ class Medium(ABC):
 
     @abstractmethod
     def read(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
-        """Reads into `record` (header and block); its length as found, of which more does not fit, None: a miss."""
+        """Reads into `record` (header and block); its length as found, of which more does not fit, None: a miss.
+
+        As if the block had just been used, which may fail without harm to the read: see `untouched`. May be `REFUSED`.
+        """
+
+    @abstractmethod
+    def peek(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
+        """As `read`, for someone who only looks: order of use and time to live stay as they are."""
+
+    def strangers(self) -> list[str]:
+        """What lies where blocks belong and is none, as far as it was met: left alone, in words for people."""
+        return []
 
     def read_many(self, keys: Sequence[bytes], block_bytes: int, records: Sequence[memoryview]) -> Iterator[int | None]:
-        """As `read`, of each key into its record, one after the other as the results are asked for; or `REFUSED`."""
+        """As `read`, of each key into its record, one after the other as the results are asked for."""
         for key, record in zip(keys, records, strict=True):
             yield self.read(key, block_bytes, record)
 
@@ -67,7 +84,7 @@ class Medium(ABC):
     def write(self, key: bytes, record: memoryview) -> bool:
         """Puts a record in place in one piece, over one of the wrong length too; False if someone else just has.
 
-        Raises FullError where there is no room.
+        Raises RefusedError for this block alone, FullError where there is no room or nothing can be written.
         """
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from vllm_gaudi_ucm.store.medium import Medium, StoredBlock
+from vllm_gaudi_ucm.store.medium import REFUSED, Medium, StoredBlock
 from vllm_gaudi_ucm.store.record import HEADER_BYTES, is_intact
 
 Progress = Callable[[float], None]
@@ -21,7 +21,10 @@ class Verified(NamedTuple):
 
 
 def verify_blocks(medium: Medium, blocks: Sequence[StoredBlock], progress: Progress | None = None) -> Verified:
-    """Reads every block; removes the corrupt ones. A block that has gone meanwhile counts as neither."""
+    """Reads every block; removes the corrupt ones. One that has gone, or cannot be read, counts as neither.
+
+    Order of use and time to live stay what they are.
+    """
     intact = corrupt = 0
     buffer = bytearray()
     for done, block in enumerate(blocks, start=1):
@@ -29,10 +32,10 @@ def verify_blocks(medium: Medium, blocks: Sequence[StoredBlock], progress: Progr
         if len(buffer) < size:
             buffer = bytearray(size)
         record = memoryview(buffer)[:size]
-        found = medium.read(block.key, block.block_bytes, record)
-        if found is not None and found == size and is_intact(record, block.key):
+        found = medium.peek(block.key, block.block_bytes, record)
+        if found == size and is_intact(record, block.key):
             intact += 1
-        elif found is not None:
+        elif found is not None and found != REFUSED:
             corrupt += medium.delete([block])
         if progress is not None:
             progress(done / len(blocks))

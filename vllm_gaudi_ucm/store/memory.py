@@ -57,17 +57,17 @@ class MemoryStore(KvStore):
 
     def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None]:
         check_keys(keys)
-        loans: list[AbstractContextManager[memoryview] | None] = []
         with self._lock:
             self._check_open()
-            for key in keys:
-                entry = self._entries.get(key)
-                if entry is None:
-                    loans.append(None)
-                    continue
-                self._entries.move_to_end(key)
-                entry.readers += 1
-                loans.append(MemoryLoan(self, entry, self._pool))
+            entries = [self._entries.get(key) for key in keys]
+            # all loans before the first block counts as read: an error in between would leave it so for good
+            loans: list[AbstractContextManager[memoryview] | None] = [
+                None if entry is None else MemoryLoan(self, entry, self._pool) for entry in entries
+            ]
+            for key, entry in zip(keys, entries, strict=True):
+                if entry is not None:
+                    self._entries.move_to_end(key)
+                    entry.readers += 1
             hits = len(loans) - loans.count(None)
             self._counts.add(hits=hits, misses=len(loans) - hits, bytes_loaded=hits * self._block_bytes)
         return loans
@@ -96,16 +96,30 @@ class MemoryStore(KvStore):
                 self._counts.add(errors=1)
                 return False
             self._busy += 1
-            target = self._pool.view(slot)
-        np.copyto(target, np.frombuffer(view, np.uint8))
-        with self._lock:
-            self._busy -= 1
-            if key in self._entries or self._closed:  # saved by another thread meanwhile
-                self._pool.give(slot)
-                return not self._closed
-            self._entries[key] = Entry(slot, target.data.toreadonly())
+            pool = self._pool
+        entry = None
+        try:
+            target = pool.view(slot)
+            np.copyto(target, np.frombuffer(view, np.uint8))
+            entry = Entry(slot, target.data.toreadonly())
+        finally:
+            is_kept = self._end_save(key, entry, slot, pool)
+        if not is_kept:
+            return not self._closed
         self._counts.add(saves=1, bytes_saved=self._block_bytes, save_seconds=time.perf_counter() - begin)
         return True
+
+    def _end_save(self, key: bytes, entry: Entry | None, slot: int, pool: SlotPool) -> bool:
+        """The slot holds the block from now on; or is free again, as the copy failed or another thread was faster."""
+        with self._lock:
+            if pool is not self._pool:  # closed meanwhile
+                return False
+            self._busy -= 1
+            if entry is None or key in self._entries:
+                pool.give(slot)
+                return False
+            self._entries[key] = entry
+            return True
 
     def delete(self, keys: Sequence[bytes]) -> int:
         check_keys(keys)

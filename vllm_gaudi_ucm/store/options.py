@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import parse_qs, urlsplit
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_serializer, field_validator
 
 from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, shown, unknown_key
 from vllm_gaudi_ucm.config_file import read_config_file
-from vllm_gaudi_ucm.config_problems import NOTE, problems
+from vllm_gaudi_ucm.config_problems import NOTE, URL, problems
 from vllm_gaudi_ucm.config_section import Section
+from vllm_gaudi_ucm.hidden_text import may_hold_password, shown_url
 from vllm_gaudi_ucm.store.byte_size import BYTES_NOTE, ByteSize
+from vllm_gaudi_ucm.store.redis_url import check_url, without_password
 
 _BYTES: dict[str, Any] = {NOTE: BYTES_NOTE}
-_SCHEMES = ("redis", "rediss", "unix")
-_URL: dict[str, Any] = {NOTE: "redis://host:port/database, rediss://host:port/database, or unix:///path?db=database"}
+_URL: dict[str, Any] = {
+    NOTE: "redis://host:port/database, rediss://host:port/database, or unix:///path?db=database",
+    URL: True,
+}
 
 
 class BreakerOptions(Section):
@@ -96,12 +100,16 @@ class RedisStoreOptions(_OutsideOptions):
     @field_validator("url")
     @classmethod
     def _known_url(cls, value: str) -> str:
-        parts = urlsplit(value)
-        place = parts.path if parts.scheme == "unix" else parts.hostname
-        # any other parameter of the client, such as its time-outs, would take the place of ours
-        if parts.scheme not in _SCHEMES or not place or set(parse_qs(parts.query, keep_blank_values=True)) - {"db"}:
-            raise ValueError("not the URL of a Redis server")
+        check_url(value)
         return value
+
+    @field_serializer("url", when_used="json")
+    def _shown_url(self, value: str) -> str:
+        return without_password(value)
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, without_password(value) if name == "url" else value
 
 
 StoreOptions = Annotated[MemoryStoreOptions | FileStoreOptions | RedisStoreOptions, Field(discriminator="kind")]
@@ -121,6 +129,9 @@ def resolve_store_options(value: Any, key: str = "store") -> MemoryStoreOptions 
     """
     if isinstance(value, MemoryStoreOptions | FileStoreOptions | RedisStoreOptions):
         return value
+    if isinstance(value, str) and may_hold_password(value) and not os.path.isfile(value):
+        expected = "a mapping such as {kind: redis, url: ...}, or the path of a file with one"
+        raise UcmConfigError([Problem(key, shown_url(value), expected)])
     if isinstance(value, str | Path):
         value = read_config_file(Path(value), key)
     kinds = " or ".join(f'"{kind}"' for kind in KINDS)

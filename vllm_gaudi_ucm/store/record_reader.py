@@ -54,6 +54,10 @@ class RecordReader:
         if size == len(record) and is_intact(record, key):
             return True
         self._counts.add(corrupt=1)
-        logger.warning("%s: removed a corrupt block, %s", self._medium.place(), key.hex())
-        self._medium.delete([StoredBlock(key, self._block_bytes)])
+        try:
+            self._medium.delete([StoredBlock(key, self._block_bytes)])
+            logger.warning("%s: removed a corrupt block, %s", self._medium.place(), key.hex())
+        except self._medium.errors as error:  # it stays a miss, and the others of the call are read
+            self._counts.add(errors=1)
+            logger.warning("%s: a corrupt block stays, %s: %s", self._medium.place(), key.hex(), error)
         return False

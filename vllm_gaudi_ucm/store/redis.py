@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
-from vllm_gaudi_ucm.store.medium import REFUSED, FullError, Medium, StoredBlock, Usage
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.store.medium import REFUSED, FullError, Medium, RefusedError, StoredBlock, Usage
 from vllm_gaudi_ucm.store.options import RedisStoreOptions
 from vllm_gaudi_ucm.store.record import HEADER_BYTES
+from vllm_gaudi_ucm.store.redis_url import place_of
 
 PREFIX = b"gaudi-ucm:1:"
 _KEY_BYTES = 32
 _BATCH = 512
+_MOST_STRANGERS = 1000
 _READ_BYTES = 1 << 18
 """Bytes asked of the socket at once. With the client's own 64 KiB blocks of 1 MiB came at 743 MiB/s instead of 1541."""
 _OUT_OF_MEMORY = "OOM"
+_OF_ANOTHER_TYPE = "WRONGTYPE"
+logger = plugin_logger(__name__)
 
 
 class RedisMedium(Medium):
@@ -30,59 +35,73 @@ class RedisMedium(Medium):
         redis = _client_package()
         self.errors = (OSError, redis.RedisError)
         self._refused: type[Exception] = redis.ResponseError
-        self._url = options.url
+        self._place = f"redis store {place_of(options.url)}"
         self._ttl_ms = None if options.ttl is None else max(1, int(options.ttl * 1000))
         self._keys = 0  # of the database, as last heard; what this process adds or removes is counted at once
         self._maxmemory: int | None = None
+        self._strangers: dict[bytes, str] = {}
         # No retries: the deadline is short, and the circuit breaker decides what happens after a failure.
-        self._client: Any = redis.Redis.from_url(
-            options.url,
-            socket_timeout=options.deadline,
-            socket_connect_timeout=options.deadline,
-            socket_read_size=_READ_BYTES,
-            retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
-        )
+        how: dict[str, Any] = {
+            "socket_timeout": options.deadline,
+            "socket_connect_timeout": options.deadline,
+            "socket_read_size": _READ_BYTES,
+            "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
+        }
+        self._client: Any = redis.Redis.from_url(options.url, **how)
+        # connections of its own: what they read stays as old as it is
+        self._looker: Any = redis.Redis.from_url(options.url, redis_connect_func=self._connect_to_look, **how)
 
     def place(self) -> str:
-        parts = urlsplit(self._url)
-        where = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}{parts.path}"
-        return f"redis store {parts.scheme}://{where}"
+        return self._place
 
     def lookup(self, keys: Sequence[bytes], block_bytes: int) -> list[bool]:
         found = []
-        for batch in _batches(keys):
+        for names in _batches([_name(key, block_bytes) for key in keys]):
             with self._client.pipeline(transaction=False) as pipeline:
-                for key in batch:
-                    pipeline.strlen(_name(key, block_bytes))
-                found += [size == HEADER_BYTES + block_bytes for size in pipeline.execute()]
+                for name in names:
+                    pipeline.strlen(name)
+                sizes = zip(pipeline.execute(raise_on_error=False), names, strict=True)
+            found += [self._answer(size, name) == HEADER_BYTES + block_bytes for size, name in sizes]
         return found
 
     def keep(self, key: bytes, block_bytes: int) -> bool:
         name = _name(key, block_bytes)
-        if self._client.strlen(name) != HEADER_BYTES + block_bytes:
-            return False
-        return self._ttl_ms is None or bool(self._client.pexpire(name, self._ttl_ms))
+        with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.strlen(name)
+            size = self._answer(pipeline.execute(raise_on_error=False)[0], name)
+        if size == REFUSED:
+            raise RefusedError(f"the value of {name!r} is no block")
+        if size != HEADER_BYTES + block_bytes or self._ttl_ms is None:
+            return bool(size == HEADER_BYTES + block_bytes)
+        with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.pexpire(name, self._ttl_ms)
+            return self._touched(pipeline.execute(raise_on_error=False)[0])
 
     def read(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
-        return _fill(record, self._get(self._client, key, block_bytes))
+        return next(self.read_many([key], block_bytes, [record]))
 
-    def _get(self, client: Any, key: bytes, block_bytes: int) -> Any:
+    def peek(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
         name = _name(key, block_bytes)
-        return client.get(name) if self._ttl_ms is None else client.getex(name, px=self._ttl_ms)
+        with self._looker.pipeline(transaction=False) as pipeline:
+            pipeline.get(name)
+            value = self._answer(pipeline.execute(raise_on_error=False)[0], name)
+        return REFUSED if value == REFUSED else _fill(record, value)
 
     def read_many(self, keys: Sequence[bytes], block_bytes: int, records: Sequence[memoryview]) -> Iterator[int | None]:
-        """In one round trip."""
+        """In one round trip. The time to live is renewed apart: a server that refuses writes still gives the value."""
+        names = [_name(key, block_bytes) for key in keys]
         with self._client.pipeline(transaction=False) as pipeline:
-            for key in keys:
-                self._get(pipeline, key, block_bytes)
-            values = pipeline.execute(raise_on_error=False)
-        for value, record in zip(values, records, strict=True):
-            if isinstance(value, self._refused):
-                yield REFUSED
-            elif isinstance(value, Exception):
-                raise value
-            else:
-                yield _fill(record, value)
+            for name in names:
+                pipeline.get(name)
+            if self._ttl_ms is not None:
+                for name in names:
+                    pipeline.pexpire(name, self._ttl_ms)
+            answers = pipeline.execute(raise_on_error=False)
+        for index, (name, record) in enumerate(zip(names, records, strict=True)):
+            value = self._answer(answers[index], name, refusals=True)
+            if value is not None and value != REFUSED and self._ttl_ms is not None:
+                self._touched(answers[len(names) + index])
+            yield REFUSED if value == REFUSED else _fill(record, value)
 
     def write(self, key: bytes, record: memoryview) -> bool:
         try:
@@ -90,15 +109,20 @@ class RedisMedium(Medium):
         except self._refused as error:
             if _OUT_OF_MEMORY in str(error) or type(error).__name__ == "OutOfMemoryError":
                 raise FullError(f"the server has reached its maxmemory and may not evict ({error})") from error
-            raise
+            raise FullError(f"the server refuses to write: {error}") from error
         self._keys += 1
         return True
 
     def delete(self, blocks: Sequence[StoredBlock]) -> int:
-        names = [_name(block.key, block.block_bytes) for block in blocks]
-        removed = sum(self._client.unlink(*batch) for batch in _batches(names))
-        self._keys -= removed
+        names, removed = [_name(block.key, block.block_bytes) for block in blocks], 0
+        for batch in _batches(names):
+            gone = self._client.unlink(*batch)
+            self._keys -= gone
+            removed += gone
         return removed
+
+    def strangers(self) -> list[str]:
+        return [f"{name!r} ({error})" for name, error in self._strangers.items()]
 
     def blocks(self, block_bytes: int | None = None) -> Iterator[StoredBlock]:
         pattern = PREFIX + (b"*" if block_bytes is None else b"%d:*" % block_bytes)
@@ -130,6 +154,40 @@ class RedisMedium(Medium):
 
     def close(self) -> None:
         self._client.close()
+        self._looker.close()
+
+    def _answer(self, answer: Any, name: bytes, refusals: bool = False) -> Any:
+        """An answer of the server, REFUSED for a value of another type, which is none of ours. Raises other errors.
+
+        refusals: whatever the server refuses is REFUSED.
+        """
+        if not isinstance(answer, Exception):
+            return answer
+        is_stranger = isinstance(answer, self._refused) and str(answer).startswith(_OF_ANOTHER_TYPE)
+        if is_stranger and len(self._strangers) < _MOST_STRANGERS:
+            self._strangers[name] = "a value of another type"
+        if is_stranger or (refusals and isinstance(answer, self._refused)):
+            return REFUSED
+        raise answer
+
+    def _touched(self, answer: Any) -> bool:
+        """Whether the value is still there, whose time to live was to begin anew."""
+        if isinstance(answer, self._refused):
+            self.untouched += 1
+            if self.untouched == 1:
+                what = "a block's time to live could not be renewed, which is said once"
+                logger.warning("%s: %s: %s", self._place, what, answer)
+            return True
+        if isinstance(answer, Exception):
+            raise answer
+        return bool(answer)
+
+    def _connect_to_look(self, connection: Any) -> None:
+        """What is read by this connection is not marked as used, where the server can do so (from version 7.2 on)."""
+        connection.on_connect()
+        connection.send_command("CLIENT", "NO-TOUCH", "ON")
+        with suppress(self._refused):
+            connection.read_response()
 
 
 def _name(key: bytes, block_bytes: int) -> bytes:

@@ -59,6 +59,7 @@ def test_idle_options(tmp_path: Path) -> None:
     assert idle_options(config_of(**options)) == ["max_pending_prefetch", "prefetch_ahead", "prefetch_cache_size"]
     off = resolve_config({"ucm": {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": options}}})
     assert idle_options(off) == list(options)
+    assert idle_options(config_of(prefetch_cache_bytes=1 << 20)) == ["prefetch_cache_bytes"]
 
 
 @pytest.mark.parametrize("ahead", [0, 2])

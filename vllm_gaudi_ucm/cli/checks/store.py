@@ -80,7 +80,9 @@ def _round_trip(kind: str, store: KvStore) -> Check:
 
 def _free_disk(options: FileStoreOptions) -> Check:
     free = shutil.disk_usage(options.path).free
-    held = sum(block.block_bytes for block in open_medium(options).blocks())
+    medium = open_medium(options)
+    held = sum(block.block_bytes for block in medium.blocks())
+    medium.close()
     found = f"{show_bytes(free)} free, {show_bytes(held)} in the store"
     enough = free + held >= options.capacity
     expected = f"room for store.capacity, {show_bytes(options.capacity)}"

@@ -1,0 +1,233 @@
+"""The folder of the file store as it was opened: whatever takes its place on the path, this one is read and written.
+
+gaudi-ucm-store.json                        marks it as ours
+blocks/<bytes of a block>/ab/c/<key>.kv     one record each; ab, c: the key's first three hex digits
+tmp/                                        records that are being written, locked by their writer
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import re
+import stat
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+
+from vllm_gaudi_ucm.store.entries import (
+    create_file,
+    entries,
+    folder_below,
+    open_file,
+    read_whole,
+    remove_file,
+    remove_unless_locked,
+    write_whole,
+)
+from vllm_gaudi_ucm.store.medium import REFUSED, StoredBlock
+from vllm_gaudi_ucm.store.record import HEADER_BYTES
+from vllm_gaudi_ucm.store.strangers import Strangers
+
+BLOCKS, TMP = "blocks", "tmp"
+_LEVELS = [re.compile(pattern) for pattern in (r"[1-9][0-9]*", r"[0-9a-f]{2}", r"[0-9a-f]")]
+_RECORD = re.compile(r"([0-9a-f]{64})\.kv")
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_GRACE_SECONDS = 5.0  # between making a temporary file and locking it nobody may take it for a dead writer's
+_numbers = itertools.count()
+
+
+class HeldFolder:
+    """Descriptors of the folder and of `blocks` in it, closed once nobody uses this object any more.
+
+    Only its owner can put anything below them. What is no file where a record belongs is a stranger: a miss to those
+    who read, REFUSED once it is asked for, and in the way of those who write.
+    """
+
+    def __init__(self, root: int, blocks: int, opened: ExitStack, strangers: Strangers) -> None:
+        """opened: what closes the descriptors; theirs is taken over."""
+        self._root = root
+        self._blocks = blocks
+        self._strangers = strangers
+        self._identity = _identity(os.fstat(blocks))
+        weakref.finalize(self, opened.pop_all().close)
+
+    def is_at(self, path: str) -> bool:
+        """Whether the folder at a path is this one: not removed, moved or replaced."""
+        try:
+            return _identity(os.stat(f"{path}/{BLOCKS}", follow_symlinks=False)) == self._identity
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def mtime(self, block: StoredBlock) -> int | None:
+        """Of a block's record in ns, None where there is none."""
+        found = self._stat(block)
+        return found.st_mtime_ns if found is not None and self._is_record(block, found.st_mode) else None
+
+    def is_whole(self, block: StoredBlock) -> bool:
+        """Whether its record is there, in full length."""
+        found = self._stat(block)
+        return (
+            found is not None
+            and self._is_record(block, found.st_mode)
+            and found.st_size == HEADER_BYTES + block.block_bytes
+        )
+
+    def read(self, block: StoredBlock, record: memoryview) -> int | None:
+        """As `Medium.peek`."""
+        found = self._stat(block)
+        if found is None:
+            return None
+        if not self._is_record(block, found.st_mode):
+            return REFUSED
+        try:
+            descriptor = open_file(record_name(block), self._blocks)
+        except FileNotFoundError:  # removed just now
+            return None
+        try:
+            size = os.fstat(descriptor).st_size
+            return read_whole(descriptor, record) if size == len(record) else size
+        finally:
+            os.close(descriptor)
+
+    def touch(self, block: StoredBlock, now: int) -> None:
+        """Sets a record's mtime, in ns."""
+        os.utime(record_name(block), ns=(now, now), dir_fd=self._blocks, follow_symlinks=False)
+
+    def put(self, block: StoredBlock, record: memoryview, fsync: bool) -> int:
+        """Writes a record beside and moves it into place; its mtime in ns. Nothing of it stays after an error."""
+        name = f"{os.getpid()}-{next(_numbers)}-{time.time_ns()}"
+        with folder_below(self._root, TMP, make=True) as tmp:
+            try:
+                used = _write(name, tmp, record, fsync)
+                with folder_below(self._blocks, leaf_name(block), make=True, sync=fsync) as leaf:
+                    os.rename(name, _file_name(block), src_dir_fd=tmp, dst_dir_fd=leaf)
+            except BaseException:
+                with suppress(OSError):  # what cannot be removed now is swept later
+                    remove_file(name, tmp)
+                raise
+            return used
+
+    def sync(self, block: StoredBlock) -> None:
+        """Waits until the name of a block's record is on the disk, too."""
+        with folder_below(self._blocks, leaf_name(block)) as leaf:
+            os.fsync(leaf)
+
+    def in_the_way(self, block: StoredBlock) -> bool:
+        """Whether a stranger lies in a block's place."""
+        found = self._stat(block)
+        return found is not None and not self._is_record(block, found.st_mode)
+
+    def remove(self, block: StoredBlock) -> bool:
+        """Whether its record was there."""
+        found = self._stat(block)
+        if found is None or not self._is_record(block, found.st_mode):
+            return False
+        try:
+            with folder_below(self._blocks, leaf_name(block)) as leaf:
+                return remove_file(_file_name(block), leaf)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def leaves(self) -> Iterator[tuple[str, int]]:
+        """The folders that records lie in, each with its mtime in ns, which changes with what it holds."""
+        for size, _ in self._folders(".", 0):
+            for outer, _ in self._folders(size, 1):
+                yield from self._folders(outer, 2)
+
+    def records(self, leaf: str) -> list[tuple[StoredBlock, int]]:
+        """The blocks in such a folder, each with its mtime in ns."""
+        size, found = int(leaf.partition("/")[0]), []
+        for name, status in self._list(leaf, _RECORD):
+            block = StoredBlock(bytes.fromhex(name.removesuffix(".kv")), size)
+            if self._is_record(block, status.st_mode):
+                found.append((block, status.st_mtime_ns))
+        return found
+
+    def sweep(self) -> int:
+        """Removes what writers that died have left in tmp; how many files."""
+        removed = 0
+        with suppress(FileNotFoundError), folder_below(self._root, TMP) as tmp:
+            for entry in entries(tmp):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(status.st_mode):
+                        self._strangers.meet(f"{TMP}/{entry.name}", status.st_mode)
+                    elif time.time() - status.st_mtime > _GRACE_SECONDS:
+                        removed += remove_unless_locked(entry.name, tmp)
+                except FileNotFoundError:
+                    continue  # moved into place, or swept by another engine
+        return removed
+
+    def _stat(self, block: StoredBlock) -> os.stat_result | None:
+        """Of what lies in a block's place."""
+        try:
+            return os.stat(record_name(block), dir_fd=self._blocks, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            raise
+
+    def _is_record(self, block: StoredBlock, mode: int) -> bool:
+        if stat.S_ISREG(mode):
+            return True
+        self._strangers.meet(f"{BLOCKS}/{record_name(block)}", mode)
+        return False
+
+    def _folders(self, path: str, level: int) -> Iterator[tuple[str, int]]:
+        """The folders of one level below another, by their paths, with mtimes in ns."""
+        for name, status in self._list(path, _LEVELS[level]):
+            inner = name if path == "." else f"{path}/{name}"
+            if stat.S_ISDIR(status.st_mode):
+                yield inner, status.st_mtime_ns
+            else:
+                self._strangers.meet(f"{BLOCKS}/{inner}", status.st_mode)
+
+    def _list(self, path: str, names: re.Pattern[str]) -> list[tuple[str, os.stat_result]]:
+        """What lies in a folder under such names, nothing where there is none."""
+        found = []
+        with suppress(FileNotFoundError, NotADirectoryError), folder_below(self._blocks, path) as folder:
+            for entry in entries(folder):
+                if names.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):  # it has gone meanwhile
+                        found.append((entry.name, entry.stat(follow_symlinks=False)))
+        return found
+
+
+def leaf_name(block: StoredBlock) -> str:
+    """The folder that a block's record lies in, below `blocks`."""
+    name = block.key[:2].hex()
+    return f"{block.block_bytes}/{name[:2]}/{name[2]}"
+
+
+def record_name(block: StoredBlock) -> str:
+    """A block's record, below `blocks`."""
+    return f"{leaf_name(block)}/{_file_name(block)}"
+
+
+def _file_name(block: StoredBlock) -> str:
+    return f"{block.key.hex()}.kv"
+
+
+def _write(name: str, at: int, record: memoryview, fsync: bool) -> int:
+    """A new file, locked while it is written; its mtime in ns."""
+    descriptor = create_file(name, at)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        write_whole(descriptor, record)
+        if fsync:
+            os.fsync(descriptor)
+        # The kernel's own stamp is the same for all that happens within a tick. It is set last, so that nobody takes
+        # the file for a dead writer's between here and its move.
+        now = time.time_ns()
+        os.utime(descriptor, ns=(now, now))
+        return now
+    finally:
+        os.close(descriptor)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
