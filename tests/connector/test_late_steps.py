@@ -1,10 +1,9 @@
-"""Blocks that a step still in flight writes: whoever loads them comes after it. On the simulated card, which is late."""
+"""Blocks that a step in flight still writes: loads come after it. On the simulated card, which is late."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,9 +57,7 @@ def loads_of(card: Card) -> tuple[PrefetchEngine, BlockLoads]:
     store = open_store(MemoryStoreOptions(capacity=4 * size, pin=False), size)
     store.save(KEY, card.block)
     options = PrefetchOptions(prefetch_workers=1)
-    engine = PrefetchEngine(
-        store, size, options, allocate=card.blocks.allocate, enter_thread=card.device.enter_thread
-    )
+    engine = PrefetchEngine(store, size, options, allocate=card.blocks.allocate, enter_thread=card.device.enter_thread)
     engine.start()
     return engine, BlockLoads(engine, card.blocks, deadline=10.0)
 
@@ -165,9 +162,9 @@ def run_all() -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[float]]]:
-    folder: Path = tmp_path_factory.mktemp("card")
-    yield run_on_card(run_all, folder).result
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    answers: dict[str, list[float]] = run_on_card(run_all, tmp_path_factory.mktemp("card")).result
+    return answers
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

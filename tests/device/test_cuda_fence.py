@@ -82,10 +82,13 @@ def test_a_load_waits_for_no_step_behind_its_fence() -> None:
 
 def test_an_error_waits_for_what_was_launched_before_it() -> None:
     """Who has the memory next may write to it at once."""
-    cache, device = torch.zeros(1 << 16, device="cuda"), get_device("cuda")
-    end = torch.cuda.Event()
-    with pytest.raises(ValueError, match="in the middle"), device.beside_computation(device.fence()):
-        eager(cache)()
+    device, end = get_device("cuda"), torch.cuda.Event()
+
+    def fail() -> None:
+        eager(torch.zeros(1 << 16, device="cuda"))()
         end.record()
         raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"), device.beside_computation(device.fence()):
+        fail()
     assert end.query()

@@ -70,7 +70,7 @@ class BlockLoads:
         return len(self._loads)
 
     def start(self, load: BlockLoad) -> None:
-        """Returns at once. Called by the thread that computes, before any step in which the blocks are the request's."""
+        """Returns at once. For the thread that computes, before any step in which the blocks are the request's."""
         blocks, block_ids, first, fence = self._blocks, load.block_ids, len(load.records), self._blocks.fence()
         records: dict[int, bytearray] = {}
 
