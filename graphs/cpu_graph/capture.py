@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from vllm_gaudi_ucm.graphs.cpu_graph.memory_pool import MemoryPool
 from vllm_gaudi_ucm.ops.native.call_list import KERNELS, Call, record_call
@@ -120,20 +121,35 @@ class _Operations(TorchDispatchMode):
         found = function(*arguments, **named)
         if function in _ALLOCATIONS and found.is_cpu and found.is_contiguous():
             return self._pool.tensor(found.shape, found.dtype)
-        self._note(Operation(function, arguments, named, None), found)
-        return found
+        return self._note(function, arguments, named, found)
 
-    def _note(self, operation: Operation, found: Any) -> None:
+    def _note(self, function: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any], found: Any) -> Any:
+        """What the operation gives to the function."""
         results = found if isinstance(found, (tuple, list)) else (found,)
         if not all(isinstance(result, Tensor) for result in results):
-            self._capture.refuse(f"it reads values on the host: {operation.function}")
-        elif operation.function._schema.is_mutable:
-            self._capture.operation(operation)
-        elif not _are_views(results, operation.arguments):
+            self._capture.refuse(f"it reads values on the host: {function}")
+        elif function._schema.is_mutable:
+            self._record(function, arguments, named, None)
+        elif not _are_views(results, arguments):
             if len(results) == 1:
-                self._capture.operation(operation._replace(result=results[0]))
+                found = self._in_pool(results[0])
+                self._record(function, arguments, named, found)
             else:
-                self._capture.refuse(f"it has an operation with several results: {operation.function}")
+                self._capture.refuse(f"it has an operation with several results: {function}")
+        return found
+
+    def _record(
+        self, function: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any], result: Tensor | None
+    ) -> None:
+        """Where the operands are is recorded; a graph keeps no memory of the pool."""
+        arguments, named, result = tree_map_only(Tensor, self._pool.unkept, (arguments, named, result))
+        self._capture.operation(Operation(function, arguments, named, result))
+
+    def _in_pool(self, result: Tensor) -> Tensor:
+        """A result that torch has allocated, as memory that other graphs may use."""
+        if not (result.layout is torch.strided and result.is_cpu and result.is_contiguous()):
+            return result
+        return self._pool.tensor(result.shape, result.dtype).copy_(result)
 
 
 def _are_views(results: Any, arguments: tuple[Any, ...]) -> bool:

@@ -50,7 +50,7 @@ def _in_runs(captured: Capture) -> list[CallList | Operation]:
 
 
 class Captured(NamedTuple):
-    """The result of the run that was captured; the graph, or None and the reason.
+    """The result of the run that was captured, valid as long as a graph's; the graph, or None and the reason.
 
     may_succeed: another run may have a graph, with other values.
     """
@@ -72,5 +72,7 @@ def capture(function: Callable[[], Tensor], pool: MemoryPool, stand_ins: Mapping
     """
     recording = Capture(pool, stand_ins)
     result = recording.run(function)
-    graph = None if recording.refused else CpuGraph(recording, result)
-    return Captured(result, graph, recording.refused, recording.stopped)
+    if recording.refused:
+        return Captured(result, None, recording.refused, recording.stopped)
+    result = pool.unkept(result)
+    return Captured(result, CpuGraph(recording, result), "", recording.stopped)

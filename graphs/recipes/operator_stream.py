@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_gaudi_ucm.graphs.recipes.description import describe, describe_tensor, tensors_in
+from vllm_gaudi_ucm.graphs.recipes.memory_numbers import MemoryNumbers, memory_of
 from vllm_gaudi_ucm.graphs.recipes.operator import Operator, operator_of
 from vllm_gaudi_ucm.graphs.recipes.recipe import Recipe
 
@@ -57,9 +57,7 @@ class OperatorStream(TorchDispatchMode):
         self._count = 0
         self._first_at: dict[str, int] = {}
         self._inputs: list[str] = []
-        self._numbers: dict[int, int] = {}
-        # While a storage is referred to, even weakly, its address is not given to another one.
-        self._referred: list[StorageWeakRef | Tensor] = []
+        self._numbers = MemoryNumbers()
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,12 +71,12 @@ class OperatorStream(TorchDispatchMode):
         text = f"{operator.name}{describe(args, tensors)}{describe(kwargs, tensors) if kwargs else ''}"
         if operator.library and tensors:
             return self._run_library(func, text, tensors, args, kwargs)
-        before = [_memory(tensor) for tensor in tensors]
+        before = [memory_of(tensor) for tensor in tensors]
         if operator.literals or self._device_type != "cpu":
             text += self._literals(operator, tensors, before)
         result = func(*args, **kwargs)
         results = list(tensors_in(result))
-        after = [_memory(tensor) for tensor in results]
+        after = [memory_of(tensor) for tensor in results]
         if not self._is_hidden(operator, args, tensors + results, before, after):
             self._add(text, tensors, before, results, after)
         return result
@@ -89,7 +87,7 @@ class OperatorStream(TorchDispatchMode):
         """A library's operator: its arguments, then the operators that its implementation runs, then its results."""
         on_device = any(map(self._on_device, tensors))
         if on_device:
-            self._add(text, tensors, [_memory(tensor) for tensor in tensors], [], [])
+            self._add(text, tensors, [memory_of(tensor) for tensor in tensors], [], [])
         key = torch._C._dispatch_key_parse(torch._C._dispatch_key_for_device(tensors[0].device.type))
         # Past the dispatcher's stop at modes, or this call would come back here for ever.
         redispatch: Callable[..., Any] = func.redispatch
@@ -97,7 +95,7 @@ class OperatorStream(TorchDispatchMode):
             result = redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
         if on_device:
             results = list(tensors_in(result))
-            self._add(f"end of {func}", [], [], results, [_memory(tensor) for tensor in results])
+            self._add(f"end of {func}", [], [], results, [memory_of(tensor) for tensor in results])
         return result
 
     def _is_hidden(
@@ -137,16 +135,7 @@ class OperatorStream(TorchDispatchMode):
         self._count += 1
 
     def _number(self, tensor: Tensor, memory: int, is_input: bool) -> int:
-        number = self._numbers.get(memory)
-        if number is None:
-            number = self._numbers[memory] = len(self._numbers)
-            strided = tensor.layout is torch.strided
-            self._referred.append(StorageWeakRef(tensor.untyped_storage()) if strided else tensor)
-            if is_input and len(self._inputs) < _NAMED_INPUTS:
-                self._inputs.append(describe_tensor(tensor))
+        number, is_new = self._numbers.number(tensor, memory)
+        if is_new and is_input and len(self._inputs) < _NAMED_INPUTS:
+            self._inputs.append(describe_tensor(tensor))
         return number
-
-
-def _memory(tensor: Tensor) -> int:
-    """What tells memories apart while they are referred to; a packed weight has no storage and stands for itself."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

@@ -29,10 +29,11 @@ def make_caches(tokens_first: bool, fill: float | None = None) -> dict[str, torc
 def in_thread(blocks: DeviceBlocks, block_id: int, block: memoryview) -> None:
     """Loads are delivered by threads of the prefetch engine."""
     errors: list[BaseException] = []
+    fence = blocks.fence()
 
     def run() -> None:
         try:
-            blocks.write(block_id, block)
+            blocks.write(block_id, block, fence)
         except BaseException as error:
             errors.append(error)
 
@@ -82,3 +83,21 @@ def test_warming_up_changes_nothing() -> None:
     before = {name: cache.clone() for name, cache in caches.items()}
     DeviceBlocks(caches, get_device(DEVICE)).warm_up()
     assert all(torch.equal(cache, before[name]) for name, cache in caches.items())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="what is launched on a CPU has run")
+def test_a_load_comes_after_steps_that_still_compute() -> None:
+    """covers: F6"""
+    caches = make_caches(tokens_first=True)
+    blocks = DeviceBlocks(caches, get_device(DEVICE))
+    block = blocks.allocate(blocks.block_bytes)
+    blocks.read([(2, block)])
+    expected = {name: cache[2].clone() for name, cache in caches.items()}
+    torch.cuda._sleep(300_000_000)
+    for cache in caches.values():
+        cache.fill_(torch.nan)
+    in_thread(blocks, 2, block)
+    torch.cuda.synchronize()
+    for name, cache in caches.items():
+        assert torch.equal(cache[2], expected[name])
+        assert cache[[0, 1, 3, 4]].isnan().all()

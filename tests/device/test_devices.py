@@ -66,6 +66,13 @@ def test_cuda_copies_on_a_stream_of_the_threads_own(monkeypatch: pytest.MonkeyPa
     """The thread waits for what it launched there, and the stream is made once."""
     calls: list[str] = []
 
+    class Event:
+        def record(self) -> None:
+            calls.append("recorded")
+
+        def wait(self) -> None:
+            calls.append("fence")
+
     class Stream:
         def __init__(self) -> None:
             calls.append("made")
@@ -79,13 +86,19 @@ def test_cuda_copies_on_a_stream_of_the_threads_own(monkeypatch: pytest.MonkeyPa
         yield
         calls.append("end")
 
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", use)
     monkeypatch.setattr(cuda, "_own", threading.local())
+    device = get_device("cuda")
+    fence = device.fence()
     for _ in range(2):
-        with get_device("cuda").beside_computation():
+        with device.beside_computation(fence):
             calls.append("copy")
-    assert calls == ["made", *["begin", "copy", "end", "waited"] * 2]
+    assert calls == ["recorded", "made", *["begin", "fence", "copy", "end", "waited"] * 2]
+    with pytest.raises(ValueError, match="in the middle"), device.beside_computation(fence):
+        raise ValueError("in the middle")
+    assert calls[-1] == "waited"
 
 
 def test_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +153,7 @@ from threading import Thread
 streams = []
 def copy():
     for _ in range(2):
-        with device.beside_computation():
+        with device.beside_computation(device.fence()):
             streams.append(torch.hpu.current_stream())
 threads = [Thread(target=copy) for _ in range(2)]
 for thread in threads:

@@ -70,15 +70,15 @@ class BlockLoads:
         return len(self._loads)
 
     def start(self, load: BlockLoad) -> None:
-        """Returns at once."""
-        blocks, block_ids, first = self._blocks, load.block_ids, len(load.records)
+        """Returns at once. For the thread that computes, before any step in which the blocks are the request's."""
+        blocks, block_ids, first, fence = self._blocks, load.block_ids, len(load.records), self._blocks.fence()
         records: dict[int, bytearray] = {}
 
         def deliver(index: int, block: memoryview) -> None:
             if index < first:
                 records[index] = bytearray(block)
             else:
-                blocks.write(block_ids[index - first], block)
+                blocks.write(block_ids[index - first], block, fence)
 
         handle = self._engine.submit_prefetch(
             load.request_id,

@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.memory.kv_cache import DUMMY_BLOCK
 from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.device import Device, Fence
 
 
 class DeviceBlocks:
@@ -45,11 +45,19 @@ class DeviceBlocks:
         """Copies the dummy block there and back, so that a Gaudi has compiled the copies before a request waits."""
         block = self.allocate(self.block_bytes)
         self.read([(DUMMY_BLOCK, block)])
-        self.write(DUMMY_BLOCK, block)
+        self.write(DUMMY_BLOCK, block, self.fence())
 
-    def write(self, block_id: int, block: memoryview) -> None:
-        """Host to device; the block is there when this returns."""
-        with self._device.beside_computation():
+    def fence(self) -> Fence:
+        """To be asked for by the thread that computes, once it is known who a block belongs to."""
+        return self._device.fence()
+
+    def write(self, block_id: int, block: memoryview, after: Fence) -> None:
+        """Host to device; the block is there when this returns.
+
+        after: behind the steps of whoever the block belonged to before. vLLM gives the blocks of an aborted request
+            away while the device may still compute a chunk of its prompt, which writes them.
+        """
+        with self._device.beside_computation(after):
             self._copy([(block_id, block)], to_device=True)
 
     def read(self, blocks: Sequence[tuple[int, memoryview]]) -> None:

@@ -1,8 +1,8 @@
 """Devices: which one is used (`detect`), and what each can do (`base`, `cpu`, `cuda`, `hpu`)."""
 
-from vllm_gaudi_ucm.device.base import Device, Memory
+from vllm_gaudi_ucm.device.base import Device, Fence, Memory
 
-__all__ = ["Device", "Memory", "get_device"]
+__all__ = ["Device", "Fence", "Memory", "get_device"]
 
 
 def get_device(kind: str) -> Device:

@@ -14,6 +14,13 @@ class Memory(NamedTuple):
     total: int
 
 
+class Fence(Protocol):
+    """A place behind everything that one thread had launched on a device."""
+
+    def wait(self) -> None:
+        """What this thread launches from now on runs after what lies before the fence; the host does not wait."""
+
+
 class Device(Protocol):
     """One device of this process. Methods act on the current device of the process (torch's `set_device`)."""
 
@@ -46,8 +53,14 @@ class Device(Protocol):
     def enter_thread(self) -> None:
         """Makes the device of the process current in the calling thread."""
 
-    def beside_computation(self) -> AbstractContextManager[None]:
-        """Within, what this thread launches runs beside the computation of others; at the end it has finished."""
+    def fence(self) -> Fence:
+        """A fence behind everything that this thread has launched so far."""
+
+    def beside_computation(self, after: Fence) -> AbstractContextManager[None]:
+        """Within, what this thread launches runs beside the computation, once all before the fence has run.
+
+        At the end it has finished, also where an error ends it: what it writes to may be another's then.
+        """
 
     def end_recipe(self) -> None:
         """Launches what has accumulated as one recipe, on a device that accumulates; elsewhere nothing does."""

@@ -8,8 +8,15 @@ from pathlib import Path
 import psutil
 import torch
 
-from vllm_gaudi_ucm.device.base import Memory
+from vllm_gaudi_ucm.device.base import Fence, Memory
 from vllm_gaudi_ucm.device.cgroup import Cgroup
+
+
+class _Behind:
+    """Everything before it has run."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
 
 class CpuDevice:
@@ -45,7 +52,11 @@ class CpuDevice:
     def enter_thread(self) -> None:
         """Every thread has the CPU."""
 
-    def beside_computation(self) -> AbstractContextManager[None]:
+    def fence(self) -> Fence:
+        """What a thread has launched has run."""
+        return _Behind()
+
+    def beside_computation(self, after: Fence) -> AbstractContextManager[None]:
         """A copy runs in the thread that calls it, beside those of others."""
         return nullcontext()
 

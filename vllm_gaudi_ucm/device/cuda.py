@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from vllm_gaudi_ucm.device.base import Memory
+from vllm_gaudi_ucm.device.base import Fence, Memory
 
 _own = threading.local()
 
@@ -46,15 +46,24 @@ class CudaDevice:
         """A new thread begins with GPU 0, which is the one GPU that a worker sees."""
         torch.cuda.set_device(0)
 
+    def fence(self) -> Fence:
+        """An event in the thread's current stream."""
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
     @contextmanager
-    def beside_computation(self) -> Iterator[None]:
+    def beside_computation(self, after: Fence) -> Iterator[None]:
         """On a stream of the thread's own."""
         stream = getattr(_own, "stream", None)
         if stream is None:
             stream = _own.stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+        try:
+            with torch.cuda.stream(stream):
+                after.wait()
+                yield
+        finally:
+            stream.synchronize()
 
     def end_recipe(self) -> None:
         """CUDA launches every kernel by itself."""

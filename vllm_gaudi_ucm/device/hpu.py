@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_gaudi_ucm.device.base import Memory
+from vllm_gaudi_ucm.device.base import Fence, Memory
 
 _own = threading.local()
 
@@ -58,16 +58,26 @@ class HpuDevice:
         """The card belongs to the process: asking for the thread's stream is all that a thread needs."""
         bridge().current_stream()
 
+    def fence(self) -> Fence:
+        """An event in the thread's current stream, behind what has accumulated, too."""
+        self.end_recipe()
+        event: Fence = bridge().Event()
+        event.record()  # type: ignore[attr-defined]  # the bridge's
+        return event
+
     @contextmanager
-    def beside_computation(self) -> Iterator[None]:
+    def beside_computation(self, after: Fence) -> Iterator[None]:
         """On a stream of the thread's own; what has accumulated is launched there before it is left."""
         stream = getattr(_own, "stream", None)
         if stream is None:
             stream = _own.stream = bridge().Stream()
         with bridge().stream(stream):
-            yield
-            self.end_recipe()
-        stream.synchronize()
+            try:
+                after.wait()
+                yield
+            finally:
+                self.end_recipe()
+                stream.synchronize()
 
     def compilations(self) -> int:
         """From the bridge's metric `graph_compilation`, which counts from the first call on."""

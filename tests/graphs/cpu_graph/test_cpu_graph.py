@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from vllm_gaudi_ucm.graphs.cpu_graph.capture import MOST_OPERATIONS
+from vllm_gaudi_ucm.graphs.cpu_graph.capture import MOST_OPERATIONS, Operation
 from vllm_gaudi_ucm.graphs.cpu_graph.cpu_graph import CpuGraph, capture
 from vllm_gaudi_ucm.graphs.cpu_graph.memory_pool import MemoryPool
 from vllm_gaudi_ucm.ops.native import library
@@ -75,6 +75,47 @@ def test_replays_give_the_bits_of_the_function_on_new_inputs() -> None:
         model(ids.clone(), positions.clone().fill_(99))
     positions.fill_(99)
     assert not graphs[rows].replay(), "the function itself says what is wrong"
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "mixed"])
+@torch.inference_mode()
+def test_graphs_of_all_sizes_take_little_more_than_the_largest(order: str) -> None:
+    """covers: F11"""
+    model, pool = small_model(), MemoryPool()
+    sizes = {"ascending": range(1, 65), "descending": range(64, 0, -1), "mixed": [1 + 37 * i % 64 for i in range(64)]}
+    inputs = {rows: (torch.arange(rows) % VOCABULARY, torch.arange(rows) % 32) for rows in sizes[order]}
+    graphs = {}
+    for rows, given in inputs.items():
+        graphs[rows] = captured(lambda given=given: model(*given), pool)  # type: ignore[misc]
+    alone = MemoryPool()
+    captured(lambda: model(*inputs[64]), alone)
+    assert pool.nbytes <= 1.2 * alone.nbytes
+    outside = [tensor for graph in graphs.values() for tensor in kept_by(graph) if pool.unkept(tensor) is tensor]
+    assert not outside, "what a graph has made lies in the pool"
+    for rows in inputs:
+        assert graphs[rows].replay()
+        assert torch.equal(graphs[rows].result, model(*inputs[rows]))
+
+
+def kept_by(graph: CpuGraph) -> list[Tensor]:
+    """The results that a graph writes to."""
+    made = [part.result for part in graph._parts if isinstance(part, Operation) and part.result is not None]
+    return [graph.result, *made]
+
+
+@torch.inference_mode()
+def test_what_a_function_keeps_of_the_captured_run_is_not_lent() -> None:
+    """A table that a model fills the first time it runs."""
+    pool, tables = MemoryPool(), []
+
+    def run(x: Tensor) -> Tensor:
+        if not tables:
+            tables.append(silu_and_mul(torch.full((4, 64), 2.0)))
+        return silu_and_mul(x) + tables[0][: len(x)]
+
+    for rows in (2, 3, 4):
+        captured(lambda rows=rows: run(torch.randn(rows, 64)), pool).replay()  # type: ignore[misc]
+    assert torch.equal(tables[0], silu_and_mul(torch.full((4, 64), 2.0)))
 
 
 @torch.inference_mode()

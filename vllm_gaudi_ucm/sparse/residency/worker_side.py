@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.sparse.residency.messages import BlockMove, ResidencyOrders,
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
-    from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.device import Device, Fence
     from vllm_gaudi_ucm.metrics.memory_mode_metrics import MemoryModeMetrics
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.request_table import RequestTable
@@ -22,8 +22,15 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore
 
 
+class _Target(NamedTuple):
+    """Where a load is to go, once what was launched before the order has run: the block was another's then."""
+
+    block: int
+    after: Fence
+
+
 class ResidencyWorker:
-    """The device is written here alone, between two steps: nothing has to be drained before a block is used again.
+    """Blocks of the device are written here between two steps.
 
     Args:
         table: block tables of the live requests, which orders change.
@@ -51,7 +58,7 @@ class ResidencyWorker:
         self._device = device
         # of each life, the summary's row of every block that was saved; and where a load is to go
         self._rows: dict[int, dict[int, int]] = {}
-        self._targets: dict[Pair, int] = {}
+        self._targets: dict[Pair, _Target] = {}
         self._scored: dict[str, int] = {}
         self._report = ResidencyReport()
         self._metrics: MemoryModeMetrics | None = None
@@ -73,7 +80,7 @@ class ResidencyWorker:
             if self._stored is not None:
                 self._stored[0].end(life)
             self._rows.pop(life, None)
-            self._targets = {pair: block for pair, block in self._targets.items() if pair[0] != life}
+            self._targets = {pair: target for pair, target in self._targets.items() if pair[0] != life}
         for life, number, row in orders.stored:
             self._rows.setdefault(life, {})[number] = row
         for pair in orders.dropped:
@@ -87,7 +94,6 @@ class ResidencyWorker:
             self._save(move)
         self._take_finished()
         for move in orders.loads:
-            self._targets[move.life, move.number] = move.block
             self._load(move)
         self._copies.bring_near(orders.ahead)
         self._scored = orders.scored
@@ -127,6 +133,7 @@ class ResidencyWorker:
         self._copies.save((move.life, move.number), data)
 
     def _load(self, move: BlockMove) -> None:
+        self._targets[move.life, move.number] = _Target(move.block, self._device.fence())
         if not move.key:
             self._copies.load((move.life, move.number))
             return
@@ -143,11 +150,11 @@ class ResidencyWorker:
                 self._put(pair, data, self._stored[1])
 
     def _put(self, pair: Pair, data: memoryview | None, blocks: DeviceBlocks) -> None:
-        block = self._targets.pop(pair)
+        block, after = self._targets.pop(pair)
         if data is None:
             self._report.failed.append(pair)
             return
-        blocks.write(block, data)
+        blocks.write(block, data, after)
         # its summary has stayed, and need not be made again
         self._device.end_recipe()
         self._scorer.restore_summary(self._rows[pair[0]][pair[1]], block)

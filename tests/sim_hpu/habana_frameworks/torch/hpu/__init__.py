@@ -6,6 +6,7 @@ from habana_frameworks.torch.hpu import random
 from habana_frameworks.torch.hpu.graphs import wrap_in_hpu_graph
 from habana_frameworks.torch.hpu.streams import Event, Stream, current_stream, default_stream, stream
 from habana_frameworks.torch.simulator.card import card
+from habana_frameworks.torch.simulator.launch_queue import run_everything
 from habana_frameworks.torch.simulator.state import state
 
 __all__ = [
@@ -54,8 +55,9 @@ def current_device() -> int:
 
 
 def synchronize(device: Any = None) -> None:
-    """Launches what waits and counts: everything else has finished already, because it ran on the CPU."""
+    """Launches what waits, and returns when all of it has run, whatever its stream."""
     state.cut()
+    run_everything()
     card.synchronizations += 1
 
 

@@ -85,13 +85,21 @@ class GraphCache:
 
 
 def _replay(graph: Graph, inputs: list[torch.Tensor]) -> Any:
-    """Runs the graph on other inputs. The result is the graph's own output tensors, overwritten: the same each time."""
+    """Launches the graph on other inputs, which it reads when it runs: later (see `LaunchQueue`).
+
+    The result is the graph's own output tensors, overwritten: the same each time.
+    """
     if state.region is not None:
         raise HpuConstraintError(NAME, f"a replay inside a region captured by {state.region}")
     state.cut()
     card.replays += 1
-    if compile_only():
-        return graph.outputs
+    if not compile_only():
+        state.queue.launch(lambda: _compute(graph, inputs))
+    return graph.outputs
+
+
+def _compute(graph: Graph, inputs: list[torch.Tensor]) -> None:
+    """What a replay does, when the card comes to it."""
     with torch._C.DisableTorchFunction(), state.make("host"):
         if graph.inputs is not None:
             for kept, given in zip(graph.inputs, inputs, strict=True):
@@ -106,7 +114,6 @@ def _replay(graph: Graph, inputs: list[torch.Tensor]) -> Any:
             found = place.tensor(storages)
             if found.data_ptr() != output.data_ptr():
                 output.copy_(found)
-    return graph.outputs
 
 
 def input_key(value: Any, storages: dict[int, int] | None = None) -> Any:
@@ -141,7 +148,7 @@ def wrap_in_hpu_graph(
 ) -> Any:
     """Replaces a module's forward by one that captures and replays; a plain callable is wrapped.
 
-    asynchronous, dry_run: make no difference here, where everything has run when a call returns.
+    asynchronous, dry_run: make no difference here: a replay runs late, whatever is asked for.
     disable_tensor_cache: inputs are not kept; each replay reads the ones it is given where they are.
     max_graphs: beyond these, calls run without a graph.
     """

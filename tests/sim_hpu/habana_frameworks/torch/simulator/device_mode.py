@@ -78,6 +78,8 @@ def _to(func: Any, args: Args, kwargs: Kwargs) -> Any:
         kwargs["device"] = HOST
     if target is None or target == here:
         return func(*args, **kwargs)
+    if here == "card":
+        state.catch_up()
     with state.make("host"):
         converted = func(*args, **kwargs)
     return move(converted, target, func, from_card=here == "card")

@@ -97,6 +97,8 @@ def _copy(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         state.read_on_host(func)
     elif state.region is not None:
         raise HpuConstraintError(func, f"a copy from the host inside a region captured by {state.region}")
+    else:
+        state.catch_up()
     return func(*args, **kwargs)
 
 
@@ -126,6 +128,7 @@ def _on_card(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         return _mark(func(*args, **kwargs))
     if func._schema.name not in _ALLOCATIONS:
         state.stream.add(func, args, kwargs)
+        state.catch_up()
     encoded = state.tape.encode(args, kwargs) if state.tape is not None else None
     run = _without_writing if compile_only() else func
     result = _mark(run(*args, **kwargs) if run is func else run(func, args, kwargs))

@@ -8,6 +8,7 @@ from typing import Literal
 
 from habana_frameworks.torch.simulator.card import card
 from habana_frameworks.torch.simulator.constraint import HpuConstraintError
+from habana_frameworks.torch.simulator.launch_queue import default_queue
 from habana_frameworks.torch.simulator.recipes import recipes
 from habana_frameworks.torch.simulator.stream import Stream
 from habana_frameworks.torch.simulator.tape import Tape
@@ -22,6 +23,7 @@ class ThreadState(threading.local):
     region: what captures (`wrap_in_hpu_graph`, `hpu_backend`), None outside.
     tape: where the region's operators are recorded, if they are.
     making: where tensors that are being made belong, None where the operator's inputs tell.
+    queue: what was launched on the current stream.
     """
 
     def __init__(self) -> None:
@@ -29,6 +31,7 @@ class ThreadState(threading.local):
         self.region: str | None = None
         self.tape: Tape | None = None
         self.making: Place | None = None
+        self.queue = default_queue
 
     def cut(self) -> None:
         """Launches what has accumulated as one recipe. Inside of a captured region nothing is launched."""
@@ -43,8 +46,14 @@ class ThreadState(threading.local):
         """The host asks for the card's data: what has accumulated must run first. Raises in a captured region."""
         if self.region is not None:
             raise HpuConstraintError(operator, f"a host read inside a region captured by {self.region}")
+        self.catch_up()
         self.cut()
         card.host_reads += 1
+
+    def catch_up(self) -> None:
+        """What was launched on the current stream runs before what comes now, which does not wait in the queue."""
+        if self.region is None:
+            self.queue.run()
 
     def operator_ran(self) -> None:
         """Without lazy mode nothing accumulates: each operator is a recipe."""
@@ -64,6 +73,7 @@ class ThreadState(threading.local):
     def captured(self, by: str, tape: Tape | None = None) -> Iterator[Stream]:
         """A captured region of its own stream, which the caller takes. An exception inside leaves the region."""
         self.cut()
+        self.catch_up()
         before = self.stream, self.region, self.tape
         self.stream, self.region, self.tape = Stream(), by, tape
         try:
