@@ -169,7 +169,8 @@ class UcmConfig(Section):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved values, as JSON types; `resolve_config({"ucm": config.to_dict()})` gives an equal object."""
+        """The resolved values, as JSON types; `resolve_config({"ucm": config.to_dict()})` gives an equal
+        object, passwords in URLs aside."""
         return self.model_dump(mode="json")
 
 
