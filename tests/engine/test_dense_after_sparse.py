@@ -1,4 +1,4 @@
-"""Dense requests of an engine with a sparse method: nothing that its sparse steps wrote reaches them, here or elsewhere."""
+"""Dense requests of an engine with a sparse method: nothing that its sparse steps wrote reaches them anywhere."""
 
 from __future__ import annotations
 
