@@ -59,6 +59,7 @@ class SchedulerSide:
         cached_tokens: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         self._setup = setup
+        setup.namespace(sparse=False)  # now: files are read for it, and may tell nothing
         self._cached_tokens = cached_tokens
         self._block_size = setup.block_size
         self._states: dict[str, RequestState] = {}
