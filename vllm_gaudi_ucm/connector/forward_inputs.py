@@ -103,7 +103,9 @@ def _folder(model: ModelConfig, load: LoadConfig) -> str | None:
 
 def _code_digest(folder: str | None) -> str:
     """Of a model that brings its own code; "" for one that does not."""
-    digest, files = hashlib.sha256(), [] if folder is None else sorted(Path(folder).rglob("*.py"))
+    if folder is None:
+        return ""
+    digest, files = hashlib.sha256(), sorted(Path(folder).rglob("*.py"))
     for file in files:
         digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
         digest.update(file.read_bytes())

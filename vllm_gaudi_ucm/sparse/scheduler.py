@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_gaudi_ucm.compat import set_blocks_apart
 from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.connector.connector import our_connector
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.options import idle_options
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
@@ -40,8 +41,9 @@ class _SparseScheduling(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = resolve_config(self.vllm_config.additional_config)
-        # of our connector; others do not ask
-        self._plan_prefetch: Callable[[Iterable[Request]], None] | None = getattr(self.connector, "plan_prefetch", None)
+        ours = our_connector(self.connector)
+        # others do not ask
+        self._plan_prefetch: Callable[[Iterable[Request]], None] | None = None if ours is None else ours.plan_prefetch
         if self._plan_prefetch is None and (idle := idle_options(config)):
             where = "see --kv-transfer-config, and ucm.memory_mode.store"
             logger.warning("GSA's options %s do nothing without a store: %s.", ", ".join(idle), where)
