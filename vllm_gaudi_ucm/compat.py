@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -330,6 +330,36 @@ def kv_block_bytes(manager: "KVCacheManager") -> int:
     """
     (group,) = manager.kv_cache_config.kv_cache_groups
     return group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+
+
+class _Salted:
+    """A request as vLLM's block hasher sees it: with a salt of its own, and everything else of `request`."""
+
+    def __init__(self, request: "Request", mark: str) -> None:
+        self._request = request
+        # no user's: theirs are text
+        self.cache_salt = (mark, request.cache_salt)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._request, name)
+
+
+def set_blocks_apart(request: "Request", mark: str) -> None:
+    """From now on nobody finds the blocks of a request by their hashes but requests with the same mark and salt.
+
+    For a request that nobody has looked blocks up for yet. Its `cache_salt` stays what it is.
+
+    Reason: vLLM makes block hashes of fields of the request alone, and the one for such uses, `cache_salt`, is the
+    user's, and goes to connectors and events.
+    Remove when: a scheduler can give a request extra keys of its own.
+    """
+    hasher = request._block_hasher
+    if hasher is None:
+        return  # neither prefix cache nor connector
+    # keeps no request: that would be a circle
+    request._block_hasher = lambda grown: hasher(cast("Request", _Salted(grown, mark)))
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def step_never_was(request: "Request", output: "ModelRunnerOutput") -> None:

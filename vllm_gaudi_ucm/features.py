@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
@@ -77,12 +79,24 @@ def _asked_by_engine(config: VllmConfig) -> Iterator[Asked]:
     for feature, (flag, is_asked) in flags.items():
         if is_asked:
             yield feature, flag
-    transfer = config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector in CUDA_CONNECTORS:
-        yield f"the KV connector {transfer.kv_connector}, which copies by CUDA kernels of vLLM", "--kv-transfer-config"
+    yield from _asked_by_transfer(config)
     dtype = config.cache_config.cache_dtype
     if dtype not in ("auto", "float16", "bfloat16"):
         yield f"a KV cache of dtype {dtype}", f"--kv-cache-dtype {dtype}"
+
+
+def _asked_by_transfer(config: VllmConfig) -> Iterator[Asked]:
+    transfer = config.kv_transfer_config
+    for connector in configured_connectors(transfer):
+        if connector.name in CUDA_CONNECTORS:
+            yield f"the KV connector {connector.name}, which copies by CUDA kernels of vLLM", "--kv-transfer-config"
+    name = None if transfer is None else transfer.kv_connector
+    if config.cache_config.kv_offloading_size is not None and name not in (None, "OffloadingConnector"):
+        # vLLM would put it in the place of the other without a word
+        yield (
+            f"the connector of --kv-offloading-size beside {name} (make it a child of MultiConnector)",
+            "--kv-offloading-size",
+        )
 
 
 CUDA_CONNECTORS = ("SimpleCPUOffloadConnector", "HiSparseConnector")

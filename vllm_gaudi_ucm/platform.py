@@ -9,8 +9,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_gaudi_ucm.compat import check_versions, client_error, give_engine_time_to_stop
 from vllm_gaudi_ucm.config import resolve_config
-from vllm_gaudi_ucm.connector.transfer_config import OURS as UCM_CONNECTOR
-from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config
+from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config, is_ours_among
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
@@ -72,8 +71,7 @@ class UcmPlatform(Platform):
             logger.info("Asynchronous scheduling is off: a step's tokens are needed to plan the next one.")
             vllm_config.scheduler_config.async_scheduling = False
         complete_transfer_config(vllm_config)
-        transfer = vllm_config.kv_transfer_config
-        if transfer is not None and transfer.kv_connector == UCM_CONNECTOR:
+        if is_ours_among(vllm_config.kv_transfer_config):
             use_planning_scheduler(vllm_config)
         if config.ucm_sparse_method is not None:
             use_sparse_scheduler(vllm_config)

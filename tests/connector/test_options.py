@@ -95,3 +95,43 @@ def test_the_offloading_connector_gets_our_copies() -> None:
     assert asked is not None
     assert asked.kv_connector_extra_config["spec_name"] == "UcmOffloadingSpec"
     assert complete(None) is None
+
+
+def multi(*children: dict[str, Any]) -> KVTransferConfig:
+    return config("MultiConnector", connectors=list(children))
+
+
+OURS = {"kv_connector": "UcmConnector", "kv_role": "kv_both", "kv_connector_extra_config": MEMORY}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_children_get_what_they_get_alone(nested: bool) -> None:
+    """The policy is the engine's: vLLM asks the outermost configuration for it."""
+    theirs: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    inner = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [theirs, OURS]}}
+    outer = multi(inner) if nested else multi(theirs, OURS)
+    for _ in range(2):
+        complete(outer)
+    assert outer.kv_load_failure_policy == "recompute"
+    assert theirs["kv_connector_extra_config"]["spec_name"] == "UcmOffloadingSpec"
+    example = multi({"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
+    complete(example)
+    assert example.kv_load_failure_policy == "fail"
+
+
+@pytest.mark.parametrize(
+    ("transfer", "message"),
+    [
+        (multi(OURS, OURS), "connectors: found UcmConnector 2 times, expected once"),
+        (multi(), "kv_connector_extra_config.connectors: found [], expected a list"),
+        (config("MultiConnector"), "kv_connector_extra_config.connectors: found None, expected a list"),
+        (multi({"kv_role": "kv_both"}), "connectors[0]: found {'kv_role': 'kv_both'}, expected a mapping with"),
+        (
+            multi({**OURS, "kv_connector_extra_config": {**MEMORY, "load_deadline": 0}}),
+            "kv_connector_extra_config.connectors[0].kv_connector_extra_config.load_deadline: found 0",
+        ),
+    ],
+)
+def test_children_that_cannot_be_used_are_named(transfer: KVTransferConfig, message: str) -> None:
+    with pytest.raises(UcmConfigError, match=re.escape(message)):
+        complete(transfer)

@@ -218,6 +218,20 @@ def test_a_request_that_runs_through_a_reset_stores_nothing_more(sides: Any) -> 
     assert side.side.num_requests == 1
 
 
+def test_after_a_reset_a_session_is_what_it_was(sides: Any) -> None:
+    """covers: D2 F2. Its newest input has parameters of its own, which come too late to make it dense."""
+    side = sides(ucm={"ucm_sparse_method": "GSA"})
+    switch = SimpleNamespace(extra_args={"ucm_sparse": True})
+    off = SimpleNamespace(extra_args={"ucm_sparse": False})
+    session, dense = (make_request(name, 70, sampling_params=one) for name, one in (("on", switch), ("off", off)))
+    for request in (session, dense):
+        side.side.begin(request)
+    session.sampling_params = off
+    side.side.clear()
+    saves = side.side.metadata(scheduled(on=70, off=70)).saves
+    assert len({save.key for save in saves}) == 8
+
+
 def test_blocks_that_are_away_are_not_stored(sides: Any) -> None:
     """covers: C8. Memory mode puts the null block in their place."""
     side = sides()

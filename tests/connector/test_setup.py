@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, LoadConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from tests.engine.tiny_models import make_config
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.connector.forward_inputs import MODEL_FIELDS
 from vllm_gaudi_ucm.connector.setup import ConnectorSetup, sparse_policy
 
 GSA = {"ucm_sparse_method": "GSA"}
@@ -41,6 +42,10 @@ def make_setup(folder: Path, **changes: Any) -> ConnectorSetup:
         dtype=given["dtype"],
         revision=given["revision"],
         hf_config=make_config("llama", **given["hf"]),
+        max_model_len=512,
+        trust_remote_code=False,
+        seed=0,
+        **dict.fromkeys(set(MODEL_FIELDS) - {"dtype", "revision"}),
     )
     transfer = KVTransferConfig(
         kv_connector="UcmConnector",
@@ -49,6 +54,7 @@ def make_setup(folder: Path, **changes: Any) -> ConnectorSetup:
     )
     config: Any = SimpleNamespace(
         model_config=model,
+        load_config=LoadConfig(),
         speculative_config=None,
         additional_config={"ucm": given["ucm"]},
         kv_transfer_config=transfer,

@@ -70,7 +70,7 @@ def test_a_block_is_found_by_others_once_the_step_stands_that_has_filled_it(
 def test_answers_beside_a_step_that_is_repeated(
     tiny_llama: Path, fault_store: FaultStore, dense_answer: Answer
 ) -> None:
-    """covers: C8 C10. Two dense requests, the second of which finds all blocks of the first on the device, and the one
+    """covers: C8 C10. Two dense requests, the second of which finds all blocks of the first on the device, and none
     that the step which was taken back has left."""
     with Engine(tiny_llama, ucm(max_missed=0.0), **OPTIONS, kv_transfer_config=transfer({"kind": "memory"})) as engine:
         served = Served(engine)

@@ -56,6 +56,25 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         "--kv-transfer-config",
         {"kv_transfer_config": KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both")},
     ),
+    (
+        "the KV connector SimpleCPUOffloadConnector",
+        "--kv-transfer-config",
+        {
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="MultiConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config={"connectors": [{"kv_connector": "SimpleCPUOffloadConnector"}]},
+            )
+        },
+    ),
+    (
+        "the connector of --kv-offloading-size beside ExampleConnector",
+        "--kv-offloading-size",
+        {
+            "kv_offloading_size": 1.0,
+            "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
+        },
+    ),
     ("dtype fp8", "--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}),
     ("prompt embeddings", "--enable-prompt-embeds", {"enable_prompt_embeds": True}),
     ("quantised weights (fp8)", "--quantization", {"quantization": "fp8"}),
@@ -308,6 +327,9 @@ def test_our_connector_brings_our_scheduler(llama: Path, caplog: pytest.LogCaptu
     }
     ours = "vllm_gaudi_ucm.sparse.scheduler.UcmScheduler"
     config = start(llama, kv_transfer_config=KVTransferConfig(**transfer))
+    assert config.scheduler_config.scheduler_cls == ours
+    child = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [transfer]}}
+    config = start(llama, kv_transfer_config=KVTransferConfig(kv_role="kv_both", **child))
     assert config.scheduler_config.scheduler_cls == ours
     assert start(llama).scheduler_config.scheduler_cls is None
     theirs = "vllm.v1.core.sched.scheduler.Scheduler"

@@ -147,6 +147,23 @@ def test_a_resumed_request_keeps_its_outputs_generator_and_scores(as_new: bool) 
     assert table.tokens_at([same], np.zeros(3, np.int64), np.arange(4, 7)).tolist() == [5, 8, 9]
 
 
+def test_tokens_that_the_scheduler_has_thrown_away_are_none() -> None:
+    """covers: C8. The step is computed again, and its last row yields a token again."""
+    known = Known("a", [1, 2, 3, 4, 5], blocks=[5, 6])
+    table = table_with(known)
+    request = table.requests["a"]
+    outputs = request.output_token_ids
+    for token in (8, 9):
+        table.append_token(request, token)
+    table.update(step_output({"a": 4}, cached=CachedRequestData(["a"], set(), [], {}, [None], [2], [1])))
+    table.check_integrity()
+    assert request.output_token_ids is outputs
+    assert outputs == [8]
+    (_,), batch = table.scheduled({"a": 4})
+    assert (batch.num_computed.tolist(), batch.num_tokens.tolist()) == ([2], [6])
+    assert table.tokens_at([request], np.zeros(4, np.int64), np.arange(2, 6)).tolist() == [3, 4, 5, 8]
+
+
 def test_the_last_token_of_the_longest_request_needs_no_place() -> None:
     known = Known("a", list(range(1, 32)), blocks=list(range(1, 9)))
     table = table_with(known)

@@ -68,7 +68,16 @@ def make_scheduler(config: VllmConfig, scheduler_class: type[Scheduler]) -> Any:
     )
 
 
-def request(request_id: str, num_tokens: int, *, max_tokens: int = 50, start: int = 0, **extra_args: Any) -> Request:
+def request(
+    request_id: str,
+    num_tokens: int,
+    *,
+    max_tokens: int = 50,
+    start: int = 0,
+    cache_salt: str | None = None,
+    resumable: bool = False,
+    **extra_args: Any,
+) -> Request:
     """A request whose prompt counts from `start`."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args or None)
     prompt = [(start + index) % MODEL["vocab_size"] for index in range(num_tokens)]
@@ -77,6 +86,8 @@ def request(request_id: str, num_tokens: int, *, max_tokens: int = 50, start: in
         prompt_token_ids=prompt,
         sampling_params=params,
         pooling_params=None,
+        cache_salt=cache_salt,
+        resumable=resumable,
         block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
     )
 

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from vllm_gaudi_ucm.connector.metadata import UcmMetadata, UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
@@ -183,7 +184,19 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
             if side is not None:
                 side.close()
 
+    def leave_out_saves(self) -> None:
+        """Nothing of this step is saved, whose other loads have failed. Our runner calls it before the step ends."""
+        self._worker.leave_out_saves()
+
     def _metadata(self) -> UcmMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, UcmMetadata), "made by build_connector_meta"
         return metadata
+
+
+def our_connector(connector: object) -> UcmConnector | None:
+    """The connector itself where it is ours, or a child of vLLM's MultiConnector that is."""
+    if isinstance(connector, UcmConnector):
+        return connector
+    children = connector.sub_connectors if isinstance(connector, MultiConnector) else []
+    return next((found for child in children if (found := our_connector(child)) is not None), None)

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestState:
-    """is_closed: nothing is loaded for it any more. saved: blocks that were sent, or found. is_whole: its next load
+    """may_be_sparse: as it said when it came; the next input of a session may say otherwise, and changes nothing.
+    is_closed: nothing is loaded for it any more. saved: blocks that were sent, or found. is_whole: its next load
     leaves nothing in the store. has_records: the summaries of its prompt were offered."""
 
     request: Request
     keys: RequestKeys
+    may_be_sparse: bool
     lookup: Lookup | None = None
     is_closed: bool = False
     loading: BlockLoad | None = None

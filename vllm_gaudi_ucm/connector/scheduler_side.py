@@ -59,6 +59,7 @@ class SchedulerSide:
         cached_tokens: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         self._setup = setup
+        setup.namespace(sparse=False)  # now: files are read for it, and may tell nothing
         self._cached_tokens = cached_tokens
         self._block_size = setup.block_size
         self._states: dict[str, RequestState] = {}
@@ -92,16 +93,16 @@ class SchedulerSide:
 
     def begin(self, request: Request) -> None:
         """A request has arrived."""
-        keys = self._new_keys(request)
-        if keys is not None:
-            self._states[request.request_id] = RequestState(request, keys)
-
-    def _new_keys(self, request: Request) -> RequestKeys | None:
         extra_args = None if request.sampling_params is None else request.sampling_params.extra_args
         try:
-            namespace = self._setup.namespace(read_extra_args(extra_args))
+            may_be_sparse = request.sampling_params is not None and read_extra_args(extra_args)
         except ValueError:
-            return None  # refused where requests are checked; one that came another way is not stored
+            return  # refused where requests are checked; one that came another way is not stored
+        keys = self._new_keys(request, may_be_sparse)
+        self._states[request.request_id] = RequestState(request, keys, may_be_sparse)
+
+    def _new_keys(self, request: Request, may_be_sparse: bool) -> RequestKeys:
+        namespace = self._setup.namespace(may_be_sparse)
         if self._epoch:
             namespace = sha256(namespace + self._epoch).digest()
         return RequestKeys(request, namespace, self._block_size)
@@ -292,9 +293,8 @@ class SchedulerSide:
             if state.request.num_computed_tokens:
                 del self._states[request_id]
                 continue
-            keys = self._new_keys(state.request)
-            assert keys is not None, "it had keys before"
-            self._states[request_id] = RequestState(state.request, keys, is_closed=state.is_closed)
+            keys = self._new_keys(state.request, state.may_be_sparse)
+            self._states[request_id] = RequestState(state.request, keys, state.may_be_sparse, is_closed=state.is_closed)
         return True
 
     @property

@@ -6,21 +6,20 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_gaudi_ucm.config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.connector.forward_inputs import forward_inputs
 from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
-from vllm_gaudi_ucm.connector.weights_digest import weights_digest
 from vllm_gaudi_ucm.sparse.residency.summary_records import summary_bytes
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import open_store
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
@@ -93,20 +92,23 @@ class ConnectorSetup:
 
     @cached_property
     def dense_namespace(self) -> Namespace:
-        """Of requests to which no sparse method applies."""
+        """Of requests to which no sparse method applies.
+
+        Raises UcmConfigError where nothing tells the weights from others of the same name.
+        """
         vllm_config, model = self.vllm_config, self.vllm_config.model_config
         spec = next(iter(self.layers.values()))
         shapes = [
             (name, layer.num_kv_heads, layer.head_size, layer.head_size_v, str(layer.dtype))
             for name, layer in self.layers.items()
         ]
-        drafts = vllm_config.speculative_config
-        draft = drafts.draft_model_config if drafts is not None and drafts.method == "draft_model" else None
-        models = [config for config in (model, draft) if config is not None]
+        models = forward_inputs(vllm_config)
+        if unknown := [one.name for one in models if not one.is_known]:
+            self._refuse_unknown_weights(unknown)
         return Namespace(
-            # not the path: servers that share a store may keep the same weights in different places
-            model="+".join(Path(config.model).name for config in models),
-            revision="+".join(_revision(config) for config in models),
+            # not names: servers that share a store may keep the same weights in different places
+            model="+".join(map(str, model.hf_config.architectures or ["model"])),
+            revision=_digest([one.values for one in models]),
             dtype=str(model.dtype),
             kv_dtype=str(spec.dtype),
             block_size=self.block_size,
@@ -117,6 +119,12 @@ class ConnectorSetup:
             tp_size=vllm_config.parallel_config.tensor_parallel_size,
             layout=f"layer token head k|v {_digest(shapes)}",
         )
+
+    def _refuse_unknown_weights(self, models: list[str]) -> None:
+        """What outlives this process would be found by engines whose weights have the same name, and are others."""
+        if self.options.store.kind != "memory":
+            found = f"none, and no weights in files here that tell {' and '.join(models)} apart"
+            raise UcmConfigError([Problem("--revision", found, "a name that changes when the weights change")])
 
     def namespace(self, sparse: bool) -> bytes:
         """Digest for a request; sparse: whether the engine's sparse method applies to it."""
@@ -149,17 +157,6 @@ def sparse_policy(config: UcmConfig) -> str:
         return policy
     # answers attend to what is on the device, which their KV shows; where the rest is changes nothing
     return f"{policy} memory_mode {config.memory_mode.model_dump_json(exclude={'store'})}"
-
-
-# where the model lies, and what wrote its configuration, change nothing that it computes
-_NO_PART_OF_CONFIG = {"_name_or_path", "transformers_version", "_commit_hash"}
-
-
-def _revision(model: ModelConfig) -> str:
-    """Of the weights, and of the configuration that computes with them (rotary scaling, overrides)."""
-    described = {key: value for key, value in model.hf_config.to_dict().items() if key not in _NO_PART_OF_CONFIG}
-    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
-    return f"{commit} {weights_digest(model.model)} {_digest(described)}"
 
 
 def _digest(value: object) -> str:

@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
 from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.logger import plugin_logger
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 logger = plugin_logger(__name__)
 
 OURS = "UcmConnector"
+_MULTI, _OFFLOADING_CONNECTOR = "MultiConnector", "OffloadingConnector"
 _OFFLOADING = {"spec_name": "UcmOffloadingSpec", "spec_module_path": "vllm_gaudi_ucm.connector.offloading_spec"}
+
+
+class ConfiguredConnector(NamedTuple):
+    """name: as vLLM knows it. extra: its options, to be changed in place. key: where they stand."""
+
+    name: str | None
+    extra: dict[str, Any]
+    key: str
+
+
+def configured_connectors(config: KVTransferConfig | None) -> Iterator[ConfiguredConnector]:
+    """The connector, or in its place the children of vLLM's MultiConnector, theirs where they are such themselves.
+
+    Raises UcmConfigError where children are none.
+    """
+    if config is not None:
+        yield from _unfold(config.kv_connector, config.kv_connector_extra_config, EXTRA_CONFIG)
+
+
+def _unfold(name: str | None, extra: dict[str, Any], key: str) -> Iterator[ConfiguredConnector]:
+    if name != _MULTI:
+        yield ConfiguredConnector(name, extra, key)
+        return
+    children, key = extra.get("connectors"), f"{key}.connectors"
+    if not isinstance(children, list) or not children:
+        raise UcmConfigError([Problem(key, repr(children), "a list of connectors, each a mapping with kv_connector")])
+    for number, child in enumerate(children):
+        if not isinstance(child, dict) or not isinstance(child.get("kv_connector"), str):
+            raise UcmConfigError([Problem(f"{key}[{number}]", repr(child), "a mapping with kv_connector")])
+        options = child.setdefault(EXTRA_CONFIG, {})
+        yield from _unfold(child["kv_connector"], options, f"{key}[{number}].{EXTRA_CONFIG}")
+
+
+def is_ours_among(config: KVTransferConfig | None) -> bool:
+    """Whether our connector is on, by itself or as a child."""
+    return any(one.name == OURS for one in configured_connectors(config))
 
 
 def loads_partly(vllm_config: VllmConfig) -> bool:
@@ -37,11 +76,17 @@ def complete_transfer_config(vllm_config: VllmConfig) -> None:
     config = vllm_config.kv_transfer_config
     if config is None:
         return
-    extra = config.kv_connector_extra_config
-    if config.kv_connector == OURS:
-        policy = ConnectorOptions.resolve(extra, EXTRA_CONFIG).load_failure
+    found = list(configured_connectors(config))
+    ours = [one for one in found if one.name == OURS]
+    if len(ours) > 1:
+        raise UcmConfigError(
+            [Problem(f"{EXTRA_CONFIG}.connectors", f"{OURS} {len(ours)} times", "once, with one store")]
+        )
+    for one in ours:
+        policy = ConnectorOptions.resolve(one.extra, one.key).load_failure
         if config.kv_load_failure_policy != policy:
             logger.info("kv_load_failure_policy is %r: the option load_failure of %s says so", policy, OURS)
             config.kv_load_failure_policy = policy
-    elif config.kv_connector == "OffloadingConnector" and "spec_name" not in extra:
-        extra.update(_OFFLOADING)
+    for one in found:
+        if one.name == _OFFLOADING_CONNECTOR and "spec_name" not in one.extra:
+            one.extra.update(_OFFLOADING)

@@ -36,6 +36,7 @@ class WorkerSide:
         self._setup = setup
         self.blocks: DeviceBlocks | None = None
         self._metrics: WorkerMetrics | None = None
+        self._leaves_out_saves = False
         self.activity = StepActivity()
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
@@ -91,11 +92,22 @@ class WorkerSide:
 
     def save(self, metadata: UcmMetadata) -> None:
         """After the step: the blocks are full now, and may be written by the next one."""
+        if self._leaves_out_saves:
+            keys = [save.key for save in metadata.saves] + [record.key for record in metadata.records]
+            for key in keys:
+                self.saver.refuse(key)
+            self._leaves_out_saves = False
+            self.activity.end()
+            return
         if metadata.saves:
             self.saver.submit(metadata.saves)
         for record in metadata.records:
             self._save_record(record)
         self.activity.end()
+
+    def leave_out_saves(self) -> None:
+        """Blocks of the step that runs hold what nobody has computed."""
+        self._leaves_out_saves = True
 
     def _save_record(self, record: RecordSave) -> None:
         summaries, block_ids = self.loads.summaries, record.block_ids

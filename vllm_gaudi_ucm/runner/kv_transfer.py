@@ -22,6 +22,7 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.outputs import KVConnectorOutput
 
+from vllm_gaudi_ucm.connector.connector import our_connector
 from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
 from vllm_gaudi_ucm.runner.transfer_work import TransferWork
 
@@ -71,6 +72,8 @@ class KvTransfer:
             self.connector = get_kv_transfer_group()
         else:
             self.connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+        self._ours = our_connector(self.connector)
+        """May be a child of the connector."""
 
     def allocation(self) -> AbstractContextManager[Any]:
         """Entered while the KV cache is allocated: a connector may want it in memory of its own."""
@@ -84,14 +87,12 @@ class KvTransfer:
 
     def report_to(self, metrics: StepMetrics) -> None:
         """Our own connector's figures reach /metrics; others have a way of vLLM's own."""
-        report: Callable[[StepMetrics], None] | None = getattr(self.connector, "report_to", None)
-        if report is not None:
-            report(metrics)
+        if self._ours is not None:
+            self._ours.report_to(metrics)
 
     def take_work(self) -> TransferWork:
         """What was moved since the last call, and the time that steps have spent on it."""
-        totals: Callable[[], TransferTotals] | None = getattr(self.connector, "transfer_totals", None)
-        return self.work.take(TransferTotals() if totals is None else totals())
+        return self.work.take(TransferTotals() if self._ours is None else self._ours.transfer_totals())
 
     def begin(self, scheduler_output: SchedulerOutput) -> None:
         """Before a step, also one without tokens: loads that the step needs are there when this returns."""
@@ -132,7 +133,12 @@ class KvTransfer:
             return self._finish()
 
     def _finish(self) -> KVConnectorOutput:
-        connector = self.connector
+        connector, failed = self.connector, set[int]()
+        if self._ours is not None and self._ours is not connector:
+            # what another child was to load within this step: the step has computed with blocks that are not there
+            failed = connector.get_block_ids_with_load_errors()
+            if failed:
+                self._ours.leave_out_saves()
         connector.wait_for_save()
         found = connector.get_transfer_results(self._finished_requests)
         output = KVConnectorOutput(
@@ -140,7 +146,7 @@ class KvTransfer:
             finished_recving=found.finished_recving,
             failed_recving=found.failed_recving,
             # after the results: blocks of a finished load are reported in the same step
-            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            invalid_block_ids=failed | connector.get_block_ids_with_load_errors(),
             kv_connector_stats=connector.get_kv_connector_stats(),
             kv_cache_events=connector.get_kv_connector_kv_cache_events(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
@@ -151,9 +157,8 @@ class KvTransfer:
     def _rest(self) -> None:
         """Where every request waits for blocks, the engine comes here again and again, and takes Python's lock from the
         threads that load: prompts that were stored waited more than twice as long for their first token."""
-        wait: Callable[[float], None] | None = getattr(self.connector, "wait_for_load", None)
-        if wait is not None:
-            wait(REST_SECONDS)
+        if self._ours is not None:
+            self._ours.wait_for_load(REST_SECONDS)
 
     def loaded_blocks(self, scheduler_output: SchedulerOutput) -> NDArray[np.int64]:
         """Blocks with keys and values that this worker has not computed since the last step; maybe others, too.
@@ -161,9 +166,9 @@ class KvTransfer:
         Our own connector names them. Of others it is known only that they are among the computed blocks of requests
         that begin or resume.
         """
-        take: Callable[[], set[int]] | None = getattr(self.connector, "take_loaded_block_ids", None)
-        if take is not None:
-            return np.fromiter(take(), np.int64)
+        named = set() if self._ours is None else self._ours.take_loaded_block_ids()
+        if self._ours is self.connector:
+            return np.fromiter(named, np.int64)
         cached = scheduler_output.scheduled_cached_reqs
         begun = [(new.num_computed_tokens, new.block_ids[0]) for new in scheduler_output.scheduled_new_reqs]
         begun += [
@@ -172,18 +177,16 @@ class KvTransfer:
             if request_id in cached.resumed_req_ids and (blocks := cached.new_block_ids[index]) is not None
         ]
         found = [block for computed, blocks in begun for block in blocks[: computed // self._block_size]]
-        return np.array(found, np.int64)
+        return np.fromiter(named.union(found), np.int64)
 
     def take_summarised_blocks(self) -> NDArray[np.int64]:
         """Blocks among those that were loaded whose summaries have come with them; only our own connector has such."""
-        take: Callable[[], set[int]] | None = getattr(self.connector, "take_summarised_block_ids", None)
-        return np.fromiter(set() if take is None else take(), np.int64)
+        return np.fromiter(set() if self._ours is None else self._ours.take_summarised_block_ids(), np.int64)
 
     def bind_sparse_worker(self, sparse: SparseWorker) -> None:
         """Our own connector leaves blocks in its store under memory mode."""
-        bind: Callable[[SparseWorker], None] | None = getattr(self.connector, "bind_sparse_worker", None)
-        if bind is not None:
-            bind(sparse)
+        if self._ours is not None:
+            self._ours.bind_sparse_worker(sparse)
 
     def close(self) -> None:
         """Ends its threads; a second call does nothing."""

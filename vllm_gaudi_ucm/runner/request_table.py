@@ -143,11 +143,16 @@ class RequestTable:
         self._append_blocks(row, new.block_ids[0])
 
     def _update_cached(self, cached: CachedRequestData) -> None:
-        for request_id, block_ids, num_computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        for request_id, block_ids, num_computed, num_outputs in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
         ):
-            row = self.requests[request_id].row
+            request = self.requests[request_id]
+            row = request.row
             self.num_computed[row] = num_computed
+            if num_outputs < len(request.output_token_ids):
+                # a connector's load within the step has failed: the scheduler has thrown away what the step gave
+                del request.output_token_ids[num_outputs:]
+                self.num_tokens[row] = len(request.prompt_token_ids) + num_outputs
             if request_id in cached.resumed_req_ids:
                 self.num_blocks[row] = 0
             if block_ids is not None:

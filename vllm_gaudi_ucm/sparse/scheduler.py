@@ -9,7 +9,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from vllm_gaudi_ucm.compat import set_blocks_apart
 from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.connector.connector import our_connector
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.options import idle_options
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
@@ -39,8 +41,9 @@ class _SparseScheduling(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = resolve_config(self.vllm_config.additional_config)
-        # of our connector; others do not ask
-        self._plan_prefetch: Callable[[Iterable[Request]], None] | None = getattr(self.connector, "plan_prefetch", None)
+        ours = our_connector(self.connector)
+        # others do not ask
+        self._plan_prefetch: Callable[[Iterable[Request]], None] | None = None if ours is None else ours.plan_prefetch
         if self._plan_prefetch is None and (idle := idle_options(config)):
             where = "see --kv-transfer-config, and ucm.memory_mode.store"
             logger.warning("GSA's options %s do nothing without a store: %s.", ", ".join(idle), where)
@@ -50,14 +53,19 @@ class _SparseScheduling(Scheduler):
 
     def add_request(self, request: Request) -> None:
         is_new = request.request_id not in self.requests  # else the next chunk of a streamed input
-        super().add_request(request)
         if self.sparse is None or not is_new:
+            super().add_request(request)
             return
+        may_be_sparse = _may_be_sparse(request)
+        if not may_be_sparse:
+            # a block does not say what wrote it: what sparse steps have written must not be found
+            set_blocks_apart(request, "ucm dense")
+        super().add_request(request)
         # The id may be that of a request that has finished since the last step: its end is told first.
         self.sparse.request_finished_in_scheduler(request.request_id)
         if self.residency is not None:
             self.residency.end(request.request_id)
-        if _may_be_sparse(request):
+        if may_be_sparse:
             self.sparse.request_begin(request.request_id, request.prompt_token_ids or ())
             # the next chunk of a streamed input would attend to a context with gaps
             if self.residency is not None and not request.resumable:

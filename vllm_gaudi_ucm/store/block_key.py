@@ -14,8 +14,9 @@ import cbor2
 import numpy as np
 
 KEY_BYTES = 32
-FORMAT_VERSION = 1
-"""Raised when the layout of a block's bytes changes: what older versions stored is then never found."""
+FORMAT_VERSION = 2
+"""Raised when the layout of a block's bytes changes, or what is stored under a key: what older versions stored is then
+never found. 2: dense keys have dense blocks only; every tensor, and all that the forward depends on, is in them."""
 
 _MOST_NESTED = 8
 _UINT32_LE = 70  # tag of a typed array, RFC 8746: seven times faster than a list of integers

@@ -1,0 +1,138 @@
+"""vLLM's MultiConnector on our runner: our connector and the offloading one as children of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from tests.engine import broken_connector
+from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.test_any_connector import OPTIONS, PROMPTS, SHAPES
+from tests.engine.test_connector import file_store, gsa
+from vllm_gaudi_ucm.connector.connector import our_connector
+from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
+from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
+from vllm_gaudi_ucm.sparse.scheduler import UcmScheduler
+
+OUTPUTS = 12
+WHOLE = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+
+
+def ours(folder: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "UcmConnector",
+        "kv_connector_module_path": "vllm_gaudi_ucm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": file_store(folder), **options},
+    }
+
+
+def offloading() -> dict[str, Any]:
+    extra = {"cpu_bytes_to_use": 64 << 20, "offload_prompt_only": False, "block_size": 16}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def shared(folder: Path, name: str = "ExampleConnector") -> dict[str, Any]:
+    """Children that load within the step that needs the blocks."""
+    child = {
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder / "shared")},
+    }
+    return child if name == "ExampleConnector" else {**child, "kv_connector_module_path": broken_connector.__name__}
+
+
+def multi(*children: dict[str, Any]) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": list(children)}
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path) -> list[Answer]:
+    with Engine(tiny_llama, **OPTIONS) as engine:
+        return engine.alone(PROMPTS, OUTPUTS)
+
+
+@SHAPES
+def test_both_keep_blocks_and_the_first_that_has_them_loads(
+    tiny_llama: Path, expected: list[Answer], tmp_path: Path, ucm: dict[str, Any]
+) -> None:
+    """The device's cache holds one prompt: others come from host memory, and in a second server from our files."""
+    hits = []
+    for _ in range(2):
+        config = multi(offloading(), ours(tmp_path))
+        with Engine(tiny_llama, ucm, kv_transfer_config=config, num_gpu_blocks_override=17, **OPTIONS) as engine:
+            assert isinstance(engine.core.scheduler, UcmScheduler)
+            assert engine.core.scheduler.recompute_kv_load_failures
+            for _ in range(2):
+                found = engine.alone(PROMPTS, OUTPUTS)
+                assert_same(found, expected)
+                hits.append([answer.cached_tokens for answer in found])
+            for _ in range(3):
+                engine.step()
+            engine.check_idle()
+            loaded = moved_by_ours(engine).loaded
+    assert hits[0] == [0] * len(PROMPTS)
+    assert hits[1][3] >= 128
+    assert hits[2] == WHOLE
+    assert loaded == sum(WHOLE) // 16
+
+
+def moved_by_ours(engine: Engine) -> TransferTotals:
+    assert engine.runner.transfer is not None
+    ours = our_connector(engine.runner.transfer.connector)
+    assert ours is not None
+    return ours.transfer_totals()
+
+
+def test_waiting_requests_are_prefetched_for_a_child(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """covers: B4"""
+    planned = []
+    plan = SchedulerSide.plan_prefetch
+
+    def noted(side: SchedulerSide, waiting: Any) -> None:
+        waiting = list(waiting)
+        planned.append(len(waiting))
+        plan(side, waiting)
+
+    monkeypatch.setattr(SchedulerSide, "plan_prefetch", noted)
+    nested = {**shared(tmp_path), "kv_connector": "MultiConnector"}
+    nested["kv_connector_extra_config"] = {"connectors": [ours(tmp_path)]}
+    with Engine(tiny_llama, kv_transfer_config=multi(shared(tmp_path), nested), **OPTIONS) as engine:
+        engine.greedy(2 * PROMPTS, 2)
+    assert max(planned) > 4
+
+
+def test_loaded_blocks_are_chosen_among_whoever_has_loaded_them(tiny_llama: Path, tmp_path: Path) -> None:
+    """covers: C11. Blocks without summaries are attended in full: with those of a child a step has all."""
+    answers = []
+    for config in (None, multi(ours(tmp_path), shared(tmp_path)), multi(ours(tmp_path), shared(tmp_path))):
+        with Engine(tiny_llama, gsa(1.0), kv_transfer_config=config, **OPTIONS) as engine:
+            answers.append(engine.alone(PROMPTS, OUTPUTS))
+    assert_same(answers[1], answers[0])
+    assert_same(answers[2], answers[0])
+    assert [answer.cached_tokens for answer in answers[2]] == WHOLE
+
+
+@SHAPES
+def test_a_step_with_blocks_that_another_child_has_not_loaded_stores_none(
+    tiny_llama: Path, expected: list[Answer], tmp_path: Path, ucm: dict[str, Any]
+) -> None:
+    """covers: C8 D3. It has computed with what nobody has written; what is computed again is right, and is stored."""
+    with Engine(tiny_llama, ucm, kv_transfer_config=multi(shared(tmp_path)), **OPTIONS) as engine:
+        engine.alone(PROMPTS, OUTPUTS)
+    broken = broken_connector.BrokenConnector
+    broken.failures = 0
+    config = multi(shared(tmp_path, "BrokenConnector"), ours(tmp_path))
+    with Engine(tiny_llama, ucm, kv_transfer_config=config, **OPTIONS) as engine:
+        assert_same(engine.alone(PROMPTS, OUTPUTS), expected)
+    assert broken.failures == sum(count > 0 for count in WHOLE)
+    with Engine(tiny_llama, ucm, kv_transfer_config=multi(ours(tmp_path)), **OPTIONS) as engine:
+        found = engine.alone(PROMPTS, OUTPUTS)
+    assert_same(found, expected)

@@ -1,0 +1,130 @@
+"""What KV depends on beside tokens and the shape of the cache: the weights, and all that says how they are used.
+
+What changes the last digits only is no part of it (kernels, device, `ucm.cpu.matrix_unit`, shapes of steps): within one
+engine they differ from step to step, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from huggingface_hub import snapshot_download
+from vllm.platforms import current_platform
+
+from vllm_gaudi_ucm.connector.weights_digest import weights_digest
+
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+
+MODEL_FIELDS = (
+    "dtype",
+    "revision",
+    "code_revision",
+    "model_impl",
+    "model_class_overrides",
+    "model_weights",
+    "quantization",
+    "quantization_config",
+)
+"""Of vLLM's ModelConfig: each counts as it is."""
+LOAD_FIELDS = ("load_format", "ignore_patterns")
+"""Of vLLM's LoadConfig."""
+
+# of `model_loader_extra_config`: they say how quickly weights come
+_LOADING_SPEED = {"enable_multithread_load", "num_threads", "enable_weights_track", "concurrency", "memory_limit"}
+# where the model lies, and what wrote its configuration
+_NO_PART_OF_CONFIG = {"_name_or_path", "transformers_version"}
+# formats whose weights are files in the folder of the model
+_FORMATS_OF_FILES = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache", "mistral"} | {
+    "sharded_state",
+    "runai_streamer",
+    "runai_streamer_sharded",
+}
+_LONG_ROPE = ("longrope", "su")
+
+
+class ModelInputs(NamedTuple):
+    """Of one model. values: plain data, equal where the same tokens give the same KV. is_known: a change of the weights
+    changes `values`, too; else their name stands for them."""
+
+    name: str
+    values: dict[str, Any]
+    is_known: bool
+
+
+def forward_inputs(vllm_config: VllmConfig) -> list[ModelInputs]:
+    """Of the model, and of the draft model where there is one: its KV is stored beside the target's."""
+    found = [_of_model(vllm_config.model_config, vllm_config.load_config)]
+    drafts = vllm_config.speculative_config
+    if drafts is not None and drafts.method == "draft_model":
+        draft = _of_model(drafts.draft_model_config, drafts.draft_load_config or vllm_config.load_config)
+        # nothing is computed beyond: blocks there hold whatever was in them
+        draft.values["max_model_len"] = drafts.draft_model_config.max_model_len
+        found.append(draft)
+    return found
+
+
+def _of_model(model: ModelConfig, load: LoadConfig) -> ModelInputs:
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _NO_PART_OF_CONFIG}
+    extra = load.model_loader_extra_config
+    folder = _folder(model, load)
+    values: dict[str, Any] = {name: getattr(model, name) for name in MODEL_FIELDS}
+    values |= {name: getattr(load, name) for name in LOAD_FIELDS}
+    values["config"] = config
+    values["long factors"] = [_long_factors(rope, config, model.max_model_len) for rope in _rope_parameters(config)]
+    values["loader"] = (
+        {key: value for key, value in extra.items() if key not in _LOADING_SPEED} if isinstance(extra, dict) else extra
+    )
+    values["code"] = _code_digest(folder) if model.trust_remote_code else ""
+    if load.load_format == "dummy":
+        # vLLM's generator is the device's
+        values["weights"] = [model.seed, current_platform.device_type]
+        return ModelInputs(model.model, values, is_known=True)
+    digest = "" if folder is None else weights_digest(folder)
+    is_known = bool(digest) and load.load_format in _FORMATS_OF_FILES
+    values["weights"] = [digest, "" if is_known else model.model]
+    return ModelInputs(model.model, values, is_known or bool(model.revision))
+
+
+def _folder(model: ModelConfig, load: LoadConfig) -> str | None:
+    """Where the files of the model are: a folder, or that of a hub's model in the cache; None where there are none."""
+    if Path(model.model).is_dir():
+        return model.model
+    try:
+        return str(
+            snapshot_download(model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
+        )
+    except (OSError, ValueError):  # not there, or no name of a hub's model
+        return None
+
+
+def _code_digest(folder: str | None) -> str:
+    """Of a model that brings its own code; "" for one that does not."""
+    if folder is None:
+        return ""
+    digest, files = hashlib.sha256(), sorted(Path(folder).rglob("*.py"))
+    for file in files:
+        digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest() if files else ""
+
+
+def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
+    """All of them: layers of different types may have their own."""
+    if not isinstance(config, Mapping):
+        return
+    if isinstance(config.get("rope_type", config.get("type")), str):
+        yield config
+    for value in config.values():
+        yield from _rope_parameters(value)
+
+
+def _long_factors(rope: Mapping[str, Any], config: Mapping[str, Any], max_model_len: int) -> bool | int:
+    """LongRoPE has two lists of factors; vLLM takes one of them for all requests, by the longest that there may be."""
+    if rope.get("rope_type", rope.get("type")) not in _LONG_ROPE:
+        return False
+    original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    return max_model_len if original is None else max_model_len > original
