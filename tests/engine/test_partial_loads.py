@@ -180,7 +180,7 @@ def test_a_block_that_the_same_step_computes_for_another_request(
     """covers: F5 A19. Poisoned free blocks. What is left of a prompt runs before a request that computes the blocks
     that were left in the store, as the store is gone when that one comes; beside them a dense decode."""
     # the answer comes in the step that asks
-    monkeypatch.setattr("vllm_gaudi_ucm.connector.scheduler_side.GRACE_SECONDS", 5.0)
+    monkeypatch.setattr("vllm_gaudi_ucm.connector.lookup.GRACE_SECONDS", 5.0)
     prompt = PROMPT[:-1] + tokens(7)
     with Engine(tiny_llama, ucm(static=True), **OPTIONS, kv_transfer_config=transfer({"kind": "memory"})) as engine:
         served = Served(engine)
