@@ -23,14 +23,18 @@ _TURNS = 256
 
 
 class FileMedium(Medium):
-    """Records in a folder, `capacity` bytes of blocks at most."""
+    """Records in a folder, `capacity` bytes of blocks at most.
+
+    evicts: whether the least recently used blocks make room for a new one; if not, there is none.
+    """
 
     kind = "file"
     upkeep_seconds = 5.0
     batch_bytes = 4 << 20
 
-    def __init__(self, folder: Folder, capacity: int, fsync: bool) -> None:
+    def __init__(self, folder: Folder, capacity: int, fsync: bool, evicts: bool = True) -> None:
         self._folder = folder
+        self._evicts = evicts
         self._capacity = capacity
         self._fsync = fsync
         # What happens to one block happens in turn, so that the index says of it what the disk says.
@@ -145,7 +149,7 @@ class FileMedium(Medium):
         if not self._make_room(size):
             with self._lock:
                 self._reserved -= size
-            raise FullError(f"the blocks that are being written fill its {self._capacity} bytes")
+            raise FullError(f"no block may leave its {self._capacity} bytes now to make room for another")
 
     def _make_room(self, size: int) -> bool:
         """Evicts until the index and what is being written fit; False where a write of `size` never would."""
@@ -154,7 +158,7 @@ class FileMedium(Medium):
                 oldest = self._index.oldest()
                 if self._index.bytes + self._reserved <= self._capacity:
                     return True
-                if oldest is None or (size and self._reserved > self._capacity):
+                if oldest is None or not self._evicts or (size and self._reserved > self._capacity):
                     return False
             self._evict(*oldest)
 
