@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.runner.request_table import RequestTable
     from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.store.base import KvStore
 
 
 def residency_worker(
@@ -55,7 +56,8 @@ def open_copies(config: UcmConfig, num_rows: int, blocks: DeviceBlocks) -> CopyS
     Raises UcmConfigError for a folder that cannot be used, or a capacity below one block.
     """
     options, block_bytes = config.memory_mode.open_options(num_rows, blocks.block_bytes), blocks.block_bytes
-    folder, store = None, None
+    folder: CopyFolder | None = None
+    store: KvStore | None = None
     try:
         if isinstance(options, MemoryStoreOptions):
             # never the one of a connector with the same options: what that evicts would be copies
