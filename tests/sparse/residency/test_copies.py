@@ -219,3 +219,24 @@ def test_a_copy_is_there_for_as_long_as_it_is_wanted(kind: str, seed: int, tmp_p
     copies.end(5)
     copies.check_idle()
     copies.close()
+
+
+def test_without_host_memory_a_block_does_not_come_back(copies: CopyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: F7 C8. That is a load that failed."""
+
+    def nothing_left(nbytes: int) -> memoryview:
+        raise MemoryError(f"{nbytes} bytes")
+
+    copies.save((1, 0), block(7))
+    assert wait_for(copies.finished_saves)
+    with monkeypatch.context() as patched:
+        patched.setattr(copies._loads, "_allocate", nothing_left)
+        copies.load((1, 0))
+        copies.load((2, 0))
+    copies.end(2)
+    assert list(copies.finished_loads()) == [((1, 0), None)]
+    copies.load((1, 0))
+    assert wait_for(copies.finished_loads) == [((1, 0), block(7))]
+    copies.end(1)
+    copies.check_idle()
+    copies.close()
