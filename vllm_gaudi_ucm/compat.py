@@ -322,6 +322,18 @@ def forget_cached_blocks(manager: "KVCacheManager", request_id: str, first: int)
         cached[request_id] = min(cached[request_id], first)
 
 
+def forget_uncomputed_blocks(manager: "KVCacheManager", request: "Request", block_size: int) -> None:
+    """The prefix cache does not know blocks of a request that is about to be preempted and that nobody has computed.
+
+    Called by our `_preempt_request`, before a step counts as scheduled: `num_computed_tokens` is what was computed.
+
+    Reason: under `--scheduling-policy priority` vLLM preempts requests that the same step has scheduled already. What
+    they were to fill stands in the prefix cache then, and they find it themselves when they resume: wrong tokens.
+    Remove when: `Scheduler.schedule` takes these blocks out of the cache where it takes the request out of the step.
+    """
+    forget_cached_blocks(manager, request.request_id, request.num_computed_tokens // block_size)
+
+
 def kv_block_bytes(manager: "KVCacheManager") -> int:
     """Bytes of a block of all layers.
 

@@ -116,3 +116,49 @@ def test_closing_does_not_wait_for_a_store_that_hangs(blocks: DeviceBlocks) -> N
     saver.close(timeout=0.1)
     assert time.monotonic() - start < 2
     store.goes_on.set()
+
+
+@pytest.mark.parametrize("error", [MemoryError("none"), RuntimeError("CUDA error: out of memory")])
+def test_without_host_memory_blocks_are_dropped(
+    blocks: DeviceBlocks, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """covers: F7. The step goes on, and there is room again once there is memory."""
+    store, allocate, given = FaultStore(), blocks.allocate, [1]
+
+    def scarce(nbytes: int) -> memoryview:
+        if not given:
+            raise error
+        given.pop()
+        return allocate(nbytes)
+
+    monkeypatch.setattr(blocks, "allocate", scarce)
+    saver = saver_of(store, blocks, capacity=3, workers=1)
+    saver.submit(saves(1, 2, 3))
+    assert saver.take_unsaved() == [save.key for save in saves(2, 3)]
+    assert saver.flush(5)
+    given += [1, 1]
+    saver.submit(saves(4, 5, 6))
+    assert saver.flush(5)
+    assert set(stored(store)) == {1, 4, 5, 6}
+    saver.check_integrity()
+    saver.close()
+
+
+def test_a_copy_that_raises_takes_no_room(blocks: DeviceBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: F7"""
+
+    def fail(*given: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    saver = saver_of(FaultStore(), blocks, capacity=2, workers=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(blocks, "read", fail)
+        with pytest.raises(RuntimeError, match="device is gone"):
+            saver.submit(saves(1, 2))
+    with pytest.raises(RuntimeError, match="device is gone"):
+        saver.submit_record(b"key", fail)
+    assert saver.flush(1), "nothing is on its way"
+    saver.submit(saves(3, 4))
+    assert saver.take_unsaved() == []
+    assert saver.flush(5)
+    saver.close()

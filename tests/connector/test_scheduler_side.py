@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 
 from tests.connector.fault_store import FaultStore
 from tests.connector.test_setup import make_setup
+from tests.prefetch.stores import eventually
+from vllm_gaudi_ucm.connector.lookup import GRACE_SECONDS
 from vllm_gaudi_ucm.connector.metadata import BlockLoad
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
 
@@ -73,11 +76,12 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def matched(side: Side, request: Any, computed: int = 0) -> int | None:
-    """Asks until there is an answer."""
+    """Asks step by step until there is an answer."""
     for _ in range(1000):
         found = side.side.matched_tokens(request, computed)
         if found is not None:
             return found
+        side.side.metadata(scheduled())
     return None
 
 
@@ -182,6 +186,95 @@ def test_lookup_deadline(sides: Any, deadline: float) -> None:
     assert side.side.matched_tokens(request, 0) is None
     assert matched(side, request) == (64 if deadline > 1 else 0)
     assert side.side.counts.timeouts == (deadline < 1)
+
+
+class Clock:
+    """Seconds that pass while somebody waits. waits: how long each time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waits: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class NeverSet(threading.Event):
+    """An answer that does not come."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None, "nobody waits for ever"
+        self._clock.waits.append(timeout)
+        self._clock.now += timeout
+        return False
+
+
+@pytest.fixture
+def slow_side(sides: Any) -> Iterator[tuple[Side, Clock]]:
+    """A store that does not answer, and time that passes only while somebody waits."""
+    side, clock = sides(options={"lookup_deadline": 1.0}), Clock()
+    answers = threading.Event()
+    lookups = side.side._lookups
+    lookups._clock = clock
+    ask = lookups.ask
+
+    def answer(keys: Any) -> list[bool]:
+        side.store.looked_up += 1
+        answers.wait(30)
+        return [True] * len(keys)
+
+    def asked(*given: Any) -> Any:
+        lookup = ask(*given)
+        lookup.answered = NeverSet(clock)
+        return lookup
+
+    lookups.ask, side.store.lookup = asked, answer
+    side.answers = answers
+    yield side, clock
+    answers.set()
+
+
+def test_requests_that_wait_for_a_slow_store_share_the_time_of_a_step(slow_side: tuple[Side, Clock]) -> None:
+    """covers: F8. A step waits no longer for eighty of them than for one, and the next one as long again."""
+    side, clock = slow_side
+    requests = [make_request(f"r{number}", 70) for number in range(80)]
+    for request in requests:
+        side.side.begin(request)
+    for step in range(1, 4):
+        assert [side.side.matched_tokens(request, 0) for request in requests] == [None] * 80
+        assert sum(clock.waits) == pytest.approx(step * GRACE_SECONDS)
+        side.side.metadata(scheduled())
+    assert side.side.counts.timeouts == 0
+
+
+def test_questions_that_nobody_waits_for_are_not_asked(slow_side: tuple[Side, Clock]) -> None:
+    """covers: F8. Those of requests that have ended, that run, or that want other blocks now, and those too old."""
+    side, clock = slow_side
+    requests = [make_request(name, 70) for name in ("first", "ended", "runs", "other", "late")]
+    for request in requests:
+        side.side.begin(request)
+        side.side.matched_tokens(request, 0)
+        assert eventually(lambda: side.store.looked_up == 1), "the store is stuck with the first one"
+    side.side.end("ended")
+    side.side.runs(requests[2])
+    side.side.matched_tokens(requests[3], 32)
+    clock.now += 0.5
+    wanted = make_request("wanted", 70)
+    side.side.begin(wanted)
+    side.side.matched_tokens(wanted, 0)
+    lookups = {name: side.side._states[name].lookup for name in ("first", "other", "late", "wanted")}
+    clock.now += 0.6
+    side.answers.set()
+    assert eventually(lambda: lookups["wanted"].hits is not None)
+    assert [lookup.hits for lookup in lookups.values()] == [4, None, None, 4]
+    assert side.store.looked_up == 2
+    # whoever has not got an answer does without one
+    assert side.side.matched_tokens(requests[4], 0) == 0
+    assert side.side.counts.timeouts == 1
 
 
 def test_extra_keys_that_are_no_plain_data_are_not_stored(sides: Any) -> None:

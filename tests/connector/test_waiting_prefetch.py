@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +37,11 @@ class SlowLookups(ScriptedStore):
         return super().lookup(keys)
 
 
-def made(store: ScriptedStore, batch_size: int = 4, **options: Any) -> WaitingPrefetch:
+def made(store: ScriptedStore, batch_size: int = 4, deadline: float = 60.0, **options: Any) -> WaitingPrefetch:
     def wanted(request: Any) -> list[bytes] | None:
         return request.keys
 
-    return WaitingPrefetch(PrefetchOptions(**options), batch_size, LookupThread(store), wanted)
+    return WaitingPrefetch(PrefetchOptions(**options), batch_size, LookupThread(store, deadline), wanted)
 
 
 def submitted(plan: PrefetchPlan) -> dict[str, int]:
@@ -116,3 +117,31 @@ def test_the_worker_does_what_the_plan_says() -> None:
     assert load.wait(5) is PrefetchOutcome.READY
     assert eventually(lambda: engine.stats().cache_blocks == 3)
     assert engine.stop(5)
+
+
+def test_a_question_that_was_too_old_to_be_asked_is_asked_again() -> None:
+    """covers: F8. A store that was stuck for longer than the deadline answers later ones."""
+    store = SlowLookups([1, 2])
+    waiting: list[Any] = [Waiting("a", keys(1)), Waiting("b", keys(2))]
+    planning = made(store, deadline=0.05)
+    assert not planning.plan(waiting)
+    late = planning._asked["b"]
+    assert late is not None
+    assert eventually(lambda: time.monotonic() - late.asked > 0.05)
+    store.answers.set()
+    assert eventually(lambda: late.is_late)
+    found: dict[str, int] = {}
+    assert eventually(lambda: found.update(submitted(planning.plan(waiting))) or len(found) == 2)
+    assert store.asked == 2
+
+
+def test_nobody_asks_for_a_request_that_has_gone() -> None:
+    """covers: F8"""
+    store = SlowLookups([1, 2, 3])
+    planning = made(store)
+    planning.plan([Waiting("a", keys(1)), Waiting("b", keys(2)), Waiting("c", keys(3))])
+    planning.forget("b")
+    last = planning._asked["c"]
+    store.answers.set()
+    assert eventually(lambda: last.hits is not None)
+    assert store.asked == 2

@@ -65,6 +65,26 @@ def test_blocks_leave_and_come_back(tiny_llama: Path, static: bool, caching: boo
         engine.check_idle()
 
 
+def test_without_host_memory_blocks_stay(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: F7 C8. A copy that cannot be made is counted, and the step goes on."""
+
+    def nothing_left(nbytes: int) -> memoryview:
+        raise MemoryError(f"{nbytes} bytes")
+
+    with Engine(tiny_llama, ucm(), **OPTIONS) as engine:
+        watched = WatchedEngine(engine)
+        assert engine.runner._sparse is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.runner._sparse.residency._blocks, "allocate", nothing_left)
+            check_finite(watched.generate([PROMPTS[2]], 10))
+        totals = watched.residency.totals
+        assert totals.unsaved
+        assert not totals.released
+        check_finite(watched.generate([PROMPTS[2]], 10))
+        assert totals.released
+        engine.check_idle()
+
+
 @pytest.mark.parametrize("method", ["ESA", "KVStar"])
 def test_other_methods(tiny_llama: Path, method: str) -> None:
     """A locked selection is made anew when its blocks leave."""

@@ -174,6 +174,32 @@ def test_tails_at_static_shapes(tiny_llama: Path, tmp_path: Path) -> None:
     assert [record for record in read_phase_log(log)[1] if record.tail] == sparse
 
 
+def test_a_block_that_the_same_step_computes_for_another_request(
+    tiny_llama: Path, fault_store: FaultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """covers: F5 A19. Poisoned free blocks. What is left of a prompt runs before a request that computes the blocks
+    that were left in the store, as the store is gone when that one comes; beside them a dense decode."""
+    # the answer comes in the step that asks
+    monkeypatch.setattr("vllm_gaudi_ucm.connector.lookup.GRACE_SECONDS", 5.0)
+    prompt = PROMPT[:-1] + tokens(7)
+    with Engine(tiny_llama, ucm(static=True), **OPTIONS, kv_transfer_config=transfer({"kind": "memory"})) as engine:
+        served = Served(engine)
+        served.serve([prompt], 2)
+        served.forget()
+        engine.add("decode", tokens(10), DENSE)
+        engine.add("part", prompt, greedy_params(8))
+        scheduler = engine.core.scheduler
+        while not scheduler.finished_recving_kv_req_ids:
+            served.watched.step()
+        assert served.watched.residency.totals.stored == 20 - RESIDENT
+        fault_store.lookup_raises = True
+        engine.add("whole", prompt, greedy_params(8))
+        check_finite(served.watched.finish(["part", "whole"]))
+        engine.llm.llm_engine.abort_request(["decode"])
+        fault_store.heal()
+        served.settle()
+
+
 def test_a_repeated_step_with_drafts(tiny_llama: Path) -> None:
     """covers: C16. Those behind the token that was taken back are not verified."""
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}

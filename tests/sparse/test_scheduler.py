@@ -240,3 +240,32 @@ def test_bases() -> None:
     assert issubclass(UcmScheduler, Scheduler)
     assert not issubclass(UcmScheduler, AsyncScheduler)
     assert issubclass(UcmAsyncScheduler, AsyncScheduler)
+
+
+@pytest.mark.parametrize("ucm", [{}, GSA], ids=["dense", "sparse"])
+def test_what_a_preempted_request_was_to_compute_is_not_found(tmp_path: Path, ucm: dict[str, Any]) -> None:
+    """covers: F5 A7. By priority vLLM preempts a request that the same step has scheduled already: nobody computes the
+    blocks that it was to fill."""
+    config = vllm_config(tmp_path, ucm, num_blocks=28, budget=20)
+    config.scheduler_config.policy = "priority"
+    config.scheduler_config.long_prefill_token_threshold = 16
+    scheduler = make_scheduler(config, UcmScheduler)
+    less, more = request("less", 100, max_tokens=2), request("more", 6, start=7, max_tokens=8)
+    less.priority, more.priority = 1, 0
+    scheduler.add_request(less)
+    run_step(scheduler)
+    scheduler.add_request(more)
+    written = set(scheduler.kv_cache_manager.get_block_ids("less")[0])
+    for _ in range(60):
+        output = scheduler.schedule()
+        for name, count in output.num_scheduled_tokens.items():
+            end = scheduler.requests[name].num_computed_tokens
+            table = scheduler.kv_cache_manager.get_block_ids(name)[0][: -(-end // BLOCK_SIZE)]
+            first = (end - count) // BLOCK_SIZE
+            assert written.issuperset(table[:first]), f"{name} reads blocks that nobody has computed"
+            written.update(table[first:])
+        pool = scheduler.kv_cache_manager.block_pool
+        written -= {block.block_id for block in pool.blocks if block.ref_cnt <= 0 and block.block_hash is None}
+        finish_step(scheduler, output, sampled_ids(scheduler, output))
+    assert less.num_preemptions
+    assert not scheduler.requests

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_gaudi_ucm.connector.device_blocks import NO_MEMORY
 from vllm_gaudi_ucm.connector.save_queue import SaveQueue
 from vllm_gaudi_ucm.logger import plugin_logger
 
@@ -62,7 +64,8 @@ class BlockSaver:
         """Takes a copy of these blocks, which may then be written again; what the queue has no room for is dropped."""
         buffers = self._take(len(saves))
         kept, dropped = saves[: len(buffers)], saves[len(buffers) :]
-        self._blocks.read([(save.block_id, buffer) for save, buffer in zip(kept, buffers, strict=True)])
+        with self._given_back_on_error(buffers):
+            self._blocks.read([(save.block_id, buffer) for save, buffer in zip(kept, buffers, strict=True)])
         with self._lock:
             self._counts.dropped += len(dropped)
             self._unsaved += [save.key for save in dropped]
@@ -74,7 +77,8 @@ class BlockSaver:
         if not buffers:
             self.refuse(key)
             return
-        fill(buffers[0])
+        with self._given_back_on_error(buffers):
+            fill(buffers[0])
         self._queue.put([(key, buffers[0], False)])
 
     def refuse(self, key: bytes) -> None:
@@ -114,7 +118,26 @@ class BlockSaver:
         count = self._queue.reserve(count)
         with self._lock:
             buffers = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        return buffers + [self._blocks.allocate(self._blocks.block_bytes) for _ in range(count - len(buffers))]
+        try:
+            while len(buffers) < count:
+                buffers.append(self._blocks.allocate(self._blocks.block_bytes))
+        except NO_MEMORY as error:
+            logger.warning("no host memory for %d blocks on their way to the store: %s", count - len(buffers), error)
+            for _ in range(count - len(buffers)):
+                self._queue.release()
+        return buffers
+
+    @contextmanager
+    def _given_back_on_error(self, buffers: list[memoryview]) -> Iterator[None]:
+        """Buffers and their places in the queue are nobody's where what is to fill them raises."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._free += buffers
+            for _ in buffers:
+                self._queue.release()
+            raise
 
     def _run(self) -> None:
         while (save := self._queue.take()) is not None:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device, Fence
 
 
+NO_MEMORY = (MemoryError, RuntimeError)
+"""What `DeviceBlocks.allocate` raises where the system gives no memory; page-locked memory is torch's."""
+
+
 class DeviceBlocks:
     """Copies between the cache and host memory. Bytes of a block: [layer, token, kv head, k | v].
 
@@ -35,7 +39,7 @@ class DeviceBlocks:
         self.block_bytes = sum(_block_bytes(cache) for cache in caches.values())
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Host memory that copies are fastest with."""
+        """Host memory that copies are fastest with. Raises one of NO_MEMORY."""
         if not self._device.pins_host_memory:
             return memoryview(bytearray(nbytes))
         # an array is a buffer, which numpy's stubs say from Python 3.12 on

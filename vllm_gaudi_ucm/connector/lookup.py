@@ -13,10 +13,15 @@ from vllm_gaudi_ucm.store.base import KvStore
 logger = plugin_logger(__name__)
 
 
+# A store in memory answers within this; a slower one lets requests come back in the next step.
+GRACE_SECONDS = 0.002
+
+
 class Lookup:
     """One question; `hits` is how many of its keys the store holds from the first on, None until it is answered.
 
-    records, has_records: other keys, and whether the store holds all of them.
+    records, has_records: other keys, and whether the store holds all of them. is_wanted: somebody waits for the answer.
+    is_late: it was too old to be asked when its turn came, and has no answer.
     """
 
     def __init__(self, keys: Sequence[bytes], first_block: int, asked: float, records: Sequence[bytes] = ()) -> None:
@@ -26,20 +31,30 @@ class Lookup:
         self.first_block = first_block
         self.asked = asked
         self.hits: int | None = None
+        self.is_wanted = True
+        self.is_late = False
         self.answered = threading.Event()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer may still come."""
+        return self.hits is None and not self.is_late
 
 
 class LookupThread:
-    """Asks one question after the other.
+    """Asks one question after the other, but for those that nobody waits for any more.
 
     Args:
         store: may be slow, and may raise: then nothing is there.
+        deadline: seconds after which a question is not asked any more.
         clock: seconds.
     """
 
-    def __init__(self, store: KvStore, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: KvStore, deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
+        self._deadline = deadline
         self._clock = clock
+        self._grace = GRACE_SECONDS
         self._questions: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         # daemon: a store that hangs must not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="ucm-lookup", daemon=True)
@@ -51,9 +66,21 @@ class LookupThread:
         self._questions.put(lookup)
         return lookup
 
-    def age(self, lookup: Lookup) -> float:
-        """Seconds since it was asked."""
-        return self._clock() - lookup.asked
+    def is_answered(self, lookup: Lookup) -> bool:
+        """Waits for what is left of a step's grace, which all questions share: a step has other requests to run."""
+        if lookup.is_open and self._grace > 0:
+            begin = self._clock()
+            lookup.answered.wait(self._grace)
+            self._grace -= self._clock() - begin
+        return lookup.hits is not None
+
+    def end_step(self) -> None:
+        """The next step has a grace of its own."""
+        self._grace = GRACE_SECONDS
+
+    def is_late(self, lookup: Lookup) -> bool:
+        """Whether nobody should wait for the answer any longer."""
+        return self._clock() - lookup.asked >= self._deadline
 
     def close(self, timeout: float = 1.0) -> None:
         """Ends the thread, or leaves it to the store that it is stuck in."""
@@ -62,6 +89,12 @@ class LookupThread:
 
     def _run(self) -> None:
         while (lookup := self._questions.get()) is not None:
+            if not lookup.is_wanted:
+                continue
+            if self.is_late(lookup):
+                lookup.is_late = True
+                lookup.answered.set()
+                continue
             try:
                 found = self._store.lookup([*lookup.keys, *lookup.records])
                 found, records = found[: len(lookup.keys)], found[len(lookup.keys) :]

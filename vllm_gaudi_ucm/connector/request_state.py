@@ -28,3 +28,9 @@ class RequestState:
     saved: int = 0
     is_whole: bool = False
     has_records: bool = False
+
+    def drop_lookup(self) -> None:
+        """What was asked of the store is asked anew, if at all."""
+        if self.lookup is not None:
+            self.lookup.is_wanted = False
+        self.lookup = None

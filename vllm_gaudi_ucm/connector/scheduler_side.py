@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 logger = plugin_logger(__name__)
 
-# A store in memory answers within this; a slower one lets the request come back in the next step.
-GRACE_SECONDS = 0.002
-
 
 class LookupCounts(msgspec.Struct, kw_only=True):
     """Requests: looked up, answered too late. Blocks: hits, and those of the prompt that were none."""
@@ -69,7 +66,7 @@ class SchedulerSide:
         self._saves = SavePlan(self.known, self._block_size, block_table, self._keys)
         self.counts = LookupCounts()
         self.store = setup.open_store()
-        self._lookups = LookupThread(self.store)
+        self._lookups = LookupThread(self.store, setup.options.lookup_deadline)
         batch_size = setup.vllm_config.scheduler_config.max_num_seqs
         self._waiting = WaitingPrefetch(
             setup.prefetch_options, batch_size, self._lookups, self._wanted_keys, self._wanted_part
@@ -109,7 +106,9 @@ class SchedulerSide:
 
     def end(self, request_id: str) -> None:
         """It has finished or was aborted; the worker ends a load of it."""
-        self._states.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            state.drop_lookup()
         self._waiting.forget(request_id)
 
     def plan_prefetch(self, waiting: Iterable[Request]) -> None:
@@ -148,8 +147,8 @@ class SchedulerSide:
         lookup = self._lookup(state, first, end)
         if lookup is None:
             return 0
-        if lookup.hits is None and not lookup.answered.wait(GRACE_SECONDS):
-            if self._lookups.age(lookup) < self._setup.options.lookup_deadline:
+        if not self._lookups.is_answered(lookup):
+            if not self._lookups.is_late(lookup):
                 return None
             self.counts.timeouts += 1
             state.is_closed = True
@@ -171,6 +170,7 @@ class SchedulerSide:
         keys = self._keys(state, end)
         if keys is None or first >= end:
             return None
+        state.drop_lookup()
         self.counts.requests += 1
         records: list[bytes] = []
         if self._partial is not None and not state.is_whole:
@@ -209,7 +209,7 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is not None:
             # what the store has said is old once the request is preempted
-            state.lookup = None
+            state.drop_lookup()
         if self._partial is not None:
             self._partial.runs(request)
 
@@ -236,6 +236,7 @@ class SchedulerSide:
 
     def metadata(self, scheduler_output: SchedulerOutput) -> UcmMetadata:
         """Of the step that was just scheduled."""
+        self._lookups.end_step()
         loads, self._loads = self._loads, []
         plan, self._plan = self._plan, PrefetchPlan()
         saves: list[BlockSave] = []
@@ -290,6 +291,7 @@ class SchedulerSide:
             self.store.clear()
         for request_id, state in list(self._states.items()):
             self._waiting.forget(request_id)
+            state.drop_lookup()
             if state.request.num_computed_tokens:
                 del self._states[request_id]
                 continue

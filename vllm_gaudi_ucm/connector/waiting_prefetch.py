@@ -62,7 +62,9 @@ class WaitingPrefetch:
 
     def forget(self, request_id: str) -> None:
         """The request has blocks now, or has ended: the id may stand for another one."""
-        self._asked.pop(request_id, None)
+        asked = self._asked.pop(request_id, None)
+        if asked is not None:
+            asked.is_wanted = False
         self._queued.pop(request_id, None)
 
     def plan(self, waiting: Iterable[Request]) -> PrefetchPlan:
@@ -71,22 +73,24 @@ class WaitingPrefetch:
         names = {request.request_id for request in reach}
         for gone in self._asked.keys() - names:
             self.forget(gone)
-        open_lookups = sum(asked is not None and asked.hits is None for asked in self._asked.values())
+        open_lookups = sum(asked is not None and asked.is_open for asked in self._asked.values())
         for request in reach:
             name = request.request_id
-            if name not in self._asked and open_lookups < OPEN_LOOKUPS:
-                self._ask(request)
-                open_lookups += 1
             asked = self._asked.get(name)
+            is_new = name not in self._asked or (asked is not None and asked.is_late)
+            if is_new and open_lookups < OPEN_LOOKUPS:
+                asked = self._ask(request)
+                open_lookups += 1
             if name not in self._queued and asked is not None and asked.hits:
                 stored = asked.keys[: asked.hits]
                 part = self._part(request, stored) if len(stored) == len(asked.keys) else stored
                 self._queued[name] = QueuedRequest(name, tuple(part))
         return self._planner.update([], [self._queued[r.request_id] for r in reach if r.request_id in self._queued])
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: Request) -> Lookup | None:
         keys = self._keys(request)
-        self._asked[request.request_id] = self._lookups.ask(keys, 0) if keys else None
+        asked = self._asked[request.request_id] = self._lookups.ask(keys, 0) if keys else None
+        return asked
 
     @property
     def num_requests(self) -> int:

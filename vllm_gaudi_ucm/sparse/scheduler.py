@@ -9,7 +9,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from vllm_gaudi_ucm.compat import set_blocks_apart
+from vllm_gaudi_ucm.compat import forget_uncomputed_blocks, set_blocks_apart
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.connector.connector import our_connector
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 from vllm_gaudi_ucm.sparse.request_options import read_extra_args
 from vllm_gaudi_ucm.sparse.residency.partial_load_steps import PartialLoadSteps
 from vllm_gaudi_ucm.sparse.residency.setup import residency_role
-from vllm_gaudi_ucm.sparse.scheduler_contract import attach_sparse_meta, verified_drafts
+from vllm_gaudi_ucm.sparse.scheduler_contract import attach_sparse_meta, computed_tokens, verified_drafts
 from vllm_gaudi_ucm.sparse.scheduler_role import scheduler_role
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class _SparseScheduling(Scheduler):
         meta = self.sparse.build_sparse_meta(scheduler_output, self.requests)
         if self.residency is not None:
             self.residency.preempted(set(scheduler_output.preempted_req_ids or ()) - reset)
-            meta.residency = self.residency.orders(meta.requests, self.requests)
+            meta.residency = self.residency.orders(meta.requests, self.requests, computed_tokens(scheduler_output))
         attach_sparse_meta(scheduler_output, meta)
         return scheduler_output
 
@@ -106,6 +106,10 @@ class _SparseScheduling(Scheduler):
             # they are about to be preempted, and no block may be in use then
             self.residency.preempted([request.request_id for request in self.running])
         return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        forget_uncomputed_blocks(self.kv_cache_manager, request, self.block_size)
+        super()._preempt_request(request, *args, **kwargs)
 
     def _end_residency(self) -> None:
         """A request that has ended waits for no block any more: those that wait for it are free for others."""

@@ -29,14 +29,18 @@ _TURNS = 256
 
 
 class FileMedium(Medium):
-    """Records in a folder, `capacity` bytes of blocks at most."""
+    """Records in a folder, `capacity` bytes of blocks at most.
+
+    evicts: whether the least recently used blocks make room for a new one; if not, there is none.
+    """
 
     kind = "file"
     upkeep_seconds = 5.0
     batch_bytes = 4 << 20
 
-    def __init__(self, folder: Folder, capacity: int, fsync: bool) -> None:
+    def __init__(self, folder: Folder, capacity: int, fsync: bool, evicts: bool = True) -> None:
         self._folder = folder
+        self._evicts = evicts
         self._capacity = capacity
         self._fsync = fsync
         # What happens to one block happens in turn, so that the index says of it what the disk says.
@@ -87,7 +91,7 @@ class FileMedium(Medium):
         try:
             with _refusals():
                 if not self._make_room(reserved):
-                    raise FullError(f"the blocks that are being written fill its {self._capacity} bytes")
+                    raise FullError(f"no block may leave its {self._capacity} bytes now to make room for another")
                 with self._turn(block):
                     if held.is_whole(block):
                         return False
@@ -183,7 +187,7 @@ class FileMedium(Medium):
                 oldest = self._index.oldest()
                 if self._index.bytes + self._reserved <= self._capacity:
                     return True
-                if oldest is None or (size and self._reserved > self._capacity):
+                if oldest is None or not self._evicts or (size and self._reserved > self._capacity):
                     return False
             self._evict(*oldest)
 

@@ -21,13 +21,17 @@ logger = plugin_logger(__name__)
 
 
 class MemoryStore(KvStore):
-    """Blocks of `block_bytes` bytes; `capacity` bytes at most. Copies run outside the lock, several at once."""
+    """Blocks of `block_bytes` bytes; `capacity` bytes at most. Copies run outside the lock, several at once.
+
+    evicts: whether the least recently used block makes room for a new one; if not, that is not saved.
+    """
 
     waits = False
     batch_bytes = 8 << 20  # a millisecond of copying, beside which a turn of a thread costs little
 
-    def __init__(self, block_bytes: int, capacity: int, pinned: bool = False) -> None:
+    def __init__(self, block_bytes: int, capacity: int, pinned: bool = False, evicts: bool = True) -> None:
         check_block_bytes(block_bytes, capacity)
+        self._evicts = evicts
         self._block_bytes = block_bytes
         self._capacity = capacity
         self._lock = threading.Lock()  # of all below
@@ -162,13 +166,13 @@ class MemoryStore(KvStore):
             self._busy = 0
 
     def _take_slot(self) -> int | None:
-        """A free slot, else that of the oldest block that nobody reads; None where all are in use."""
+        """A free slot, else that of the oldest block that nobody reads; None where all are in use, or none leaves."""
         try:
             slot = self._pool.take()
         except (MemoryError, RuntimeError) as error:
             logger.warning("memory store: the system gives no more memory: %s", error)
             slot = None
-        if slot is None:
+        if slot is None and self._evicts:
             oldest = next((key for key, entry in self._entries.items() if entry.readers == 0), None)
             if oldest is not None:
                 self._remove(oldest)

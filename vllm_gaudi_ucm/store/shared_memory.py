@@ -77,12 +77,15 @@ class SharedMemoryStore(KvStore):
         return store
 
 
-def new_memory_store(options: MemoryStoreOptions, block_bytes: int) -> MemoryStore:
-    """A store that nobody else opens. Raises UcmConfigError for page-locked memory without a device."""
+def new_memory_store(options: MemoryStoreOptions, block_bytes: int, evicts: bool = True) -> MemoryStore:
+    """A store that nobody else opens; evicts: see MemoryStore.
+
+    Raises UcmConfigError for page-locked memory without a device.
+    """
     pinned = can_pin() if options.pin == "auto" else options.pin
     if pinned and not can_pin():
         raise UcmConfigError([Problem("store.pin", "true", "false or auto here: page-locked memory needs a device")])
-    return MemoryStore(block_bytes, options.capacity, pinned)
+    return MemoryStore(block_bytes, options.capacity, pinned, evicts)
 
 
 def can_pin() -> bool:

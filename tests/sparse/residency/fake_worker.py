@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -61,8 +62,10 @@ class FakeWorker:
             assert self._rows[move.life, move.number] == move.row
             self._moving.append((self._rng.randint(0, self._delay), False, move))
         assert set(orders.ahead) <= set(self._copies), "what is brought nearer has a copy"
-        self._write(output, requests)
-        self._check(output, requests)
+        # each request as a division of its own: one that runs early must not need what a later one fills
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            self._write(request_id, scheduled, requests)
+            self._check(request_id, requests)
         for request_id, life in orders.scored.items():
             full = self._tokens(output, requests, request_id) // self._block_size
             report.scores[life] = [self._rng.choice([-1.0, *[self._rng.random()] * 20]) for _ in range(full)]
@@ -100,22 +103,25 @@ class FakeWorker:
     def _tokens(self, output: SchedulerOutput, requests: Any, request_id: str) -> int:
         return min(int(requests[request_id].num_computed_tokens), int(requests[request_id].num_tokens))
 
-    def _write(self, output: SchedulerOutput, requests: Any) -> None:
-        """The scheduled tokens, in the blocks that the table names."""
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            tokens, table = list(requests[request_id].all_token_ids), self.tables[request_id]
-            end = requests[request_id].num_computed_tokens
-            for position in range(end - scheduled, end):
-                block = table[position // self._block_size]
-                assert block, "nothing is written to a block that is away"
-                self.content[block] = tuple(tokens[: position + 1])
+    def poison(self, blocks: Iterable[int]) -> None:
+        """These are free, and nobody finds them any more: nobody may read what was in them."""
+        for block in blocks:
+            self.content.pop(block, None)
 
-    def _check(self, output: SchedulerOutput, requests: Any) -> None:
-        """Every block of every scheduled request is away, or holds what it should."""
-        for request_id in output.num_scheduled_tokens:
-            tokens = list(requests[request_id].all_token_ids)
-            end = requests[request_id].num_computed_tokens
-            for number, block in enumerate(self.tables[request_id][: -(-end // self._block_size)]):
-                if block:
-                    upto = min(end, (number + 1) * self._block_size)
-                    assert self.content[block] == tuple(tokens[:upto]), f"{request_id} block {number}"
+    def _write(self, request_id: str, scheduled: int, requests: Any) -> None:
+        """The scheduled tokens, in the blocks that the table names."""
+        tokens, table = list(requests[request_id].all_token_ids), self.tables[request_id]
+        end = requests[request_id].num_computed_tokens
+        for position in range(end - scheduled, end):
+            block = table[position // self._block_size]
+            assert block, "nothing is written to a block that is away"
+            self.content[block] = tuple(tokens[: position + 1])
+
+    def _check(self, request_id: str, requests: Any) -> None:
+        """Every block of a scheduled request is away, or holds what it should."""
+        tokens = list(requests[request_id].all_token_ids)
+        end = requests[request_id].num_computed_tokens
+        for number, block in enumerate(self.tables[request_id][: -(-end // self._block_size)]):
+            if block:
+                upto = min(end, (number + 1) * self._block_size)
+                assert self.content.get(block) == tuple(tokens[:upto]), f"{request_id} block {number}"

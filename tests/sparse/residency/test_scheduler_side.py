@@ -52,6 +52,8 @@ def run_step(scheduler: Any, worker: FakeWorker) -> Any:
     report = worker.step(output, scheduler.requests)
     finish_with(scheduler, output, report)
     scheduler.residency.check_integrity()
+    pool = scheduler.kv_cache_manager.block_pool
+    worker.poison(block.block_id for block in pool.blocks if block.ref_cnt <= 0 and block.block_hash is None)
     return output
 
 
@@ -255,6 +257,28 @@ def test_random_traffic(tmp_path: Path, method: str, caching: bool, seed: int) -
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     assert not worker._moving
     assert not worker._copies
+
+
+def test_blocks_that_the_same_step_fills_are_not_found(tmp_path: Path) -> None:
+    """covers: F5. A request that misses a block runs in a division of its own, before the one that fills that block
+    for the cache."""
+    scheduler, worker = scheduler_of(tmp_path, graphs="eager"), FakeWorker(random.Random(0))
+    scheduler.add_request(request("first", 40))
+    for _ in range(2):
+        run_step(scheduler, worker)
+    residency, pool = scheduler.residency, scheduler.kv_cache_manager.block_pool
+    left = residency._blocks.table("first")[5].block_id
+    assert residency.leave_stored("first", {5: b"key"})
+    pool.evict_blocks({left})
+    worker.poison([left])
+    # as the worker's table would be, had the request just been loaded
+    worker.tables["first"][5] = 0
+    scheduler.add_request(request("second", 40))
+    output = run_step(scheduler, worker)
+    assert list(output.num_scheduled_tokens) == ["first", "second"]
+    assert output.num_scheduled_tokens["second"] == 20
+    assert residency.num_away
+    assert not residency.totals.found
 
 
 @pytest.mark.parametrize("graphs", ["off", "eager"])

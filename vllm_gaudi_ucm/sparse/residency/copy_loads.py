@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_gaudi_ucm.connector.device_blocks import NO_MEMORY
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
 from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.prefetch.block_reader import Allocate
     from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
     from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
+
+logger = plugin_logger(__name__)
 
 Pair = tuple[int, int]
 
@@ -31,14 +35,20 @@ class CopyLoads:
         self._block_bytes = block_bytes
         self._allocate = allocate
         self._loads: dict[Pair, tuple[PrefetchHandle, memoryview]] = {}
+        self._failed: list[Pair] = []
 
     def __len__(self) -> int:
         """Loads under way, and those that have ended and that nobody has asked for."""
-        return len(self._loads)
+        return len(self._loads) + len(self._failed)
 
     def start(self, pair: Pair, key: bytes) -> None:
         """Has the block under `key` read; `finished` gives it."""
-        data = self._allocate(self._block_bytes)
+        try:
+            data = self._allocate(self._block_bytes)
+        except NO_MEMORY as error:
+            logger.warning("memory mode: no host memory for a block that comes back: %s", error)
+            self._failed.append(pair)
+            return
 
         def deliver(index: int, block: memoryview) -> None:
             data[:] = block
@@ -48,6 +58,9 @@ class CopyLoads:
 
     def finished(self) -> Iterator[tuple[Pair, memoryview | None]]:
         """Loads that have ended since the last call: the block, None where it could not be read."""
+        failed, self._failed = self._failed, []
+        for pair in failed:
+            yield pair, None
         for pair in [pair for pair, (handle, _) in self._loads.items() if handle.outcome is not None]:
             handle, data = self._loads.pop(pair)
             is_ready = handle.outcome is PrefetchOutcome.READY
@@ -56,6 +69,7 @@ class CopyLoads:
 
     def end(self, life: int) -> None:
         """Gives up the loads of a life."""
+        self._failed = [pair for pair in self._failed if pair[0] != life]
         for pair in [pair for pair in self._loads if pair[0] == life]:
             handle, _ = self._loads.pop(pair)
             self._engine.forget(handle.request_id)

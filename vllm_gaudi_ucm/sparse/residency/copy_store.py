@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
     from vllm_gaudi_ucm.prefetch.block_reader import Allocate
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+    from vllm_gaudi_ucm.sparse.residency.copy_folder import CopyFolder
     from vllm_gaudi_ucm.store.base import KvStore
 
 _PREFIX_BYTES = 16
@@ -31,14 +32,23 @@ class CopyStore:
     Keys begin with a number that no other engine has: copies are of no use to anyone else, nor after a restart.
 
     Args:
-        store: where copies are; closed with this.
+        store: where copies are; closed with this. It must evict nothing: a copy may be the only one of its block.
         block_bytes: of a block.
         allocate: host memory of so many bytes.
         options: of the engine that loads.
+        folder: that the store lies in, if it does; removed with this.
     """
 
-    def __init__(self, store: KvStore, block_bytes: int, allocate: Allocate, options: PrefetchOptions) -> None:
+    def __init__(
+        self,
+        store: KvStore,
+        block_bytes: int,
+        allocate: Allocate,
+        options: PrefetchOptions,
+        folder: CopyFolder | None = None,
+    ) -> None:
         self.store = store
+        self._folder = folder
         self._prefix = secrets.token_bytes(_PREFIX_BYTES)
         self._engine = PrefetchEngine(store, block_bytes, options)
         self._engine.start()
@@ -48,6 +58,8 @@ class CopyStore:
         self._saves: dict[Pair, Future[bool]] = {}
         self._near: set[Pair] = set()
         self._copies: dict[int, set[int]] = {}
+        # of the writer's thread: copies that nobody wants, and that the store could not delete yet
+        self._unwanted: set[bytes] = set()
         self._reporter: MetricsReporter | None = None
 
     def report_to(self, metrics: StepMetrics) -> None:
@@ -93,7 +105,7 @@ class CopyStore:
     def drop(self, pair: Pair) -> None:
         """Deletes one copy, of which no move is under way."""
         self._copies[pair[0]].discard(pair[1])
-        self._writer.submit(self.store.delete, [self._key(pair)])
+        self._writer.submit(self._delete, [self._key(pair)])
 
     def end(self, life: int) -> None:
         """Gives up the moves of a life and deletes its copies."""
@@ -103,7 +115,7 @@ class CopyStore:
         self.bring_near([pair for pair in self._near if pair[0] != life])
         numbers = self._copies.pop(life, None)
         if numbers:
-            self._writer.submit(self.store.delete, [self._key((life, number)) for number in numbers])
+            self._writer.submit(self._delete, [self._key((life, number)) for number in numbers])
 
     def check_idle(self) -> None:
         """Raises AssertionError where a move is under way or a copy is kept. Waits for deletions."""
@@ -121,6 +133,15 @@ class CopyStore:
         self._writer.shutdown()
         self._engine.stop()
         self.store.close()
+        if self._folder is not None:
+            self._folder.remove()
+
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        """With those that could not be deleted before: they would take the room of others for good."""
+        self._unwanted.update(keys)
+        # none: the store was not there, or none of them was
+        if self.store.delete(list(self._unwanted)):
+            self._unwanted.clear()
 
     def _key(self, pair: Pair) -> bytes:
         return self._prefix + pair[0].to_bytes(8, "big") + pair[1].to_bytes(8, "big")

@@ -22,8 +22,7 @@ def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOption
     """Raises UnsupportedFeatureError for what reads block tables and does not know of blocks that are away: a KV
     connector that is not ours, and a draft model, whose layers share the tables.
 
-    Raises UcmConfigError for copies in the folder of the connector: to make room, either would delete what is the
-    other's, and a copy that is gone is a block that does not come back.
+    Raises UcmConfigError for copies in the folder of the connector, which either would fill up to its own capacity.
     """
     speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     if transfer is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.sparse.residency.messages import BlockMove, ResidencyOrders, TablePatch
@@ -143,10 +143,13 @@ class Moves:
             fetched[number] = key, block.block_id
         return fetched
 
-    def find_cached(self, life: Life, request: Request) -> None:
-        """Blocks that were left in the connector's store, and that the prefix cache holds: they are there at once."""
+    def find_cached(self, life: Life, request: Request, unwritten: Set[int]) -> None:
+        """Blocks that were left in the connector's store, and that the prefix cache holds: they are there at once.
+
+        unwritten: physical blocks that the step has yet to compute.
+        """
         for number in list(life.stored):
-            found = self._blocks.take_cached(request, number)
+            found = self._blocks.take_cached(request, number, unwritten)
             if found is not None:
                 self._return(life, number, found)
                 self._totals.found += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.compat import forget_cached_blocks, kv_block_lists
@@ -22,6 +23,7 @@ class RequestBlocks:
         self._manager = manager
         self._pool = manager.block_pool
         self._lists = kv_block_lists(manager)
+        self._size = block_size
         # hashes of a finer grain are no hashes of blocks
         self._caching = manager.enable_caching and self._pool.hash_block_size == block_size
 
@@ -57,12 +59,23 @@ class RequestBlocks:
         (block,) = self._pool.get_new_blocks(1)
         return block
 
-    def take_cached(self, request: Request, number: int) -> KVCacheBlock | None:
-        """The block that has the content of logical block `number`, if the prefix cache still has it."""
+    def blocks_to_write(self, computed: Iterable[tuple[str, int]]) -> set[int]:
+        """Physical blocks of requests from their first token on that is not computed yet.
+
+        computed: id and computed tokens of each.
+        """
+        tables = ((self.table(request_id), tokens // self._size) for request_id, tokens in computed)
+        return {block.block_id for table, first in tables for block in table[first:]}
+
+    def take_cached(self, request: Request, number: int, unwritten: Set[int] = frozenset()) -> KVCacheBlock | None:
+        """The block that has the content of logical block `number`, if the prefix cache still has it.
+
+        unwritten: physical blocks that do not have their content yet, although the prefix cache says so.
+        """
         if not self._caching or number >= len(request.block_hashes):
             return None
         found = self._pool.get_cached_block(request.block_hashes[number], [0])
-        if found is None:
+        if found is None or found[0].block_id in unwritten:
             return None
         self._pool.touch(found)
         return found[0]

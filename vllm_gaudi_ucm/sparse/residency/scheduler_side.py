@@ -145,12 +145,19 @@ class ResidencyScheduler:
             spare = max(released, self._blocks.num_free - num_running)
             loads = self._moves.bring_back(life, requests[life.request_id], spare, loads)
 
-    def orders(self, sparse: Collection[str], requests: Mapping[str, Request]) -> ResidencyOrders:
-        """What to send with a step in which the requests `sparse` are."""
-        for request_id in sparse:
-            life = self._lives.get(request_id)
-            if life is not None and life.is_guess:
-                self._moves.find_cached(life, requests[request_id])
+    def orders(
+        self, sparse: Collection[str], requests: Mapping[str, Request], computed: Iterable[tuple[str, int]]
+    ) -> ResidencyOrders:
+        """What to send with a step in which the requests `sparse` are.
+
+        computed: each request of the step, and its tokens that were computed before.
+        """
+        guesses = [life for name in sparse if (life := self._lives.get(name)) is not None and life.is_guess]
+        # vLLM has entered these in the prefix cache already, but whoever runs before the request that fills them finds
+        # nothing in them: the step may be divided
+        unwritten = self._blocks.blocks_to_write(computed) if guesses else set()
+        for life in guesses:
+            self._moves.find_cached(life, requests[life.request_id], unwritten)
         orders = self._moves.take_orders()
         self.totals.away = self.num_away
         orders.totals = msgspec.structs.replace(self.totals)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.sparse.residency.copy_folder import CopyFolder
 from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore
 from vllm_gaudi_ucm.sparse.residency.prefetch import prefetch_options
 from vllm_gaudi_ucm.sparse.residency.worker_side import ResidencyWorker
-from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.store.options import MemoryStoreOptions
+from vllm_gaudi_ucm.store.factory import open_medium, open_store
+from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions
 from vllm_gaudi_ucm.store.shared_memory import new_memory_store
 
 if TYPE_CHECKING:
@@ -17,7 +20,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.runner.request_table import RequestTable
     from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
-    from vllm_gaudi_ucm.sparse.residency.options import MemoryModeOptions
     from vllm_gaudi_ucm.store.base import KvStore
 
 
@@ -42,16 +44,47 @@ def residency_worker(
     selector, state = sparse.selector, sparse.state
     if selector is None or state is None or selector.scorer is None:
         raise ValueError("ucm.memory_mode: found a worker that keeps no queries, expected keep_queries before")
-    store = _open_store(config.memory_mode, num_rows, blocks.block_bytes)
-    copies = CopyStore(store, blocks.block_bytes, blocks.allocate, prefetch_options(config))
+    copies = open_copies(config, num_rows, blocks)
     worker = ResidencyWorker(table, state, selector.scorer, blocks, copies, device)
     worker.warm_up()
     return worker
 
 
-def _open_store(options: MemoryModeOptions, num_rows: int, block_bytes: int) -> KvStore:
-    found = options.open_options(num_rows, block_bytes)
-    if isinstance(found, MemoryStoreOptions):
-        # never the one of a connector with the same options: what that evicts would be copies
-        return new_memory_store(found, block_bytes)
-    return open_store(found, block_bytes)
+def open_copies(config: UcmConfig, num_rows: int, blocks: DeviceBlocks) -> CopyStore:
+    """Where copies go: a store of this engine alone, which evicts none of them.
+
+    Raises UcmConfigError for a folder that cannot be used, or a capacity below one block.
+    """
+    options, block_bytes = config.memory_mode.open_options(num_rows, blocks.block_bytes), blocks.block_bytes
+    folder: CopyFolder | None = None
+    store: KvStore | None = None
+    try:
+        if isinstance(options, MemoryStoreOptions):
+            # never the one of a connector with the same options: what that evicts would be copies
+            store = new_memory_store(options, block_bytes, evicts=False)
+        else:
+            if isinstance(options, FileStoreOptions):
+                folder = _own_folder(options)
+                options = options.model_copy(update={"path": folder.path})
+            store = open_store(options, block_bytes, evicts=False)
+        return CopyStore(store, block_bytes, blocks.allocate, prefetch_options(config), folder)
+    except BaseException:
+        if store is not None:
+            store.close()
+        if folder is not None:
+            folder.remove()
+        raise
+
+
+def _own_folder(options: FileStoreOptions) -> CopyFolder:
+    try:
+        # makes the folder, or refuses one of something else
+        open_medium(options).close()
+        return CopyFolder(options.path)
+    except UcmConfigError as error:
+        problems = [replace(problem, key=f"ucm.memory_mode.{problem.key}") for problem in error.problems]
+        raise UcmConfigError(problems) from error
+    except OSError as error:
+        found = f"{options.path} ({error.strerror})"
+        wanted = "a folder that this user owns, or may make"
+        raise UcmConfigError([Problem("ucm.memory_mode.store.path", found, wanted)]) from error

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.connector.device_blocks import NO_MEMORY
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.kv_cache import DUMMY_BLOCK
 from vllm_gaudi_ucm.sparse.residency.messages import BlockMove, ResidencyOrders, ResidencyReport
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.residency.block_scorer import BlockScorer
     from vllm_gaudi_ucm.sparse.residency.copy_loads import CopyLoads, Pair
     from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore
+
+logger = plugin_logger(__name__)
 
 
 class _Target(NamedTuple):
@@ -126,9 +130,14 @@ class ResidencyWorker:
 
     def _save(self, move: BlockMove) -> None:
         self._rows.setdefault(move.life, {})[move.number] = move.row
+        try:
+            data = self._blocks.allocate(self._blocks.block_bytes)
+        except NO_MEMORY as error:
+            logger.warning("memory mode: no host memory for a copy: %s", error)
+            self._report.unsaved.append((move.life, move.number))
+            return
         self._scorer.keep_summary(move.block, move.row)
         self._device.end_recipe()
-        data = self._blocks.allocate(self._blocks.block_bytes)
         self._blocks.read([(move.block, data)])
         self._copies.save((move.life, move.number), data)
 
