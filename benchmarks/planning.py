@@ -1,6 +1,7 @@
 """Time to plan a step against a plain numpy rendering of the same rule: interleaved medians, one thread, one table.
 
-The sides take turns of a few steps each, so that both find their own code and arrays in the core's caches.
+The sides take turns of a few steps each, so that both find their own code and arrays in the core's caches. Beside that
+stands what the host does for a whole step on a CPU before its first layer: plan, tensors, and jobs of the C++ kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +25,9 @@ from rich.table import Table
 from benchmarks.machine import describe_machine
 from benchmarks.planning_peer import plan_plainly
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.ops.unified_attention.impl import native
 from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.runner.staging import Staging
 from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
 
 BLOCK_SIZE = 128
@@ -36,8 +40,10 @@ class Workload:
     """`requests` decodes near `context` tokens, the first `prefix` of them shared, for many steps.
 
     prefixes: different ones, given to the requests in turn.
-    chunk: new tokens of the last request, which is a prompt in chunks, instead of one.
-    steady: ours plans each step from the one before. goal_ms: ours should take no longer.
+    rows: new tokens of a request, half of which stay: with more than one it is a verification of drafts.
+    chunk: new tokens of the last request, which is a prompt in chunks, instead of `rows`.
+    steady: ours plans each step from the one before.
+    goal_ms, host_goal_ms: ours, and the whole of what the host does, should take no longer.
     """
 
     name: str
@@ -45,28 +51,45 @@ class Workload:
     context: int
     prefix: int = 0
     prefixes: int = 1
-    chunk: int = 1
+    rows: int = 1
+    chunk: int | None = None
     steady: bool = False
     goal_ms: float | None = None
+    block_size: int = BLOCK_SIZE
+    host_goal_ms: float | None = None
 
     def steps(self, count: int) -> Iterator[BatchInput]:
         """Successive batches; contexts end anywhere in a block, and blocks are appended as they fill."""
-        rng = np.random.default_rng(0)
-        computed = self.context - rng.integers(0, BLOCK_SIZE, self.requests, np.int32)
-        new = np.ones(self.requests, np.int32)
-        new[-1] = self.chunk
-        width = (int(computed.max()) + count + self.chunk) // BLOCK_SIZE + 1
+        rng, size = np.random.default_rng(0), self.block_size
+        computed = self.context - rng.integers(0, size, self.requests, np.int32)
+        new = np.full(self.requests, self.rows, np.int32)
+        stay = np.full(self.requests, (self.rows + 1) // 2, np.int32)
+        if self.chunk is not None:
+            new[-1], stay[-1] = self.chunk, 0
+        width = int((computed + count * stay + new).max()) // size + 1
         tables = rng.permutation(CACHE_BLOCKS)[: self.requests * width].reshape(self.requests, width).astype(np.int32)
-        shared = self.prefix // BLOCK_SIZE
+        shared = self.prefix // size
         tables[:, :shared] = tables[np.arange(self.requests) % self.prefixes, :shared]
         for _ in range(count):
-            reach = int((computed + new).max() - 1) // BLOCK_SIZE + 1
+            reach = int((computed + new).max() - 1) // size + 1
             yield BatchInput(computed.copy(), new.copy(), computed + new, tables[:, :reach].copy())
-            computed[new == 1] += 1
+            computed += stay
 
     def planner(self) -> Callable[[BatchInput], UnifiedPlan]:
         """Ours."""
-        return SteadyPlanner(BLOCK_SIZE).plan if self.steady else lambda batch: plan_batch(batch, BLOCK_SIZE)
+        size = self.block_size
+        return SteadyPlanner(size).plan if self.steady else lambda batch: plan_batch(batch, size)
+
+    def host(self) -> Callable[[BatchInput], UnifiedPlan]:
+        """Ours, and what the plan becomes before the first layer reads it."""
+        plan, staging = self.planner(), Staging(torch.device("cpu"))
+
+        def run(batch: BatchInput) -> UnifiedPlan:
+            planned = plan(batch)
+            native.plan(staging.stage(planned, planned.positions).parts, self.block_size)
+            return planned
+
+        return run
 
 
 WORKLOADS = (
@@ -76,16 +99,21 @@ WORKLOADS = (
     Workload("256 at 4K, 2K shared, steady", 256, 4096, 2048, steady=True),
     Workload("256 at 4K, four prefixes of 2K", 256, 4096, 2048, prefixes=4),
     Workload("64 at 4K, 2K shared, one chunk", 64, 4096, 2048, chunk=512),
+    Workload("16 of 4 rows at 8K", 16, 8192, rows=4, host_goal_ms=2.2),
+    Workload("16 of 4 rows at 8K, blocks of 16", 16, 8192, rows=4, block_size=16, host_goal_ms=2.2),
+    Workload("64 at 4K, 2K shared, one chunk, blocks of 16", 64, 4096, 2048, chunk=512, block_size=16),
+    Workload("64 of 4 rows at 4K, 2K shared", 64, 4096, 2048, rows=4),
 )
 
 
 @dataclass(frozen=True)
 class Result:
-    """Milliseconds of every step, by side."""
+    """Milliseconds of every step, by side; host: of everything before a step's first layer."""
 
     workload: Workload
     ours: list[float]
     peer: list[float]
+    host: list[float]
 
     @property
     def ratio(self) -> float:
@@ -100,6 +128,8 @@ class Result:
             "peer_ms": median(self.peer),
             "ratio": self.ratio,
             "goal_ms": self.workload.goal_ms,
+            "host_ms": median(self.host),
+            "host_goal_ms": self.workload.host_goal_ms,
         }
 
 
@@ -113,12 +143,13 @@ def measure(workload: Workload, count: int, peer: Callable[[BatchInput, int], Un
     Raises:
         PlansDiffer: with the workload, the step and the field.
     """
-    plan = workload.planner()
-    result = Result(workload, [], [])
+    plan, host = workload.planner(), workload.host()
+    result = Result(workload, [], [], [])
     steps = workload.steps(count)
     while turn := list(islice(steps, TURN)):
         ours = _timed(plan, turn, result.ours)
-        theirs = _timed(lambda batch: peer(batch, BLOCK_SIZE), turn, result.peer)
+        theirs = _timed(lambda batch: peer(batch, workload.block_size), turn, result.peer)
+        _timed(host, turn, result.host)
         field = difference(ours, theirs)
         if field is not None:
             raise PlansDiffer(f"{workload.name}, step {len(result.ours) - 1}: the plans differ in {field}")
@@ -164,22 +195,32 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Medians, ratio and goal of each workload."""
+    """Medians, ratio and goals of each workload."""
     result = Table(box=box.SIMPLE_HEAD)
     result.add_column("requests")
-    for heading in ("ours, ms", "plain numpy, ms", "ratio", "goal, ms"):
+    for heading in ("ours, ms", "plain numpy, ms", "ratio", "goal, ms", "host, ms", "goal, ms"):
         result.add_column(heading, justify="right")
     for row in results:
-        ours, goal = median(row.ours), row.workload.goal_ms
-        colour = "default" if goal is None else "green" if ours <= goal else "red"
         result.add_row(
             row.workload.name,
-            f"[{colour}]{ours:.4f}[/]",
+            _coloured(row.ours, row.workload.goal_ms, 4),
             f"{median(row.peer):.4f}",
             f"{row.ratio:.1f}x",
-            "-" if goal is None else f"{goal:.3f}",
+            _goal(row.workload.goal_ms),
+            _coloured(row.host, row.workload.host_goal_ms, 2),
+            _goal(row.workload.host_goal_ms),
         )
     return result
+
+
+def _coloured(times: Sequence[float], goal: float | None, digits: int) -> str:
+    middle = median(times)
+    colour = "default" if goal is None else "green" if middle <= goal else "red"
+    return f"[{colour}]{middle:.{digits}f}[/]"
+
+
+def _goal(goal: float | None) -> str:
+    return "-" if goal is None else f"{goal:.3f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive, default=1000, help="steps of each workload")
     parser.add_argument("--json", action="store_true", help="one JSON object per workload instead of a table")
     args = parser.parse_args(argv)
+    torch.set_num_threads(1)
     try:
         results = [measure(workload, args.steps) for workload in WORKLOADS]
     except PlansDiffer as error:
@@ -198,7 +240,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(row.to_json()))
         return 0
     console = Console(highlight=False)
-    console.print(f"{describe_machine()}; block size {BLOCK_SIZE}, median of {args.steps} steps", style="dim")
+    console.print(
+        f"{describe_machine()}; blocks of {BLOCK_SIZE} where nothing else is said, median of {args.steps} steps",
+        style="dim",
+    )
     console.print(table(results))
     return 0
 

@@ -121,7 +121,8 @@ class _Rounds:
         """Keeps the buckets that exchanging chosen shapes for candidates leads to, if they cost less."""
         if not len(self._chosen) or self._coarse is not self._objective:
             return
-        shapes = self._search.exchanged(self._chosen, candidates, self._objective.shapes, self._objective.weights)
+        objective = self._objective
+        shapes = self._search.exchanged(self._chosen, self._k, candidates, objective.shapes, objective.weights)
         shapes, _ = self._search.settle(shapes)
         buckets = BucketSet(to_shapes(shapes), self._buckets.logits, self._buckets.limits, self._objective.cost)
         seconds = self._objective.padded_seconds(buckets)

@@ -23,9 +23,13 @@ OVERSPLIT = 6
 # Exchanges look at this many clusters instead of at every point; what is left is settled on the points themselves.
 MAX_CLUSTERS = 700
 ROUNDS = 6
+# Up to so many shapes the search starts from several sides: each of few shapes matters, and exchanges are quick.
+FEW = 16
 # A round must gain this fraction of the total to be followed by another.
 LEAST_GAIN = 2e-4
 CUTS = 8
+# Candidates that are joins of a chosen shape and one cluster.
+WIDENED = 1024
 
 
 def to_shapes(found: Shapes) -> list[ForwardShape]:
@@ -38,6 +42,14 @@ class Split(NamedTuple):
 
     gain: float
     side: Indices
+
+
+class Merged(NamedTuple):
+    """shapes: [<= k, d] joins of what is left. tree: [m, d] every join on the way. prices: what each joining cost."""
+
+    shapes: Shapes
+    tree: Shapes
+    prices: Floats
 
 
 class Search:
@@ -60,23 +72,28 @@ class Search:
             return self.points[:0]
         joins, weights = self.clusters(max(MAX_CLUSTERS, OVERSPLIT * k))
         report(0.2)
-        coarse, tree, _ = self.merge(self.split(OVERSPLIT * k), k)
-        shapes, total = self.settle(coarse)
-        for round_ in range(ROUNDS):
-            report(0.2 + 0.8 * round_ / ROUNDS)
-            candidates = np.unique(np.concatenate([self.neighbours(shapes), tree]), axis=0)
-            better, reached = self.settle(self.exchanged(shapes, candidates, joins, weights))
+        starts, tree = self.starts(k)
+        found = []
+        for number, start in enumerate(starts):
+            found.append(self._improved(start, k, joins, weights, tree))
+            report(0.2 + 0.7 * (number + 1) / len(starts))
+        report(1.0)
+        return min(found, key=lambda shapes: shapes[1])[0]
+
+    def _improved(self, start: Shapes, k: int, joins: Shapes, weights: Floats, tree: Shapes) -> tuple[Shapes, float]:
+        shapes, total = self.settle(start)
+        for _ in range(ROUNDS):
+            near = [self.neighbours(shapes), self.widened(shapes, joins, weights), tree]
+            candidates = np.unique(np.concatenate(near), axis=0)
+            better, reached = self.settle(self.exchanged(shapes, k, candidates, joins, weights))
             if reached >= total * (1.0 - LEAST_GAIN):
                 break
             shapes, total = better, reached
-        report(1.0)
-        return shapes
+        return shapes, total
 
     def clusters(self, k: int) -> tuple[Shapes, Floats]:
         """(joins, weights) of k clusters of points, or of as many as there are points."""
-        found = self.split(min(len(self.points), k))
-        joins = np.array([self.points[members].max(axis=0) for members in found])
-        return joins, np.array([self.counts[members].sum() for members in found])
+        return self._joins(self.split(min(len(self.points), k)))
 
     def split(self, k: int) -> list[Indices]:
         """k clusters: from one of all points, always the cut that saves most."""
@@ -111,30 +128,50 @@ class Search:
                 best = Split(whole - float(parts[cut]), np.sort(members[order[: cut + 1]]))
         return best
 
-    def marginal(self, k: int) -> Floats:
-        """[k] about what is saved by having one shape more than 1, 2, .. k shapes."""
-        _, _, penalties = self.merge(self.split(2 * k), 1)
-        return np.concatenate([penalties[::-1], np.zeros(k)])[:k]
+    def totals(self, k: int) -> Floats:
+        """[k + 1] about what the points cost with 0, 1, .. k shapes beside the fixed ones."""
+        merged = self.merge(*self._with_fixed(*self._joins(self.split(2 * k))), 1)
+        saved = np.concatenate([[0.0], np.cumsum(merged.prices[::-1]), np.full(k, merged.prices.sum())])[: k + 1]
+        return float(self._seconds(self.fixed.max(axis=0)) * self.counts.sum()) - saved
 
-    def merge(self, clusters: list[Indices], k: int) -> tuple[Shapes, Shapes, Floats]:
-        """[<= k, d] joins, always of the two clusters whose join costs least; every join on the way, and its price."""
-        shapes = np.array([self.points[members].max(axis=0) for members in clusters])
-        weights = np.array([self.counts[members].sum() for members in clusters])
+    def starts(self, k: int) -> tuple[list[Shapes], Shapes]:
+        """([<= k, d] shapes to begin with, from different sides; every join that was made on the way)."""
+        clusters = self._joins(self.split(OVERSPLIT * k))
+        apart = self.merge(*clusters, k)
+        if k > FEW:
+            return [apart.shapes], apart.tree
+        beside = self.merge(*self._with_fixed(*clusters), k + 1)
+        # From nothing, exchanging begins with adding what saves most.
+        return [apart.shapes, beside.shapes[1:], self.points[:0]], np.concatenate([apart.tree, beside.tree])
+
+    def merge(self, shapes: Shapes, weights: Floats, k: int) -> Merged:
+        """k clusters or fewer, by always joining the two whose join costs least."""
+        shapes, weights = shapes.copy(), weights.copy()
         penalty = self._penalties(shapes, weights, shapes, weights)
         np.fill_diagonal(penalty, np.inf)
-        tree, prices = list(shapes.copy()), []
+        left, tree, prices = np.ones(len(shapes), bool), list(shapes.copy()), []
         for _ in range(len(shapes) - k):
+            # the first of the two stays, so that the first cluster stays the first
             i, j = divmod(int(np.argmin(penalty)), len(shapes))
             prices.append(penalty[i, j])
             shapes[i], weights[i] = np.maximum(shapes[i], shapes[j]), weights[i] + weights[j]
-            weights[j] = 0.0
+            left[j] = False
             penalty[j, :] = penalty[:, j] = np.inf
             row = self._penalties(shapes[i : i + 1], weights[i : i + 1], shapes, weights)[0]
-            row[weights == 0.0] = np.inf
+            row[~left] = np.inf
             row[i] = np.inf
             penalty[i, :] = penalty[:, i] = row
             tree.append(shapes[i].copy())
-        return shapes[weights > 0], np.array(tree), np.array(prices)
+        return Merged(shapes[left], np.array(tree), np.array(prices))
+
+    def _joins(self, clusters: list[Indices]) -> tuple[Shapes, Floats]:
+        """(shapes, weights) of clusters."""
+        shapes = np.array([self.points[members].max(axis=0) for members in clusters])
+        return shapes, np.array([self.counts[members].sum() for members in clusters])
+
+    def _with_fixed(self, shapes: Shapes, weights: Floats) -> tuple[Shapes, Floats]:
+        """The largest fixed shape as the first cluster, without points so far: what joins it needs no shape."""
+        return np.concatenate([self.fixed.max(axis=0, keepdims=True), shapes]), np.concatenate([[0.0], weights])
 
     def settle(self, shapes: Shapes) -> tuple[Shapes, float]:
         """Points to their cheapest shapes, shapes to the join of their points, until nothing changes."""
@@ -148,12 +185,17 @@ class Search:
                 return settled, float(self._seconds(ordered)[found] @ self.counts)
             shapes = settled
 
-    def exchanged(self, shapes: Shapes, candidates: Shapes, joins: Shapes, weights: Floats) -> Shapes:
-        """`shapes` after exchanges for `candidates`, as long as one lowers the cost of weighted clusters of points."""
+    def exchanged(self, shapes: Shapes, k: int, candidates: Shapes, joins: Shapes, weights: Floats) -> Shapes:
+        """[k, d] `shapes` after exchanges for `candidates`, while one lowers the cost of weighted clusters of points.
+
+        Where there are fewer than k, a fixed shape stands in each free place, and is exchanged like the others.
+        """
         table = np.concatenate([shapes, candidates, self.fixed])
         prices = price_table(table, self._seconds(table), joins)
         prices[-1] = prices[-len(self.fixed) :].min(axis=0)
-        chosen = exchange(prices, weights, np.arange(len(shapes)))
+        places = np.full(k, len(table) - 1)
+        places[: len(shapes)] = np.arange(len(shapes))
+        chosen = exchange(prices, weights, places)
         return table[chosen]
 
     def neighbours(self, shapes: Shapes) -> Shapes:
@@ -171,6 +213,13 @@ class Search:
                 near.append(np.maximum.accumulate(points[order])[cuts])
                 near.append(np.maximum.accumulate(points[order[::-1]])[cuts])
         return np.concatenate(near)
+
+    def widened(self, shapes: Shapes, joins: Shapes, weights: Floats) -> Shapes:
+        """Joins of the shapes with those clusters of points that lose most by running in what there is."""
+        ordered, _ = self._ordered(shapes)
+        loss = (self._seconds(ordered)[cheapest_fit(ordered, joins)] - self._seconds(joins)) * weights
+        dearest = joins[np.argsort(-loss, kind="stable")[: max(1, WIDENED // max(1, len(shapes)))]]
+        return np.maximum(shapes[:, None], dearest[None]).reshape(-1, shapes.shape[1])
 
     def _ordered(self, shapes: Shapes) -> tuple[Shapes, NDArray[np.bool_]]:
         """Shapes and fixed ones in ascending cost, and which are fixed."""

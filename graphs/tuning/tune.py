@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from vllm_gaudi_ucm.graphs.cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
@@ -61,16 +63,18 @@ def check_steps(steps: Steps, limits: Limits) -> None:
 
 
 def _divide(objective: Objective, max_graphs: int, search: Search) -> list[int]:
-    """The logits rows: one more for as long as it saves more than one more forward shape would."""
+    """The logits rows, as many as leave the forward shapes the graphs with which both together cost the least."""
     optimum, values = best_rows(objective, max_graphs - 1)
-    k = _balance(optimum.total, search.marginal(max_graphs), max_graphs)
+    k = _balance(optimum.total, search.totals(max_graphs - LEAST_GRAPHS))
     return [int(values[index]) for index in optimum.tops(k)]
 
 
-def _balance(totals: Floats, marginal: Floats, max_graphs: int) -> int:
-    k = 1
-    while k < len(totals) and k < max_graphs - 1:
-        if totals[k - 1] - totals[k] <= marginal[max_graphs - k - 2]:
-            break
-        k += 1
-    return k
+def _balance(rows: Floats, forward: Floats) -> int:
+    """How many logits rows: of n + 1 graphs the maximum has one, k are logits rows, the other n - k forward shapes.
+
+    Args:
+        rows: seconds with 1, 2, .. logits rows, n of them or fewer.
+        forward: [n] seconds with 0, 1, .. n - 1 forward shapes beside the maximum.
+    """
+    together = rows + forward[::-1][: len(rows)]
+    return int(np.argmin(together)) + 1

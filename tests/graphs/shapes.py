@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import strategies as st
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
@@ -12,6 +13,7 @@ from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.device_figures import DEVICES
 from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.steps import Steps
 
 COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
 LIMITS = Limits(256, 16, 2048, 128, 120)
@@ -62,3 +64,36 @@ def steps(draw: st.DrawFn, within: Limits) -> Bucket:
 @st.composite
 def forward_shapes(draw: st.DrawFn, within: Limits, largest: int = 12) -> list[ForwardShape]:
     return [step.forward for step in draw(st.lists(steps(within), max_size=largest))]
+
+
+def random_log(seed: int) -> tuple[Steps, Limits, CostModel]:
+    """Two to six shapes, each seen once to a thousand times, of some model on some device within some limits.
+
+    The steps reach from a thousandth of the limits to all of them; logits cost from next to nothing to nearly all.
+    """
+    rng = np.random.default_rng(seed)
+    known, model = DEVICES["gaudi2"], LLAMA_8B
+    device = replace(
+        known,
+        flops=known.flops * 10 ** rng.uniform(-2, 1),
+        bandwidth=known.bandwidth * 10 ** rng.uniform(-2, 1),
+        launch_seconds=known.launch_seconds * 10 ** rng.uniform(-1, 1.5),
+    )
+    vocab, layers = int(model.vocab * 10 ** rng.uniform(-2.5, 0.7)), int(rng.integers(1, 80))
+    model = replace(model, vocab=vocab, layers=layers, hidden=int(rng.choice([512, 2048, 8192])))
+    requests, rows = int(2 ** rng.uniform(1, 8)), int(2 ** rng.uniform(6, 14))
+    length, blocks = int(2 ** rng.uniform(9, 16)), int(2 ** rng.uniform(5, 13))
+    within = Limits(max(rows, requests), requests, length, 128, blocks, contiguous=bool(rng.random() < 0.5))
+    reach, seen = 10 ** rng.uniform(-3, 0), []
+    for _ in range(rng.integers(2, 7)):
+        seen += [_random_step(rng, within.maximum, reach)] * int(10 ** rng.uniform(0, 3))
+    return Steps.of(seen), within, CostModel(device, model, 128)
+
+
+def _random_step(rng: np.random.Generator, most: Bucket, reach: float) -> Bucket:
+    causal = bool(rng.random() < 0.5)
+    query = 1 + causal + int(rng.integers(max(1, int(most.query_len * reach) - causal)))
+    shared = int(rng.random() < 0.5) * int(rng.integers(int(most.shared_blocks * reach) + 1))
+    unique = int(rng.random() < 0.7) * int(rng.integers(int(most.unique_blocks * reach) + 1))
+    shape = ForwardShape.of(causal, min(query, most.query_len), shared, unique)
+    return shape.step(1 + int(rng.integers(max(1, int(most.logits * rng.random() ** 0.5)))))

@@ -13,6 +13,7 @@ from tests.ops.oracle import IMPLEMENTATIONS, assert_matches
 from tests.runner.batches import Request, Step, lay_out, steps
 from tests.runner.expand import owners, shared_pairs, unique_pairs
 from vllm_gaudi_ucm.graphs.bucket import Bucket
+from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES, is_bounded
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.runner.batch_plan import UniquePlan, plan_batch
 from vllm_gaudi_ucm.runner.staging import SLICE_READ_LIMIT, ContiguousPa, StagedStep, Staging
@@ -73,7 +74,9 @@ def test_the_bucket_is_the_true_shape(step: Step, contiguous_pa: ContiguousPa) -
     unique_blocks = len(unique) if gathers or not unique else max(unique) + 1
     logits = sum(request.behind == 0 for request in step.requests)
     rows = sum(request.new for request in step.requests)
-    assert staged.bucket == Bucket(phase, rows, len(shared), unique_blocks, logits)
+    reach = staged.bucket.causal_reach
+    assert reach == ALL_TILES or (causal and is_bounded(rows, reach)), "steps of one tile have no bound"
+    assert staged.bucket == Bucket(phase, rows, len(shared), unique_blocks, logits, 0, reach)
 
 
 @given(step=steps(), contiguous_pa=st.sampled_from(CHOICES))

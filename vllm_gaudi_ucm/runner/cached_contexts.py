@@ -55,6 +55,6 @@ class CachedContexts(NamedTuple):
             return None
         pairs = context_pairs(self.context, self.requests, self.block_tables, self.block_size, len(prefix))
         shared = shared_pairs(pairs, self.num_single)
-        rest = plan_shared(pairs, shared, self.query_start)
+        rest = plan_shared(pairs, shared, self.query_start, room=len(prefix))
         whole = with_common_prefix(prefix, rest, len(self.requests), int(self.query_start[-1]), self.block_size)
         return None if whole is None else (whole, plan_unique(pairs, shared))

@@ -28,15 +28,17 @@ def common_prefix(context: NDArray[np.int64], block_tables: NDArray[np.int32], b
 def with_common_prefix(
     prefix: NDArray[np.int32], rest: SharedPlan | None, num_requests: int, num_rows: int, block_size: int
 ) -> SharedPlan | None:
-    """The plan of the other shared blocks with a first group of all rows; None if `rest` has such a group itself."""
+    """The plan of the other shared blocks with a first group of all rows; None if `rest` has such a group itself.
+
+    rest: with room for the prefix, which is written there: with many requests of many blocks a copy costs more than
+        all the rest of planning.
+    """
     count = len(prefix)
-    blocks = prefix.astype(np.int64)
-    hi = np.full((num_requests, count), block_size, np.int32)
-    groups = [(np.arange(num_rows), 0, count)]
-    if rest is not None:
-        if any(len(rows) == num_rows for rows, _, _ in rest.groups):
-            return None
-        blocks = np.concatenate((blocks, rest.blocks))
-        hi = np.concatenate((hi, rest.hi), axis=1)
-        groups += [(rows, begin + count, end + count) for rows, begin, end in rest.groups]
-    return SharedPlan(blocks, np.zeros(hi.shape, np.int32), hi, groups)
+    if rest is None:
+        hi = np.zeros((num_requests, count), np.int32)
+        rest = SharedPlan(np.zeros(count, np.int64), np.zeros(hi.shape, np.int32), hi, [])
+    elif any(len(rows) == num_rows for rows, _, _ in rest.groups):
+        return None
+    rest.blocks[:count] = prefix
+    rest.hi[:, :count] = block_size
+    return rest._replace(groups=[(np.arange(num_rows), 0, count), *rest.groups])

@@ -39,7 +39,9 @@ class _Blocks(NamedTuple):
         return self.users[self.first[index] : self.first[index] + self.num_users[index]]
 
 
-def plan_shared(pairs: ContextPairs, shared: SharedPairs, query_start: NDArray[np.int64]) -> SharedPlan | None:
+def plan_shared(
+    pairs: ContextPairs, shared: SharedPairs, query_start: NDArray[np.int64], room: int = 0
+) -> SharedPlan | None:
     """Groups the shared pairs.
 
     Multiplying every row with every shared block would cost rows x blocks where the batch is block-sparse (several
@@ -49,6 +51,7 @@ def plan_shared(pairs: ContextPairs, shared: SharedPairs, query_start: NDArray[n
         pairs: all pairs of the step.
         shared: the shared ones among them.
         query_start: [requests + 1] first row of each request in flat order.
+        room: blocks that the caller puts before these; until then they are nobody's.
     """
     pair, block = shared
     if not pair.size:
@@ -57,13 +60,16 @@ def plan_shared(pairs: ContextPairs, shared: SharedPairs, query_start: NDArray[n
     first, count = _runs(block[1:] != block[:-1])
     by_use = pair[first].argsort()
     place, groups = _group(_Blocks(first[by_use], count[by_use], request), query_start)
+    if room:
+        groups = [(rows, begin + room, end + room) for rows, begin, end in groups]
     column = np.empty_like(first)
-    column[by_use] = place
-    hi = np.zeros((len(query_start) - 1, len(first)), np.int32)
-    hi.reshape(-1)[request * len(first) + column.repeat(count)] = pairs.hi.take(pair)
-    blocks = np.empty_like(first)
+    column[by_use] = place + room
+    total = room + len(first)
+    # zeros, not zeros_like: a large one comes from the system as zeros, and what nobody uses of it stays untouched
+    hi = np.zeros((len(query_start) - 1, total), np.int32)
+    hi.reshape(-1)[request * total + column.repeat(count)] = pairs.hi.take(pair)
+    blocks = np.zeros(total, np.int64)
     blocks[column] = block[first]
-    # zeros, not zeros_like: a large one comes from the system as zeros, untouched
     return SharedPlan(blocks, np.zeros(hi.shape, np.int32), hi, groups)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.phase_log import StepRecord
 from vllm_gaudi_ucm.runner.batch_plan import CausalPlan, SharedPlan, UnifiedPlan
@@ -42,7 +43,7 @@ class StepClock:
             prompts=len(plan.requests) - plan.num_single,
             tokens=plan.num_rows,
             causal_pairs=_causal_pairs(plan.causal),
-            shared_pairs=_shared_pairs(plan.shared, plan.query_start),
+            shared_pairs=_shared_pairs(plan.shared, plan.row_requests),
             unique_pairs=0 if plan.unique is None else int((plan.unique.hi - plan.unique.lo).sum()),
             plan_ms=plan_ms,
             forward_ms=forward_ms,
@@ -67,7 +68,14 @@ def _causal_pairs(plan: CausalPlan | None) -> int:
     return int((sizes * (sizes + 1) // 2).sum())
 
 
-def _shared_pairs(plan: SharedPlan | None, query_start: np.ndarray) -> int:
-    if plan is None:
-        return 0
-    return int(((plan.hi - plan.lo).sum(axis=1) * np.diff(query_start)).sum())
+def _shared_pairs(plan: SharedPlan | None, row_requests: NDArray[np.int64]) -> int:
+    """Group by group: of the table of requests and blocks most is nobody's where many have blocks of their own."""
+    pairs = 0
+    for rows, begin, end in () if plan is None else plan.groups:
+        requests, num_rows = row_requests[rows[:1]], np.array([len(rows)])
+        if row_requests[rows[-1]] != requests[0]:  # rows ascend
+            requests, num_rows = np.unique(row_requests[rows], return_counts=True)
+        assert plan is not None
+        seen = plan.hi[requests, begin:end] - plan.lo[requests, begin:end]
+        pairs += int(seen.sum(axis=1) @ num_rows)
+    return pairs

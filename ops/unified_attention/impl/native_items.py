@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,6 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
     CausalPart,
     SelectedPart,
-    SharedGroup,
     SharedPart,
     UniquePart,
 )
@@ -83,30 +83,109 @@ def _chunks(part: CausalPart) -> Iterator[Item]:
 
 def _shared_items(part: SharedPart, block_size: int, unsplit: Collection[int]) -> Iterator[tuple[Item, bool]]:
     """Items of the groups, and whether each is of one request alone because its group is not split off."""
-    for index, group in enumerate(part.groups):
-        for item in _group_items(part, group, block_size):
-            if index not in unsplit:
-                yield item, False
-                continue
-            order = np.argsort(spans := part.row_spans.numpy()[item.rows], kind="stable")
-            for _, first, stop in _runs(spans[order]):
-                yield Item(item.rows[order[first:stop]], item.spans), True
+    for index, item in _group_items(part, block_size):
+        if index not in unsplit:
+            yield item, False
+            continue
+        spans = part.row_spans.numpy()[item.rows]
+        order = _by_owner(spans)
+        rows = item.rows[order]
+        for _, first, stop in _runs(spans[order]):
+            yield Item(rows[first:stop], item.spans), True
 
 
-def _group_items(part: SharedPart, group: SharedGroup, block_size: int) -> Iterator[Item]:
-    """Rows of a group by what they see: mostly all of them see the same."""
-    rows, columns = group.rows.numpy(), slice(group.block_lo, group.block_hi)
-    blocks = part.blocks.numpy()[columns]
-    owners, which = np.unique(part.row_spans.numpy()[rows], return_inverse=True)
-    lo = np.maximum(part.lo.numpy()[owners, columns], 0)
-    hi = np.minimum(part.hi.numpy()[owners, columns], block_size)
-    lo, hi = np.where(hi > lo, lo, 0), np.where(hi > lo, hi, 0)
-    ranges, kind = np.unique(np.concatenate((lo, hi), 1), axis=0, return_inverse=True)
-    kind = kind.reshape(-1)[which.reshape(-1)]
-    for index, (low, high) in enumerate((pair[: len(blocks)], pair[len(blocks) :]) for pair in ranges):
-        seen = high > low
-        if seen.any():
-            yield Item(rows[kind == index], _spans(blocks[seen], low[seen], high[seen]))
+def _group_items(part: SharedPart, block_size: int) -> Iterator[tuple[int, Item]]:
+    """The place of each group, with its rows by what they see: mostly all of them see the same.
+
+    A step of prompt chunks or verifications has a group for each request, so all groups are looked at together.
+    """
+    uses = _uses(part)
+    if not len(uses.group):
+        return
+    seen = _seen(part, uses, block_size)
+    alike = _first_alike(uses, seen)
+    of_rows = alike.repeat(uses.rows_end - uses.rows_start)
+    order = _by_owner(of_rows)
+    items, starts, stops = zip(*_runs(of_rows[order]), strict=True)
+    rows = uses.rows[order]
+    chosen = np.zeros(len(alike), bool)
+    chosen[list(items)] = True
+    visible = np.flatnonzero(chosen.repeat(seen.width) & (seen.hi > seen.lo))
+    spans = _spans(part.blocks.numpy()[seen.column[visible]], seen.lo[visible], seen.hi[visible])
+    ends = np.searchsorted(visible, seen.end[list(items)]).tolist()
+    for index, start, stop, first, last in zip(
+        uses.group[list(items)].tolist(), starts, stops, [0, *ends], ends, strict=False
+    ):
+        if last > first:
+            yield index, Item(rows[start:stop], spans[first:last])
+
+
+class _Uses(NamedTuple):
+    """Runs of rows of a group with one span. Rows are those of all groups, one after the other.
+
+    group: [uses] place of the group. span: [uses]. rows_start, rows_end: [uses] in `rows`.
+    """
+
+    group: Ints
+    span: Ints
+    rows: Ints
+    rows_start: Ints
+    rows_end: Ints
+
+
+class _Seen(NamedTuple):
+    """What the rows of each use see of its group's blocks, use by use; 0 to 0 where it is nothing.
+
+    column, lo, hi: [entries]. width, end: [uses] how many entries each has, and where they end.
+    """
+
+    column: Ints
+    lo: Ints
+    hi: Ints
+    width: Ints
+    end: Ints
+
+
+def _uses(part: SharedPart) -> _Uses:
+    groups = [index for index, group in enumerate(part.groups) if len(group.rows) and group.block_hi > group.block_lo]
+    if not groups:
+        return _Uses(*[np.zeros(0, np.int64)] * 5)
+    rows = np.concatenate([part.groups[index].rows.numpy() for index in groups])
+    of_group = np.array(groups).repeat([len(part.groups[index].rows) for index in groups])
+    spans = part.row_spans.numpy()[rows]
+    starts = np.flatnonzero(np.append(True, (spans[1:] != spans[:-1]) | (of_group[1:] != of_group[:-1])))
+    return _Uses(of_group[starts], spans[starts], rows, starts, np.append(starts[1:], len(rows)))
+
+
+def _seen(part: SharedPart, uses: _Uses, block_size: int) -> _Seen:
+    bounds = np.array([(group.block_lo, group.block_hi) for group in part.groups])[uses.group]
+    width = bounds[:, 1] - bounds[:, 0]
+    end = width.cumsum()
+    column = (bounds[:, 0] - (end - width)).repeat(width) + np.arange(end[-1])
+    place = (uses.span * len(part.blocks)).repeat(width) + column
+    lo = np.maximum(part.lo.numpy().take(place), 0)
+    hi = np.minimum(part.hi.numpy().take(place), block_size)
+    empty = hi <= lo
+    lo[empty], hi[empty] = 0, 0
+    return _Seen(column, lo, hi, width, end)
+
+
+def _first_alike(uses: _Uses, seen: _Seen) -> Ints:
+    """[uses] the first use of the group whose rows see the same."""
+    index = np.arange(len(uses.group))
+    head = index[np.append(True, uses.group[1:] != uses.group[:-1])]
+    alike = head.repeat(np.diff(head, append=len(index)))
+    if len(head) == len(index):
+        return alike
+    start = seen.end - seen.width
+    first = np.arange(seen.end[-1]) - (start - start[alike]).repeat(seen.width)
+    differs = np.logical_or.reduceat((seen.lo != seen.lo[first]) | (seen.hi != seen.hi[first]), start)
+    known: dict[tuple[int, bytes, bytes], int] = {}
+    for use in differs.nonzero()[0].tolist():
+        entries = slice(start[use], seen.end[use])
+        what = (int(alike[use]), seen.lo[entries].tobytes(), seen.hi[entries].tobytes())
+        alike[use] = known.setdefault(what, use)
+    return alike
 
 
 def _unique_items(part: UniquePart, block_size: int) -> Iterator[Item]:
@@ -115,7 +194,7 @@ def _unique_items(part: UniquePart, block_size: int) -> Iterator[Item]:
     blocks = np.arange(len(rows)) if part.blocks is None else part.blocks.numpy()
     lo, hi = np.maximum(part.lo.numpy(), 0), np.minimum(part.hi.numpy(), block_size)
     chosen = np.flatnonzero(hi > lo)
-    chosen = chosen[np.argsort(rows[chosen], kind="stable")]
+    chosen = chosen[_by_owner(rows[chosen])]
     spans = _spans(blocks[chosen], lo[chosen], hi[chosen])
     for row, first, stop in _runs(rows[chosen]):
         yield Item(np.array([row]), spans[first:stop])
@@ -126,7 +205,7 @@ def _selected_items(part: SelectedPart, block_size: int) -> Iterator[Item]:
     owners, hi = part.spans.numpy(), np.minimum(part.hi.numpy(), block_size)
     first_rows, num_rows = part.first_rows.numpy(), part.num_rows.numpy()
     entries = np.flatnonzero((hi > 0) & (num_rows[owners] > 0))
-    entries = entries[np.argsort(owners[entries], kind="stable")]
+    entries = entries[_by_owner(owners[entries])]
     spans = _spans(part.blocks.numpy()[entries], np.zeros_like(entries), hi[entries], entries)
     for owner, first, stop in _runs(owners[entries]):
         yield Item(np.arange(first_rows[owner], first_rows[owner] + num_rows[owner]), spans[first:stop])
@@ -138,7 +217,17 @@ def _spans(blocks: Ints, lo: Ints, hi: Ints, entries: Ints | None = None) -> Int
     return np.stack((blocks, lo, hi, entries), 1).astype(np.int64)
 
 
+def _by_owner(owners: Ints) -> Ints | slice:
+    """What orders these non-negative numbers, stably."""
+    if (owners[1:] >= owners[:-1]).all():
+        return slice(None)
+    # numpy sorts numbers of 16 bits by their digits, six times as fast
+    small = owners.max() <= np.iinfo(np.uint16).max
+    return np.argsort(owners.astype(np.uint16) if small else owners, kind="stable")
+
+
 def _runs(owners: Ints) -> Iterator[tuple[int, int, int]]:
     """Each owner of a sorted array with its range."""
-    which, starts = np.unique(owners, return_index=True)
-    yield from zip(which.tolist(), starts.tolist(), np.append(starts, len(owners))[1:].tolist(), strict=True)
+    if len(owners):
+        starts = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))
+        yield from zip(owners[starts].tolist(), starts.tolist(), [*starts[1:].tolist(), len(owners)], strict=True)

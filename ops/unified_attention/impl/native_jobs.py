@@ -72,12 +72,13 @@ def _pieces(spans: Ints) -> list[Ints]:
     ends = np.cumsum(spans[:, 2] - spans[:, 1])
     if not len(ends) or ends[-1] <= TOKEN_TILE + TOKEN_TILE // 2:
         return [spans]
-    cuts = np.flatnonzero(np.diff(ends // TOKEN_TILE)) + 1
-    return np.split(spans, cuts)
+    tiles = ends // TOKEN_TILE
+    cuts = ((tiles[1:] != tiles[:-1]).nonzero()[0] + 1).tolist()
+    return [spans[first:last] for first, last in zip([0, *cuts], [*cuts, len(spans)], strict=True)]
 
 
 def _tables(tiles: list[Item]) -> Jobs:
-    tiles.sort(key=_cost, reverse=True)
+    tiles = [tiles[index] for index in np.argsort(-_costs(tiles), kind="stable").tolist()]
     rows = np.concatenate([tile.rows for tile in tiles]) if tiles else np.zeros(0, np.int64)
     partial, merges = _partials(rows)
     row_ends = np.cumsum([len(tile.rows) for tile in tiles], dtype=np.int64)
@@ -96,11 +97,15 @@ def _tables(tiles: list[Item]) -> Jobs:
     )
 
 
-def _cost(tile: Item) -> int:
-    seen = int((tile.spans[:, 2] - tile.spans[:, 1]).sum())
-    if tile.causal_first != NO_CAUSAL:
-        seen += int(tile.rows[-1]) - tile.causal_first + 1
-    return len(tile.rows) * seen
+def _costs(tiles: list[Item]) -> Ints:
+    """[tiles] rows times the tokens that they see, where not causality leaves some out."""
+    if not tiles:
+        return np.zeros(0, np.int64)
+    spans = np.concatenate([tile.spans for tile in tiles])
+    ends = np.cumsum([len(tile.spans) for tile in tiles])
+    tokens = np.append(0, np.cumsum(spans[:, 2] - spans[:, 1]))[np.append(0, ends)]
+    new = [0 if tile.causal_first == NO_CAUSAL else int(tile.rows[-1]) - tile.causal_first + 1 for tile in tiles]
+    return np.array([len(tile.rows) for tile in tiles]) * (np.diff(tokens) + new)
 
 
 def _partials(rows: Ints) -> tuple[Ints, Ints]:

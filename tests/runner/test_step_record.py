@@ -1,0 +1,27 @@
+"""What a step leaves behind: the attention work that its plan says."""
+
+from __future__ import annotations
+
+from hypothesis import given
+
+from tests.runner.batches import Step, steps
+from tests.runner.expand import causal_pairs, shared_pairs, unique_pairs
+from vllm_gaudi_ucm.runner.batch_plan import plan_batch
+from vllm_gaudi_ucm.runner.execution import StepShape
+from vllm_gaudi_ucm.runner.staging import true_shape
+from vllm_gaudi_ucm.runner.step_record import StepClock
+
+
+@given(steps())
+def test_pairs_are_those_of_the_plan(step: Step) -> None:
+    """covers: A13. Every (row, token) product of each part, counted one by one."""
+    plan = plan_batch(step.batch_input(), step.block_size)
+    clock = StepClock()
+    clock.planned()
+    clock.computed()
+    clock.sampled()
+    shape = true_shape(plan, 0 if plan.unique is None else len(plan.unique.rows))
+    record = clock.record(0, plan, StepShape(shape, shape), step.block_size)
+    assert record.causal_pairs == len(list(causal_pairs(plan)))
+    assert record.shared_pairs == len(list(shared_pairs(plan, step)))
+    assert record.unique_pairs == len(list(unique_pairs(plan, step)))
