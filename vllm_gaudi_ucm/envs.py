@@ -76,6 +76,11 @@ def use_inductor_cache(folder: Path) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
-def spawn_workers() -> None:
-    """Makes vLLM start processes anew instead of forking them: a fork after Gaudi's bridge was loaded hangs."""
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+def spawn_workers(even_if_asked_to_fork: bool) -> bool:
+    """Makes vLLM start processes anew instead of forking them; whether it will.
+
+    A user's own choice stays, unless `even_if_asked_to_fork`.
+    """
+    if even_if_asked_to_fork:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    return os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn") == "spawn"

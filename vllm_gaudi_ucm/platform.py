@@ -64,8 +64,7 @@ class UcmPlatform(Platform):
         config = resolve_config(vllm_config.additional_config)
         refuse_unsupported(vllm_config)
         give_engine_time_to_stop(vllm_config)
-        if cls.device_type == "hpu":
-            spawn_workers()
+        cls._start_processes_anew()
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.worker.UcmWorker"
         if vllm_config.scheduler_config.async_scheduling:
@@ -86,6 +85,18 @@ class UcmPlatform(Platform):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
         cls._warn_of_slow_dtype(vllm_config)
+
+    @classmethod
+    def _start_processes_anew(cls) -> None:
+        """A fork of a process that has computed with several threads sleeps in its first parallel region for ever.
+
+        OpenMP's threads are not forked, and it waits for them. A fork after Gaudi's bridge was loaded always hangs.
+        """
+        if not spawn_workers(even_if_asked_to_fork=cls.device_type == "hpu"):
+            logger.warning(
+                "VLLM_WORKER_MULTIPROC_METHOD asks for fork: the engine will not start if this process has computed "
+                "with torch before; unset the variable, or set it to spawn."
+            )
 
     @classmethod
     def _warn_of_slow_dtype(cls, vllm_config: VllmConfig) -> None:
