@@ -84,3 +84,8 @@ def spawn_workers(even_if_asked_to_fork: bool) -> bool:
     if even_if_asked_to_fork:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     return os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn") == "spawn"
+
+
+def wait_for_engines_end(seconds: int) -> None:
+    """Lets a script that ends wait so long for its engine's end, five seconds otherwise; a user's own value stays."""
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(seconds))

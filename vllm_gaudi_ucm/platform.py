@@ -17,9 +17,11 @@ from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
 from vllm_gaudi_ucm.features import UnsupportedFeatureError, refuse_unsupported
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
+from vllm_gaudi_ucm.parent_watch import is_engine_process, watch_parent
 from vllm_gaudi_ucm.request_check import check_request
 from vllm_gaudi_ucm.sparse.residency.feature_check import refuse_beside_memory_mode
 from vllm_gaudi_ucm.sparse.scheduler_choice import use_planning_scheduler, use_sparse_scheduler
+from vllm_gaudi_ucm.start_signals import OF_SERVER, end_start_at_sigterm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,6 +66,9 @@ class UcmPlatform(Platform):
         config = resolve_config(vllm_config.additional_config)
         refuse_unsupported(vllm_config)
         give_engine_time_to_stop(vllm_config)
+        end_start_at_sigterm(OF_SERVER)
+        # of a forked engine whose worker has a process of its own this is all that runs of ours
+        watch_parent()
         cls._start_processes_anew()
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.worker.UcmWorker"
@@ -92,7 +97,9 @@ class UcmPlatform(Platform):
 
         OpenMP's threads are not forked, and it waits for them. A fork after Gaudi's bridge was loaded always hangs.
         """
-        if not spawn_workers(even_if_asked_to_fork=cls.device_type == "hpu"):
+        is_spawned = spawn_workers(even_if_asked_to_fork=cls.device_type == "hpu")
+        # the engine looks at its configuration, too, and has started
+        if not is_spawned and not is_engine_process():
             logger.warning(
                 "VLLM_WORKER_MULTIPROC_METHOD asks for fork: the engine will not start if this process has computed "
                 "with torch before; unset the variable, or set it to spawn."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -10,7 +11,12 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_gaudi_ucm.compat import abort_at_shutdown, model_loading, tolerate_missing_accelerator
+from vllm_gaudi_ucm.compat import (
+    abort_at_shutdown,
+    leave_heap_to_the_system,
+    model_loading,
+    tolerate_missing_accelerator,
+)
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.envs import lazy_mode
@@ -20,11 +26,13 @@ from vllm_gaudi_ucm.layers import register_cpu_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.budget import kv_cache_budget
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.parent_watch import watch_parent
 from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.runner.graph_kind import graph_kind, options_without_effect
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
+from vllm_gaudi_ucm.start_signals import OF_ENGINE, end_start_at_sigterm, start_is_over
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -42,6 +50,9 @@ class UcmWorker(WorkerBase):
     model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
 
     def init_device(self) -> None:
+        watch_parent()
+        end_start_at_sigterm(OF_ENGINE)
+        leave_heap_to_the_system()
         tolerate_missing_accelerator()
         abort_at_shutdown(self.vllm_config)
         self._ucm = resolve_config(self.vllm_config.additional_config)
@@ -109,6 +120,7 @@ class UcmWorker(WorkerBase):
         """Warms the buckets that serving starts with; at true shapes there are none."""
         seconds = self.model_runner.warm_up()
         set_random_seed(self.model_config.seed)
+        start_is_over()
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -133,13 +145,12 @@ class UcmWorker(WorkerBase):
         raise UnsupportedFeatureError("profiling", "the profile endpoint")
 
     def shutdown(self) -> None:
-        runner = getattr(self, "model_runner", None)
-        if runner is not None:
-            runner.close()
-        for name in ("_phase_log", "_metrics"):
-            record = getattr(self, name, None)
-            if record is not None:
-                record.close()
+        # each of them, the runner first, whatever becomes of the others
+        with contextlib.ExitStack() as ends:
+            for name in ("_metrics", "_phase_log", "model_runner"):
+                part = getattr(self, name, None)
+                if part is not None:
+                    ends.callback(part.close)
 
     def _describe(self, num_blocks: int) -> dict[str, Any]:
         """The phase log's header: what a reader needs to compare or replay the log."""
