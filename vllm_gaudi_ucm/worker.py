@@ -33,6 +33,7 @@ from vllm_gaudi_ucm.runner.graph_kind import graph_kind, options_without_effect
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
 from vllm_gaudi_ucm.start_signals import OF_ENGINE, end_start_at_sigterm, start_is_over
+from vllm_gaudi_ucm.worker_calls import RefusedCalls
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 
-class UcmWorker(WorkerBase):
+class UcmWorker(RefusedCalls, WorkerBase):
     """One device, one model. See WorkerBase for the contract of each method."""
 
     model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
@@ -141,8 +142,23 @@ class UcmWorker(WorkerBase):
     def list_loras(self) -> set[int]:
         return set()
 
-    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
-        raise UnsupportedFeatureError("profiling", "the profile endpoint")
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """All memory is there already: `sleep` is refused, after vLLM has paused what this call resumes."""
+
+    def get_cache_block_size_bytes(self) -> int:
+        """Bytes of a block of all layers."""
+        return sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+
+    def get_draft_model(self) -> nn.Module | None:
+        return self.model_runner.draft_model
+
+    def get_compilation_match_table(self) -> dict[str, int]:
+        """vLLM's own compilation is off, whose passes would count here."""
+        return {}
+
+    def get_encoder_timing_stats(self) -> dict[str, dict[str, float | int]]:
+        """No multimodal models, no encoder."""
+        return {}
 
     def shutdown(self) -> None:
         # each of them, the runner first, whatever becomes of the others
