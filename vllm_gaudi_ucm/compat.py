@@ -134,11 +134,12 @@ def model_loading(vllm_config: "VllmConfig") -> "AbstractContextManager[None]":
 
 
 def tolerate_missing_accelerator() -> None:
-    """Makes torch's calls for "the accelerator" do nothing in a worker whose torch has none.
+    """Makes torch's calls for "the accelerator" do nothing in a process with an engine whose torch has none.
 
     Reason: on a CPU-only torch these calls raise, and vLLM makes them wherever its platform is not its own CPU
     platform: when a model is loaded (`BaseModelLoader.load_model`) and when an engine ends
-    (`cleanup_dist_env_and_memory`). vLLM's own CPU worker replaces the same calls. A worker calls this when it starts;
+    (`cleanup_dist_env_and_memory`), which users call in their own process, too. vLLM's own CPU worker replaces the same
+    calls. A user's process comes here when it checks an engine's configuration, a worker before it loads the model;
     importing the plugin changes nothing.
     Remove when: both places ask `torch.accelerator.is_available()` first.
     """

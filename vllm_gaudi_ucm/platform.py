@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_gaudi_ucm.compat import check_versions, client_error, give_engine_time_to_stop
+from vllm_gaudi_ucm.compat import (
+    check_versions,
+    client_error,
+    give_engine_time_to_stop,
+    tolerate_missing_accelerator,
+)
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import OURS as UCM_CONNECTOR
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config
@@ -70,6 +75,8 @@ class UcmPlatform(Platform):
         # of a forked engine whose worker has a process of its own this is all that runs of ours
         watch_parent()
         cls._start_processes_anew()
+        # a user's process cleans up with these calls as a worker does
+        tolerate_missing_accelerator()
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.worker.UcmWorker"
         if vllm_config.scheduler_config.async_scheduling:

@@ -19,8 +19,12 @@ USER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_GAUDI_UCM_DEVICE": "cpu", "
 
 
 def compute_then_serve(model: str) -> list[Any]:
-    """Threads that a computation has left in this process, and tokens of an engine that was started afterwards."""
+    """Threads that a computation has left in this process, and tokens of an engine that was started afterwards.
+
+    Then everything is cleaned up, as vLLM's examples do it, in this process, which has no worker.
+    """
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     before = len(os.listdir("/proc/self/task")) - threading.active_count()
     # not by the variable: this process was forked from one in which torch has read it
@@ -30,6 +34,7 @@ def compute_then_serve(model: str) -> list[Any]:
     llm = LLM(**{**TINY_OPTIONS, "model": model})
     (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], greedy_params(4), use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
     return [after - before, list(output.outputs[0].token_ids)]
 
 
