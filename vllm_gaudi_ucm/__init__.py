@@ -11,5 +11,8 @@ def register() -> str | None:
     vLLM swallows what this raises and goes on without the plugin; `gaudi-ucm doctor` shows it.
     """
     from vllm_gaudi_ucm.device.detect import detect_device
+    from vllm_gaudi_ucm.parent_watch import watch_parent
 
+    # the first that an engine's process runs of ours: the server may be gone before it asks for a worker
+    watch_parent()
     return PLATFORM_CLASS if detect_device() is not None else None

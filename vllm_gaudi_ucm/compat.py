@@ -1,5 +1,7 @@
 """Everything that depends on the version of vLLM or torch: each entry names its reason and when to remove it."""
 
+import atexit
+import gc
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,7 +11,9 @@ from typing import TYPE_CHECKING, cast
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from vllm_gaudi_ucm.envs import wait_for_engines_end
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.parent_watch import is_engine_process
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,11 +134,12 @@ def model_loading(vllm_config: "VllmConfig") -> "AbstractContextManager[None]":
 
 
 def tolerate_missing_accelerator() -> None:
-    """Makes torch's calls for "the accelerator" do nothing in a worker whose torch has none.
+    """Makes torch's calls for "the accelerator" do nothing in a process with an engine whose torch has none.
 
     Reason: on a CPU-only torch these calls raise, and vLLM makes them wherever its platform is not its own CPU
     platform: when a model is loaded (`BaseModelLoader.load_model`) and when an engine ends
-    (`cleanup_dist_env_and_memory`). vLLM's own CPU worker replaces the same calls. A worker calls this when it starts;
+    (`cleanup_dist_env_and_memory`), which users call in their own process, too. vLLM's own CPU worker replaces the same
+    calls. A user's process comes here when it checks an engine's configuration, a worker before it loads the model;
     importing the plugin changes nothing.
     Remove when: both places ask `torch.accelerator.is_available()` first.
     """
@@ -151,6 +156,11 @@ def _nothing_to_do(*args: object, **kwargs: object) -> None:
     """There is no accelerator."""
 
 
+# More than stores may take to keep what is on its way (5 s) and to end their threads (as long again), on a machine that
+# does something else, too; less than the 30 s after which Kubernetes kills. It passes only where the engine needs it.
+SHUTDOWN_SECONDS = 20
+
+
 class ShutdownGrace(int):
     """A number of seconds that we chose, and not the user; an attribute would not survive the way to the engine."""
 
@@ -160,13 +170,14 @@ def give_engine_time_to_stop(vllm_config: "VllmConfig") -> None:
 
     Reason: with `--shutdown-timeout 0`, the default, the server kills the engine process right after it has asked it to
     stop: open streams are never ended, so the server waits for them for ever, and the worker cannot write its summary.
-    vLLM's XPU platform raises the same number. The engine itself must still abort its requests at once instead of
-    finishing them: `abort_at_shutdown` gives it its 0 back.
+    vLLM's XPU platform raises the same number; offline (`LLM`) it is another, in the environment. The engine itself
+    must still abort its requests at once instead of finishing them: `abort_at_shutdown` gives it its 0 back.
     Remove when: the server waits for the engine to abort its requests.
     """
     chosen = vllm_config.shutdown_timeout
     if chosen == 0 and not isinstance(chosen, ShutdownGrace):
-        vllm_config.shutdown_timeout = ShutdownGrace(5)
+        vllm_config.shutdown_timeout = ShutdownGrace(SHUTDOWN_SECONDS)
+    wait_for_engines_end(SHUTDOWN_SECONDS)
 
 
 def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
@@ -176,6 +187,18 @@ def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
     """
     if isinstance(vllm_config.shutdown_timeout, ShutdownGrace):
         vllm_config.shutdown_timeout = ShutdownGrace(0)
+
+
+def leave_heap_to_the_system() -> None:
+    """An engine's process ends without a last search for garbage; a user's own process stays as it is.
+
+    Reason: the engine thaws its heap when it ends, and Python looks at each of 700,000 objects once more: 3 to 5 s on a
+    machine that does something else, too, in which the server lost patience and killed it. vLLM freezes it on ROCm.
+    Remove when: `EngineCoreProc.run_engine_core` does so on every platform.
+    """
+    if is_engine_process():
+        atexit.unregister(gc.freeze)
+        atexit.register(gc.freeze)
 
 
 def raise_if_nan_logits(counts: Mapping[str, int]) -> None:

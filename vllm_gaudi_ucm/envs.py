@@ -117,6 +117,16 @@ def inductor_cache() -> Path | None:
     return Path(found) if found else None
 
 
-def spawn_workers() -> None:
-    """Makes vLLM start processes anew instead of forking them: a fork after Gaudi's bridge was loaded hangs."""
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+def spawn_workers(even_if_asked_to_fork: bool) -> bool:
+    """Makes vLLM start processes anew instead of forking them; whether it will.
+
+    A user's own choice stays, unless `even_if_asked_to_fork`.
+    """
+    if even_if_asked_to_fork:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    return os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn") == "spawn"
+
+
+def wait_for_engines_end(seconds: int) -> None:
+    """Lets a script that ends wait so long for its engine's end, five seconds otherwise; a user's own value stays."""
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(seconds))

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_gaudi_ucm.compat import check_versions, client_error, give_engine_time_to_stop
+from vllm_gaudi_ucm.compat import (
+    check_versions,
+    client_error,
+    give_engine_time_to_stop,
+    tolerate_missing_accelerator,
+)
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config, is_ours_among
 from vllm_gaudi_ucm.device import get_device
@@ -16,9 +21,11 @@ from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
 from vllm_gaudi_ucm.features import UnsupportedFeatureError, refuse_unsupported
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
+from vllm_gaudi_ucm.parent_watch import is_engine_process, watch_parent
 from vllm_gaudi_ucm.request_check import check_request
 from vllm_gaudi_ucm.sparse.residency.feature_check import refuse_beside_memory_mode
 from vllm_gaudi_ucm.sparse.scheduler_choice import use_planning_scheduler, use_sparse_scheduler
+from vllm_gaudi_ucm.start_signals import OF_SERVER, end_start_at_sigterm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,8 +70,12 @@ class UcmPlatform(Platform):
         config = resolve_config(vllm_config.additional_config)
         refuse_unsupported(vllm_config)
         give_engine_time_to_stop(vllm_config)
-        if cls.device_type == "hpu":
-            spawn_workers()
+        end_start_at_sigterm(OF_SERVER)
+        # of a forked engine whose worker has a process of its own this is all that runs of ours
+        watch_parent()
+        cls._start_processes_anew()
+        # a user's process cleans up with these calls as a worker does
+        tolerate_missing_accelerator()
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.worker.UcmWorker"
         if vllm_config.scheduler_config.async_scheduling:
@@ -84,6 +95,20 @@ class UcmPlatform(Platform):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
         cls._warn_of_slow_dtype(vllm_config)
+
+    @classmethod
+    def _start_processes_anew(cls) -> None:
+        """A fork of a process that has computed with several threads sleeps in its first parallel region for ever.
+
+        OpenMP's threads are not forked, and it waits for them. A fork after Gaudi's bridge was loaded always hangs.
+        """
+        is_spawned = spawn_workers(even_if_asked_to_fork=cls.device_type == "hpu")
+        # the engine looks at its configuration, too, and has started
+        if not is_spawned and not is_engine_process():
+            logger.warning(
+                "VLLM_WORKER_MULTIPROC_METHOD asks for fork: the engine will not start if this process has computed "
+                "with torch before; unset the variable, or set it to spawn."
+            )
 
     @classmethod
     def _warn_of_slow_dtype(cls, vllm_config: VllmConfig) -> None:

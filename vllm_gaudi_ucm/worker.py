@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -10,7 +11,12 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_gaudi_ucm.compat import abort_at_shutdown, model_loading, tolerate_missing_accelerator
+from vllm_gaudi_ucm.compat import (
+    abort_at_shutdown,
+    leave_heap_to_the_system,
+    model_loading,
+    tolerate_missing_accelerator,
+)
 from vllm_gaudi_ucm.config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.envs import lazy_mode
@@ -20,11 +26,14 @@ from vllm_gaudi_ucm.layers import register_cpu_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.memory.budget import kv_cache_budget
 from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.parent_watch import watch_parent
 from vllm_gaudi_ucm.phase_log import PhaseLog
 from vllm_gaudi_ucm.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.runner.graph_kind import graph_kind, options_without_effect
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
+from vllm_gaudi_ucm.start_signals import OF_ENGINE, end_start_at_sigterm, start_is_over
+from vllm_gaudi_ucm.worker_calls import RefusedCalls
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -36,12 +45,15 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 
-class UcmWorker(WorkerBase):
+class UcmWorker(RefusedCalls, WorkerBase):
     """One device, one model. See WorkerBase for the contract of each method."""
 
     model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
 
     def init_device(self) -> None:
+        watch_parent()
+        end_start_at_sigterm(OF_ENGINE)
+        leave_heap_to_the_system()
         tolerate_missing_accelerator()
         abort_at_shutdown(self.vllm_config)
         self._ucm = resolve_config(self.vllm_config.additional_config)
@@ -108,6 +120,7 @@ class UcmWorker(WorkerBase):
         """Warms the buckets that serving starts with; at true shapes there are none."""
         seconds = self.model_runner.warm_up()
         set_random_seed(self.model_config.seed)
+        start_is_over()
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -128,17 +141,31 @@ class UcmWorker(WorkerBase):
     def list_loras(self) -> set[int]:
         return set()
 
-    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
-        raise UnsupportedFeatureError("profiling", "the profile endpoint")
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """All memory is there already: `sleep` is refused, after vLLM has paused what this call resumes."""
+
+    def get_cache_block_size_bytes(self) -> int:
+        """Bytes of a block of all layers."""
+        return sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+
+    def get_draft_model(self) -> nn.Module | None:
+        return self.model_runner.draft_model
+
+    def get_compilation_match_table(self) -> dict[str, int]:
+        """vLLM's own compilation is off, whose passes would count here."""
+        return {}
+
+    def get_encoder_timing_stats(self) -> dict[str, dict[str, float | int]]:
+        """No multimodal models, no encoder."""
+        return {}
 
     def shutdown(self) -> None:
-        runner = getattr(self, "model_runner", None)
-        if runner is not None:
-            runner.close()
-        for name in ("_phase_log", "_metrics"):
-            record = getattr(self, name, None)
-            if record is not None:
-                record.close()
+        # each of them, the runner first, whatever becomes of the others
+        with contextlib.ExitStack() as ends:
+            for name in ("_metrics", "_phase_log", "model_runner"):
+                part = getattr(self, name, None)
+                if part is not None:
+                    ends.callback(part.close)
 
     def _describe(self, num_blocks: int) -> dict[str, Any]:
         """The phase log's header: what a reader needs to compare or replay the log."""

@@ -1,6 +1,8 @@
 """Environment variables: the device choice, and vLLM's registry of known variables."""
 
 import ast
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import vllm_gaudi_ucm
 from vllm_gaudi_ucm import envs
 
 PACKAGE = Path(vllm_gaudi_ucm.__file__).parent
+MULTIPROC = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 @pytest.mark.parametrize(
@@ -105,3 +108,31 @@ def test_a_cache_that_depends_on_the_working_folder_is_refused(monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     with pytest.raises(RuntimeError, match="XDG_CACHE_HOME: found 'cache', expected the absolute path"):
         envs.user_cache()
+
+
+@pytest.mark.parametrize(
+    ("asked", "overrule", "spawns"),
+    [(None, False, True), ("spawn", False, True), ("fork", False, False), ("fork", True, True), (None, True, True)],
+)
+def test_processes_are_spawned_unless_the_user_forks(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, overrule: bool, spawns: bool
+) -> None:
+    """covers: F1"""
+    # set first: undone then, too, where the function sets it
+    monkeypatch.setenv(MULTIPROC, asked or "")
+    if asked is None:
+        monkeypatch.delenv(MULTIPROC)
+    assert envs.spawn_workers(even_if_asked_to_fork=overrule) is spawns
+    assert os.environ[MULTIPROC] == ("spawn" if spawns else "fork")
+
+
+def test_our_scripts_can_be_read_again() -> None:
+    """A spawned engine imports the script that started it: nothing runs outside of `if __name__ == "__main__":`."""
+    root = PACKAGE.parent
+    for file in [*root.glob("scripts/*.py"), *root.glob("benchmarks/**/*.py")]:
+        for node in ast.parse(file.read_text()).body:
+            called = ast.unparse(node) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else ""
+            assert not called or called.startswith(("os.environ.setdefault(", "sys.path.")), f"{file}: {called}"
+    readme = (root / "README.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+        assert ("LLM(" in block) == ("__main__" in block)

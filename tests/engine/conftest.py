@@ -11,7 +11,6 @@ from transformers import AutoConfig
 
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import make_config, make_model
-from vllm_gaudi_ucm.compat import tolerate_missing_accelerator
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,10 +20,11 @@ def in_process() -> Iterator[None]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield
-        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed import cleanup_dist_env_and_memory, model_parallel_is_initialized
 
-        tolerate_missing_accelerator()
-        cleanup_dist_env_and_memory()
+        # not where the engines of all tests had processes of their own
+        if model_parallel_is_initialized():
+            cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="session")

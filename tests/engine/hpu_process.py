@@ -36,6 +36,14 @@ def run_on_card(
 
     Fails the test with the process's last lines where it raises.
     """
+    hpu = {"PYTHONPATH": str(ROOT / "tests/sim_hpu"), "VLLM_GAUDI_UCM_DEVICE": "hpu", "PT_HPU_LAZY_MODE": "1"}
+    return run_apart(scenario, folder, {**hpu, **(env or {})}, **arguments)
+
+
+def run_apart(
+    scenario: Callable[..., Any], folder: Path, env: Mapping[str, str], seconds: float = TIMEOUT, **arguments: Any
+) -> Finished:
+    """The same in a process without the card."""
     result = folder / f"{scenario.__name__}.json"
     asked = {
         "module": scenario.__module__,
@@ -43,15 +51,14 @@ def run_on_card(
         "arguments": arguments,
         "result": str(result),
     }
-    hpu = {"PYTHONPATH": str(ROOT / "tests/sim_hpu"), "VLLM_GAUDI_UCM_DEVICE": "hpu", "PT_HPU_LAZY_MODE": "1"}
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", **hpu, **(env or {})}
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", **env}
     # A file, not a pipe: a process that the engine leaves behind would keep a pipe open.
     log = folder / f"{scenario.__name__}.log"
     process = WarmProcess(_call, (json.dumps(asked),), log=log, env=env, cwd=ROOT)
     try:
-        status = process.finish(TIMEOUT)
+        status = process.finish(seconds)
     except subprocess.TimeoutExpired:
-        pytest.fail(f"{scenario.__name__} runs {TIMEOUT} s later:\n{log.read_text()[-6000:]}")
+        pytest.fail(f"{scenario.__name__} runs {seconds} s later:\n{log.read_text()[-6000:]}")
     text = log.read_text()
     assert status == 0, text[-6000:]
     return Finished(json.loads(result.read_text()), text)

@@ -95,6 +95,14 @@ class Server:
                 time.sleep(0.2)
         raise AssertionError(f"the server did not start (exit status {self.process.poll()}):\n{self.log_tail(150)}")
 
+    def wait_log(self, text: str) -> None:
+        """Waits until a line of the log has this text: a moment of a start."""
+        deadline = time.monotonic() + START_SECONDS
+        while text not in self.log():
+            assert self.process.poll() is None, f"ended before it logged {text!r}:\n{self.log_tail()}"
+            assert time.monotonic() < deadline, f"did not log {text!r}:\n{self.log_tail()}"
+            time.sleep(0.01)
+
     def terminate(self) -> float:
         """SIGTERM; the seconds until the server had exited by itself and left no process behind."""
         begin = time.monotonic()
@@ -117,10 +125,13 @@ class Server:
                 child.kill()
 
 
-def start_server(model: Path, folder: Path, *options: str, cold: bool = False, **more: Any) -> Server:
+def start_server(
+    model: Path, folder: Path, *options: str, cold: bool = False, ready: bool = True, **more: Any
+) -> Server:
     """Starts `vllm serve` on a free port with a phase log in `folder`, and waits until it answers.
 
     cold: with its own command line, which imports everything twice; else the server and its engine fork (12 s less).
+    ready: else it returns at once, and the server has still to import and to load everything.
     more: options of the plugin.
     """
     port = _free_port()
@@ -132,8 +143,9 @@ def start_server(model: Path, folder: Path, *options: str, cold: bool = False, *
         *("--kv-cache-memory-bytes", str(800 << 20), "--additional-config", json.dumps({"ucm": ucm})),
         *options,
     ]
-    process = _start(arguments, folder, cold)
-    server = Server(folder, port, process)
+    server = Server(folder, port, _start(arguments, folder, cold))
+    if not ready:
+        return server
     try:
         server.wait_ready()
     except BaseException:

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import nn
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler
@@ -109,6 +110,10 @@ class ModelRunner:
         if self.kind == "compile":
             for decoder in (self.decoder, *draft):
                 decoder.compile("hpu_backend" if self._device.kind == "hpu" else "inductor")
+
+    @property
+    def draft_model(self) -> nn.Module | None:
+        return None if self._draft_decoder is None else cast(nn.Module, self._draft_decoder.model)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return kv_cache_specs(self._vllm_config)

@@ -1,0 +1,118 @@
+"""How an engine's process ends: everything is closed, in the time that it has for it."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import inspect
+import multiprocessing
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_gaudi_ucm import compat, parent_watch, start_signals
+from vllm_gaudi_ucm.connector.block_saver import BlockSaver
+from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
+from vllm_gaudi_ucm.worker import UcmWorker
+
+
+def test_a_part_that_fails_does_not_keep_the_others_open() -> None:
+    """covers: F12"""
+    closed = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            closed.append(self.name)
+            raise OSError(self.name)
+
+    worker: Any = object.__new__(UcmWorker)
+    worker.model_runner, worker._phase_log, worker._metrics = Part("runner"), Part("log"), Part("metrics")
+    with pytest.raises(OSError, match="metrics"):
+        worker.shutdown()
+    assert closed == ["runner", "log", "metrics"]
+
+
+def test_stores_have_the_time_that_they_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own time-out stays, and the engine aborts its requests at once. covers: F12"""
+    name = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+    monkeypatch.setenv(name, "5")
+    monkeypatch.delenv(name)
+    needed = sum(
+        inspect.signature(close).parameters["timeout"].default for close in (BlockSaver.close, PrefetchEngine.stop)
+    )
+    config: Any = SimpleNamespace(shutdown_timeout=0)
+    compat.give_engine_time_to_stop(config)
+    assert config.shutdown_timeout == int(os.environ[name]) > needed
+    compat.abort_at_shutdown(config)
+    assert config.shutdown_timeout == 0
+    config.shutdown_timeout = 3
+    compat.give_engine_time_to_stop(config)
+    assert config.shutdown_timeout == 3
+
+
+@pytest.mark.parametrize("is_engine", [True, False])
+def test_only_an_engines_process_leaves_its_heap(monkeypatch: pytest.MonkeyPatch, is_engine: bool) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore_DP0" if is_engine else "MainProcess")
+    assert parent_watch.is_engine_process() is is_engine
+    compat.leave_heap_to_the_system()
+    assert registered == [gc.freeze] * is_engine
+
+
+def test_a_users_own_handler_stays() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def handler(*_: object) -> None:
+        raise AssertionError
+
+    try:
+        for mine in (handler, signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, mine)
+            start_signals.end_start_at_sigterm(start_signals.OF_SERVER)
+            assert signal.getsignal(signal.SIGTERM) is mine
+            start_signals.start_is_over()
+            assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_vllm_gets_its_handler_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    noted = []
+
+    def handler(number: int, frame: object) -> None:
+        noted.append(number)
+
+    handler.__qualname__ = start_signals.OF_ENGINE
+    try:
+        signal.signal(signal.SIGTERM, handler)
+        start_signals.end_start_at_sigterm(start_signals.OF_ENGINE)
+        with pytest.raises(SystemExit, match="143"):
+            signal.raise_signal(signal.SIGTERM)
+        assert noted == [signal.SIGTERM]
+        start_signals.start_is_over()
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_vllm_has_the_handlers_that_ours_stand_in_for() -> None:
+    """They are found by name: a release that calls them otherwise fails here, and not in a cluster."""
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.v1.engine.core import EngineCoreProc
+
+    for function, name in (
+        (entry.run_server, start_signals.OF_SERVER),
+        (EngineCoreProc.run_engine_core, start_signals.OF_ENGINE),
+    ):
+        owner, _, local = name.rpartition(".<locals>.")
+        assert function.__qualname__ == owner
+        code = inspect.unwrap(function).__code__
+        assert local in {constant.co_name for constant in code.co_consts if inspect.iscode(constant)}

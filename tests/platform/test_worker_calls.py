@@ -1,0 +1,75 @@
+"""Every call that vLLM makes to a worker, or lets users make, works or is refused by its name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import vllm
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerBase
+
+from vllm_gaudi_ucm.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.worker import UcmWorker
+from vllm_gaudi_ucm.worker_calls import REFUSED, UnsupportedCallError
+
+# vLLM's own implementation, which is right for us
+INHERITED = {
+    "apply_model",
+    "check_health",
+    "get_model_inspection",
+    "get_supported_kv_cache_layouts",
+    "release_late_interaction_query_cache",
+    "reset_mm_cache",
+    "set_kv_cache_layout",
+    "supports_draft_weight_updates",
+    "vocab_size",
+}
+# parts of the GPU worker that nobody calls from outside
+OF_GPU_WORKER = {"annotate_profile", "randomize_dummy_inputs", "sleep_mode_backend"}
+# calls that vLLM's wrapper of a worker answers, and one that is for Ray's
+OF_WRAPPER = {"init_worker", "update_environment_variables", "adjust_rank"}
+ROOMS = ("v1/engine", "v1/executor", "v1/fault_tolerance", "entrypoints", "distributed/elastic_ep", "engine")
+
+
+def public_names(cls: type) -> Iterator[str]:
+    for name, value in inspect.getmembers(cls):
+        if not name.startswith("_") and (callable(value) or isinstance(value, property)):
+            yield name
+
+
+def called_names(file: Path) -> Iterator[str]:
+    """The first argument of each `collective_rpc` of a file, where it is a text."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            first = node.args[0]
+            if node.func.attr.startswith("collective_rpc") and isinstance(first, ast.Constant):
+                yield first.value
+
+
+def test_every_call_is_classified() -> None:
+    """A new one of vLLM's belongs into the worker, into `REFUSED` or into the lists above."""
+    calls = {*public_names(WorkerBase), *public_names(Worker)}
+    root = Path(vllm.__file__).parent
+    called = {name for room in ROOMS for file in (root / room).rglob("*.py") for name in called_names(file)}
+    assert {"sleep", "add_lora", "execute_dummy_batch", "reset_weights"} <= called
+    known = {*vars(UcmWorker), *REFUSED, *INHERITED, *OF_GPU_WORKER, *OF_WRAPPER}
+    assert calls | called <= known, sorted((calls | called) - known)
+    assert not REFUSED.keys() & vars(UcmWorker).keys()
+    assert REFUSED.keys() | INHERITED <= calls | called
+
+
+@pytest.mark.parametrize("call", sorted(REFUSED))
+def test_refused_by_name(call: str) -> None:
+    worker = object.__new__(UcmWorker)
+    with pytest.raises(UnsupportedFeatureError) as raised:
+        getattr(worker, call)(1, option=2)
+    assert isinstance(raised.value, UnsupportedCallError)
+    feature, instead = REFUSED[call]
+    assert str(raised.value) == (
+        f"vllm-gaudi-ucm does not support {feature} (asked for by the call {call}); {instead}. "
+        "README.md lists what is supported."
+    )
