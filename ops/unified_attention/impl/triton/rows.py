@@ -42,9 +42,9 @@ def attend_rows(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (kv heads, rows); arguments as of `attend_spans`, span i being row i. Rows without a block become zeros."""
-    kv_head = tl.program_id(0)
-    row = tl.program_id(1)
+    """Grid (rows, kv heads); arguments as of `attend_spans`, span i being row i. Rows without a block become zeros."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
     begin = tl.load(offsets + tl.minimum(row, num_spans))
     end = tl.load(offsets + tl.minimum(row + 1, num_spans))
     m = tl.arange(0, BLOCK_M)
