@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.ops.native.library import native
 
 WIDTHS = (64, 48, 32, 24, 16, 8)
 # Panel width per weight shape, 0 where the format is another one. Only what a weight proves is kept: zeros look alike
-# in panels of any width.
+# in panels of any width and in plain memory.
 _widths: dict[torch.Size, int] = {}
 
 
@@ -38,25 +38,30 @@ def find_panels(weight: Tensor, packed: Tensor) -> Panels | None:
     width = _widths.get(weight.shape)
     if width is None:
         found = _fitting_widths(weight, address, int(torch.ops.mkldnn._nbytes(packed)))
-        width = found[0] if found else 0
+        width = found[0] if found and found[0] in WIDTHS else 0
         if len(found) < 2:
             _widths[weight.shape] = width
     return Panels(packed, address, width) if width and width % kernels.ucm_lanes() == 0 else None
 
 
 def _fitting_widths(weight: Tensor, address: int, size: int) -> list[int]:
-    """Every width at which the memory holds the weight."""
+    """Every width at which the memory holds the weight; 1 and all outputs are rows and columns one after the other."""
     outputs, inputs = weight.shape
     if size != weight.numel() * weight.element_size():
         return []  # padded
     memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.float32)
     found = []
-    for width in WIDTHS:
+    for width in dict.fromkeys((*WIDTHS, 1, outputs)):
         if outputs % width == 0:
             panels = weight.detach().view(outputs // width, width, inputs).transpose(1, 2)
-            if torch.equal(memory.view(panels.shape), panels):
+            if _same(memory.view(panels.shape), panels):
                 found.append(width)
     return found
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether all values are equal; NaN is equal to NaN here, or a broken weight would look like another format."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _address(packed: Tensor) -> int | None:

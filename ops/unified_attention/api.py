@@ -85,7 +85,8 @@ def unified_attention(
         otherwise. With prepared parts it is the one they were prepared for.
     selected_blocks: int64 [selected], this layer's choice in place of `parts.selected.blocks`; only with that part.
 
-    Returns out. A row that sees nothing is zeros; one that sees a NaN key or value is NaN; nothing else reaches a row.
+    Returns out. A row that sees nothing is zeros; one that sees a key or value with NaN or Inf is NaN, in all elements
+    of the heads that read it (a key with a score of -Inf may weigh nothing instead); nothing else reaches a row.
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
     """
     compiling = torch.compiler.is_compiling()

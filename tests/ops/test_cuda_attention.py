@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.ops import test_garbage
 from tests.ops.batch import Memory, Request, Shape, build, requests_strategy, sparse_requests_strategy
 from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
 from tests.ops.test_padding import Pads, pad
@@ -185,3 +186,9 @@ def test_spans_of_many_rows(caplog: pytest.LogCaptureFixture, drafts: int) -> No
     with caplog.at_level(logging.WARNING):
         assert_matches(build(requests, Shape()), "cuda")
     assert bool(caplog.records) == (2 * (drafts + 1) > cuda.LARGEST_SPAN)
+
+
+def test_a_broken_element_is_nan_in_all_of_a_row() -> None:
+    """covers: A9, D8. The properties of all implementations, where the interpreter runs them, too."""
+    test_garbage.test_one_bad_element_of_a_value_is_nan_in_the_heads_that_read_it(implementation="cuda")
+    test_garbage.test_one_bad_element_of_a_key_is_nan_or_has_no_weight(implementation="cuda")

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.ops.launches import Launches
 from tests.ops.oracle import CUDA_RUNS, examples
 from tests.ops.selection import Candidates, Case, build, expected_scores
 from tests.ops.test_block_selection import COMMON, assert_scores, cases
@@ -52,6 +53,18 @@ def test_more_candidates_than_programs_look_at_at_once(kind: SummaryKind, monkey
     monkeypatch.setattr(cuda, "SHARED_LINES", 8)
     candidates = build(Case(spans=((1, 30), (2, 41), (1, 3)), heads=6, kv_heads=2))
     assert_scores(scores(candidates, kind), expected_scores(candidates, kind))
+
+
+def test_the_rows_of_a_long_prompt_are_a_grid_that_cuda_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of a prompt may choose blocks, too: 8192 rows of 64 heads, in lines of four."""
+    launches = {name: Launches() for name in ("estimate_blocks", "span_sums", "block_shares")}
+    for name, kernel in launches.items():
+        monkeypatch.setattr(cuda, name, kernel)
+    query, summaries = torch.empty(8192, 64, 8, device="meta"), torch.empty(9, 2, 8, 8, device="meta")
+    ids = torch.empty(4, dtype=torch.int64, device="meta")
+    cuda.scores(query, summaries, ids, ids, ids, ids, 8192, 1.0, SummaryKind.MEAN)
+    for kernel in launches.values():
+        kernel.assert_allowed()
 
 
 @pytest.mark.parametrize("kind", COVERED)

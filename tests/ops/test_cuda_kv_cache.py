@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops.launches import Launches
 from tests.ops.oracle import CUDA_RUNS
 from vllm_gaudi_ucm.ops.kv_cache.impl import reference
 
@@ -73,6 +74,43 @@ def test_blocks_of_all_layers_are_copied(dtype: torch.dtype, blocks_first: bool)
     assert cuda.can_copy(source, target)
     cuda.copy(source, target, pairs)
     assert torch.equal(target, expected)
+
+
+def test_blocks_of_several_pieces_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last piece of a block may be a part of one."""
+    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+
+    monkeypatch.setattr(cuda, "BLOCK_PIECE", 16)
+    source, target = torch.randn(2, 2, 7, 3, 25, device=DEVICE)
+    pairs = torch.tensor([[6, 0], [2, 5], [0, 6]], device=DEVICE)
+    expected = target.clone()
+    expected[:, pairs[:, 1]] = source[:, pairs[:, 0]]
+    cuda.copy(source, target, pairs)
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize(("blocks", "elements"), [(70_000, 8), (1 << 20, 5000), (8, 1 << 29)])
+def test_any_number_of_pairs_is_a_grid_that_cuda_allows(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, elements: int
+) -> None:
+    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+
+    launches = Launches()
+    monkeypatch.setattr(cuda, "copy_pairs", launches)
+    source = torch.empty(3, blocks, elements, dtype=torch.int8, device="meta")
+    cuda.copy(source, source, torch.empty(blocks, 2, dtype=torch.int64, device="meta"))
+    launches.assert_allowed()
+
+
+def test_more_blocks_than_a_grid_has_on_its_other_axes() -> None:
+    """On a GPU; so many programs would take the interpreter minutes."""
+    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+
+    count = 70_000 if torch.cuda.is_available() else 70
+    source = torch.arange(count * 4, device=DEVICE).view(1, count, 4)
+    target, blocks = torch.zeros_like(source), torch.arange(count, device=DEVICE)
+    cuda.copy(source, target, torch.stack([blocks, blocks.flip(0)], 1))
+    assert torch.equal(target, source.flip(1))
 
 
 def test_blocks_that_are_not_one_run_are_not_covered() -> None:

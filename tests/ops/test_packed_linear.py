@@ -134,6 +134,40 @@ def test_zeros_say_nothing_about_the_format_of_others(monkeypatch: pytest.Monkey
     torch.testing.assert_close(packed_linear(x, pack(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
+@needs_panels
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [(5, 7), (slice(None), 0), (slice(None), slice(None))])
+def test_a_broken_weight_says_nothing_about_others(
+    monkeypatch: pytest.MonkeyPatch, bad: float, place: tuple[int | slice, ...]
+) -> None:
+    """covers: D8. It stays visible, and other layers of its shape run as they would without it."""
+    monkeypatch.setattr(panels, "_widths", {})
+    broken, weight, x = torch.randn(192, 48), torch.randn(192, 48), torch.rand(3, 48) + 0.1
+    broken[place] = bad
+    first = pack(broken)
+    assert first.panels is not None
+    found = packed_linear(x, first)
+    rows = broken.isfinite().all(1)
+    assert not found[:, ~rows].isfinite().any()
+    assert found[:, rows].isfinite().all()
+    second = pack(weight)
+    assert second.panels is not None
+    torch.testing.assert_close(packed_linear(x, second), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@needs_panels
+@pytest.mark.parametrize("value", [0.0, 1.5, float("nan")])
+def test_a_weight_that_fits_every_format_proves_none(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """Also where its outputs divide into panels of one width only: in plain memory it would look the same."""
+    kept: dict[torch.Size, int] = {}
+    monkeypatch.setattr(panels, "_widths", kept)
+    monkeypatch.setattr(panels, "WIDTHS", (64,))
+    pack(torch.full((192, 48), value))
+    assert not kept
+    pack(torch.randn(192, 48))
+    assert kept == {torch.Size((192, 48)): 64}
+
+
 @pytest.mark.parametrize("shape", [(32,), (2, 3, 32), (0, 3, 32)])
 def test_rows_of_any_shape(shape: tuple[int, ...]) -> None:
     weight, x = torch.randn(64, 32), torch.randn(shape)

@@ -62,7 +62,7 @@ def scores(
         MINMAX=kind is SummaryKind.MINMAX, NEAR=(1 - TOWARDS_BOUND) / 2, FAR=(1 + TOWARDS_BOUND) / 2, BLOCK_C=block_c,
     )  # fmt: skip
     tops, sums = found.new_empty((2, first_rows.shape[0], lines))
-    span_sums[(first_rows.shape[0], -(-lines // LINES))](
+    span_sums[(-(-lines // LINES), first_rows.shape[0])](
         estimates, spans, tops, sums, count, lines, LOOKED_AT=LOOKED_AT, BLOCK_L=LINES, BLOCK_C=NEIGHBOURS
     )
     block_shares[(-(-count // SHARES),)](

@@ -62,12 +62,13 @@ def copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copies blocks of stacks for which `can_copy` holds; pairs: int64 [n, 2] on the device (source, target)."""
     word = _WORDS[source.element_size()]
     size = source[0, 0].numel()
-    grid = (-(-size // BLOCK_PIECE), pairs.shape[0], source.shape[0])
-    copy_pairs[grid](
+    pieces = -(-size // BLOCK_PIECE)
+    copy_pairs[(pairs.shape[0] * pieces, source.shape[0])](
         source.view(word) if source.dtype != word else source,
         target.view(word) if target.dtype != word else target,
         pairs,
         size,
+        pieces,
         *source.stride()[:2],
         *target.stride()[:2],
         BLOCK=BLOCK_PIECE,

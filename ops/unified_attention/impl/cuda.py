@@ -5,7 +5,7 @@ what they have found of a row, of all parts. A step with a causal part alone is 
 so `plan` and `attend` may be captured in a CUDA graph. Splitting evenly over (row, block) pairs: "stream-K" (Osama et
 al. 2023); reducing in a second launch: Flash-Decoding (Dao et al. 2023).
 
-A row that sees a NaN is NaN, or not finite where the token's value is infinite.
+A key is not looked at for itself: where a score is -Inf, it has the weight 0.
 """
 
 from __future__ import annotations

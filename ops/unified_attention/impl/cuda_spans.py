@@ -37,7 +37,7 @@ def _finished(layer: Layer, plan: Plan, lists: Lists) -> Work:
     sizes = {**layer.sizes(), **spans_tile(layer, 1).sizes(), "BLOCK_SIZE": plan.block_size}
 
     def launch() -> None:
-        attend_rows[(layer.kv_heads, layer.rows)](
+        attend_rows[(layer.rows, layer.kv_heads)](
             layer.query, layer.key_cache, layer.value_cache, lists.blocks, lists.lo, lists.hi, lists.offsets,
             layer.out, layer.scale, lists.num_lists,
             *layer.query.stride()[:2], *layer.cache_strides(), *layer.out.stride()[:2], **sizes,

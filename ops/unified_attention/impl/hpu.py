@@ -2,7 +2,8 @@
 
 Every loop is bounded by shapes and by what is host-side in the parts already, so a bucket is one graph and no layer is
 cut. Tiles are sized for the card's SRAM, and results of causal rows go straight to `out`: no tensor of all rows in
-float32 passes through the card's memory. Runs on any device. What it computes is what the reference defines.
+float32 passes through the card's memory. Runs on any device. What it computes is what the reference defines, but for
+keys with an infinite element: they are not looked at for themselves, and where a score is -Inf, it has the weight 0.
 """
 
 from __future__ import annotations

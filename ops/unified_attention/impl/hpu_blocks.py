@@ -64,7 +64,8 @@ def selected(
         key, value = (cache.index_select(0, ids) for cache in (key_cache, value_cache))
         piece = attend_tile(scaling.apply(queries), key, value, seen[:, None] & mine[..., None], seen)
         # a broken value is in the results of all rows of the tile, and these rows are somebody else's
-        piece = piece._replace(out=piece.out.masked_fill(~mine[..., None, None], 0))
+        others = ~mine[..., None]
+        piece = piece._replace(out=piece.out.masked_fill(others[..., None], 0), sum=piece.sum.masked_fill(others, 0))
         flat = Partial(*(tensor.flatten(0, 1) for tensor in piece))
         empty = nothing(query, num_spans * most, value_dim)
         sums = reduce_to_rows(_widen(flat), places.index_select(0, spans).flatten(), empty)

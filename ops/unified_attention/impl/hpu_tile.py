@@ -39,7 +39,9 @@ def attend_tile(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, toke
 
     visible: bool [..., rows, keys].
     tokens: bool [..., keys], where all rows see the same keys or none; then the others' values are left out, and a
-        broken value shows itself. Without it, a row that sees a broken value is marked by a sum of NaN.
+        broken value shows itself in the results of all rows.
+
+    The sum of a row that sees a broken value is NaN, which makes all of its result NaN.
 
     Returns out in the dtype of the products; max and sum are float32.
     """
@@ -57,6 +59,8 @@ def attend_tile(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, toke
         total = total.masked_fill(tainted.transpose(-1, -2)[..., None], float("nan"))
     out = weights.to(dtype).flatten(-3, -2) @ value.to(dtype).movedim(-2, -3)
     out = out.unflatten(-2, (-1, groups))
+    if tokens is not None:
+        total = total.masked_fill(~out.isfinite().all(-1), float("nan"))
     return Partial(_rows_first(out, -4), _rows_first(top, -3), _rows_first(total, -3))
 
 

@@ -4,8 +4,11 @@ All arithmetic is fp32 whatever the inputs are, natural logarithm throughout. No
 so the same code runs inside a captured graph: what bounds the loops (slices, groups, shapes) is host-side already.
 
 Garbage: a token that a row does not see must not reach it, but NaN times weight 0 is NaN. So scores are *replaced* by
--inf, not added to; non-finite values enter the product as 0; and a row that sees a token with a non-finite key or value
-is set to NaN afterwards, so that broken requests stay detectable. Source: seed 001; design.md 3.2.
+-inf, not added to; non-finite values enter the product as 0; and a row that sees a token with a key or value that is
+NaN or infinite in any element is set to NaN afterwards, in all elements of the heads that read it and whatever weight
+the token has, so that broken requests stay detectable. Inf is no better than NaN: it comes from an overflow, and Inf
+times a weight that was rounded to 0 is NaN anyway. Others may miss one case: a key whose score is -Inf has the weight
+0. Source: seed 001; design.md 3.2.
 """
 
 from __future__ import annotations

@@ -16,12 +16,13 @@ def span_sums(
     BLOCK_L: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Grid (spans, tiles of BLOCK_L lines). estimates: fp32 [lines, candidates], a line is a row and a head.
+    """Grid (tiles of BLOCK_L lines, spans). estimates: fp32 [lines, candidates], a line is a row and a head.
 
+    Lines are on the first axis: CUDA allows 65,535 on the other, and a prompt's rows times heads are more.
     tops, sums: fp32 [spans, lines] of the softmax over a span's candidates, mostly neighbours; NaN is left out.
     """
-    span = tl.program_id(0)
-    line = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
+    span = tl.program_id(1)
+    line = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     begin, end = candidates, 0
     for first in range(0, candidates, LOOKED_AT):
         c = first + tl.arange(0, LOOKED_AT)

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import finish
+
 
 @triton.jit
 def _add_list(
@@ -152,7 +154,7 @@ def merge_parts(
                 acc, top, total, c_place, c_acc, c_top, c_total, c_offsets, c_lists, c_programs, row, head, real,
                 HEADS, C_ROWS, VALUE_DIM, BLOCK_V, PIECES,
             )  # fmt: skip
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        result = finish(acc, total)
         tl.store(
             out + row.to(tl.int64) * o_row + head[:, None] * o_head + e[None, :],
             result.to(out.dtype.element_ty),

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.entries import find_tokens
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, softmax_step
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, finish, softmax_step
 
 
 @triton.jit(do_not_specialize=["num_spans"])
@@ -42,9 +42,9 @@ def attend_rows(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (kv heads, rows); arguments as of `attend_spans`, span i being row i. Rows without a block become zeros."""
-    kv_head = tl.program_id(0)
-    row = tl.program_id(1)
+    """Grid (rows, kv heads); arguments as of `attend_spans`, span i being row i. Rows without a block become zeros."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
     begin = tl.load(offsets + tl.minimum(row, num_spans))
     end = tl.load(offsets + tl.minimum(row + 1, num_spans))
     m = tl.arange(0, BLOCK_M)
@@ -69,7 +69,7 @@ def attend_rows(
         scores = tl.where(seen[None, :], scores, float("-inf"))
         v = tl.load(values + v_place[:, None] + e[None, :], mask=seen[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
         acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    result = finish(acc, total)
     tl.store(
         out + row.to(tl.int64) * o_row + head[:, None] * o_head + e[None, :],
         result.to(out.dtype.element_ty),

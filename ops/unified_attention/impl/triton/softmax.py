@@ -39,6 +39,17 @@ def without_garbage(value, visible, tainted):
 
 
 @triton.jit
+def finish(acc, total):
+    """[rows, value_dim] what rows have summed up, normalised; all of a row is NaN if anything of it is not finite.
+
+    A token with one broken element is broken, as the reference has it, and its sums show no more than that element.
+    """
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    broken = tl.max(tl.where(tl.abs(result) < float("inf"), 0, 1), 1)
+    return tl.where(broken[:, None] > 0, float("nan"), result)
+
+
+@triton.jit
 def list_of(offsets, num_lists, position, LISTS: tl.constexpr):
     """The list that holds entry `position`; offsets: [num_lists + 1] where each list begins, and the end."""
     index = tl.arange(0, LISTS)
