@@ -1,8 +1,8 @@
 """Everything that depends on the version of vLLM or torch: each entry names its reason and when to remove it."""
 
 import atexit
-import gc
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import metadata
@@ -189,16 +189,18 @@ def abort_at_shutdown(vllm_config: "VllmConfig") -> None:
         vllm_config.shutdown_timeout = ShutdownGrace(0)
 
 
-def leave_heap_to_the_system() -> None:
-    """An engine's process ends without a last search for garbage; a user's own process stays as it is.
+def leave_heap_to_the_system(is_closed: Callable[[], bool]) -> None:
+    """An engine's process ends like a forked one, without taking its heap apart; a user's own process stays as it is.
 
-    Reason: the engine thaws its heap when it ends, and Python looks at each of 700,000 objects once more: 3 to 5 s on a
-    machine that does something else, too, in which the server lost patience and killed it. vLLM freezes it on ROCm.
-    Remove when: `EngineCoreProc.run_engine_core` does so on every platform.
+    is_closed: asked when everything else that is to be done at exit is done; False: after an error, whose status stays.
+
+    Reason: the engine thaws its heap when it ends, and Python takes 700,000 objects apart one by one: 3 to 5 s on a
+    machine that does something else, too, in which the server lost patience and killed it. vLLM leaves it frozen on
+    ROCm, which has nanobind (of Triton) complain of every type.
+    Remove when: `EngineCoreProc.run_engine_core` ends so on every platform.
     """
     if is_engine_process():
-        atexit.unregister(gc.freeze)
-        atexit.register(gc.freeze)
+        atexit.register(lambda: os._exit(0) if is_closed() else None)
 
 
 def raise_if_nan_logits(counts: Mapping[str, int]) -> None:

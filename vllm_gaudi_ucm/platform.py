@@ -25,6 +25,7 @@ from vllm_gaudi_ucm.parent_watch import is_engine_process, watch_parent
 from vllm_gaudi_ucm.request_check import check_request
 from vllm_gaudi_ucm.sparse.residency.feature_check import refuse_beside_memory_mode
 from vllm_gaudi_ucm.sparse.scheduler_choice import use_planning_scheduler, use_sparse_scheduler
+from vllm_gaudi_ucm.start_check import check_places
 from vllm_gaudi_ucm.start_signals import OF_SERVER, end_start_at_sigterm
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class UcmPlatform(Platform):
             use_sparse_scheduler(vllm_config)
         if config.memory_mode.enabled:
             refuse_beside_memory_mode(vllm_config, config.memory_mode)
+        if not is_engine_process():
+            check_places(config, transfer)
         compilation = vllm_config.compilation_config
         if compilation.mode != CompilationMode.NONE:
             logger.info("torch.compile and CUDA graphs are off, whatever --compilation-config says.")

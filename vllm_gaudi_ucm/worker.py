@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -48,12 +49,13 @@ logger = plugin_logger(__name__)
 class UcmWorker(RefusedCalls, WorkerBase):
     """One device, one model. See WorkerBase for the contract of each method."""
 
+    _is_closed = False
     model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
 
     def init_device(self) -> None:
         watch_parent()
         end_start_at_sigterm(OF_ENGINE)
-        leave_heap_to_the_system()
+        leave_heap_to_the_system(lambda: self._is_closed)
         tolerate_missing_accelerator()
         abort_at_shutdown(self.vllm_config)
         self._ucm = resolve_config(self.vllm_config.additional_config)
@@ -166,6 +168,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
                 part = getattr(self, name, None)
                 if part is not None:
                     ends.callback(part.close)
+        # vLLM's way out of a loop that was asked to end; anything else is an error
+        self._is_closed = isinstance(sys.exception(), SystemExit)
 
     def _describe(self, num_blocks: int) -> dict[str, Any]:
         """The phase log's header: what a reader needs to compare or replay the log."""

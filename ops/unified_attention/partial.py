@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.index_maximum import index_maximum_
 from vllm_gaudi_ucm.ops.unified_attention.parts import Partial
 
 NEG_INF = float("-inf")
@@ -47,8 +48,7 @@ def shift(top: Tensor) -> Tensor:
 
 def reduce_to_rows(pieces: Partial, rows: Tensor, result: Partial) -> Partial:
     """Adds pieces [pieces, heads, ...], each of the row that `rows` names, to a result that has seen nothing yet."""
-    # Of the reductions by index, this is the one that Gaudi has.
-    result.max.index_reduce_(0, rows, pieces.max, "amax", include_self=True)
+    index_maximum_(result.max, rows, pieces.max)
     weight = torch.exp(pieces.max - shift(result.max)[rows])
     result.sum.index_add_(0, rows, pieces.sum * weight)
     result.out.index_add_(0, rows, pieces.out * weight[..., None])

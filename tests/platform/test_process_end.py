@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import gc
+import contextlib
 import inspect
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,14 +57,30 @@ def test_stores_have_the_time_that_they_may_take(monkeypatch: pytest.MonkeyPatch
     assert config.shutdown_timeout == 3
 
 
-@pytest.mark.parametrize("is_engine", [True, False])
-def test_only_an_engines_process_leaves_its_heap(monkeypatch: pytest.MonkeyPatch, is_engine: bool) -> None:
-    registered: list[Any] = []
+@pytest.mark.parametrize(("is_engine", "error"), [(True, SystemExit), (True, RuntimeError), (False, SystemExit)])
+def test_only_an_engine_that_has_closed_everything_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, is_engine: bool, error: type[BaseException]
+) -> None:
+    """After an error it ends as usual, with the status of that."""
+    registered: list[Callable[[], None]] = []
+    statuses: list[int] = []
     monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(os, "_exit", statuses.append)
     monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore_DP0" if is_engine else "MainProcess")
     assert parent_watch.is_engine_process() is is_engine
-    compat.leave_heap_to_the_system()
-    assert registered == [gc.freeze] * is_engine
+    worker: Any = object.__new__(UcmWorker)
+    compat.leave_heap_to_the_system(lambda: worker._is_closed)
+    for end in registered:
+        end()
+    assert not statuses
+    with contextlib.suppress(error):
+        try:
+            raise error
+        finally:
+            worker.shutdown()
+    for end in registered:
+        end()
+    assert statuses == [0] * (is_engine and error is SystemExit)
 
 
 def test_a_users_own_handler_stays() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from vllm_gaudi_ucm.envs import multi_process_metrics
@@ -11,7 +12,7 @@ from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.metrics import metric
-from vllm_gaudi_ucm.metrics.folder import make_private, metrics_folder, remove_files
+from vllm_gaudi_ucm.metrics.folder import hold_private, metrics_folder, remove_files, remove_stale
 from vllm_gaudi_ucm.metrics.memory_mode_metrics import MemoryModeMetrics
 from vllm_gaudi_ucm.metrics.metrics_file import MetricsFile, Series
 from vllm_gaudi_ucm.metrics.native_graph_metrics import NativeGraphMetrics
@@ -40,6 +41,7 @@ class StepMetrics:
 
     def __init__(self, folder: Path | None, engine: int = 0, is_shared: bool = False) -> None:
         self._own_folder = None if is_shared else folder
+        self._lock: int | None = None
         self._writer = f"ucm{engine}" if is_shared else str(engine)
         self._file = file = MetricsFile(folder, engine, self._writer)
         # Series start at 0 where their labels are known: a rate needs the value before the first event.
@@ -89,9 +91,12 @@ class StepMetrics:
         try:
             if shared is not None:
                 return cls(shared, engine, is_shared=True)
+            remove_stale()
             folder = metrics_folder(instance_id)
-            make_private(folder)
-            return cls(folder, engine)
+            lock = hold_private(folder)
+            metrics = cls(folder, engine)
+            metrics._lock = lock
+            return metrics
         except OSError as error:
             logger.warning("No gaudi_ucm metrics on /metrics: %s", error)
             return cls(None, engine)
@@ -147,6 +152,9 @@ class StepMetrics:
         """
         if self._own_folder is not None:
             remove_files(self._own_folder, self._writer)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _graph(self, graph: GraphKey) -> Series:
         """By graph, not by bucket: forward and logits graphs combine freely, so there are fewer of them."""

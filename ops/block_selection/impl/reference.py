@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, block_features, query_features, summarise
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.index_maximum import index_maximum_
 
 NEG_INF = float("-inf")
 
@@ -49,7 +50,7 @@ def scores(
     broken = seen & ~estimates.isfinite()
     estimates = estimates.masked_fill(~seen | broken, NEG_INF)
     nothing = estimates.new_zeros((num_rows.shape[0], *estimates.shape[1:]))
-    top = (nothing + NEG_INF).index_reduce_(0, spans, estimates, "amax", include_self=True)
+    top = index_maximum_(nothing + NEG_INF, spans, estimates)
     weights = torch.exp(estimates - torch.where(top == NEG_INF, 0.0, top)[spans])
     total = nothing.index_add_(0, spans, weights)
     # One row's heads at most see nothing in a span: a sum of 0 means that the row is a pad.
