@@ -189,7 +189,7 @@ def _parse_header(path: Path, line: str) -> dict[str, Any]:
     if isinstance(header, dict) and header.get("schema") == SCHEMA:
         return header
     raise PhaseLogError(
-        f"{path}:1: no phase log: {_what_else(line, header)}, where one says {SCHEMA!r}; is this another file? "
+        f"{path}:1: found {_what_else(line, header)} where a phase log says {SCHEMA!r}: this is no phase log; "
         "expected a file that ucm.phase_log or `gaudi-ucm trace` wrote"
     )
 
