@@ -197,15 +197,11 @@ def _parse_header(path: Path, line: str) -> dict[str, Any]:
 def _what_else(line: str, value: Any) -> str:
     """What a first line that is no header is. value: of its JSON, None where it is none."""
     if isinstance(value, dict):
-        return (
-            f"found the schema {ascii(value['schema'])[:60]}"
-            if "schema" in value
-            else "found JSON without the field 'schema'"
-        )
+        return ascii(value["schema"])[:60] if "schema" in value else "JSON without the field 'schema'"
     # with \ufffd in the place of bytes that are no text
     if line.startswith("\x1f\ufffd"):
-        return "found a gzip file, unpack it"
-    return f"found {line[:40]!a}" if line else "found an empty file"
+        return "a gzip file (unpack it)"
+    return ascii(line[:40]) if line else "an empty file"
 
 
 def _parse_line(path: Path, number: int, line: str) -> StepRecord:

@@ -74,8 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _leave_stdout() -> None:
     """Whoever read the output has closed it (`| head`), which is no error: what is left to write goes nowhere."""
-    if sys.stdout is not None and sys.stdout is sys.__stdout__:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    stdout = sys.__stdout__
+    if stdout is not None and sys.stdout is stdout:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
