@@ -39,6 +39,7 @@ class _Live:
     request_id: str
     depth: int
     num_tokens: int
+    num_prompt_tokens: int
     blocks: list[int] = field(default_factory=list)
 
 
@@ -143,7 +144,7 @@ class MixTraffic:
 
     def _begin(self, entry: Scheduled) -> _Live:
         self._next_id += 1
-        live = self._live[entry.request] = _Live(f"request-{self._next_id}", entry.depth, entry.tokens)
+        live = self._live[entry.request] = _Live(f"request-{self._next_id}", entry.depth, entry.tokens, entry.tokens)
         self._grow(live, entry)
         return live
 
@@ -173,6 +174,7 @@ class MixTraffic:
         cached.req_ids.append(live.request_id)
         cached.new_block_ids.append((grown,) if grown else None)
         cached.num_computed_tokens.append(entry.computed)
+        cached.num_output_tokens.append(entry.tokens - live.num_prompt_tokens)
 
     def _grow(self, live: _Live, entry: Scheduled) -> list[int]:
         """The blocks that the request gets in this step."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
+
+MOST = 2**31 - 1
+"""Of any limit: what is added up of them is counted in 64 bits."""
 
 
 class LimitsError(ValueError):
@@ -41,6 +44,10 @@ class Limits:
     causal_reach: bool = False
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value > MOST:
+                raise LimitsError(f"limit {field.name} is {value:.6g}, expected at most {MOST}")
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size"):
             if getattr(self, name) < 1:
                 raise LimitsError(f"limit {name} is {getattr(self, name)}, expected at least 1")

@@ -19,6 +19,8 @@ ALIASES = {
 }
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
+MOST = 2**31 - 1  # of any size
+
 
 @dataclass(frozen=True)
 class ModelFigures:
@@ -38,7 +40,8 @@ class ModelFigures:
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelFigures:
         """The sizes in a `config.json`; a missing or impossible one raises a ValueError that names the key."""
         for key in EXPERT_KEYS:
-            if config.get(key):
+            # one expert is none: configurations of dense models carry the keys of their mixtures, too
+            if config.get(key) not in (None, 0, 1):
                 raise ValueError(f"model config: {key} is {config[key]!r}; only dense models have a cost model")
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         family = str(config.get("model_type", ""))
@@ -91,8 +94,8 @@ def _optional(config: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _positive(name: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"model config: {name} is {value!r}, expected an integer of at least 1")
+    if type(value) is not int or not 1 <= value <= MOST:
+        raise ValueError(f"model config: {name} is {str(value)[:40]!r}, expected an integer from 1 to {MOST}")
     return value
 
 

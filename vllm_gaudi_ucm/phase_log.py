@@ -189,7 +189,7 @@ def _parse_header(path: Path, line: str) -> dict[str, Any]:
     if isinstance(header, dict) and header.get("schema") == SCHEMA:
         return header
     raise PhaseLogError(
-        f"{path}:1: no phase log: {_what_else(line, header)}, where one says {SCHEMA!r}; is this another file? "
+        f"{path}:1: found {_what_else(line, header)} where a phase log says {SCHEMA!r}: this is no phase log; "
         "expected a file that ucm.phase_log or `gaudi-ucm trace` wrote"
     )
 
@@ -197,15 +197,11 @@ def _parse_header(path: Path, line: str) -> dict[str, Any]:
 def _what_else(line: str, value: Any) -> str:
     """What a first line that is no header is. value: of its JSON, None where it is none."""
     if isinstance(value, dict):
-        return (
-            f"found the schema {ascii(value['schema'])[:60]}"
-            if "schema" in value
-            else "found JSON without the field 'schema'"
-        )
+        return ascii(value["schema"])[:60] if "schema" in value else "JSON without the field 'schema'"
     # with \ufffd in the place of bytes that are no text
     if line.startswith("\x1f\ufffd"):
-        return "found a gzip file, unpack it"
-    return f"found {line[:40]!a}" if line else "found an empty file"
+        return "a gzip file (unpack it)"
+    return ascii(line[:40]) if line else "an empty file"
 
 
 def _parse_line(path: Path, number: int, line: str) -> StepRecord:

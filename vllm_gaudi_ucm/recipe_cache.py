@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ def open_recipe_cache(folder: Path | None, device: Device, kind: GraphKind) -> N
     """
     on_hpu = device.kind == "hpu"
     if folder is not None:
-        _check_kept(folder, device.kind, kind)
+        check_recipe_cache(folder, device.kind, kind)
     elif not on_hpu and kind != "compile":
         return
     chosen = hpu_recipe_cache() if on_hpu else inductor_cache()
@@ -80,17 +79,7 @@ def _make(folder: Path, where: str) -> None:
 
 
 def check_recipe_cache(folder: Path, device_kind: str, kind: GraphKind) -> None:
-    """Raises RecipeCacheError where graphs are not kept on disk, or no folder can be made there; makes none."""
-    _check_kept(folder, device_kind, kind)
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise RecipeCacheError(
-            f"ucm.graphs.recipe_cache: cannot use {folder}: {there} is no folder that this user may write; expected a "
-            "folder, or a path where one can be made"
-        )
-
-
-def _check_kept(folder: Path, device_kind: str, kind: GraphKind) -> None:
+    """Raises RecipeCacheError where no folder keeps such graphs."""
     if device_kind != "hpu" and kind != "compile":
         raise RecipeCacheError(
             f"ucm.graphs.recipe_cache: found {folder}, but on {device_kind} only ucm.graphs.mode 'compile' compiles "

@@ -103,7 +103,8 @@ def _read_yaml(path: Path) -> Any:
     except RecursionError as error:
         raise BucketFileError(f"{path}: not YAML: nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise BucketFileError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+        why = " ".join(str(error).partition("; use sys.")[0].split())
+        raise BucketFileError(f"{path}: not YAML: {why}") from error
 
 
 def write_bucket_file(path: Path, buckets: BucketSet, made_for: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ BAD_PLACES: dict[str, tuple[dict[str, Any], str]] = {
     "buckets missing": ({"graphs": {"buckets": "{here}/none.yaml"}}, "ucm.graphs.buckets: {here}/none.yaml: cannot"),
     "buckets another file": ({"graphs": {"buckets": "{here}/file"}}, "ucm.graphs.buckets: {here}/file: found 'str'"),
     "trace missing": ({"graphs": {"trace": "{here}/none.jsonl"}}, "ucm.graphs.trace: {here}/none.jsonl: cannot"),
-    "trace another file": ({"graphs": {"trace": "{here}/file"}}, "ucm.graphs.trace: {here}/file:1: no phase log"),
+    "trace another file": ({"graphs": {"trace": "{here}/file"}}, "ucm.graphs.trace: {here}/file:1: found 'some text'"),
     "strategy without its file": ({"graphs": {"strategy": "file"}}, "ucm.graphs.strategy"),
     "recipes below a file": (
         {"graphs": {"mode": "compile", "recipe_cache": "{here}/file/x"}},

@@ -191,9 +191,9 @@ OTHERS: list[tuple[bytes, str]] = [
     (b'{"event": "start"}\n{"event": "end"}\n', "found JSON without the field 'schema'"),
     (b'[{"schema": "gaudi-ucm.phase-log/1"}]\n', "found '[{"),
     (b"[\n  1\n]\n", "found '['"),
-    (b'{"schema":"gaudi-ucm.buckets/1"}\n', "found the schema 'gaudi-ucm.buckets/1'"),
+    (b'{"schema":"gaudi-ucm.buckets/1"}\n', "found 'gaudi-ucm.buckets/1'"),
     (b"\x89PNG\r\n\x1a\n\x00\x01", "found '\\ufffdPNG"),
-    (gzip.compress(b'{"schema":"gaudi-ucm.phase-log/1"}\n'), "found a gzip file, unpack it"),
+    (gzip.compress(b'{"schema":"gaudi-ucm.phase-log/1"}\n'), "found a gzip file (unpack it)"),
     (b"[" * 100_000 + b"\n", "found '[[["),
     (b'{"schema": ' + b"9" * 5000 + b"}\n", 'found \'{"schema": 999'),
 ]
@@ -205,7 +205,8 @@ def test_another_file_is_called_no_phase_log(tmp_path: Path, content: bytes, fou
     path.write_bytes(content)
     with pytest.raises(PhaseLogError) as error:
         read_phase_log(path)
-    assert f"{path}:1: no phase log: {found}" in str(error.value)
+    assert f"{path}:1: {found}" in str(error.value)
+    assert "this is no phase log" in str(error.value)
     assert str(error.value).endswith("expected a file that ucm.phase_log or `gaudi-ucm trace` wrote")
     assert len(str(error.value)) < 500
     with pytest.raises(PhaseLogError, match="cannot be read as a phase log: Is a directory"):

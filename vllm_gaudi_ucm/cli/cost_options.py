@@ -11,13 +11,14 @@ from typing import Any
 
 from vllm_gaudi_ucm.graphs.cost import CostModel
 from vllm_gaudi_ucm.graphs.device_figures import DEVICES, device_figures
-from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B, ModelFigures
 from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS
 
 OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach")
 LIMIT_NAMES = tuple(field.name for field in fields(Limits) if field.name not in OPTIONAL_LIMITS)
 LLAMA_NAME = "llama-8b"
+MOST_GRAPHS = 4096  # as of the option ucm.graphs.max_graphs
 
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +67,10 @@ def read_model(path: Path | None) -> tuple[str, ModelFigures]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model {file}: cannot be read as a config.json: {error}") from error
+        why = str(error).partition("; use sys.")[0]
+        raise ValueError(f"--model {file}: cannot be read as a config.json: {why}") from error
+    except RecursionError as error:
+        raise ValueError(f"--model {file}: cannot be read as a config.json: nested too deeply") from error
     if not isinstance(config, dict):
         raise ValueError(f"--model {file}: found {type(config).__name__}, expected the JSON object of a config.json")
     try:
@@ -78,6 +82,12 @@ def read_model(path: Path | None) -> tuple[str, ModelFigures]:
 def cost_model(args: argparse.Namespace, block_size: int) -> CostModel:
     """The cost model of --device and --model."""
     return CostModel(device_figures(args.device), read_model(args.model)[1], block_size)
+
+
+def check_max_graphs(number: int) -> None:
+    """Raises a ValueError for more than a server takes; how few will do depends on the buckets."""
+    if number > MOST_GRAPHS:
+        raise ValueError(f"--max-graphs is {number}, expected at most {MOST_GRAPHS}")
 
 
 def check_block_size(args: argparse.Namespace, known: Mapping[str, Any], where: str) -> None:
@@ -94,7 +104,7 @@ def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) ->
     """The limits from the options, and from `known` where there is none.
 
     Raises:
-        ValueError: limits that are in neither; they are all named.
+        ValueError: limits that are in neither, all named, or that do not go together.
     """
     values = {name: getattr(args, name) for name in LIMIT_NAMES}
     values = {name: known.get(name) if value is None else value for name, value in values.items()}
@@ -107,10 +117,21 @@ def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) ->
     selected = known.get("max_selected_blocks", 0) if args.max_selected_blocks is None else args.max_selected_blocks
     if type(selected) is not int:
         raise ValueError(f"{where} has max_selected_blocks {selected!r}, expected a number; give --max-selected-blocks")
-    return Limits(
-        **values,
-        contiguous=bool(contiguous),
-        max_shared_blocks=shared,
-        max_selected_blocks=selected,
-        causal_reach=args.device in CHIPS,
-    )
+    if shared is not None and type(shared) is not int:
+        raise ValueError(f"{where} has max_shared_blocks {shared!r}, expected a number; give --max-shared-blocks")
+    try:
+        return Limits(
+            **values,
+            contiguous=bool(contiguous),
+            max_shared_blocks=shared,
+            max_selected_blocks=selected,
+            causal_reach=args.device in CHIPS,
+        )
+    except LimitsError as error:
+        raise ValueError(f"limits of {where}{_of_options(args)}: {error}") from error
+
+
+def _of_options(args: argparse.Namespace) -> str:
+    names = (*LIMIT_NAMES, "max_shared_blocks", "max_selected_blocks")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
+    return f", and {', '.join(given)}" if given else ""

@@ -58,8 +58,10 @@ def check_model(model: Path) -> int:
         )
     try:
         found = json.loads(config.read_text()).get("max_position_embeddings", MAX_MODEL_LEN)
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise DemoError(f"--model: {config} is not a JSON object ({error}); fetch the model again") from error
+    if type(found) is not int:
+        raise DemoError(f"--model: {config}: max_position_embeddings is {found!r}, expected a number")
     if found < NEEDED_MODEL_LEN:
         raise DemoError(
             f"--model: {model} has a context of {found} tokens, the demo needs {NEEDED_MODEL_LEN}; choose another model"

@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.cli.cost_options import (
     add_cost_arguments,
     add_limit_arguments,
     check_block_size,
+    check_max_graphs,
     cost_model,
     limits_of,
     read_model,
@@ -90,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> PlanReport:
     """Chooses the buckets, runs the traffic through them, and adds up memory and time."""
+    check_max_graphs(args.max_graphs)
     if args.mix is not None:
         mix = mix_within(args, args.mix)
         cost = cost_model(args, mix.limits.block_size)

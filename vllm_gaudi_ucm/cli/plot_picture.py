@@ -59,11 +59,11 @@ def _draw_sizes(axes: Axes, records: Sequence[StepRecord], padding: Padding | No
                     places[:, 0], places[:, 1], s=34, marker="s", facecolors="none", edgecolors=colour, label=label
                 )
                 widest, highest = max(widest, places[:, 0].max()), max(highest, places[:, 1].max())
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("symlog", base=2, linthresh=1)
-    # room for a mark; what matplotlib chooses on such an axis cuts them
+    # room for a mark; what matplotlib chooses on such axes cuts them
     axes.set_xlim(0.8, widest * 1.25)
     axes.set_ylim(-0.5, highest * 1.5)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("symlog", base=2, linthresh=1)
     axes.set(xlabel="query_len", ylabel=blocks)
     axes.set_title(f"steps by query_len and {blocks}", loc="left", fontsize=10)
     axes.legend(frameon=False, prop={"family": "monospace", "size": 8})

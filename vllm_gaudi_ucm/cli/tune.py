@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.cli.cost_options import (
     add_cost_arguments,
     add_limit_arguments,
     check_block_size,
+    check_max_graphs,
     cost_model,
     limits_of,
     read_model,
@@ -69,8 +70,11 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{option} is {value}, expected a share from 0 to 0.9")
     if not 0.0 <= args.gap <= 1.0:
         raise ValueError(f"--gap is {args.gap}, expected a share from 0 to 1")
+    check_max_graphs(args.max_graphs)
     check_output("--output", args.output)
     header, records = read_phase_log(args.log)
+    if not records:
+        raise ValueError(f"{args.log}: holds no steps to tune to")
     where = f"the first line of {args.log}"
     check_block_size(args, header, where)
     limits = limits_of(args, header, where)

@@ -58,12 +58,12 @@ def make_part(name: str, at: int, sync: bool = True) -> None:
         os.fsync(at)
 
 
-def create_file(name: str, at: int) -> int:
+def create_file(name: str, at: int | None = None) -> int:
     """A descriptor of a new file. Raises FileExistsError, FileNotFoundError where its folder has gone."""
     return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE, dir_fd=at)
 
 
-def open_file(name: str, at: int, flags: int = os.O_RDONLY) -> int:
+def open_file(name: str, at: int | None = None, flags: int = os.O_RDONLY) -> int:
     """A descriptor of a file; a link is refused, and nothing is waited for. Raises FileNotFoundError."""
     return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE_FILE, dir_fd=at)
 
@@ -85,7 +85,7 @@ def write_whole(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def remove_file(name: str, at: int) -> bool:
+def remove_file(name: str, at: int | None = None) -> bool:
     """Whether it was there."""
     try:
         os.unlink(name, dir_fd=at)
@@ -106,8 +106,9 @@ def remove_unless_locked(name: str, at: int) -> bool:
         os.close(descriptor)
 
 
-def entries(folder: int) -> list[os.DirEntry[str]]:
-    """What lies in a folder, which nobody else lists by this descriptor; their `stat` works while it is open."""
+def entries(folder: int | str) -> list[os.DirEntry[str]]:
+    """What lies in a folder: by its path, or by a descriptor by which nobody else lists it, and which stays open while
+    their `stat` is asked."""
     with os.scandir(folder) as found:
         return list(found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,4 +41,8 @@ def _recipe_cache(config: UcmConfig, folder: Path, device: str) -> Check:
         return Check(SECTION, name, "fail", str(error))
     except ValueError:
         return Check(SECTION, name, "info", f"{folder}, with a mode that the section on static shapes names")
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        found = f"{name}: cannot use {folder}: {there} is no folder that this user may write"
+        return Check(SECTION, name, "fail", found, "a folder, or a path where one can be made")
     return Check(SECTION, name, "ok", str(folder))
