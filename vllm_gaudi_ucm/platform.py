@@ -90,7 +90,7 @@ class UcmPlatform(Platform):
         if config.memory_mode.enabled:
             refuse_beside_memory_mode(vllm_config, config.memory_mode)
         if not is_engine_process():
-            check_places(config, transfer)
+            check_places(config, vllm_config.kv_transfer_config)
         compilation = vllm_config.compilation_config
         if compilation.mode != CompilationMode.NONE:
             logger.info("torch.compile and CUDA graphs are off, whatever --compilation-config says.")

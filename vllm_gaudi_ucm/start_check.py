@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.config import UcmConfig
-from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
-from vllm_gaudi_ucm.connector.transfer_config import OURS
+from vllm_gaudi_ucm.connector.options import ConnectorOptions
+from vllm_gaudi_ucm.connector.transfer_config import OURS, configured_connectors
 from vllm_gaudi_ucm.phase_log import PhaseLogError
 from vllm_gaudi_ucm.store.factory import open_medium
 from vllm_gaudi_ucm.store.options import FileStoreOptions, StoreOptions
@@ -36,8 +36,9 @@ def check_places(config: UcmConfig, transfer: KVTransferConfig | None) -> None:
 
 
 def _stores(config: UcmConfig, transfer: KVTransferConfig | None) -> Iterator[StoreOptions]:
-    if transfer is not None and transfer.kv_connector == OURS:
-        yield ConnectorOptions.resolve(transfer.kv_connector_extra_config, EXTRA_CONFIG).store
+    for connector in configured_connectors(transfer):
+        if connector.name == OURS:
+            yield ConnectorOptions.resolve(connector.extra, connector.key).store
     if config.memory_mode.enabled and config.memory_mode.store is not None:
         yield config.memory_mode.store
 
