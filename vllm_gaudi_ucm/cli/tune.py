@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm_gaudi_ucm.cli.cost_options import (
     limits_of,
     read_model,
 )
+from vllm_gaudi_ucm.cli.log_reading import open_log
 from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.cli.tune_report import TuneReport, show
 from vllm_gaudi_ucm.graphs.steps import Steps
@@ -22,7 +24,7 @@ from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.graphs.tuning.certify import GOOD_GAP, MAX_ROUNDS, certify
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
-from vllm_gaudi_ucm.phase_log import StepRecord, bucket_shapes, read_phase_log
+from vllm_gaudi_ucm.phase_log import PhaseLogReader, bucket_shapes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,11 +70,13 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{option} is {value}, expected a share from 0 to 0.9")
     if not 0.0 <= args.gap <= 1.0:
         raise ValueError(f"--gap is {args.gap}, expected a share from 0 to 1")
-    header, records = read_phase_log(args.log)
-    where = f"the first line of {args.log}"
-    check_block_size(args, header, where)
-    limits = limits_of(args, header, where)
-    report = make_report(args, records, cost_model(args, limits.block_size), limits)
+    with open_log(args.log) as log:
+        where = f"the first line of {args.log}"
+        check_block_size(args, log.header, where)
+        limits = limits_of(args, log.header, where)
+        cost = cost_model(args, limits.block_size)
+        steps, later = read_steps(log, args.holdout)
+    report = make_report(args, steps, later, cost, limits)
     if args.output is not None:
         write_bucket_file(args.output, report.buckets, _made_for(args, report))
     if args.json:
@@ -84,11 +88,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_report(args: argparse.Namespace, records: list[StepRecord], cost: Any, limits: Any) -> TuneReport:
-    """Tunes on the log, less what is held out."""
-    seen = len(records) - int(len(records) * args.holdout)
-    steps = Steps.of(bucket_shapes(records[:seen]))
-    later = Steps.of(bucket_shapes(records[seen:]))
+def read_steps(log: PhaseLogReader, holdout: float) -> tuple[Steps, Steps]:
+    """The steps of a log, counted by shape, and those of the share of it that is held out."""
+    count = log.count() if holdout else 0
+    seen = count - int(count * holdout) if holdout else None
+    records = log.steps()
+    return Steps.of(bucket_shapes(islice(records, seen))), Steps.of(bucket_shapes(records))
+
+
+def make_report(args: argparse.Namespace, steps: Steps, later: Steps, cost: Any, limits: Any) -> TuneReport:
+    """Tunes on steps; later: those that were held out."""
     if not limits.causal_reach:
         steps, later = steps.without_reach(), later.without_reach()
     with task_progress("tuning") as progress:
