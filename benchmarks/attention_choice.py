@@ -29,8 +29,8 @@ from vllm_gaudi_ucm.ops.unified_attention.cost.fit import fit, measure, ways_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
 from vllm_gaudi_ucm.ops.unified_attention.cost.passes import uses_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way, candidates, cheapest_way
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, plan_batch
-from vllm_gaudi_ucm.runner.staging import Staging
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
+from vllm_gaudi_ucm.execution.staging import Staging
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(HEADS, KV_HEADS, DIM, DIM, 4, layers=32)

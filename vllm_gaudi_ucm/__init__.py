@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-PLATFORM_CLASS = "vllm_gaudi_ucm.platform.UcmPlatform"
+PLATFORM_CLASS = "vllm_gaudi_ucm.platform.platform.UcmPlatform"
 
 
 def register() -> str | None:

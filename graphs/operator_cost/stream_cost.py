@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_gaudi_ucm.graphs.device_figures import DeviceFigures
+from vllm_gaudi_ucm.graphs.cost.device_figures import DeviceFigures
 from vllm_gaudi_ucm.graphs.operator_cost.on_chip_memory import memory_traffic
 from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import OperatorTrace
 

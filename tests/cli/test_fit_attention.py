@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.cli.checks.attention_cost import attention_cost_checks
-from vllm_gaudi_ucm.config import AttentionConfig, CpuConfig, UcmConfig
+from vllm_gaudi_ucm.cli.doctor.attention_cost import attention_cost_checks
+from vllm_gaudi_ucm.config.ucm_config import AttentionConfig, CpuConfig, UcmConfig
 from vllm_gaudi_ucm.ops.unified_attention.cost import fit
 from vllm_gaudi_ucm.ops.unified_attention.cost.grid import GEOMETRIES, Geometry, Step
 from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import Facts, default_path, load_model

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vllm_gaudi_ucm.cli.main import main
-from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, describe, markdown_table
 
 Capture = pytest.CaptureFixture[str]
 

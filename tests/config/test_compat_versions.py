@@ -64,5 +64,5 @@ def test_own_platforms_follow_vllms_plugins(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_entries_name_reason_and_removal() -> None:
     """Every public function and constant about versions documents why it exists and when it goes."""
-    source = compat.__loader__.get_source("vllm_gaudi_ucm.compat")  # type: ignore[union-attr]
+    source = compat.__loader__.get_source("vllm_gaudi_ucm.vllm_api.compat")  # type: ignore[union-attr]
     assert source.count("Reason:") == source.count("Remove when:") >= 4

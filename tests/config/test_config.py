@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table, resolve_config, resolve_value
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, describe, markdown_table, resolve_config, resolve_value
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 SECTIONS = " or ".join(
     f"ucm.{name}"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.config import UcmConfig, resolve_config
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 
 def write(folder: Path, name: str, text: str) -> str:

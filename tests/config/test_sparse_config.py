@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm.config import UcmConfig, resolve_config, resolve_value
-from vllm_gaudi_ucm.config_error import UcmConfigError
-from vllm_gaudi_ucm.sparse.config import SparseConfig
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config, resolve_value
+from vllm_gaudi_ucm.options.errors import UcmConfigError
+from vllm_gaudi_ucm.config.sparse_sections import SparseConfig
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.sparse.kvstar.options import KVStarOptions
+from vllm_gaudi_ucm.sparse.methods.kvstar.options import KVStarOptions
 from vllm_gaudi_ucm.sparse.options import GsaOptions
 
 SEED_GSA = """

@@ -12,8 +12,8 @@ from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from tests.engine.tiny_models import make_config
-from vllm_gaudi_ucm.config import resolve_config
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.connector.setup import ConnectorSetup, sparse_policy
 
 GSA = {"ucm_sparse_method": "GSA"}

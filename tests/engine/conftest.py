@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import make_config, make_model
-from vllm_gaudi_ucm.compat import tolerate_missing_accelerator
+from vllm_gaudi_ucm.vllm_api.compat import tolerate_missing_accelerator
 
 
 @pytest.fixture(scope="session", autouse=True)

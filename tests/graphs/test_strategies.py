@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, SPARSE_LIMITS
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, dominates
-from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
-from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.reach import reaching_step, without_unreachable
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.reach import reaching_step, without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, STRATEGIES, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.exponential import exponential_ladder
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, write_bucket_file

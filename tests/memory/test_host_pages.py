@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_gaudi_ucm.memory import host_pages
-from vllm_gaudi_ucm.memory.host_pages import zeroed_pages
+from vllm_gaudi_ucm.kv_cache import host_pages
+from vllm_gaudi_ucm.kv_cache.host_pages import zeroed_pages
 
 SIZE = 64 << 20
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.metrics.exposition import scrape
-from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 
 RECIPES = 'gaudi_ucm_recipes_after_warm_up_total{engine="%d"}'
 WRITER = """
 import os, sys
 from pathlib import Path
-from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 metrics = StepMetrics(Path(sys.argv[1]))
 for _ in range(5):
     metrics.recipe()

@@ -13,9 +13,9 @@ import pytest
 from tests.conftest import ROOT
 from tests.metrics.exposition import scrape
 from tests.prefetch.stores import ScriptedStore
-from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.metrics.metric import METRICS
-from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.observability.metric import METRICS
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.store.base import StoreStats

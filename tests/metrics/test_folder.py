@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.metrics.folder import is_private, make_private, metrics_folder, remove_files
+from vllm_gaudi_ucm.observability.folder import is_private, make_private, metrics_folder, remove_files
 
 
 def test_data_parallel_engines_share_the_servers_folder() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.metrics.exposition import scrape
-from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
-from vllm_gaudi_ucm.sparse.residency.totals import ResidencyTotals
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+from vllm_gaudi_ucm.protocol.offload_totals import ResidencyTotals
 
 
 def test_totals_of_the_scheduler(folder: Path) -> None:

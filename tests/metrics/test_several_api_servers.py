@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm_gaudi_ucm import envs
-from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 
 API_SERVER = (
     "from prometheus_client import Counter; Counter('requests', 'of an API server', ['engine']).labels('0').inc()"

@@ -16,8 +16,8 @@ from vllm.plugins import STAT_LOGGER_PLUGINS_GROUP
 from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
 
 from tests.conftest import ROOT
-from vllm_gaudi_ucm.metrics.stat_logger import UcmStatLogger
-from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.observability.stat_logger import UcmStatLogger
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DECLARED: dict[str, str] = PROJECT["entry-points"][STAT_LOGGER_PLUGINS_GROUP]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.metrics.exposition import scrape
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.metrics.metric import METRICS
-from vllm_gaudi_ucm.metrics.step_metrics import DIMENSIONS, StepMetrics, forward_label
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.observability.metric import METRICS
+from vllm_gaudi_ucm.observability.step_metrics import DIMENSIONS, StepMetrics, forward_label
 
 SIZES = st.integers(0, 10_000)
 SHAPES = st.builds(Bucket, st.sampled_from(["c--", "--u", "-su", "csu"]), SIZES, SIZES, SIZES, SIZES, SIZES)
@@ -184,7 +184,7 @@ def test_an_engine_without_a_folder_of_its_own_says_so_and_goes_on(
     foreign.chmod(0o777)
     warnings: list[str] = []
     monkeypatch.setattr(
-        "vllm_gaudi_ucm.metrics.step_metrics.logger.warning", lambda text, *args: warnings.append(text % args)
+        "vllm_gaudi_ucm.observability.step_metrics.logger.warning", lambda text, *args: warnings.append(text % args)
     )
     StepMetrics.of_engine("12345", 0).recipe()
     assert not list(foreign.iterdir())

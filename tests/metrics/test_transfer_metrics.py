@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.metrics.exposition import scrape
 from tests.metrics.test_step_metrics import total
 from tests.prefetch.stores import BLOCK_BYTES, ScriptedStore, eventually, keys
-from vllm_gaudi_ucm.metrics.reporter import MetricsReporter
-from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.observability.reporter import MetricsReporter
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome

@@ -29,7 +29,7 @@ def modules_of(folder: str) -> tuple[str, ...]:
 ROOMS = (
     "vllm_gaudi_ucm.ops",
     "vllm_gaudi_ucm.graphs",
-    "vllm_gaudi_ucm.graphs.bucket",
+    "vllm_gaudi_ucm.graphs.shapes.bucket",
     "vllm_gaudi_ucm.graphs.recipes.recorder",
     *modules_of("graph_runner"),
     *modules_of("warm_up"),
@@ -53,7 +53,7 @@ ROOMS = (
 
 
 def test_the_folders_have_modules() -> None:
-    assert {"vllm_gaudi_ucm.graphs.graph_runner.cuda", "vllm_gaudi_ucm.graphs.warm_up.idle_warm_up"} <= set(ROOMS)
+    assert {"vllm_gaudi_ucm.graphs.runners.cuda", "vllm_gaudi_ucm.graphs.warm_up.idle_warm_up"} <= set(ROOMS)
 
 
 @pytest.mark.parametrize(

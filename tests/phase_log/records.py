@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.phase_log import PhaseLog, StepRecord
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog, StepRecord
 
 HEADER = {"model": "models/tiny", "block_size": 16, "max_num_seqs": 8}
 

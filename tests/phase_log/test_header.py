@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm.cli.cost_options import LIMIT_NAMES, OPTIONAL_LIMITS, limits_of
-from vllm_gaudi_ucm.config import resolve_config
-from vllm_gaudi_ucm.runner.bucket_choice import server_limits
-from vllm_gaudi_ucm.worker import UcmWorker
+from vllm_gaudi_ucm.cli.buckets.cost_options import LIMIT_NAMES, OPTIONAL_LIMITS, limits_of
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.execution.bucket_choice import server_limits
+from vllm_gaudi_ucm.platform.worker import UcmWorker
 
 ENGINE: Any = SimpleNamespace(
     scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.phase_log.records import HEADER, mixed_steps, step, write_log
-from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
-from vllm_gaudi_ucm.phase_log import SCHEMA, PhaseLog, PhaseLogError, StepRecord, bucket_shapes, read_phase_log
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.observability.phase_log import SCHEMA, PhaseLog, PhaseLogError, StepRecord, bucket_shapes, read_phase_log
 
 OLD_FIELDS = (
     *("step", "bucket", "padded", "requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs"),
@@ -113,7 +113,7 @@ def test_a_killed_process_loses_nothing_it_appended(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from tests.phase_log.records import HEADER, step\n"
-        "from vllm_gaudi_ucm.phase_log import PhaseLog\n"
+        "from vllm_gaudi_ucm.observability.phase_log import PhaseLog\n"
         "log = PhaseLog(Path(sys.argv[1]), HEADER)\n"
         "for index in range(100): log.append(step(index))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from vllm_gaudi_ucm.config import resolve_config
-from vllm_gaudi_ucm.config_problems import expected
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.options.problems import expected
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions, idle_options
 from vllm_gaudi_ucm.sparse.options import GsaOptions
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput
 
 # What stands in a block table beyond the tokens in use: as an index it would blow any array up.
 POISON_BLOCK = np.iinfo(np.int32).max

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tests.runner.batches import Step
-from vllm_gaudi_ucm.runner.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 
 Pair = tuple[int, int, int]
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.runner.batches import Step, steps
 from tests.runner.expand import expand, expected
-from vllm_gaudi_ucm.memory.kv_cache import DUMMY_BLOCK
-from vllm_gaudi_ucm.runner.batch_plan import plan_batch
-from vllm_gaudi_ucm.runner.selection_plan import DENSE, SelectionInput
-from vllm_gaudi_ucm.sparse.meta import SelectionMode
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
+from vllm_gaudi_ucm.batch.batch_plan import plan_batch
+from vllm_gaudi_ucm.batch.selection_plan import DENSE, SelectionInput
+from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 
 @settings(max_examples=200, deadline=None)

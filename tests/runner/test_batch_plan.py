@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.runner.batches import POISON_BLOCK, Request, Step, lay_out, steps
 from tests.runner.expand import causal_pairs, expand, expected, owners, shared_pairs, unique_pairs
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, plan_batch
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
 
 SLICES = st.sampled_from([1, 3, 16, 512])
 

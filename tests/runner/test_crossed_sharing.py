@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, plan_batch
-from vllm_gaudi_ucm.runner.staging import Staging
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
+from vllm_gaudi_ucm.execution.staging import Staging
 
 BLOCK = 16
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.runner import model_runner
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner

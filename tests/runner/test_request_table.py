@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.sched.output import CachedRequestData
 
 from tests.runner.scheduling import Known, RandomScheduler, new_request, step_output
-from vllm_gaudi_ucm.runner.request_table import RequestTable
+from vllm_gaudi_ucm.batch.request_table import RequestTable
 
 BLOCK_SIZE = 4
 

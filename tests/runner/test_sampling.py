@@ -15,8 +15,8 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_gaudi_ucm.runner.request_table import LiveRequest
-from vllm_gaudi_ucm.runner.sampling import SamplingBatch
+from vllm_gaudi_ucm.batch.request_table import LiveRequest
+from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 
 VOCAB = 32
 CPU = torch.device("cpu")

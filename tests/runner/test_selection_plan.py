@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_gaudi_ucm.runner.selection_plan import DENSE, SelectionInput, plan_selection
+from vllm_gaudi_ucm.batch.selection_plan import DENSE, SelectionInput, plan_selection
 
 
 @pytest.mark.parametrize(("num_drafts", "scored"), [(None, [1, 4, 11]), ([0, 0, 0, 1], [0, 4, 11])])

@@ -30,8 +30,8 @@ from tests.runner.sampling_twins import (
     random_grammar,
 )
 from vllm_gaudi_ucm.graphs.recipes.recorder import RecipeRecorder
-from vllm_gaudi_ucm.runner.sampling_stages.grammar_mask import mask_logits
-from vllm_gaudi_ucm.runner.static_sampling import StaticSampler
+from vllm_gaudi_ucm.sampling.stages.grammar_mask import mask_logits
+from vllm_gaudi_ucm.sampling.static_sampling import StaticSampler
 
 SEEDS = st.integers(0, 1 << 30)
 

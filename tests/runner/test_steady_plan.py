@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.runner.traffic import Live, Traffic
 from vllm_gaudi_ucm.runner import steady_plan
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.runner.steady_plan import MAX_APPENDED, SteadyPlanner
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.batch.steady_plan import MAX_APPENDED, SteadyPlanner
 
 # seeds, because a history draws more than an example may; a failing one is replayed, not shrunk
 RANDOMS = st.integers(0, 1 << 32).map(random.Random)

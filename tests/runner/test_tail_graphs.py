@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.tail_shapes import MOST_TAILS, TailShapes, tail_rows
-from vllm_gaudi_ucm.runner.tail_graphs import is_tail, tail_shapes
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.shapes.tail_shapes import MOST_TAILS, TailShapes, tail_rows
+from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
 from vllm_gaudi_ucm.sparse.budget import block_budget
-from vllm_gaudi_ucm.sparse.device.selection_limits import SelectionLimits
-from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, selection_limits
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 BLOCK = 16

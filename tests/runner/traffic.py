@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput
 
 
 @dataclass

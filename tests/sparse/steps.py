@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
-from vllm_gaudi_ucm.sparse.meta import SparseMeta
+from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
 
 BLOCK_SIZE = 4
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.cli import doctor
-from vllm_gaudi_ucm.cli.checks.check import Check
-from vllm_gaudi_ucm.cli.checks.sparse import SECTION, sparse_checks
-from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.cli.doctor.check import Check
+from vllm_gaudi_ucm.cli.doctor.sparse import SECTION, sparse_checks
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
 
 
 def rows(method: str | None, **sections: Any) -> dict[str, Check]:

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tests.sparse.third_party import Newest, NewestOptions
-from vllm_gaudi_ucm.config import resolve_config
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.sparse import factory
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.esa import ESA
+from vllm_gaudi_ucm.sparse.methods.esa import ESA
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
-from vllm_gaudi_ucm.sparse.gsa import GSA
-from vllm_gaudi_ucm.sparse.kvstar.kvstar import KVStar
+from vllm_gaudi_ucm.sparse.methods.gsa import GSA
+from vllm_gaudi_ucm.sparse.methods.kvstar.kvstar import KVStar
 from vllm_gaudi_ucm.sparse.options import GsaOptions
 
 HERE = "tests.sparse.third_party"

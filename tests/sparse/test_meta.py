@@ -5,7 +5,7 @@ import copy
 import msgspec
 import pytest
 
-from vllm_gaudi_ucm.sparse.meta import RequestSelection, SelectionMode, SparseMeta
+from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 
 META = SparseMeta(
     {

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 
 from tests.runner.sampling_twins import VOCAB
 from tests.speculation.fake_step import World, random_logits, scheduled_drafts
-from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
+from vllm_gaudi_ucm.batch.step_drafts import StepDrafts
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -7,8 +7,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from vllm_gaudi_ucm.config import describe, markdown_table, resolve_value
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.config.ucm_config import describe, markdown_table, resolve_value
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_gaudi_ucm.config import UcmConfig, resolve_config
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.connector.weights_digest import weights_digest
-from vllm_gaudi_ucm.sparse.residency.summary_records import summary_bytes
+from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import open_store
 

@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.prefetch.fields import MaxPendingPrefetch, PrefetchAhead, Pr
 from vllm_gaudi_ucm.sparse.options import GsaOptions, MethodOptions
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.config import UcmConfig
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 
 
 class PrefetchOptions(MethodOptions):

@@ -9,7 +9,7 @@ from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.config import UcmConfig
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 

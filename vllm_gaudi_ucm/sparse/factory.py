@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.config import UcmConfig
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
     from vllm_gaudi_ucm.sparse.options import MethodOptions
 
@@ -25,9 +25,9 @@ class UcmSparseFactory:
     """Creates sparse methods by name. Registering imports nothing."""
 
     _methods: ClassVar[dict[str, tuple[str, str]]] = {
-        "GSA": ("vllm_gaudi_ucm.sparse.gsa", "GSA"),
-        "ESA": ("vllm_gaudi_ucm.sparse.esa", "ESA"),
-        "KVStar": ("vllm_gaudi_ucm.sparse.kvstar.kvstar", "KVStar"),
+        "GSA": ("vllm_gaudi_ucm.sparse.methods.gsa", "GSA"),
+        "ESA": ("vllm_gaudi_ucm.sparse.methods.esa", "ESA"),
+        "KVStar": ("vllm_gaudi_ucm.sparse.methods.kvstar.kvstar", "KVStar"),
     }
 
     @classmethod
@@ -89,7 +89,7 @@ class UcmSparseFactory:
             config: the method's own options, or the whole configuration with `ucm_sparse_config` (whose sections are
                 by method name), as a mapping or resolved. Raises `UcmConfigError`.
         """
-        from vllm_gaudi_ucm.config import UcmConfig, resolve_value
+        from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_value
 
         method = cls.method_class(name)
         if isinstance(config, Mapping) and ("ucm_sparse_config" in config or "ucm_sparse_method" in config):

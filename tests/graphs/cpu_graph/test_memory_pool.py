@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_gaudi_ucm.graphs.cpu_graph.memory_pool import MemoryPool
+from vllm_gaudi_ucm.ops.native.call_graph.memory_pool import MemoryPool
 
 
 def test_memory_is_lent_again_only_when_the_last_view_is_gone() -> None:

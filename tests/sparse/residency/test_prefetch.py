@@ -14,12 +14,12 @@ import pytest
 from tests.sparse.residency.fake_worker import FakeWorker
 from tests.sparse.residency.test_scheduler_side import run_step, scheduler_of
 from tests.sparse.schedulers import request
-from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.prefetch.engine import host_memory
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions, idle_options
 from vllm_gaudi_ucm.prefetch.stats import PrefetchStats
-from vllm_gaudi_ucm.sparse.residency.copy_store import CopyStore
-from vllm_gaudi_ucm.sparse.residency.prefetch import blocks_ahead, prefetch_options
+from vllm_gaudi_ucm.kv_offload.copy_store import CopyStore
+from vllm_gaudi_ucm.kv_offload.prefetch import blocks_ahead, prefetch_options
 from vllm_gaudi_ucm.store.factory import open_store
 from vllm_gaudi_ucm.store.options import FileStoreOptions
 

@@ -1,0 +1,157 @@
+"""What graphs and their activations take of a device, measured before the KV cache takes the rest."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm_gaudi_ucm.graphs.runners.factory import runner_maker
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.warm_up.memory_fit import check_budget
+from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
+from vllm_gaudi_ucm.kv_cache.allocation import dummy_kv_cache
+from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
+from vllm_gaudi_ucm.kv_cache.attention_layers import bind_kv_caches, kv_cache_specs
+from vllm_gaudi_ucm.execution.bucket_choice import cost_model, server_limits
+from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
+from vllm_gaudi_ucm.execution.static_execution import StaticExecution
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+    from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+    from vllm_gaudi_ucm.execution.decoder import Decoder
+    from vllm_gaudi_ucm.execution.graph_kind import GraphKind
+
+GIB = 1 << 30
+# Where `ucm.graphs.memory_budget` is not given: this share of the device, or what the largest graphs take and as much
+# again for the others, where that is more.
+DEFAULT_SHARE = 0.1
+DEFAULT_FACTOR = 2.0
+
+
+class GraphMemoryNeed(NamedTuple):
+    """Bytes to keep beside the KV cache: what graphs may take, and the buffers that all of them share."""
+
+    budget: int
+    buffers: int
+
+
+def graph_memory_need(
+    decoder: Decoder,
+    vllm_config: VllmConfig,
+    config: UcmConfig,
+    device: Device,
+    kind: GraphKind,
+    draft_model: Decoder | None = None,
+) -> GraphMemoryNeed:
+    """From the largest graphs of prompts, of decodes and of logits, which are really run, of both models.
+
+    Raises:
+        MemoryBudgetError: `ucm.graphs.memory_budget` does not hold these.
+    """
+    measured, buffers = _measure(decoder, vllm_config, config, device, kind, draft_model)
+    given = config.graphs.memory_budget
+    if given is None:
+        largest = DEFAULT_FACTOR * sum(measured)
+        return GraphMemoryNeed(int(max(DEFAULT_SHARE * device.memory().total, largest)), buffers)
+    budget = int(given * GIB)
+    check_budget(measured, budget, vllm_config.scheduler_config.max_num_batched_tokens)
+    return GraphMemoryNeed(budget, buffers)
+
+
+@torch.inference_mode()
+def _measure(
+    decoder: Decoder,
+    vllm_config: VllmConfig,
+    config: UcmConfig,
+    device: Device,
+    kind: GraphKind,
+    draft_model: Decoder | None,
+) -> tuple[list[int], int]:
+    """Bytes of each graph, the configured maximum first, and bytes of buffers.
+
+    The number of blocks is not known yet: as many as would fill the free memory are assumed. Pads read the dummy block
+    alone, so a cache of one block is enough, and blocks are gathered, which takes at least what a slice does.
+    """
+    specs = kv_cache_specs(vllm_config)
+    tensors_on = device.torch_device()
+    caches = dummy_kv_cache(specs, tensors_on)
+    bind_kv_caches(vllm_config, caches)
+    block_size, num_blocks = _largest_cache(device, specs)
+    sparse = make_sparse_worker(config, vllm_config, caches, block_size, num_blocks, static=True)
+    choices = None if sparse is None else sparse.limits
+    selected = 0 if choices is None else choices.max_selected_blocks
+    shared = config.graphs.max_shared_blocks
+    limits = server_limits(vllm_config, block_size, num_blocks, False, shared, selected)
+    ready = ReadyBuckets(_largest_buckets(limits, cost_model(vllm_config, device, block_size)))
+    free = device.memory().free
+    make_runner = runner_maker(kind)
+    executions = [
+        StaticExecution(
+            model,
+            ready,
+            config.attention.causal_slice,
+            tensors_on,
+            make_runner,
+            lambda label: nullcontext(),
+            sparse=sparse if model is decoder else None,
+            implementation=choose_static_implementation(config.attention.implementation, tensors_on.type),
+        )
+        for model in filter(None, (decoder, draft_model))
+    ]
+    buffers = max(0, free - device.memory().free) + _sampling_bytes(executions[0], vllm_config)
+    measured = [_bytes_of(run, device) for run in _runs(executions, ready)]
+    bind_kv_caches(vllm_config, {name: torch.empty(0, device=tensors_on) for name in specs})
+    del executions, sparse
+    gc.collect()
+    device.empty_cache()
+    return measured, buffers
+
+
+def _runs(executions: list[StaticExecution], ready: ReadyBuckets) -> Iterator[Callable[[], object]]:
+    """Each makes a graph, of all models that have such a one; the target is the first of `executions`."""
+
+    def of_all(run: Callable[[StaticExecution], object]) -> Callable[[], object]:
+        return lambda: [run(execution) for execution in executions]
+
+    for shape in reversed(ready.buckets.forward):
+        yield of_all(partial(StaticExecution.warm_forward, shape=shape))
+    yield of_all(partial(StaticExecution.warm_logits, rows=ready.maximum[1]))
+    tails = executions[0].tails
+    for shape in () if tails is None else tails.shapes:
+        yield partial(executions[0].warm_tail, shape)
+
+
+def _bytes_of(run: Callable[[], object], device: Device) -> int:
+    free = device.memory().free
+    run()
+    device.synchronize()
+    return max(0, free - device.memory().free)
+
+
+def _largest_cache(device: Device, specs: dict[str, KVCacheSpec]) -> tuple[int, int]:
+    """Tokens per block, and how many blocks would fill the free memory."""
+    block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+    return next(iter(specs.values())).block_size, max(2, device.memory().free // block_bytes)
+
+
+def _largest_buckets(limits: Limits, cost: CostModel) -> BucketSet:
+    """The configured maximum and the largest step of decodes, the maximum last."""
+    decodes = limits.phase_maximum(causal=False, shared=True, unique=True, selected=True)
+    return BucketSet([decodes], [], limits, cost)
+
+
+def _sampling_bytes(execution: StaticExecution, vllm_config: VllmConfig) -> int:
+    """Logits of divided steps (float32), and the history that penalties read (int32), for every request."""
+    logits = execution.logits_width * (1 + vllm_config.num_speculative_tokens)
+    return 4 * execution.max_logits * (logits + vllm_config.model_config.max_model_len)
