@@ -23,14 +23,14 @@ from benchmarks.attention_case import BLOCK_SIZE, DIM, HEADS, KV_HEADS, SCALE, C
 from benchmarks.attention_choice_result import CaseResult, report, to_json
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
+from vllm_gaudi_ucm.execution.staging import Staging
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import CostModel
 from vllm_gaudi_ucm.ops.unified_attention.cost.fit import fit, measure, ways_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
 from vllm_gaudi_ucm.ops.unified_attention.cost.passes import uses_of
 from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way, candidates, cheapest_way
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
-from vllm_gaudi_ucm.execution.staging import Staging
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(HEADS, KV_HEADS, DIM, DIM, 4, layers=32)

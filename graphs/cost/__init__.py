@@ -1,1 +1,1 @@
-"""TODO."""
+"""What steps cost on a device, modelled."""

@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vllm_gaudi_ucm.graphs import causal_tiles
-from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.cost.device_figures import DeviceFigures
 from vllm_gaudi_ucm.graphs.cost.model_figures import ModelFigures
+from vllm_gaudi_ucm.graphs.shapes import causal_tiles
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 
 Floats = NDArray[np.float64]
 

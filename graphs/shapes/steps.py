@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, least_reach
 from vllm_gaudi_ucm.graphs.shapes.causal_tiles import flat_tiles
-from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 
 Shapes = NDArray[np.int64]
 """[n, 4]: causal (0 or 1), query_len, shared_blocks, unique_blocks. A shape dominates another one exactly if it is

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.reach import without_unreachable
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 

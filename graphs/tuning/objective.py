@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet, cheapest_fit
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, graph_array, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.margin import logits_with_margin, with_margin
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm import __version__, compat
+from vllm_gaudi_ucm import __version__
 from vllm_gaudi_ucm.cli import main as cli
+from vllm_gaudi_ucm.vllm_api import compat
 
 
 def command(monkeypatch: pytest.MonkeyPatch, run: Callable[[Any], int]) -> None:

@@ -14,10 +14,10 @@ from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
 from vllm_gaudi_ucm.cli.buckets.tune_report import TuneReport
-from vllm_gaudi_ucm.graphs.shapes.bucket import dominates
-from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES
 from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+from vllm_gaudi_ucm.graphs.shapes.bucket import dominates
 from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies.file import read_bucket_file

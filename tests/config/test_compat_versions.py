@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_gaudi_ucm import compat
+from vllm_gaudi_ucm.vllm_api import compat
 
 VLLM, TORCH = compat.WINDOWS
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.ops.kv_cache.impl import native_blocks
 
 BLOCKS, TOKENS = 5, 4

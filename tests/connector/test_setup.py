@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from tests.engine.tiny_models import make_config
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.connector.setup import ConnectorSetup, sparse_policy
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 GSA = {"ucm_sparse_method": "GSA"}
 

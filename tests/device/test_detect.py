@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import vllm_gaudi_ucm
-from vllm_gaudi_ucm import compat, envs
+from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.device import detect
+from vllm_gaudi_ucm.vllm_api import compat
 
 SIM = Path(__file__).parents[1] / "sim_hpu"
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import VOCAB, make_model
-from vllm_gaudi_ucm.platform.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
 
 
 def test_alibi(tmp_path: Path) -> None:

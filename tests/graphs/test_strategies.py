@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, SPARSE_LIMITS
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.reach import reaching_step, without_unreachable
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, STRATEGIES, build_buckets

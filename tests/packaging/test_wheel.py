@@ -95,7 +95,9 @@ def test_entry_points(content: dict[str, str]) -> None:
     parser = configparser.ConfigParser()
     parser.read_string(content["<dist-info>/entry_points.txt"])
     assert dict(parser["vllm.platform_plugins"]) == {"gaudi_ucm": "vllm_gaudi_ucm:register"}
-    assert dict(parser["vllm.stat_logger_plugins"]) == {"gaudi_ucm": "vllm_gaudi_ucm.observability.stat_logger:UcmStatLogger"}
+    assert dict(parser["vllm.stat_logger_plugins"]) == {
+        "gaudi_ucm": "vllm_gaudi_ucm.observability.stat_logger:UcmStatLogger"
+    }
     assert dict(parser["console_scripts"]) == {"gaudi-ucm": "vllm_gaudi_ucm.cli.main:main"}
 
 

@@ -13,7 +13,14 @@ import pytest
 from tests.phase_log.records import HEADER, mixed_steps, step, write_log
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
-from vllm_gaudi_ucm.observability.phase_log import SCHEMA, PhaseLog, PhaseLogError, StepRecord, bucket_shapes, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import (
+    SCHEMA,
+    PhaseLog,
+    PhaseLogError,
+    StepRecord,
+    bucket_shapes,
+    read_phase_log,
+)
 
 OLD_FIELDS = (
     *("step", "bucket", "padded", "requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs"),

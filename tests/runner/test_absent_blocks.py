@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.runner.batches import Step, steps
 from tests.runner.expand import expand, expected
-from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.batch.selection_plan import DENSE, SelectionInput
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
 from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
+from vllm_gaudi_ucm.execution import attention_choice
+from vllm_gaudi_ucm.execution.attention_choice import AttentionChoice, find_model
+from vllm_gaudi_ucm.execution.staging import reads_slice_by_bytes
+from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.cost.cost_model import NAMES, CostModel
 from vllm_gaudi_ucm.ops.unified_attention.cost.grid import Step, make_parts
 from vllm_gaudi_ucm.ops.unified_attention.cost.layer_shape import LayerShape
 from vllm_gaudi_ucm.ops.unified_attention.cost.model_file import Facts, default_path, save_model
 from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way
-from vllm_gaudi_ucm.runner import attention_choice
-from vllm_gaudi_ucm.execution.attention_choice import AttentionChoice, find_model
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
-from vllm_gaudi_ucm.execution.staging import reads_slice_by_bytes
-from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(4, 2, 16, 16, 4, layers=2)

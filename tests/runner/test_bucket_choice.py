@@ -15,15 +15,15 @@ from tests.engine.tiny_models import make_config
 from tests.phase_log.records import mixed_steps, step, tail_step, write_log
 from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, resolve_config
 from vllm_gaudi_ucm.device.cpu import CpuDevice
+from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, cost_model, logger, server_limits, strategy_name
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, write_bucket_file
 from vllm_gaudi_ucm.graphs.strategies.grid import coarsest_grid
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord
-from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, cost_model, logger, server_limits, strategy_name
 
 DEVICE = CpuDevice()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
 from vllm_gaudi_ucm.execution.staging import Staging
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 
 BLOCK = 16
 

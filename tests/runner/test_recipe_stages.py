@@ -8,8 +8,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from vllm_gaudi_ucm.graphs.recipes.recorder import RecipeError
 from vllm_gaudi_ucm.execution.recipe_stages import RecipeStages
+from vllm_gaudi_ucm.graphs.recipes.recorder import RecipeError
 
 Check = Literal["off", "count", "fail"]
 

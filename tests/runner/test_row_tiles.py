@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.graphs import causal_tiles
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import TILE_ROWS, flat_tiles, is_bounded, levels
 from vllm_gaudi_ucm.batch.row_tiles import RowTiles, cut_rows
+from vllm_gaudi_ucm.graphs.shapes import causal_tiles
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import TILE_ROWS, flat_tiles, is_bounded, levels
 
 LENGTHS = st.lists(st.one_of(st.integers(2, 12), st.integers(2, 700), st.sampled_from([256, 512, 500])), max_size=30)
 

@@ -12,10 +12,10 @@ from tests.ops.batch import Batch
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches
 from tests.runner.batches import Request, Step, lay_out, steps
 from tests.runner.expand import owners, shared_pairs, unique_pairs
-from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.batch.batch_plan import UniquePlan, plan_batch
 from vllm_gaudi_ucm.execution.staging import SLICE_READ_LIMIT, ContiguousPa, StagedStep, Staging
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 
 CPU = torch.device("cpu")
 CHOICES: list[ContiguousPa] = [True, False, "auto"]

@@ -17,15 +17,15 @@ from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
 from tests.runner.batches import Request, Step, lay_out, steps
 from tests.runner.expand import owners
 from tests.runner.test_staging import run_step
-from vllm_gaudi_ucm.graphs import causal_tiles
+from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.execution.staging import true_shape
+from vllm_gaudi_ucm.execution.static_inputs import ForwardInputs, StaticInputs
+from vllm_gaudi_ucm.graphs.shapes import causal_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_sizes
-from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.execution.staging import true_shape
-from vllm_gaudi_ucm.execution.static_inputs import ForwardInputs, StaticInputs
 
 CPU = torch.device("cpu")
 # As an index it is far outside of everything.

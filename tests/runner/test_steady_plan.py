@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runner.traffic import Live, Traffic
-from vllm_gaudi_ucm.runner import steady_plan
+from vllm_gaudi_ucm.batch import steady_plan
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.steady_plan import MAX_APPENDED, SteadyPlanner
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.shapes.tail_shapes import MOST_TAILS, TailShapes, tail_rows
-from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
 from vllm_gaudi_ucm.sparse.budget import block_budget
+from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
-from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 BLOCK = 16
 LIMITS = Limits(256, 8, 1024, BLOCK, 600, False, max_selected_blocks=160)

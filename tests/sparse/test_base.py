@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.options.errors import UcmConfigError
+from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
 from vllm_gaudi_ucm.sparse.base import (
     INVALID_SLOT,
     SCHEDULER_HOOKS,
@@ -16,7 +17,6 @@ from vllm_gaudi_ucm.sparse.base import (
     UcmSparseRole,
 )
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
 
 CHECK = """
 import sys

@@ -15,10 +15,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from tests.sparse.schedulers import BLOCK_SIZE, finish_step, make_scheduler, request, run_step, sampled_ids, vllm_config
-from vllm_gaudi_ucm.sparse.methods.kvstar.kvstar import KVStar
+from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.scheduler.scheduler import UcmAsyncScheduler, UcmScheduler
-from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
+from vllm_gaudi_ucm.sparse.methods.kvstar.kvstar import KVStar
 
 SELECT, REUSE, CHECK = SelectionMode
 GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"min_tokens": 20}}}

@@ -20,10 +20,10 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
-from vllm_gaudi_ucm.platform.features import UnsupportedFeatureError
 from vllm_gaudi_ucm.kv_cache.allocation import split_key_value
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase

@@ -1,1 +1,1 @@
-"""TODO."""
+"""A step as arrays: the table of live requests, and the plan of the batch. numpy only."""

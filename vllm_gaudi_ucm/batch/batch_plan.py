@@ -17,6 +17,9 @@ from vllm_gaudi_ucm.batch.selection_plan import SelectionInput, SelectionPlan, p
 from vllm_gaudi_ucm.batch.shared_plan import SharedPlan
 from vllm_gaudi_ucm.batch.unique_plan import UniquePlan
 
+NO_TAILS: NDArray[np.int64] = np.zeros(0, np.int64)
+"""Of a step in which no request has more rows that choose together than an ordinary graph holds."""
+
 
 class BatchInput(NamedTuple):
     """What the scheduler decided, one entry per scheduled request, in any order.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs import causal_tiles
+from vllm_gaudi_ucm.graphs.shapes import causal_tiles
 from vllm_gaudi_ucm.graphs.shapes.causal_tiles import flat_tiles, levels, spare_tiles
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The whole configuration, composed of the sections of the rooms."""

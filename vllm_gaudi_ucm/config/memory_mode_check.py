@@ -9,8 +9,8 @@ from vllm_gaudi_ucm.sparse.methods.kvstar.options import KVStarOptions
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.config.sparse_sections import SparseConfig
     from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+    from vllm_gaudi_ucm.sparse.sections import SparseConfig
 
 
 def check_memory_mode(

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from vllm_gaudi_ucm.config.memory_mode_check import check_memory_mode
+from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, unknown_key
 from vllm_gaudi_ucm.options.files import read_config_file
 from vllm_gaudi_ucm.options.problems import expected, problems, section
-from vllm_gaudi_ucm.config.sparse_sections import SparseConfig, resolve_sparse_config, resolve_sparse_method
-from vllm_gaudi_ucm.config.memory_mode_check import check_memory_mode
-from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+from vllm_gaudi_ucm.sparse.sections import SparseConfig, resolve_sparse_config, resolve_sparse_method
 
 ROOT = "ucm"
 

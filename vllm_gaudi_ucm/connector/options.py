@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from vllm_gaudi_ucm.options.strict import StrictOptions
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.sparse.options import MethodOptions
 from vllm_gaudi_ucm.store.options import StoreOptions, resolve_store_options
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 
 
-class ConnectorOptions(MethodOptions):
+class ConnectorOptions(StrictOptions):
     """Strict, immutable; made from a mapping by `ConnectorOptions.resolve(mapping, key)`."""
 
     store: StoreOptions = Field(description="Where blocks are kept, and its options: see docs/stores.md.")

@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.connector.save_plan import SavePlan
 from vllm_gaudi_ucm.connector.waiting_prefetch import WaitingPrefetch
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan
-from vllm_gaudi_ucm.scheduler.request_options import read_extra_args
+from vllm_gaudi_ucm.sparse.request_options import read_extra_args
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

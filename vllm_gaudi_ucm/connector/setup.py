@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_gaudi_ucm.config.prefetch_sections import connector_prefetch
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.connector.weights_digest import weights_digest
 from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import open_store
 
@@ -71,7 +72,7 @@ class ConnectorSetup:
     @cached_property
     def prefetch_options(self) -> PrefetchOptions:
         """The connector's own, over those in GSA's section where that method selects."""
-        return self.options.prefetch.over_gsa(resolve_config(self.vllm_config.additional_config))
+        return connector_prefetch(self.options.prefetch, resolve_config(self.vllm_config.additional_config))
 
     def summaries_per_record(self, method: BlockOptions) -> int:
         """Blocks whose summaries fit into a record of the store, which has the size of a block."""

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, BatchInput, UnifiedPlan
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
 
 NO_BLOCKS: NDArray[np.int64] = np.zeros(0, np.int64)
-NO_TAILS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class StepShape(NamedTuple):

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-    from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
     from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
     from vllm_gaudi_ucm.execution.static_execution import Stage
     from vllm_gaudi_ucm.execution.static_inputs import ForwardInputs, StaticInputs
+    from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
+    from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 
 
 class ForwardGraphs:

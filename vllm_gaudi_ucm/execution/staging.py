@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.batch.batch_plan import CausalPlan, SharedPlan, UnifiedPlan, UniquePlan
+from vllm_gaudi_ucm.batch.row_tiles import row_tiles
+from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, phase_string
 from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES, is_bounded
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
@@ -20,9 +23,6 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     SharedPart,
     UniquePart,
 )
-from vllm_gaudi_ucm.batch.batch_plan import CausalPlan, SharedPlan, UnifiedPlan, UniquePlan
-from vllm_gaudi_ucm.batch.row_tiles import row_tiles
-from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.sparse.selection.selection_arrays import SelectionArrays
 from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors

@@ -11,22 +11,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
-from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.batch.batch_division import divide_batch
-from vllm_gaudi_ucm.execution.execution import NO_BLOCKS, NO_TAILS, StepShape
+from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
+from vllm_gaudi_ucm.execution.execution import NO_BLOCKS, StepShape
 from vllm_gaudi_ucm.execution.forward_graphs import ForwardGraphs
 from vllm_gaudi_ucm.execution.staging import true_shape
 from vllm_gaudi_ucm.execution.static_inputs import ForwardInputs, StaticInputs
-from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
 from vllm_gaudi_ucm.execution.step_metadata import step_metadata
+from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
+from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShapes
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.execution.decoder import Decoder
+    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+    from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShapes
     from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 

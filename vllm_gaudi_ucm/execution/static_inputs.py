@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs import causal_tiles
+from vllm_gaudi_ucm.batch.batch_plan import SharedPlan, UnifiedPlan, UniquePlan
+from vllm_gaudi_ucm.batch.row_tiles import RowTiles, row_tiles
+from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
+from vllm_gaudi_ucm.graphs.shapes import causal_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
 from vllm_gaudi_ucm.graphs.shapes.causal_tiles import is_bounded, levels
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
@@ -23,9 +26,6 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     SharedPart,
     UniquePart,
 )
-from vllm_gaudi_ucm.batch.batch_plan import SharedPlan, UnifiedPlan, UniquePlan
-from vllm_gaudi_ucm.batch.row_tiles import RowTiles, row_tiles
-from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.sparse.selection.selection_arrays import (
     CANDIDATE_ARRAYS,
     CHOICE_ARRAYS,

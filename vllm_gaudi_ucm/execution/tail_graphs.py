@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShapes
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 
 

@@ -9,17 +9,18 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
-from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
-from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way
-from vllm_gaudi_ucm.execution.execution import NO_BLOCKS, NO_TAILS, StepShape
+from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
+from vllm_gaudi_ucm.execution.execution import NO_BLOCKS, StepShape
 from vllm_gaudi_ucm.execution.staging import StagedStep, Staging, reads_slice_by_bytes
 from vllm_gaudi_ucm.execution.step_metadata import step_metadata
+from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
+from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
     from vllm_gaudi_ucm.execution.attention_choice import AttentionChoice
-    from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker

@@ -6,10 +6,10 @@ import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from vllm_gaudi_ucm.kv_offload.copy_loads import CopyLoads, Pair, name_of
 from vllm_gaudi_ucm.observability.reporter import MetricsReporter
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
-from vllm_gaudi_ucm.kv_offload.copy_loads import CopyLoads, Pair, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.protocol.offload_messages import BlockMove, ResidencyOrders, TablePatch
 from vllm_gaudi_ucm.kv_offload.rows import Rows
+from vllm_gaudi_ucm.protocol.offload_messages import BlockMove, ResidencyOrders, TablePatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock

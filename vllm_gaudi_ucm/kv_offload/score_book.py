@@ -11,10 +11,10 @@ from vllm_gaudi_ucm.kv_offload.target import missed_share, resident_target
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.kv_offload.life import Life
     from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
     from vllm_gaudi_ucm.protocol.offload_totals import ResidencyTotals
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 
 class ScoreBook:

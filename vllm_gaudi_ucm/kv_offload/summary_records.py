@@ -12,9 +12,9 @@ from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.sparse.selection.summary_queue import SummaryQueue
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
+    from vllm_gaudi_ucm.sparse.selection.summary_queue import SummaryQueue
 
 
 def summary_bytes(options: BlockOptions, block_size: int, kv_heads: int, head_size: int, key_bytes: int) -> int:

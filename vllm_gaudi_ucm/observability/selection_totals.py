@@ -1,8 +1,9 @@
-"""What a sparse method has done since the start, as far as the host knows it."""
+"""What a sparse method has done since the start: what the host knows of it, and what the device counts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
@@ -25,3 +26,16 @@ class SelectionTotals:
         self.modes[mode] += 1
         self.context_blocks += context_blocks
         self.attended_blocks += context_blocks - candidates + chosen
+
+
+class DeviceCounts(NamedTuple):
+    """Totals since the start.
+
+    kept, replaced: checks, one for each layer and request. chosen_mass, mass: estimated attention of what was chosen,
+    and of all that competed, in the last layer that chooses.
+    """
+
+    kept: int
+    replaced: int
+    chosen_mass: float
+    mass: float

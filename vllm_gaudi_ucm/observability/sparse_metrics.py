@@ -9,8 +9,7 @@ from vllm_gaudi_ucm.observability.metrics_file import MetricsFile
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.sparse.selection.block_selector import DeviceCounts
-    from vllm_gaudi_ucm.observability.selection_totals import SelectionTotals
+    from vllm_gaudi_ucm.observability.selection_totals import DeviceCounts, SelectionTotals
 
 
 class SparseMetrics:

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_gaudi_ucm.observability.bucket_columns import BucketColumns
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
 from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
+from vllm_gaudi_ucm.observability.bucket_columns import BucketColumns
 from vllm_gaudi_ucm.observability.phase_table import phase_text
 
 GIB = 2**30

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Strict options, their errors, and the reading of configuration files: the ground floor."""

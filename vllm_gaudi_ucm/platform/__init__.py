@@ -1,1 +1,1 @@
-"""TODO."""
+"""The face to vLLM: platform, worker, and what is refused by name."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.connector.transfer_config import OURS
-from vllm_gaudi_ucm.platform.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
 from vllm_gaudi_ucm.store.options import FileStoreOptions
 
 if TYPE_CHECKING:

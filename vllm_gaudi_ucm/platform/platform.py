@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_gaudi_ucm.vllm_api.compat import check_versions, client_error, give_engine_time_to_stop
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import OURS as UCM_CONNECTOR
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
-from vllm_gaudi_ucm.platform.features import UnsupportedFeatureError, refuse_unsupported
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
-from vllm_gaudi_ucm.platform.request_check import check_request
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.features import refuse_unsupported
 from vllm_gaudi_ucm.platform.memory_mode_features import refuse_beside_memory_mode
+from vllm_gaudi_ucm.platform.request_check import check_request
 from vllm_gaudi_ucm.scheduler.scheduler_choice import use_planning_scheduler, use_sparse_scheduler
+from vllm_gaudi_ucm.vllm_api.compat import check_versions, client_error, give_engine_time_to_stop
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

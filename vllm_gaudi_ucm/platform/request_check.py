@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_gaudi_ucm.platform.features import UnsupportedRequestError
-from vllm_gaudi_ucm.scheduler.request_options import read_extra_args
+from vllm_gaudi_ucm.options.unsupported import UnsupportedRequestError
+from vllm_gaudi_ucm.sparse.request_options import read_extra_args
 
 
 def check_request(params: Any) -> None:

@@ -10,21 +10,21 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_gaudi_ucm.vllm_api.compat import abort_at_shutdown, model_loading, tolerate_missing_accelerator
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.envs import lazy_mode
-from vllm_gaudi_ucm.platform.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effect
+from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.graphs.shapes.shared_contexts import default_shared_blocks
+from vllm_gaudi_ucm.kv_cache.budget import kv_cache_budget
 from vllm_gaudi_ucm.layers import register_cpu_layers
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.kv_cache.budget import kv_cache_budget
-from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
-from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
-from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effect
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
+from vllm_gaudi_ucm.vllm_api.compat import abort_at_shutdown, model_loading, tolerate_missing_accelerator
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What the scheduler and the worker send each other with a step."""

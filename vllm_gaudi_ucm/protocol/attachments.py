@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-    from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
     from vllm_gaudi_ucm.protocol.offload_messages import ResidencyReport
+    from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
 
 _ATTRIBUTE = "ucm_sparse_meta"
 _REPORT = "ucm_residency_report"

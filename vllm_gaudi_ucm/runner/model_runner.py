@@ -10,38 +10,38 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler
 
+from vllm_gaudi_ucm.batch.request_table import RequestTable
+from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.connector.transfer_config import OURS
-from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache
-from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
-from vllm_gaudi_ucm.ops.host_memory.api import keep_all_freed_memory
-from vllm_gaudi_ucm.ops.native import matrix_unit
-from vllm_gaudi_ucm.observability.phase_log import PhaseLog
+from vllm_gaudi_ucm.device.step_activity import StepActivity
 from vllm_gaudi_ucm.execution.attention_choice import make_choice
-from vllm_gaudi_ucm.kv_cache.attention_layers import bind_kv_caches, kv_cache_specs
 from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
 from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.execution.execution import Execution
 from vllm_gaudi_ucm.execution.graph_kind import GraphKind
-from vllm_gaudi_ucm.execution.graph_measurement import GIB, graph_memory_need
-from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
-from vllm_gaudi_ucm.sampling.nan_logits import NanCounter
 from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
 from vllm_gaudi_ucm.execution.packed_weights import pack_linear_layers
-from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
-from vllm_gaudi_ucm.batch.request_table import RequestTable
-from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
+from vllm_gaudi_ucm.execution.tail_graphs import tail_shapes
+from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache
+from vllm_gaudi_ucm.kv_cache.attention_layers import bind_kv_caches, kv_cache_specs
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+from vllm_gaudi_ucm.ops.host_memory.api import keep_all_freed_memory
+from vllm_gaudi_ucm.ops.native import matrix_unit
+from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
+from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
+from vllm_gaudi_ucm.runner.proposer_setup import make_proposer
 from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
-from vllm_gaudi_ucm.execution.tail_graphs import tail_shapes
+from vllm_gaudi_ucm.sampling.nan_logits import NanCounter
+from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
+from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.sampling.token_sampler import TokenSampler, VllmSampler
-from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.speculation.draft_layers import load_draft_model
-from vllm_gaudi_ucm.runner.proposer_setup import make_proposer
 from vllm_gaudi_ucm.speculation.verification import Verification
-from vllm_gaudi_ucm.device.step_activity import StepActivity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.execution.execution import Execution
+    from vllm_gaudi_ucm.observability.phase_log import PhaseLog
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 logger = plugin_logger(__name__)

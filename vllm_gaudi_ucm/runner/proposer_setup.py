@@ -14,9 +14,9 @@ from vllm_gaudi_ucm.speculation.ngram import NgramProposer
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
     from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
-    from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
 

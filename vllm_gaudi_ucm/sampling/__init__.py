@@ -1,1 +1,1 @@
-"""TODO."""
+"""From logits to tokens."""

@@ -9,8 +9,8 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_gaudi_ucm.execution.execution import Execution
 from vllm_gaudi_ucm.batch.request_table import LiveRequest
+from vllm_gaudi_ucm.execution.execution import Execution
 
 
 class PromptLogprobs:

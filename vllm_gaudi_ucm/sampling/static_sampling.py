@@ -19,8 +19,8 @@ from vllm_gaudi_ucm.sampling.token_sampler import SampledTokens
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
     from vllm_gaudi_ucm.execution.static_execution import Stage
+    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
     from vllm_gaudi_ucm.sampling.token_sampler import Grammar
 
 # Scores per row where `--max-logprobs -1` sets no limit: vLLM's default limit.

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Our scheduler class, and what it is composed of."""

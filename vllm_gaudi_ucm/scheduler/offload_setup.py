@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.vllm_api.compat import kv_block_bytes
-from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.kv_offload.prefetch import blocks_ahead
+from vllm_gaudi_ucm.config.prefetch_sections import blocks_ahead
 from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
 from vllm_gaudi_ucm.kv_offload.scheduler_side import ResidencyScheduler
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
+from vllm_gaudi_ucm.vllm_api.compat import kv_block_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

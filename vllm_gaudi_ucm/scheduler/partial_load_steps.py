@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_gaudi_ucm.vllm_api.compat import step_never_was, wait_for_blocks_again
-from vllm_gaudi_ucm.protocol.offload_messages import ResidencyReport
 from vllm_gaudi_ucm.protocol.attachments import computed_tokens, report_of
+from vllm_gaudi_ucm.protocol.offload_messages import ResidencyReport
+from vllm_gaudi_ucm.vllm_api.compat import step_never_was, wait_for_blocks_again
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -9,15 +9,15 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from vllm_gaudi_ucm.config.prefetch_sections import idle_options
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.prefetch.options import idle_options
-from vllm_gaudi_ucm.sparse.base import UcmSparseBase
-from vllm_gaudi_ucm.scheduler.request_options import read_extra_args
-from vllm_gaudi_ucm.scheduler.partial_load_steps import PartialLoadSteps
-from vllm_gaudi_ucm.scheduler.offload_setup import residency_role
 from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta, verified_drafts
+from vllm_gaudi_ucm.scheduler.offload_setup import residency_role
+from vllm_gaudi_ucm.scheduler.partial_load_steps import PartialLoadSteps
 from vllm_gaudi_ucm.scheduler.scheduler_role import scheduler_role
+from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+from vllm_gaudi_ucm.sparse.request_options import read_extra_args
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

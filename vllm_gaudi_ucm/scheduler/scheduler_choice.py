@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.platform.features import UnsupportedFeatureError
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -6,12 +6,12 @@ import difflib
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
     from vllm_gaudi_ucm.sparse.options import MethodOptions
+    from vllm_gaudi_ucm.sparse.sections import SparseConfig
 
 ENTRY_POINTS = "vllm_gaudi_ucm.sparse_methods"
 """Group of the entry points `NAME = "package.module:ClassName"` that name methods of installed packages."""
@@ -19,6 +19,14 @@ ENTRY_POINTS = "vllm_gaudi_ucm.sparse_methods"
 
 class SparseMethodError(ValueError):
     """A sparse method that is not known, cannot be loaded, or does not follow the interface."""
+
+
+@runtime_checkable
+class HasSparseSections(Protocol):
+    """A whole configuration, as far as methods are concerned."""
+
+    @property
+    def ucm_sparse_config(self) -> SparseConfig: ...
 
 
 class UcmSparseFactory:
@@ -79,7 +87,7 @@ class UcmSparseFactory:
         cls,
         name: str,
         role: UcmSparseRole,
-        config: UcmConfig | MethodOptions | Mapping[str, Any] | None = None,
+        config: HasSparseSections | MethodOptions | Mapping[str, Any] | None = None,
     ) -> UcmSparseBase:
         """A method object for one role.
 
@@ -89,13 +97,14 @@ class UcmSparseFactory:
             config: the method's own options, or the whole configuration with `ucm_sparse_config` (whose sections are
                 by method name), as a mapping or resolved. Raises `UcmConfigError`.
         """
-        from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_value
+        from vllm_gaudi_ucm.sparse.sections import resolve_sparse_config
 
         method = cls.method_class(name)
+        if isinstance(config, HasSparseSections):
+            return method(role, config.ucm_sparse_config.options(name))
         if isinstance(config, Mapping) and ("ucm_sparse_config" in config or "ucm_sparse_method" in config):
-            config = resolve_value(config)
-        if isinstance(config, UcmConfig):
-            config = config.ucm_sparse_config.options(name)
+            sections = resolve_sparse_config(config.get("ucm_sparse_config", {}), "ucm.ucm_sparse_config")
+            return method(role, sections.options(name))
         return method(role, config)
 
     @classmethod

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
-from vllm_gaudi_ucm.options.problems import problems
+from vllm_gaudi_ucm.options.strict import StrictOptions
 from vllm_gaudi_ucm.prefetch.fields import MaxPendingPrefetch, PrefetchAhead, PrefetchCacheSize, PrefetchWorkers
 
 
-class MethodOptions(BaseModel):
-    """Base of every method's options: strict, immutable, equal by value."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    @classmethod
-    def resolve(cls, value: Any, key: str) -> Self:
-        """The options in a mapping that stands under `key`, or options as they are. Raises `UcmConfigError`."""
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
-            wanted = f"mapping with the keys {', '.join(cls.model_fields)}" if cls.model_fields else "an empty mapping"
-            raise UcmConfigError([Problem(key, repr(value), wanted)])
-        try:
-            return cls.model_validate(dict(value))
-        except ValidationError as error:
-            raise UcmConfigError(list(problems(error, cls, key))) from None
+class MethodOptions(StrictOptions):
+    """Base of every method's options."""
 
 
 class BlockOptions(MethodOptions):

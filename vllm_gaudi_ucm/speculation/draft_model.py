@@ -13,8 +13,8 @@ from vllm_gaudi_ucm.batch.batch_plan import BatchInput
 from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.speculation.proposer import SampledStep
 
 

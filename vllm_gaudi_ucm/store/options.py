@@ -9,10 +9,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from vllm_gaudi_ucm.options.byte_size import BYTES_NOTE, ByteSize
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, unknown_key
 from vllm_gaudi_ucm.options.files import read_config_file
 from vllm_gaudi_ucm.options.problems import NOTE, problems
-from vllm_gaudi_ucm.options.byte_size import BYTES_NOTE, ByteSize
 
 _BYTES: dict[str, Any] = {NOTE: BYTES_NOTE}
 _SCHEMES = ("redis", "rediss", "unix")

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What depends on the version of vLLM or torch."""

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sparse.device.one_layer import Member, OneLayer, select
-from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
+from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 # fp32 attention of at most 128 tokens: products and sums of 128 terms, 2^-24 each, with room for the exponentials

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+from vllm_gaudi_ucm.batch.step_drafts import StepDrafts
+from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta
+from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, SparseWorker
-from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
-from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta
-from vllm_gaudi_ucm.batch.step_drafts import StepDrafts
 
 BLOCK_SIZE = 4
 PADDING = -1

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from tests.sparse.steps import BLOCK_SIZE, Live, decode, step_of
+from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.methods.esa import ESA
 from vllm_gaudi_ucm.sparse.methods.gsa import GSA
 from vllm_gaudi_ucm.sparse.methods.kvstar.kvstar import KVStar
-from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 SELECT, REUSE, CHECK = SelectionMode
 

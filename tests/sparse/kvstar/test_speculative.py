@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from tests.sparse.steps import BLOCK_SIZE, Live, decode
+from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.methods.kvstar.kvstar import KVStar
 from vllm_gaudi_ucm.sparse.methods.kvstar.speculative import KVStarSpeculative
-from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 SELECT, REUSE, CHECK = SelectionMode
 

@@ -9,8 +9,8 @@ import torch
 from tests.ops.selection import KINDS
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, write_summaries
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
-from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
+from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 
 BLOCKS, SIZE, HEADS, KV_HEADS, DIM, SLOTS, ROWS, WIDTH = 12, 8, 4, 2, 16, 3, 5, 10
 

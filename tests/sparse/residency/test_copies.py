@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.metrics.exposition import scrape
+from vllm_gaudi_ucm.kv_offload.copy_store import CopyStore
 from vllm_gaudi_ucm.observability.folder import make_private
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import host_memory
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.kv_offload.copy_store import CopyStore
 from vllm_gaudi_ucm.store.factory import open_store
 from vllm_gaudi_ucm.store.options import MemoryStoreOptions
 

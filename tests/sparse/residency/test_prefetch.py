@@ -14,12 +14,12 @@ import pytest
 from tests.sparse.residency.fake_worker import FakeWorker
 from tests.sparse.residency.test_scheduler_side import run_step, scheduler_of
 from tests.sparse.schedulers import request
+from vllm_gaudi_ucm.config.prefetch_sections import blocks_ahead, idle_options, memory_mode_prefetch
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.prefetch.engine import host_memory
-from vllm_gaudi_ucm.prefetch.options import PrefetchOptions, idle_options
-from vllm_gaudi_ucm.prefetch.stats import PrefetchStats
 from vllm_gaudi_ucm.kv_offload.copy_store import CopyStore
-from vllm_gaudi_ucm.kv_offload.prefetch import blocks_ahead, prefetch_options
+from vllm_gaudi_ucm.prefetch.engine import host_memory
+from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+from vllm_gaudi_ucm.prefetch.stats import PrefetchStats
 from vllm_gaudi_ucm.store.factory import open_store
 from vllm_gaudi_ucm.store.options import FileStoreOptions
 
@@ -37,11 +37,11 @@ def config_of(method: str = "GSA", store: Any = None, moves: int = 8, **options:
 def test_options_of_gsa_reach_the_engine(tmp_path: Path) -> None:
     """covers: C4. Never more host memory than for the moves of two steps and the blocks ahead."""
     files = {"kind": "file", "path": str(tmp_path)}
-    found = prefetch_options(config_of(store=files, prefetch_workers=9, max_pending_prefetch=7, prefetch_ahead=3))
+    found = memory_mode_prefetch(config_of(store=files, prefetch_workers=9, max_pending_prefetch=7, prefetch_ahead=3))
     assert (found.prefetch_workers, found.max_pending_prefetch) == (9, 7)
     assert found.prefetch_cache_size == (2 + 3) * 8
-    assert prefetch_options(config_of(store=files, prefetch_cache_size=5)).prefetch_cache_size == 5
-    assert prefetch_options(config_of("ESA", files, prefetch_workers=9)).prefetch_workers == 4
+    assert memory_mode_prefetch(config_of(store=files, prefetch_cache_size=5)).prefetch_cache_size == 5
+    assert memory_mode_prefetch(config_of("ESA", files, prefetch_workers=9)).prefetch_workers == 4
 
 
 @pytest.mark.parametrize(("ahead", "moves", "most"), [(0, 8, 0), (1, 8, 8), (3, 2, 6)])

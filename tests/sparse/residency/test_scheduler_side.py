@@ -12,8 +12,8 @@ from vllm.v1.request import RequestStatus
 from tests.sparse.residency.fake_worker import FakeWorker
 from tests.sparse.schedulers import BLOCK_SIZE, finish_step, make_scheduler, request, sampled_ids, vllm_config
 from vllm_gaudi_ucm.kv_offload.scheduler_side import STEPS_UNDER_WAY
-from vllm_gaudi_ucm.scheduler.scheduler import UcmScheduler
 from vllm_gaudi_ucm.protocol.attachments import attach_report
+from vllm_gaudi_ucm.scheduler.scheduler import UcmScheduler
 
 WINDOWS = {"min_tokens": 20, "sparse_ratio": 0.2, "min_blocks": 4}
 

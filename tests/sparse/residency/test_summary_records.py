@@ -9,10 +9,10 @@ import torch
 from tests.ops.selection import KINDS
 from tests.sparse.residency.test_block_scorer import DIM, KV_HEADS, ROWS, SIZE, Scored
 from vllm_gaudi_ucm.device import get_device
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
-from vllm_gaudi_ucm.sparse.selection.summary_queue import SummaryQueue
-from vllm_gaudi_ucm.sparse.options import GsaOptions
 from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords, summary_bytes
+from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.sparse.options import GsaOptions
+from vllm_gaudi_ucm.sparse.selection.summary_queue import SummaryQueue
 
 SPAN = 4
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_gaudi_ucm.kv_offload.target import Target, resident_target
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.kv_offload.target import Target, resident_target
 
 OPTIONS = BlockOptions(min_tokens=8, sparse_ratio=0.2, min_blocks=2, local_window_sz=2, init_window_sz=1)
 SIZE = 4

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Commands around buckets: phases, trace, tune, plan and plot."""

@@ -18,11 +18,12 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
 from vllm_gaudi_ucm.cli.buckets.plan_memory import blocks_that_fit, plan_memory
 from vllm_gaudi_ucm.cli.buckets.plan_report import PlanReport, show
 from vllm_gaudi_ucm.cli.buckets.plan_sparse import add_sparse_arguments, with_sparse_method
-from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.cli.buckets.trace import mix_within
 from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES, Mix
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
+from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.config.ucm_config import GraphsConfig
+from vllm_gaudi_ucm.execution.bucket_choice import most_buckets
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.shared_contexts import default_shared_blocks
@@ -32,7 +33,6 @@ from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.observability.phase_log import bucket_shapes, read_phase_log
-from vllm_gaudi_ucm.execution.bucket_choice import most_buckets
 
 # vLLM's defaults for a server, and Gaudi's natural block size; num_blocks is what the device's memory holds.
 DEFAULT_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_model_len": 8192, "block_size": 128}

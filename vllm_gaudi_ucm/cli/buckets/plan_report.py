@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from vllm_gaudi_ucm.observability.bucket_columns import BucketColumns
 from vllm_gaudi_ucm.cli.buckets.plan_memory import PlanMemory
-from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import Skeleton, choose_skeleton
+from vllm_gaudi_ucm.observability.bucket_columns import BucketColumns
 
 MOST_ROWS = 12
 

@@ -6,10 +6,10 @@ import argparse
 from dataclasses import replace
 
 from vllm_gaudi_ucm.cli.doctor.configuration import resolve_text
+from vllm_gaudi_ucm.config.block_options import block_options
+from vllm_gaudi_ucm.execution.tail_graphs import tail_shapes
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShapes, tail_rows
-from vllm_gaudi_ucm.execution.tail_graphs import tail_shapes
-from vllm_gaudi_ucm.sparse.block_options import block_options
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from vllm_gaudi_ucm.observability.bucket_columns import BucketColumns
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.padding import Padding
+from vllm_gaudi_ucm.observability.bucket_columns import BucketColumns
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.phase_plot import PHASE_COLOURS
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary

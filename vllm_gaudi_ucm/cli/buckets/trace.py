@@ -7,10 +7,16 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from vllm_gaudi_ucm.cli.buckets.cost_options import add_cost_arguments, add_limit_arguments, cost_model, limits_of, read_model
-from vllm_gaudi_ucm.cli.task_progress import task_progress
+from vllm_gaudi_ucm.cli.buckets.cost_options import (
+    add_cost_arguments,
+    add_limit_arguments,
+    cost_model,
+    limits_of,
+    read_model,
+)
 from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES, Mix
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
+from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
 

@@ -15,8 +15,8 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     limits_of,
     read_model,
 )
-from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.cli.buckets.tune_report import TuneReport, show
+from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.graphs.tuning.certify import GOOD_GAP, MAX_ROUNDS, certify

@@ -29,8 +29,8 @@ from vllm_gaudi_ucm.cli.doctor.static_shapes import static_shape_checks
 from vllm_gaudi_ucm.cli.doctor.store import store_checks
 from vllm_gaudi_ucm.cli.doctor.versions import version_checks
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
-from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.device.detect import detect_device
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 logger = logging.getLogger(__name__)
 

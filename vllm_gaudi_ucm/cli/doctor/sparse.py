@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.cli.doctor.store import checks_of_store
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import block_budget, shortest_sparse_context
-from vllm_gaudi_ucm.config.sparse_sections import SparseConfig
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+from vllm_gaudi_ucm.sparse.sections import SparseConfig
 
 SECTION = "sparse"
 METHOD = "ucm.ucm_sparse_method"

@@ -8,11 +8,11 @@ from pathlib import Path
 from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, UcmConfig
-from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, read_bucket_file
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import MOST_TAILS
-from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, read_phase_log
 from vllm_gaudi_ucm.execution.bucket_choice import strategy_name
 from vllm_gaudi_ucm.execution.graph_kind import graph_kind
+from vllm_gaudi_ucm.graphs.shapes.tail_shapes import MOST_TAILS
+from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, read_bucket_file
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, read_phase_log
 
 SECTION = "static shapes"
 KINDS = {

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.cli.store.options import resolve_store_text
+from vllm_gaudi_ucm.options.byte_size import show_bytes
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.store.base import KvStore
-from vllm_gaudi_ucm.options.byte_size import show_bytes
 from vllm_gaudi_ucm.store.factory import open_medium, open_store
 from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions, RedisStoreOptions
 from vllm_gaudi_ucm.store.redis import RedisMedium

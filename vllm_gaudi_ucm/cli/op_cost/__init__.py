@@ -1,1 +1,1 @@
-"""TODO."""
+"""`gaudi-ucm op-cost`."""

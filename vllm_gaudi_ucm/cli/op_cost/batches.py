@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.graphs.cost.model_figures import ModelFigures
 from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import Work
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
 
 
 class Batch(NamedTuple):

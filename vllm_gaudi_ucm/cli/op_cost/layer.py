@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.cli.op_cost.kernels import kernels_of
-from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.execution.staging import Staging
+from vllm_gaudi_ucm.execution.static_inputs import StaticInputs
 from vllm_gaudi_ucm.graphs.cost.device_figures import device_figures
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.cost.model_figures import ModelFigures
 from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import OperatorTrace, trace
 from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS, StreamCost
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
-from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
-from vllm_gaudi_ucm.execution.staging import Staging
-from vllm_gaudi_ucm.execution.static_inputs import StaticInputs
 
 IMPLEMENTATIONS = ("reference", "hpu")
 CAUSAL_SLICE = 512

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 from vllm_gaudi_ucm.cli.buckets.cost_options import LIMIT_NAMES, add_cost_arguments, add_limit_arguments, read_model
+from vllm_gaudi_ucm.cli.buckets.plan import DEFAULT_LIMITS, SERVER, make_plan
+from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES
 from vllm_gaudi_ucm.cli.op_cost.batches import BATCHES
 from vllm_gaudi_ucm.cli.op_cost.report import OpCostReport, show
 from vllm_gaudi_ucm.cli.op_cost.row import batch_rows, bucket_rows
-from vllm_gaudi_ucm.cli.buckets.plan import DEFAULT_LIMITS, SERVER, make_plan
 from vllm_gaudi_ucm.cli.task_progress import task_progress
-from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES
 from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.cli.op_cost.batches import Batch, full_work, least_work
 from vllm_gaudi_ucm.cli.op_cost.layer import IMPLEMENTATIONS, LayerCost, bucket_parts, layer_cost, step_parts
+from vllm_gaudi_ucm.execution.staging import true_shape
+from vllm_gaudi_ucm.graphs.cost.device_figures import device_figures
+from vllm_gaudi_ucm.graphs.cost.model_figures import ModelFigures
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS, Work
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
-from vllm_gaudi_ucm.graphs.cost.device_figures import device_figures
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.cost.model_figures import ModelFigures
-from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS, Work
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
-from vllm_gaudi_ucm.execution.staging import true_shape
 
 Progress = Callable[[float], None]
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""`gaudi-ucm sparse-report`."""

@@ -8,8 +8,8 @@ from itertools import takewhile
 from statistics import median
 from typing import Any
 
-from vllm_gaudi_ucm.cli.sparse_report.engine import EngineSettings, Reply, SparseEngine
 from vllm_gaudi_ucm.cli.sparse_report.cases import Case
+from vllm_gaudi_ucm.cli.sparse_report.engine import EngineSettings, Reply, SparseEngine
 
 SWITCHED_OFF = {"ucm_sparse": False}
 # of a sparse and a dense answer in turn: on a machine that others use both then meet the same load

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_ucm.cli.sparse_report.cases import Case, check_length, make_cases
 from vllm_gaudi_ucm.cli.sparse_report.engine import PROMPT_CHUNK, EngineSettings
 from vllm_gaudi_ucm.cli.sparse_report.measurement import Measurement, measure, num_steps
-from vllm_gaudi_ucm.cli.sparse_report.cases import Case, check_length, make_cases
 from vllm_gaudi_ucm.cli.sparse_report.table import SparseReport, write_text
 from vllm_gaudi_ucm.cli.task_progress import task_progress
 from vllm_gaudi_ucm.device.detect import detect_device

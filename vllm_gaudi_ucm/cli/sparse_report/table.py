@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from vllm_gaudi_ucm.cli.sparse_report.measurement import Measurement
 from vllm_gaudi_ucm.cli.sparse_report.cases import Case
+from vllm_gaudi_ucm.cli.sparse_report.measurement import Measurement
 
 if TYPE_CHECKING:
     from rich.table import Table

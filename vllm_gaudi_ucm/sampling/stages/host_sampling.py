@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 
-from vllm_gaudi_ucm.vllm_api.compat import host_sampler
 from vllm_gaudi_ucm.sampling.stages.grammar_mask import WORD, mask_logits
 from vllm_gaudi_ucm.sampling.token_sampler import SampledTokens
+from vllm_gaudi_ucm.vllm_api.compat import host_sampler
 
 if TYPE_CHECKING:
     from vllm.config.model import LogprobsMode

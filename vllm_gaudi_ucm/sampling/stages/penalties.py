@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.vllm_api.compat import apply_penalties
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 from vllm_gaudi_ucm.sampling.stages.token_history import TokenHistory, TokenRows
+from vllm_gaudi_ucm.vllm_api.compat import apply_penalties
 
 if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
-from vllm_gaudi_ucm.vllm_api.compat import top_k_top_p
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
+from vllm_gaudi_ucm.vllm_api.compat import top_k_top_p
 
 if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata

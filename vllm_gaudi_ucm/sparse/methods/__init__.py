@@ -1,1 +1,1 @@
-"""TODO."""
+"""The sparse methods that come with the plugin."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
+from vllm_gaudi_ucm.observability.selection_totals import DeviceCounts
 from vllm_gaudi_ucm.ops.block_selection.api import (
     block_scores,
     choose_blocks,
@@ -15,12 +16,9 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     write_summaries,
 )
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
 from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import LayerSelection, SelectionTensors
-from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
-
-if TYPE_CHECKING:
-    from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 
 
 class SelectionLayer(NamedTuple):
@@ -50,21 +48,21 @@ class Candidates(NamedTuple):
     width: int
 
 
-class DeviceCounts(NamedTuple):
-    """Totals since the start.
-
-    kept, replaced: checks, one for each layer and request. chosen_mass, mass: estimated attention of what was chosen,
-    and of all that competed, in the last layer that chooses.
-    """
-
-    kept: int
-    replaced: int
-    chosen_mass: float
-    mass: float
-
-
 Score = Callable[[int, torch.Tensor, Candidates], torch.Tensor | None]
 """(layer, query [rows, heads, dim], candidates) -> float32 [candidates], or None for the scores of the summaries."""
+
+
+class SelectionMetadata(Protocol):
+    """What a layer's attention metadata says of block selection.
+
+    summary_blocks: int64 [n] full blocks to summarise, None where there are none. selection: the step's choices.
+    """
+
+    @property
+    def summary_blocks(self) -> torch.Tensor | None: ...
+
+    @property
+    def selection(self) -> LayerSelection | None: ...
 
 
 class BlockSelector:
@@ -124,7 +122,7 @@ class BlockSelector:
         kept = 0 if self.scorer is None else self.scorer.bytes
         return kept + sum(tensor.nbytes for tensor in (*self._summaries, self._stored))
 
-    def attention_begin(self, layer_idx: int, query: torch.Tensor, metadata: UnifiedAttentionMetadata) -> None:
+    def attention_begin(self, layer_idx: int, query: torch.Tensor, metadata: SelectionMetadata) -> None:
         """Once the keys of the step are in the cache: summaries of full blocks, and the layer's choice."""
         if metadata.summary_blocks is not None:
             self.summarise(layer_idx, metadata.summary_blocks)

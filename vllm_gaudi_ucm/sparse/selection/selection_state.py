@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.batch.selection_plan import DENSE, SelectionInput
-from vllm_gaudi_ucm.sparse.selection.choice_slots import ChoiceSlots
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.observability.selection_totals import SelectionTotals
-from vllm_gaudi_ucm.sparse.selection.summary_queue import SummaryQueue
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
+from vllm_gaudi_ucm.sparse.selection.choice_slots import ChoiceSlots
+from vllm_gaudi_ucm.sparse.selection.summary_queue import SummaryQueue
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
-    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
     from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection
+    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 
 
 class StepSelection(NamedTuple):

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
 from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
-from vllm_gaudi_ucm.execution.execution import NO_TAILS
+from vllm_gaudi_ucm.protocol.attachments import attach_report, sparse_meta_of
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
 from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionState, StepSelection
-from vllm_gaudi_ucm.protocol.attachments import attach_report, sparse_meta_of
 
 if TYPE_CHECKING:
     import torch
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
-    from vllm_gaudi_ucm.observability.sparse_metrics import SparseMetrics
-    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
+    from vllm_gaudi_ucm.batch.step_drafts import StepDrafts
+    from vllm_gaudi_ucm.observability.sparse_metrics import SparseMetrics
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.protocol.offload_messages import ResidencyOrders, ResidencyReport
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
-    from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
-    from vllm_gaudi_ucm.batch.step_drafts import StepDrafts
 
 
 # Reading the device's counts waits for the device, which after sampling has nothing left to do but this.
@@ -54,6 +54,18 @@ class ServerSizes(NamedTuple):
     tail_rows: int = 0
 
 
+class BlockMover(Protocol):
+    """Memory mode in the worker: moves blocks off the device and back."""
+
+    def begin_step(self, orders: ResidencyOrders) -> None: ...
+
+    def report(self) -> ResidencyReport: ...
+
+    def report_to(self, metrics: StepMetrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class SparseWorker:
     """Drives the hooks of a method, and for one that chooses blocks its state on host and device.
 
@@ -68,7 +80,7 @@ class SparseWorker:
         self.limits: SelectionLimits | None = None
         self.selector: BlockSelector | None = None
         self.state: SelectionState | None = None
-        self.residency: ResidencyWorker | None = None
+        self.residency: BlockMover | None = None
         self._steps = 0
         self._locks = (0, 0)
         method.register_kv_caches({name: layer.keys for name, layer in layers.items()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.methods.kvstar.delegation import BaseMethodHooks
@@ -12,7 +13,6 @@ from vllm_gaudi_ucm.sparse.methods.kvstar.metrics import KVStarMetrics
 from vllm_gaudi_ucm.sparse.methods.kvstar.options import KVStarOptions
 from vllm_gaudi_ucm.sparse.methods.kvstar.speculative import KVStarSpeculative
 from vllm_gaudi_ucm.sparse.methods.kvstar.state import KVStarState
-from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.sparse.options import MethodOptions
 
 if TYPE_CHECKING:
