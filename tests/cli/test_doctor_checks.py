@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm import PLATFORM_CLASS, envs
-from vllm_gaudi_ucm.cli import doctor
+from vllm_gaudi_ucm.cli.doctor import doctor
 from vllm_gaudi_ucm.cli.doctor import machine, plugins, probe, versions
 from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
 from vllm_gaudi_ucm.cli.doctor.configuration import configuration_checks

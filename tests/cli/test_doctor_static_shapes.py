@@ -9,7 +9,7 @@ import pytest
 
 from tests.graphs.shapes import COST, LIMITS
 from tests.phase_log.records import mixed_steps, write_log
-from vllm_gaudi_ucm.cli import doctor
+from vllm_gaudi_ucm.cli.doctor import doctor
 from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.cli.doctor.static_shapes import static_shape_checks
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm.cli import doctor
+from vllm_gaudi_ucm.cli.doctor import doctor
 from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.cli.doctor.sparse import SECTION, sparse_checks
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
