@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm import PLATFORM_CLASS, envs
-from vllm_gaudi_ucm.cli.doctor import doctor
-from vllm_gaudi_ucm.cli.doctor import machine, plugins, probe, versions
+from vllm_gaudi_ucm.cli.doctor import doctor, machine, plugins, probe, versions
 from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
 from vllm_gaudi_ucm.cli.doctor.configuration import configuration_checks
 from vllm_gaudi_ucm.config.ucm_config import resolve_config

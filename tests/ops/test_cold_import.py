@@ -44,8 +44,6 @@ ROOMS = (
     "vllm_gaudi_ucm.ops.rotary.api",
     "vllm_gaudi_ucm.ops.triton_support",
     "vllm_gaudi_ucm.ops.silu_and_mul.api",
-    "vllm_gaudi_ucm.ops.unified_attention.cost.fit",
-    "vllm_gaudi_ucm.ops.unified_attention.cost.model_file",
     "vllm_gaudi_ucm.ops.unified_attention.impl.cpu",
     "vllm_gaudi_ucm.ops.unified_attention.impl.native",
     "vllm_gaudi_ucm.ops.unified_attention.impl.reference",

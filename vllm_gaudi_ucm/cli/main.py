@@ -39,7 +39,6 @@ COMMANDS = {
     "op-cost": Command(
         "vllm_gaudi_ucm.cli.op_cost.op_cost", "count what attention's operators cost on Gaudi, modelled"
     ),
-    "fit-attention": Command("vllm_gaudi_ucm.cli.fit_attention", "measure attention here, so that a server can choose"),
     "sparse-report": Command(
         "vllm_gaudi_ucm.cli.sparse_report.sparse_report", "compare the sparse methods with dense, on a text"
     ),

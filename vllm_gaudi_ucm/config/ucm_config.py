@@ -41,12 +41,6 @@ class AttentionConfig(_Section):
         description="Rows per slice of the causal part. Larger slices launch less work more efficiently, smaller ones "
         "skip more of the masked keys.",
     )
-    cost_model: Literal["auto", "off"] | Annotated[Path, Field(strict=False)] = Field(
-        default="auto",
-        description="What was measured of attention on this device, to choose kernels, slices and the splitting of "
-        "shared prefixes step by step at true shapes. `auto`: what `gaudi-ucm fit-attention` left in the user's cache, "
-        "if anything; a path: that file; `off`, or no file: fixed rules.",
-    )
 
 
 class CpuConfig(_Section):

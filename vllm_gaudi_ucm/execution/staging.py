@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,14 +31,6 @@ ContiguousPa = Literal["auto"] | bool
 # Reading a block that nobody uses costs as much as reading one in use; gathering copies each block once (a read and a
 # write) before it is read. So the slice wins while it covers at most about three blocks for each one in use.
 SLICE_READ_LIMIT = 3.0
-
-# Whether a slice of so many blocks is read faster than so many blocks in use are gathered.
-SliceRule = Callable[[int, int], bool]
-
-
-def reads_slice_by_bytes(slice_len: int, in_use: int) -> bool:
-    """The rule where nothing was measured."""
-    return slice_len <= SLICE_READ_LIMIT * in_use
 
 
 @dataclass(frozen=True)
@@ -85,9 +76,8 @@ class Staging:
     Args:
         device: where the model runs.
         contiguous_pa: read the unique blocks as one contiguous slice of the cache (True), gather them by id (False), or
-            choose by `slice_rule` ("auto"), so that prefix caching and contiguous KV work together.
+            choose by bytes ("auto"), so that prefix caching and contiguous KV work together.
         limits: of choices, where a sparse method is on.
-        slice_rule: what "auto" asks.
     """
 
     def __init__(
@@ -95,10 +85,8 @@ class Staging:
         device: torch.device,
         contiguous_pa: ContiguousPa = "auto",
         limits: SelectionLimits | None = None,
-        slice_rule: SliceRule = reads_slice_by_bytes,
     ) -> None:
         self._device = device
-        self._slice_rule = slice_rule
         self._limits = limits
         self._contiguous_pa = contiguous_pa
 
@@ -159,7 +147,7 @@ class Staging:
 
     def _reads_slice(self, slice_len: int, in_use: int) -> bool:
         if self._contiguous_pa == "auto":
-            return self._slice_rule(slice_len, in_use)
+            return slice_len <= SLICE_READ_LIMIT * in_use
         return self._contiguous_pa
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
@@ -26,19 +25,18 @@ def step_metadata(
     selection: SelectionTensors | None = None,
     *,
     reused: bool = False,
-    unsplit: Collection[int] = (),
 ) -> UnifiedAttentionMetadata:
     """Prepares the parts of a step, for dense layers too where there are any.
 
     See UnifiedAttentionMetadata, LayerSelection and `prepare` for the arguments.
     """
-    prepared = prepare(parts, block_size, implementation=implementation, unsplit=unsplit)
+    prepared = prepare(parts, block_size, implementation=implementation)
     choices = None
     if selection is not None:
         dense_parts = None
         if sparse is not None and sparse.has_dense_layers:
             whole = parts._replace(selected=selection.candidates_part(block_size))
-            dense_parts = prepare(whole, block_size, implementation=implementation, unsplit=unsplit)
+            dense_parts = prepare(whole, block_size, implementation=implementation)
         choices = LayerSelection(selection, dense_parts, reused, at_once=prepared.implementation == "native")
     method = None if sparse is None else sparse.method
     return UnifiedAttentionMetadata(slots, prepared, method, summary_blocks, choices)

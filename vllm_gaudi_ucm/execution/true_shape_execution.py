@@ -11,16 +11,14 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
 from vllm_gaudi_ucm.execution.execution import NO_BLOCKS, StepShape
-from vllm_gaudi_ucm.execution.staging import StagedStep, Staging, reads_slice_by_bytes
+from vllm_gaudi_ucm.execution.staging import StagedStep, Staging
 from vllm_gaudi_ucm.execution.step_metadata import step_metadata
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
-from vllm_gaudi_ucm.ops.unified_attention.cost.way import Way
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
-    from vllm_gaudi_ucm.execution.attention_choice import AttentionChoice
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
@@ -35,7 +33,6 @@ class TrueShapeExecution:
         block_size: tokens per cache block.
         device: where the model runs.
         sparse: a sparse method, where one is on.
-        choice: the fastest way of each step; None: the fixed rules.
         graphs: of small steps, on a CPU.
 
     Raises:
@@ -52,19 +49,16 @@ class TrueShapeExecution:
         block_size: int,
         device: torch.device,
         sparse: SparseWorker | None = None,
-        choice: AttentionChoice | None = None,
         graphs: NativeGraphs | None = None,
     ) -> None:
         self._decoder = decoder
-        self._fixed = Way(_checked(config.implementation, device))
-        self._choice = choice
+        self._implementation = _checked(config.implementation, device)
         self._graphs = graphs
         self._block_size = block_size
         self._device = device
         self._sparse = sparse
         limits = None if sparse is None else sparse.limits
-        slice_rule = reads_slice_by_bytes if choice is None else choice.reads_slice
-        self._staging = Staging(device, config.contiguous_pa, limits, slice_rule)
+        self._staging = Staging(device, config.contiguous_pa, limits)
         self._staged: StagedStep
         self._metadata: UnifiedAttentionMetadata
         self._hidden: torch.Tensor
@@ -76,17 +70,15 @@ class TrueShapeExecution:
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
     ) -> StepShape:
         staged = self._staged = self._staging.stage(plan, token_ids)
-        way = self._fixed if self._choice is None else self._choice.way(staged.parts)
         self._metadata = step_metadata(
             staged.slots,
             staged.parts,
             self._block_size,
-            way.implementation,
+            self._implementation,
             self._sparse,
             self._staging.blocks(summary_blocks) if len(summary_blocks) else None,
             staged.selection,
             reused=plan.selection is not None and bool((plan.selection.modes == SelectionMode.REUSE).all()),
-            unsplit=way.unsplit,
         )
         return StepShape(staged.bucket, staged.bucket)
 

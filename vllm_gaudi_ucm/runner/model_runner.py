@@ -14,7 +14,6 @@ from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.connector.transfer_config import OURS
 from vllm_gaudi_ucm.device.step_activity import StepActivity
-from vllm_gaudi_ucm.execution.attention_choice import make_choice
 from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
 from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.execution.execution import Execution
@@ -46,7 +45,7 @@ from vllm_gaudi_ucm.speculation.verification import Verification
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
@@ -190,24 +189,15 @@ class ModelRunner:
     ) -> tuple[Execution, TokenSampler]:
         """What runs and samples steps, by the kind of graphs; sets `static`."""
         if self.kind == "off":
-            return self._true_shapes(kv_cache_config.kv_cache_groups[0], metrics), VllmSampler(sampler)
+            return self._true_shapes(metrics), VllmSampler(sampler)
         self.static = self._make_static(kv_cache_config.num_blocks, metrics)
         self.static.divided_logits.reserve(self._vllm_config.num_speculative_tokens)
         return self.static.execution, self.static.sampler
 
-    def _true_shapes(self, group: KVCacheGroupSpec, metrics: StepMetrics) -> TrueShapeExecution:
-        attention, spec = self._config.attention, cast("AttentionSpec", group.kv_cache_spec)
-        choice = make_choice(
-            attention.cost_model,
-            attention.implementation,
-            self._tensors_on,
-            self._vllm_config,
-            spec,
-            len(group.layer_names),
-        )
+    def _true_shapes(self, metrics: StepMetrics) -> TrueShapeExecution:
         graphs = self._native_graphs(self.decoder, metrics)
         return TrueShapeExecution(
-            self.decoder, attention, self._block_size, self._tensors_on, self._sparse, choice, graphs
+            self.decoder, self._config.attention, self._block_size, self._tensors_on, self._sparse, graphs
         )
 
     def _native_graphs(self, decoder: Decoder | None, metrics: StepMetrics) -> NativeGraphs | None:

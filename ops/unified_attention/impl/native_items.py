@@ -6,7 +6,7 @@ an entry of the selected part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,21 +40,14 @@ class Item:
     causal_first: int = NO_CAUSAL
 
 
-def make_items(parts: AttentionParts, block_size: int, unsplit: Collection[int] = ()) -> list[Item]:
-    """The items of a step; every (row, token) pair of the parts is in exactly one of them.
-
-    unsplit: shared groups, by their place in the part, whose blocks each request reads for itself.
-    """
+def make_items(parts: AttentionParts, block_size: int) -> list[Item]:
+    """The items of a step; every (row, token) pair of the parts is in exactly one of them."""
     chunks = {} if parts.causal is None else {item.causal_first: item for item in _chunks(parts.causal)}
     singles = {} if parts.unique is None else {int(i.rows[0]): i for i in _unique_items(parts.unique, block_size)}
     items = []
-    for item, alone in _shared_items(parts.shared, block_size, unsplit) if parts.shared is not None else ():
+    for item in _shared_items(parts.shared, block_size) if parts.shared is not None else ():
         # a prompt chunk and its own context: one pass over both
-        if _joined(chunks, item) or (alone and _joined(singles, item)):
-            continue
-        if alone and len(item.rows) == 1:
-            singles[int(item.rows[0])] = item
-        else:
+        if not _joined(chunks, item):
             items.append(item)
     for item in _selected_items(parts.selected, block_size) if parts.selected is not None else ():
         # with a decode's live blocks, with a verification's drafts
@@ -81,16 +74,9 @@ def _chunks(part: CausalPart) -> Iterator[Item]:
             yield Item(np.arange(first, stop), np.zeros((0, 4), np.int64), int(first))
 
 
-def _shared_items(part: SharedPart, block_size: int, unsplit: Collection[int]) -> Iterator[tuple[Item, bool]]:
-    """Items of the groups, and whether each is of one request alone because its group is not split off."""
-    for index, group in enumerate(part.groups):
-        for item in _group_items(part, group, block_size):
-            if index not in unsplit:
-                yield item, False
-                continue
-            order = np.argsort(spans := part.row_spans.numpy()[item.rows], kind="stable")
-            for _, first, stop in _runs(spans[order]):
-                yield Item(item.rows[order[first:stop]], item.spans), True
+def _shared_items(part: SharedPart, block_size: int) -> Iterator[Item]:
+    for group in part.groups:
+        yield from _group_items(part, group, block_size)
 
 
 def _group_items(part: SharedPart, group: SharedGroup, block_size: int) -> Iterator[Item]:

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_gaudi_ucm.cli.doctor.attention_cost import attention_cost_checks
 from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
 from vllm_gaudi_ucm.cli.doctor.configuration import configuration_checks, resolve_text
 from vllm_gaudi_ucm.cli.doctor.machine import device_checks, matrix_unit_checks, thread_checks
@@ -86,7 +85,6 @@ def examine(config: str | None, store: str | None = None) -> Examination:
     checks += guarded("device", thread_checks)
     checks += guarded("device", lambda: _of_config(config, lambda ucm: matrix_unit_checks(ucm, device)))
     checks += guarded("static shapes", lambda: _of_config(config, lambda ucm: static_shape_checks(ucm, device)))
-    checks += guarded("attention", lambda: _of_config(config, lambda ucm: attention_cost_checks(ucm, device)))
     checks += guarded("sparse", lambda: _of_config(config, sparse_checks))
     checks += guarded("store", lambda: store_checks(store))
     for section in plugins:
