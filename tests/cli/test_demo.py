@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tests.phase_log.records import HEADER, mixed_steps, write_log
+from tests.observability.records import HEADER, mixed_steps, write_log
 from vllm_gaudi_ucm.cli import main
 from vllm_gaudi_ucm.cli.demo import demo
 from vllm_gaudi_ucm.cli.demo import engine as demo_engine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.graphs.shapes import COST, LIMITS
-from tests.phase_log.records import mixed_steps, write_log
+from tests.observability.records import mixed_steps, write_log
 from vllm_gaudi_ucm.cli.doctor import doctor
 from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.cli.doctor.static_shapes import static_shape_checks

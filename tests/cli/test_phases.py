@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.phase_log.records import mixed_steps, write_log
+from tests.observability.records import mixed_steps, write_log
 from vllm_gaudi_ucm.cli.buckets import phases
 
 

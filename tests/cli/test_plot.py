@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.phase_log.records import write_log
+from tests.observability.records import write_log
 from vllm_gaudi_ucm.cli import main as cli
 
 

@@ -121,7 +121,7 @@ def test_the_table_compares(log: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_log_that_does_not_say_its_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Limits that are missing are named; given as options they are taken."""
-    from tests.phase_log.records import mixed_steps, write_log
+    from tests.observability.records import mixed_steps, write_log
 
     path = tmp_path / "phases.jsonl"
     write_log(path, mixed_steps(100))
@@ -136,7 +136,7 @@ def test_a_log_that_does_not_say_its_limits(tmp_path: Path, capsys: pytest.Captu
 
 def test_steps_in_graphs_for_tails_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of tuning, and of the picture of what was tuned."""
-    from tests.phase_log.records import mixed_steps, tail_step, write_log
+    from tests.observability.records import mixed_steps, tail_step, write_log
 
     path, file = tmp_path / "phases.jsonl", tmp_path / "buckets.yaml"
     write_log(path, [*mixed_steps(50), tail_step(50), *mixed_steps(50), tail_step(101)])

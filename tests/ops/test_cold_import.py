@@ -31,7 +31,7 @@ ROOMS = (
     "vllm_gaudi_ucm.graphs",
     "vllm_gaudi_ucm.graphs.shapes.bucket",
     "vllm_gaudi_ucm.graphs.recipes.recorder",
-    *modules_of("graph_runner"),
+    *modules_of("runners"),
     *modules_of("warm_up"),
     "vllm_gaudi_ucm.ops.kv_cache.api",
     "vllm_gaudi_ucm.ops.block_selection.api",

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.batch.batches import Request, lay_out
+from tests.execution.test_static_execution import VOCABULARY, Model, expected
 from tests.graphs.shapes import COST
-from tests.runner.batches import Request, lay_out
-from tests.runner.test_static_execution import VOCABULARY, Model, expected
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet

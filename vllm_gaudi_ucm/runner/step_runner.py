@@ -13,7 +13,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, LogprobsTensors, M
 from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, BatchInput, UnifiedPlan
 from vllm_gaudi_ucm.batch.logits_order import in_slot_order
 from vllm_gaudi_ucm.batch.request_table import LiveRequest
-from vllm_gaudi_ucm.batch.step_drafts import StepDrafts
+from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.runner.step_record import StepClock
 from vllm_gaudi_ucm.sampling.token_sampler import Grammar, SampledTokens
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
-    from vllm_gaudi_ucm.batch.step_drafts import StepDrafts
     from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
     from vllm_gaudi_ucm.execution.execution import Execution
+    from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 
 
 class StepLogits:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_gaudi_ucm.batch.request_table import RequestTable
-    from vllm_gaudi_ucm.batch.step_drafts import StepDrafts
+    from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
     from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
     from vllm_gaudi_ucm.sampling.token_sampler import TokenSampler
     from vllm_gaudi_ucm.speculation.step_logits import StepLogits

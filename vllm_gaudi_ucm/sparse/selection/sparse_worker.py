@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
-    from vllm_gaudi_ucm.batch.step_drafts import StepDrafts
     from vllm_gaudi_ucm.observability.sparse_metrics import SparseMetrics
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.protocol.offload_messages import ResidencyOrders, ResidencyReport
+    from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
