@@ -1,4 +1,4 @@
-"""Buckets from a YAML file, and the writing of such files. The schema is described in docs/buckets.md."""
+"""Buckets from a YAML file, and the writing of such files. The schema is described in docs/guides/buckets.md."""
 
 from __future__ import annotations
 

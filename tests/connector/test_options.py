@@ -47,7 +47,7 @@ def test_saves_are_patient_where_they_take_time_from_steps() -> None:
 
 
 def test_every_option_is_documented_with_its_default() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "kv-transfer.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "kv-transfer.md").read_text()
     for name, field in ConnectorOptions.model_fields.items():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         if name not in ("store", "prefetch"):

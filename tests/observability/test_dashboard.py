@@ -1,4 +1,4 @@
-"""The Grafana dashboard and docs/metrics.md name the metrics that are exported: all of them, with labels that exist."""
+"""The Grafana dashboard and docs/guides/metrics.md name the metrics that are exported: all of them, with labels that exist."""
 
 from __future__ import annotations
 
@@ -112,6 +112,6 @@ def test_panels_do_not_overlap() -> None:
 
 
 def test_the_documentation_lists_every_metric_with_its_labels() -> None:
-    rows = re.findall(r"^\| `(gaudi_ucm_\w+)` \|([^|]*)\|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(gaudi_ucm_\w+)` \|([^|]*)\|", (ROOT / "docs/guides/metrics.md").read_text(), re.MULTILINE)
     listed = {name: tuple(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
     assert listed == {metric.sample_name: metric.labels for metric in METRICS}

@@ -61,7 +61,7 @@ def test_both_have_the_same_defaults_and_descriptions() -> None:
 
 
 def test_the_documentation_has_every_option() -> None:
-    part = (ROOT / "docs/prefetch.md").read_text().split("## Options\n")[1].split("\n## ")[0]
+    part = (ROOT / "docs/guides/prefetch.md").read_text().split("## Options\n")[1].split("\n## ")[0]
     assert [line for line in part.splitlines() if line.startswith("| `")] == [
         f"| `{name}` | {expected(field)} | `{field.default}` | {field.description} |"
         for name, field in PrefetchOptions.model_fields.items()

@@ -16,9 +16,9 @@ EXTRA_CONFIG = "kv_connector_extra_config"
 class ConnectorOptions(StrictOptions):
     """Strict, immutable; made from a mapping by `ConnectorOptions.resolve(mapping, key)`."""
 
-    store: StoreOptions = Field(description="Where blocks are kept, and its options: see docs/stores.md.")
+    store: StoreOptions = Field(description="Where blocks are kept, and its options: see docs/guides/stores.md.")
     prefetch: PrefetchOptions = Field(
-        default=PrefetchOptions(), description="The engine that loads blocks: see docs/prefetch.md."
+        default=PrefetchOptions(), description="The engine that loads blocks: see docs/guides/prefetch.md."
     )
     load_deadline: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=10.0,

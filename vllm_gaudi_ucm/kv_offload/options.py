@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.store.options import (
 )
 
 AnyStore = MemoryStoreOptions | FileStoreOptions | RedisStoreOptions
-_STORE: dict[str, Any] = {WORDS: "store (docs/stores.md) or null"}
+_STORE: dict[str, Any] = {WORDS: "store (docs/guides/stores.md) or null"}
 
 
 class MemoryModeOptions(BaseModel):
