@@ -18,10 +18,14 @@ vllm serve MODEL --additional-config '{"ucm": {"phase_log": "phases.jsonl"}}'
 vllm serve MODEL --additional-config '{"ucm": "ucm.yaml"}'
 ```
 
-Unknown keys, wrong types and bad ranges are refused with the key's full name and the nearest valid one. `gaudi-ucm config --check FILE` tries a file without starting anything.
+Unknown keys, wrong types and bad ranges are refused with the key's full name and the nearest valid one.
+`gaudi-ucm config --check FILE` tries a file without starting anything.
 
 """
-COMMAND_LINE = "# Command line\n\nExit codes: 0 done; 1 a problem was found; 2 wrong usage, or an error that a person can correct; 130 interrupted.\n"
+COMMAND_LINE = """# Command line
+
+Exit codes: 0 done; 1 a problem was found; 2 wrong usage, or an error that a person can correct; 130 interrupted.
+"""
 
 
 def usage(name: str) -> str:

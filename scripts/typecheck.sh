@@ -5,7 +5,7 @@ set -euo pipefail
 
 tree=$1
 root=$(cd "$(dirname "$0")/.." && pwd)
-python=$2
+python=$(realpath --no-symlinks "$2")
 
 bash "$root/scripts/link_tree.sh" "$tree"
 cd "$tree"

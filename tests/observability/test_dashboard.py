@@ -1,4 +1,4 @@
-"""The Grafana dashboard and docs/guides/metrics.md name the metrics that are exported: all of them, with labels that exist."""
+"""The Grafana dashboard and docs/guides/metrics.md name all metrics, with labels that exist."""
 
 from __future__ import annotations
 
