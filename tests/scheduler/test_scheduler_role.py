@@ -10,7 +10,7 @@ import pytest
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.scheduler.scheduler_role import logger, scheduler_role
-from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, SparseMethodError, UcmSparseFactory
 
 
 class Lines(logging.Handler):
@@ -57,11 +57,11 @@ def test_requests_that_can_never_be_sparse(lines: Lines, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("over", ["Frugal", "KVStar"])
-def test_method_that_changes_slots_is_refused(monkeypatch: pytest.MonkeyPatch, over: str) -> None:
+def test_method_that_changes_slots_is_refused(over: str) -> None:
     """covers: C21. Nothing would ask it."""
-    monkeypatch.setattr(UcmSparseFactory, "_methods", dict(UcmSparseFactory._methods))
-    UcmSparseFactory.register_sparse_method("Frugal", "tests.sparse.third_party", "Frugal")
-    sections = {"KVStar": {"base_method": "Frugal"}}
-    config = resolve_config({"ucm": {"ucm_sparse_method": over, "ucm_sparse_config": sections}})
-    with pytest.raises(SparseMethodError, match=r"Frugal\.estimate_num_slots_sparsed changes the slots"):
-        scheduler_role(config, 128, 4096)
+    with SPARSE_METHODS.scope():
+        UcmSparseFactory.register_sparse_method("Frugal", "tests.sparse.third_party", "Frugal")
+        sections = {"KVStar": {"base_method": "Frugal"}}
+        config = resolve_config({"ucm": {"ucm_sparse_method": over, "ucm_sparse_config": sections}})
+        with pytest.raises(SparseMethodError, match=r"Frugal\.estimate_num_slots_sparsed changes the slots"):
+            scheduler_role(config, 128, 4096)

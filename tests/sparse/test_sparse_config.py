@@ -1,6 +1,7 @@
 """The sections of `ucm_sparse_config`: inline and from files, ours and third parties', alone and together."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config, resolve_value
 from vllm_gaudi_ucm.options.errors import UcmConfigError
-from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.methods.kvstar.options import KVStarOptions
 from vllm_gaudi_ucm.sparse.options import GsaOptions
 from vllm_gaudi_ucm.sparse.sections import SparseConfig
@@ -37,9 +38,10 @@ ucm_sparse_config:
 
 
 @pytest.fixture(autouse=True)
-def third_party(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(UcmSparseFactory, "_methods", dict(UcmSparseFactory._methods))
-    UcmSparseFactory.register_sparse_method("Newest", "tests.sparse.third_party", "Newest")
+def third_party() -> Iterator[None]:
+    with SPARSE_METHODS.scope():
+        UcmSparseFactory.register_sparse_method("Newest", "tests.sparse.third_party", "Newest")
+        yield
 
 
 def sparse(method: str | None = None, **sections: Any) -> UcmConfig:

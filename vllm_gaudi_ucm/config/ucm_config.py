@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from vllm_gaudi_ucm.config.memory_mode_check import check_memory_mode
+from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+from vllm_gaudi_ucm.options.choice import NameOf
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, unknown_key
 from vllm_gaudi_ucm.options.files import read_config_file
 from vllm_gaudi_ucm.options.problems import expected, problems, section
@@ -82,7 +84,7 @@ class GraphsConfig(_Section):
         "`capture`: buckets as HPU graphs or CUDA graphs. `compile`: buckets through torch.compile. `auto`: on Gaudi "
         "`capture`, or `compile` where `PT_HPU_LAZY_MODE=0`; `capture` on CUDA; `off` on a CPU.",
     )
-    strategy: Literal["auto", "exponential", "linear", "padding_aware", "file", "trace"] = Field(
+    strategy: Annotated[str, NameOf(STRATEGIES, "auto")] = Field(
         default="auto",
         description="How buckets are chosen. `auto`: `file` where `buckets` is set, `trace` where `trace` is, else "
         "`padding_aware`.",

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from vllm_gaudi_ucm.options.choice import NameOf
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, unknown_key
 
 NOTE = "note"
@@ -74,7 +75,8 @@ def _alternatives(annotation: Any, metadata: list[Any]) -> Iterator[str]:
     elif annotation is float:
         yield "number" + _range(metadata)
     elif annotation is str:
-        yield "text"
+        names = next((item.names() for item in metadata if isinstance(item, NameOf)), None)
+        yield "text" if names is None else f"one of {', '.join(map(json.dumps, names))}"
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield f"mapping with the keys {', '.join(annotation.model_fields)}"
     elif hasattr(annotation, "__metadata__"):  # Annotated[T, ...]
