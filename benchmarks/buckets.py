@@ -8,15 +8,15 @@ import statistics
 import time
 from typing import Any
 
-from vllm_gaudi_ucm.cli.trace_mix import MIXES
-from vllm_gaudi_ucm.cli.trace_simulation import Simulation
-from vllm_gaudi_ucm.cli.tune_report import TuneReport
-from vllm_gaudi_ucm.graphs.bucket import Bucket, dominates
-from vllm_gaudi_ucm.graphs.cost import CostModel
-from vllm_gaudi_ucm.graphs.device_figures import DEVICES
+from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES
+from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
+from vllm_gaudi_ucm.cli.buckets.tune_report import TuneReport
+from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES
+from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, dominates
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.tuning.certify import certify
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune

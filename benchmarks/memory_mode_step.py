@@ -91,7 +91,7 @@ def _compute_prompts(llm: LLM, prompts: list[list[int]], new_tokens: int) -> Non
 
 
 def _totals(llm: LLM) -> Any:
-    from vllm_gaudi_ucm.sparse.residency.totals import ResidencyTotals
+    from vllm_gaudi_ucm.protocol.offload_totals import ResidencyTotals
 
     residency = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "residency", None)
     return ResidencyTotals() if residency is None else residency.totals

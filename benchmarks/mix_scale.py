@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_gaudi_ucm.cli.trace_mix import Lengths, Mix
-from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.cli.buckets.trace_mix import Lengths, Mix
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 
 # A step then takes a millisecond or two, and has as many blocks per request as before.
 TOKENS_SCALE = 16

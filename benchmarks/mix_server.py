@@ -16,11 +16,11 @@ from vllm import LLM, SamplingParams
 
 from benchmarks.mix_scale import scaled
 from benchmarks.mix_sparse import METHODS, sparse_config
-from vllm_gaudi_ucm.cli.trace_mix import MIXES, Mix
-from vllm_gaudi_ucm.sparse.device.selection_totals import SelectionTotals
+from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES, Mix
+from vllm_gaudi_ucm.observability.selection_totals import SelectionTotals
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.graphs.limits import Limits
+    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 
 VOCABULARY = 128

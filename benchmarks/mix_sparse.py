@@ -1,20 +1,20 @@
-"""The scheduler role of a sparse method over a mix's messages, called as vllm_gaudi_ucm/sparse/scheduler.py does."""
+"""The scheduler role of a sparse method over a mix's messages, called as vllm_gaudi_ucm/scheduler/scheduler.py does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta
+from vllm_gaudi_ucm.scheduler.scheduler_role import scheduler_role
 from vllm_gaudi_ucm.sparse.request_options import read_extra_args
-from vllm_gaudi_ucm.sparse.scheduler_contract import attach_sparse_meta
-from vllm_gaudi_ucm.sparse.scheduler_role import scheduler_role
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from vllm_gaudi_ucm.graphs.limits import Limits
+    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 
 # Of contexts that are scaled down: three blocks are enough to choose among.
 _SCALED: dict[str, Any] = {"min_tokens": 12, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}

@@ -25,10 +25,10 @@ from rich.table import Table
 from benchmarks.machine import describe_machine
 from benchmarks.planning_peer import plan_plainly
 from benchmarks.positive import positive
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
+from vllm_gaudi_ucm.execution.staging import Staging
 from vllm_gaudi_ucm.ops.unified_attention.impl import native
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.runner.staging import Staging
-from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
 
 BLOCK_SIZE = 128
 CACHE_BLOCKS = 1 << 17  # of a cache of 16 million tokens; block ids are scattered over it

@@ -23,7 +23,7 @@ from vllm import LLM, SamplingParams
 
 from benchmarks.machine import describe_machine
 from benchmarks.sparse_text import find_text, read_text
-from vllm_gaudi_ucm.phase_log import StepRecord, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
 
 DRAFTS = 4
 # name: method, and whether drafts are verified

@@ -73,7 +73,7 @@ def run(way: str, size: str, folder: str, dtype: str, max_graphs: int, skeleton:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
-    from vllm_gaudi_ucm.phase_log import read_phase_log
+    from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
     torch.backends.cuda.matmul.allow_tf32 = False
     shape = SIZES[size]

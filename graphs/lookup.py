@@ -9,11 +9,11 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, phase_string
-from vllm_gaudi_ucm.graphs.causal_tiles import flat_tiles
-from vllm_gaudi_ucm.graphs.cost import Cost
-from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.steps import Shapes, graph_array, shape_seconds
+from vllm_gaudi_ucm.graphs.cost.step_cost import Cost
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import flat_tiles
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, graph_array, shape_seconds
 
 
 class BucketSet:

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
-from vllm_gaudi_ucm.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 VOCABULARY = 1024
 NEW_TOKENS = 48

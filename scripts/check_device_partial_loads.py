@@ -15,7 +15,7 @@ from check_device import NEW_TOKENS, VOCABULARY, make_model
 from check_device_stores import BLOCK, MEMORY_MODE, Engine, transfer
 from vllm.platforms import current_platform
 
-from vllm_gaudi_ucm.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 # Blocks that are stored, and tokens behind them that are computed. One is a decode, and so chooses blocks whenever it
 # runs; from two on they run in a graph for tails, and attend to everything where nothing is missing.

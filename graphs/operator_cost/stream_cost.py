@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.graphs.device_figures import DeviceFigures
+from vllm_gaudi_ucm.graphs.cost.device_figures import DeviceFigures
 from vllm_gaudi_ucm.graphs.operator_cost.on_chip_memory import memory_traffic
 
 if TYPE_CHECKING:

@@ -1,32 +1,29 @@
-"""Ways to choose buckets, by name: `STRATEGIES[name](request)` gives a `BucketSet`."""
+"""Ways to choose buckets, by name: `STRATEGIES.get(name)(request)` gives a `BucketSet`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.strategies.exponential import exponential
-from vllm_gaudi_ucm.graphs.strategies.file import from_file
-from vllm_gaudi_ucm.graphs.strategies.linear import linear
-from vllm_gaudi_ucm.graphs.strategies.padding_aware import padding_aware
-from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
-from vllm_gaudi_ucm.graphs.strategies.trace import from_trace
+from vllm_gaudi_ucm.registry import Registry
 
-STRATEGIES: dict[str, Callable[[BucketRequest], BucketSet]] = {
-    "exponential": exponential,
-    "linear": linear,
-    "padding_aware": padding_aware,
-    "file": from_file,
-    "trace": from_trace,
-}
-# Those that need to know nothing but the limits.
+if TYPE_CHECKING:  # the configuration knows the names, and is light
+    from vllm_gaudi_ucm.graphs.lookup import BucketSet
+    from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+
+STRATEGIES: Registry[Callable[[BucketRequest], BucketSet]] = Registry(
+    "bucket strategy",
+    "vllm_gaudi_ucm.bucket_strategies",
+    exponential="vllm_gaudi_ucm.graphs.strategies.exponential:exponential",
+    linear="vllm_gaudi_ucm.graphs.strategies.linear:linear",
+    padding_aware="vllm_gaudi_ucm.graphs.strategies.padding_aware:padding_aware",
+    file="vllm_gaudi_ucm.graphs.strategies.file:from_file",
+    trace="vllm_gaudi_ucm.graphs.strategies.trace:from_trace",
+)
+# Those of ours that need to know nothing but the limits.
 BLIND_STRATEGIES = ("exponential", "linear", "padding_aware")
 
 
 def build_buckets(name: str, request: BucketRequest) -> BucketSet:
     """The buckets of a strategy; an unknown name raises a ValueError that lists the known ones."""
-    try:
-        strategy = STRATEGIES[name]
-    except KeyError:
-        raise ValueError(f"bucket strategy {name!r} is unknown, expected one of {', '.join(STRATEGIES)}") from None
-    return strategy(request)
+    return STRATEGIES.get(name)(request)

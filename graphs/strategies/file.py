@@ -1,4 +1,4 @@
-"""Buckets from a YAML file, and the writing of such files. The schema is described in docs/buckets.md."""
+"""Buckets from a YAML file, and the writing of such files. The schema is described in docs/guides/buckets.md."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
-from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.reach import without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.reach import without_unreachable
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 
 SCHEMA = "gaudi-ucm.buckets/1"

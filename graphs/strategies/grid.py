@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES, flat_tiles
-from vllm_gaudi_ucm.graphs.ladder import with_reaches, with_rungs
-from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.reach import without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES, flat_tiles
+from vllm_gaudi_ucm.graphs.shapes.ladder import with_reaches, with_rungs
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.reach import without_unreachable
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 
 AXES = ("decode", "prompt", "shared", "unique", "logits", "selected", "reach")

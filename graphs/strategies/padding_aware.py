@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from vllm_gaudi_ucm.graphs.cost import Cost, Floats
+from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.strategies.grid import grid_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest

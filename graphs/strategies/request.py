@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_gaudi_ucm.graphs.cost import Cost
-from vllm_gaudi_ucm.graphs.limits import Limits
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.cost.step_cost import Cost
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.cost import Floats
-from vllm_gaudi_ucm.graphs.steps import Shapes, shape_seconds
+from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 
 ITERATIONS = 60

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.cost import Floats
-from vllm_gaudi_ucm.graphs.steps import Shapes, shape_seconds
+from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.surplus import surpluses
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_gaudi_ucm.graphs.cost import Floats
+from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.steps import Shapes, graph_array
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, graph_array
 from vllm_gaudi_ucm.graphs.tuning.bids import Ascent, Bids, first_bids
 from vllm_gaudi_ucm.graphs.tuning.ceiling import Ceiling, CeilingSearch
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.cost import Floats
-from vllm_gaudi_ucm.graphs.steps import Shapes
+from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes
 
 MAX_EXCHANGES = 200
 # An exchange must gain this fraction of the total, so that rounding never makes an endless loop.

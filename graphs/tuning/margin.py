@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.causal_tiles import flat_tiles
-from vllm_gaudi_ucm.graphs.limits import Limits
-from vllm_gaudi_ucm.graphs.steps import Shapes, Steps
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import flat_tiles
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps
 
 # A step a little beyond every bucket that was made for a log falls to the configured maximum, which can cost a hundred
 # times as much. Without a margin, buckets tuned on 4,000 steps cost 10 to 46 times too much on the next 4,000.

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.cost import Cost, Floats
-from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet, cheapest_fit
-from vllm_gaudi_ucm.graphs.steps import Shapes, Steps, graph_array, shape_seconds
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, graph_array, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.margin import logits_with_margin, with_margin
 
 # The first rounding of sizes that is tried to make a large objective small, as a share, and the factor to the next.

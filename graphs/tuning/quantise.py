@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.cost import Floats
+from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
 
 
 class Quantisation(NamedTuple):

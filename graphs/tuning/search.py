@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.cost import Cost, Floats
+from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.lookup import cheapest_fit
-from vllm_gaudi_ucm.graphs.steps import Shapes, shape_seconds
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.exchange import exchange, price_table
 
 Indices = NDArray[np.int64]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_gaudi_ucm.graphs.cost import Floats
-from vllm_gaudi_ucm.graphs.steps import Shapes, shape_seconds
+from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 
 CHUNK = 256

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_gaudi_ucm.graphs.cost import Cost, Floats
-from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.rows import best_rows
 from vllm_gaudi_ucm.graphs.tuning.search import Report, Search, to_shapes

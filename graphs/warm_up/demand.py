@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.cost import Floats
+from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet, cheapest_fit
-from vllm_gaudi_ucm.graphs.steps import Steps, graph_array, shape_seconds
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps, graph_array, shape_seconds
 
 Flags = NDArray[np.bool_]
 

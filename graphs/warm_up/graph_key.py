@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
 
 BucketKey = ForwardShape | int
 """The buckets: forward shapes, and rows of logits and sampling."""

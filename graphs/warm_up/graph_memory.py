@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.cost import Floats
-from vllm_gaudi_ucm.graphs.steps import graph_array
+from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.steps import graph_array
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey, GraphKey
 
 # A handful of measurements does not decide as many coefficients; of all that explain them the smallest are taken.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.cost import Floats
+from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.steps import graph_array, shape_seconds
+from vllm_gaudi_ucm.graphs.shapes.steps import graph_array, shape_seconds
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey, GraphKey, graph_name
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory
 

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Collection
 from typing import NamedTuple
 
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey, graph_name
 from vllm_gaudi_ucm.graphs.warm_up.order import WarmUpOrder
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.demand import Demand, Flags
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey
 

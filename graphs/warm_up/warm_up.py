@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey, GraphKey
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory
 from vllm_gaudi_ucm.graphs.warm_up.memory_fit import GIB, fit_to_memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -37,24 +36,16 @@ class PreparedParts:
     checked: set[tuple[object, ...]] = field(default_factory=set, compare=False)
 
 
-def prepare(
-    parts: AttentionParts, block_size: int, *, implementation: str = "auto", unsplit: Collection[int] = ()
-) -> PreparedParts:
+def prepare(parts: AttentionParts, block_size: int, *, implementation: str = "auto") -> PreparedParts:
     """Derives once per step what depends on the parts alone; pass the result to `unified_attention` of every layer.
 
     Worth it on CPU, where `cpu` and `native` read the parts on the host to form their calls. The parts' tensors must
     not change while the result is in use. For `reference` and `hpu` nothing is derived, so it may be called while
     capturing.
-
-    unsplit: only for `native`: shared groups, by their place in `parts.shared.groups`, whose blocks each request reads
-        for itself, which may be faster (`cost.way`). What a row sees stays the same.
     """
     name = choose_implementation(implementation, _device_type(parts, implementation))
     # loaded here in any case: an import in a layer would break a compiled graph
     module = _load(name)
-    if unsplit:
-        _check_unsplit(parts, name, unsplit)
-        return PreparedParts(parts, block_size, name, module.plan(parts, block_size, unsplit))
     plan = module.plan(parts, block_size) if name != "reference" else None
     return PreparedParts(parts, block_size, name, plan)
 
@@ -163,16 +154,6 @@ def choose_static_implementation(implementation: str, device_type: str) -> str:
             f"which a graph excludes; choose one of {known}"
         )
     return choose_implementation(implementation, device_type)
-
-
-def _check_unsplit(parts: AttentionParts, implementation: str, unsplit: Collection[int]) -> None:
-    if implementation != "native":
-        raise ValueError(
-            f"unified_attention: unsplit shared groups are for implementation 'native', got {implementation!r}"
-        )
-    groups = 0 if parts.shared is None else len(parts.shared.groups)
-    if wrong := [index for index in unsplit if not 0 <= index < groups]:
-        raise ValueError(f"unified_attention: unsplit names shared group {wrong[0]}, the parts have {groups}")
 
 
 _loaded: dict[str, ModuleType] = {}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from benchmarks import planning
 from benchmarks.planning import PlansDiffer, Workload, difference, main, measure
 from benchmarks.planning_peer import plan_plainly
-from tests.runner.batches import Request, Step, lay_out, steps
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan, plan_batch
+from tests.batch.batches import Request, Step, lay_out, steps
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
 
 SMALL = Workload("small", requests=5, context=600, prefix=256, prefixes=2, steady=True, goal_ms=1.0)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.phase_log.records import mixed_steps, write_log
+from tests.observability.records import mixed_steps, write_log
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.phase_log import PhaseLog
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 
 LIMITS = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "max_model_len": 1024, "block_size": 16, "num_blocks": 99}
 HUGE = "9" * 30

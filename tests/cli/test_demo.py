@@ -14,11 +14,13 @@ import pytest
 from rich.console import Console
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tests.phase_log.records import HEADER, mixed_steps, write_log
-from vllm_gaudi_ucm.cli import demo, demo_engine, main
-from vllm_gaudi_ucm.cli.demo_engine import Answer, DemoError, check_model, serve
-from vllm_gaudi_ucm.cli.demo_load import build_load
-from vllm_gaudi_ucm.cli.demo_report import LINE, DemoResult, answer_text, throughput_text
+from tests.observability.records import HEADER, mixed_steps, write_log
+from vllm_gaudi_ucm.cli import main
+from vllm_gaudi_ucm.cli.demo import demo
+from vllm_gaudi_ucm.cli.demo import engine as demo_engine
+from vllm_gaudi_ucm.cli.demo.engine import Answer, DemoError, check_model, serve
+from vllm_gaudi_ucm.cli.demo.load import build_load
+from vllm_gaudi_ucm.cli.demo.report import LINE, DemoResult, answer_text, throughput_text
 
 
 class FakeEngine:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm import PLATFORM_CLASS, envs
-from vllm_gaudi_ucm.cli import doctor
-from vllm_gaudi_ucm.cli.checks import machine, plugins, probe, versions
-from vllm_gaudi_ucm.cli.checks.check import Check, guarded
-from vllm_gaudi_ucm.cli.checks.configuration import configuration_checks
-from vllm_gaudi_ucm.config import resolve_config
+from vllm_gaudi_ucm.cli.doctor import doctor, machine, plugins, probe, versions
+from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
+from vllm_gaudi_ucm.cli.doctor.configuration import configuration_checks
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.device.base import Memory
 from vllm_gaudi_ucm.device.cores import Cores
 from vllm_gaudi_ucm.device.detect import Decision

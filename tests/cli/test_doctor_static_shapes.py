@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.graphs.shapes import COST, LIMITS
-from tests.phase_log.records import mixed_steps, write_log
-from vllm_gaudi_ucm.cli import doctor
-from vllm_gaudi_ucm.cli.checks.check import Check
-from vllm_gaudi_ucm.cli.checks.static_shapes import static_shape_checks
-from vllm_gaudi_ucm.config import UcmConfig, resolve_config
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
+from tests.observability.records import mixed_steps, write_log
+from vllm_gaudi_ucm.cli.doctor import doctor
+from vllm_gaudi_ucm.cli.doctor.check import Check
+from vllm_gaudi_ucm.cli.doctor.static_shapes import static_shape_checks
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 
 

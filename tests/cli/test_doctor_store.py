@@ -10,9 +10,9 @@ import pytest
 
 from tests.store.conftest import redis_server, redis_session
 from tests.store.redis_server import RedisServer
-from vllm_gaudi_ucm.cli import doctor
-from vllm_gaudi_ucm.cli.checks.check import Check
-from vllm_gaudi_ucm.cli.checks.store import store_checks
+from vllm_gaudi_ucm.cli.doctor import doctor
+from vllm_gaudi_ucm.cli.doctor.check import Check
+from vllm_gaudi_ucm.cli.doctor.store import store_checks
 
 __all__ = ["redis_server", "redis_session"]
 

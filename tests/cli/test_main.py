@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.phase_log.records import mixed_steps, write_log
-from vllm_gaudi_ucm import __version__, compat
+from tests.observability.records import mixed_steps, write_log
+from vllm_gaudi_ucm import __version__
 from vllm_gaudi_ucm.cli import main as cli
+from vllm_gaudi_ucm.vllm_api import compat
 
 
 def command(monkeypatch: pytest.MonkeyPatch, run: Callable[[Any], int]) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.cli import doctor
-from vllm_gaudi_ucm.cli.checks.check import Check, guarded
+from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
 from vllm_gaudi_ucm.cli.main import main
-from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, describe, markdown_table
 
 Capture = pytest.CaptureFixture[str]
 
@@ -63,7 +63,6 @@ BAD_PLACES: dict[str, tuple[dict[str, Any], str]] = {
         "ucm.graphs.recipe_cache: cannot use {here}/file/x: {here}/file is no folder",
     ),
     "recipes of nothing": ({"graphs": {"recipe_cache": "{here}"}}, "ucm.graphs.recipe_cache: found {here}, but on"),
-    "cost model missing": ({"attention": {"cost_model": "{here}/none.json"}}, "ucm.attention.cost_model: {here}/none"),
     "store below a file": (
         {
             "ucm_sparse_method": "GSA",

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.cli.op_cost_batches import BATCHES, Batch, full_work, least_work
-from vllm_gaudi_ucm.cli.op_cost_kernels import kernels_of
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.cost import CostModel
-from vllm_gaudi_ucm.graphs.device_figures import device_figures
-from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.cli.op_cost.batches import BATCHES, Batch, full_work, least_work
+from vllm_gaudi_ucm.cli.op_cost.kernels import kernels_of
+from vllm_gaudi_ucm.graphs.cost.device_figures import device_figures
+from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
 from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import trace
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.phase_log.records import mixed_steps, write_log
+from tests.observability.records import mixed_steps, write_log
 from vllm_gaudi_ucm.cli import main as cli
+from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
 from vllm_gaudi_ucm.cli.output_file import check_output, written_whole
-from vllm_gaudi_ucm.cli.trace_simulation import Simulation
-from vllm_gaudi_ucm.phase_log import PhaseLog, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog, read_phase_log
 
 # With input that does not exist: who looks at it first has begun to work.
 COMMANDS: dict[str, list[str]] = {
@@ -25,7 +25,6 @@ COMMANDS: dict[str, list[str]] = {
     "plot": ["plot", "none.jsonl", "-o"],
     "phases": ["phases", "none.jsonl", "--plot"],
     "op-cost": ["op-cost", "--log", "none.jsonl", "--plot"],
-    "fit-attention": ["fit-attention", "--repeats", "1000000", "-o"],
     "demo": ["demo", "--model", "none", "--plot"],
     "demo --phase-log": ["demo", "--model", "none", "--phase-log"],
     "sparse-report": ["sparse-report", "none", "none.txt", "-o"],

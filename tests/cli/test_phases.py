@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.phase_log.records import mixed_steps, write_log
-from vllm_gaudi_ucm.cli import phases
+from tests.observability.records import mixed_steps, write_log
+from vllm_gaudi_ucm.cli.buckets import phases
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.phase_log.records import step, write_log
+from tests.observability.records import step, write_log
 from vllm_gaudi_ucm.cli import main as cli
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.cli.trace_mix import MIXES
-from vllm_gaudi_ucm.cli.trace_simulation import Simulation
-from vllm_gaudi_ucm.cli.trace_step import Scheduled, measure_step
-from vllm_gaudi_ucm.graphs.bucket import Bucket, dominates, phase_string
-from vllm_gaudi_ucm.graphs.cost import CostModel
-from vllm_gaudi_ucm.graphs.device_figures import DEVICES
-from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
-from vllm_gaudi_ucm.phase_log import read_phase_log
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, plan_batch
+from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES
+from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
+from vllm_gaudi_ucm.cli.buckets.trace_step import Scheduled, measure_step
+from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES
+from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, dominates, phase_string
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
 

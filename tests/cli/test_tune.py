@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.cli.trace_mix import MIXES
-from vllm_gaudi_ucm.cli.trace_simulation import Simulation
-from vllm_gaudi_ucm.cli.tune_report import TuneReport
-from vllm_gaudi_ucm.graphs.bucket import dominates
-from vllm_gaudi_ucm.graphs.cost import CostModel
-from vllm_gaudi_ucm.graphs.device_figures import DEVICES
-from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
-from vllm_gaudi_ucm.graphs.padding import measure_padding
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES
+from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
+from vllm_gaudi_ucm.cli.buckets.tune_report import TuneReport
+from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES
+from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+from vllm_gaudi_ucm.graphs.shapes.bucket import dominates
+from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies.file import read_bucket_file
 from vllm_gaudi_ucm.graphs.tuning.certify import certify
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
@@ -121,7 +121,7 @@ def test_the_table_compares(log: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_log_that_does_not_say_its_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Limits that are missing are named; given as options they are taken."""
-    from tests.phase_log.records import mixed_steps, write_log
+    from tests.observability.records import mixed_steps, write_log
 
     path = tmp_path / "phases.jsonl"
     write_log(path, mixed_steps(100))
@@ -136,7 +136,7 @@ def test_a_log_that_does_not_say_its_limits(tmp_path: Path, capsys: pytest.Captu
 
 def test_steps_in_graphs_for_tails_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of tuning, and of the picture of what was tuned."""
-    from tests.phase_log.records import mixed_steps, tail_step, write_log
+    from tests.observability.records import mixed_steps, tail_step, write_log
 
     path, file = tmp_path / "phases.jsonl", tmp_path / "buckets.yaml"
     write_log(path, [*mixed_steps(50), tail_step(50), *mixed_steps(50), tail_step(101)])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table, resolve_config, resolve_value
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, describe, markdown_table, resolve_config, resolve_value
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 SECTIONS = " or ".join(
     f"ucm.{name}"
@@ -59,11 +59,6 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     ),
     "ucm.attention.contiguous_pa": (["auto", True, False], ["yes", 1, 0, None], '"auto" or true or false'),
     "ucm.attention.causal_slice": ([16, 512, 8192], [15, 8193, "512", 512.0, True, None], "integer, 16 to 8192"),
-    "ucm.attention.cost_model": (
-        ["auto", "off", "cost.json"],
-        [3, True, None],
-        'one of "auto", "off" or path of a file',
-    ),
     "ucm.graphs.mode": (
         ["auto", "off", "eager", "capture", "compile"],
         ["on", True, None],

@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from tests.connector.test_setup import make_setup
 from tests.platform.test_features import save_config, start
-from vllm_gaudi_ucm.config_error import UcmConfigError
 from vllm_gaudi_ucm.connector.forward_inputs import LOAD_FIELDS, MODEL_FIELDS
 from vllm_gaudi_ucm.connector.setup import ConnectorSetup
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 LONG_ROPE = {
     "rope_type": "longrope",

@@ -12,13 +12,13 @@ import torch
 
 from tests.engine.hpu_process import run_on_card
 from vllm_gaudi_ucm.connector.block_loads import BlockLoads
-from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.connector.metadata import BlockLoad
 from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.sparse.residency.messages import BlockMove, ResidencyOrders
-from vllm_gaudi_ucm.sparse.residency.worker_side import ResidencyWorker
+from vllm_gaudi_ucm.protocol.offload_messages import BlockMove, ResidencyOrders
 from vllm_gaudi_ucm.store.factory import open_store
 from vllm_gaudi_ucm.store.options import MemoryStoreOptions
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 
-from vllm_gaudi_ucm.config_error import UcmConfigError
 from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 MEMORY = {"store": {"kind": "memory"}}
 
@@ -47,7 +47,7 @@ def test_saves_are_patient_where_they_take_time_from_steps() -> None:
 
 
 def test_every_option_is_documented_with_its_default() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "kv-transfer.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "kv-transfer.md").read_text()
     for name, field in ConnectorOptions.model_fields.items():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         if name not in ("store", "prefetch"):

@@ -12,10 +12,10 @@ from vllm.config import KVTransferConfig, LoadConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from tests.engine.tiny_models import make_config
-from vllm_gaudi_ucm.config import resolve_config
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.forward_inputs import MODEL_FIELDS
 from vllm_gaudi_ucm.connector.setup import ConnectorSetup, sparse_policy
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 GSA = {"ucm_sparse_method": "GSA"}
 

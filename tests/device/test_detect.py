@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import vllm_gaudi_ucm
-from vllm_gaudi_ucm import compat, envs
+from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.device import detect
+from vllm_gaudi_ucm.vllm_api import compat
 
 SIM = Path(__file__).parents[1] / "sim_hpu"
 
@@ -76,7 +77,7 @@ def test_explicit_reference_device_wins(machine: Machine, choice: str) -> None:
     machine.choice, machine.own, machine.cuda = choice, ["cuda"], True
     machine.software, machine.cards = True, ["accel0"]
     assert detect.decide().device == choice
-    assert vllm_gaudi_ucm.register() == "vllm_gaudi_ucm.platform.UcmPlatform"
+    assert vllm_gaudi_ucm.register() == "vllm_gaudi_ucm.platform.platform.UcmPlatform"
 
 
 def test_explicit_cuda_without_a_gpu_raises(machine: Machine) -> None:
@@ -186,4 +187,4 @@ def test_import_is_light() -> None:
 
 def test_register_while_vllm_resolves_its_platform() -> None:
     done = run(RESOLVES, VLLM_GAUDI_UCM_DEVICE="auto")
-    assert done.stdout.splitlines()[-1] == "vllm_gaudi_ucm.platform.UcmPlatform", done.stderr
+    assert done.stdout.splitlines()[-1] == "vllm_gaudi_ucm.platform.platform.UcmPlatform", done.stderr

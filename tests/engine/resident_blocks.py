@@ -11,8 +11,8 @@ from vllm import RequestOutput
 from vllm.v1.request import RequestStatus
 
 from tests.engine.serving import Engine, greedy_params
-from vllm_gaudi_ucm.sparse.residency.scheduler_side import ResidencyScheduler
-from vllm_gaudi_ucm.sparse.scheduler_contract import sparse_meta_of
+from vllm_gaudi_ucm.kv_offload.scheduler_side import ResidencyScheduler
+from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
 
 
 class WatchedEngine:

@@ -14,7 +14,7 @@ from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.texts import SHORT, story
 from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 RNG = random.Random(31)
 BLOCK = 16

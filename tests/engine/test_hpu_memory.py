@@ -10,7 +10,7 @@ import pytest
 from tests.engine.hpu_process import Finished, run_on_card
 from tests.engine.serving import Engine
 from tests.engine.test_connector import transfer
-from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
+from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import graph_name
 from vllm_gaudi_ucm.graphs.warm_up.memory_fit import fit_to_memory
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton

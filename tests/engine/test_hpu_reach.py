@@ -9,16 +9,16 @@ from typing import Any
 
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
-from vllm_gaudi_ucm.graphs import causal_tiles
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.cost import CostModel
-from vllm_gaudi_ucm.graphs.device_figures import device_figures
-from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.graphs.cost.device_figures import device_figures
+from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.shapes import causal_tiles
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_sizes
-from vllm_gaudi_ucm.phase_log import read_phase_log
 
 TILE = 32
 REACHES = (1, 2, 4)

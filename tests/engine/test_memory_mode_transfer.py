@@ -17,7 +17,7 @@ from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.test_connector import file_store, transfer
 from tests.engine.test_memory_mode import check_finite, copies_of, ucm
 from tests.engine.test_sparse import COMMON, OPTIONS, tokens
-from vllm_gaudi_ucm.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 BLOCK = 16
 PROMPTS = [tokens(20), tokens(200), tokens(260), COMMON + tokens(60), COMMON + tokens(61)]

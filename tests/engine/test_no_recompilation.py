@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.mix_server import Serving, serving
 from benchmarks.recompilation import Counts, run
-from vllm_gaudi_ucm.cli.trace_mix import MIXES
-from vllm_gaudi_ucm.graphs.bucket import dominates
-from vllm_gaudi_ucm.phase_log import read_phase_log
+from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES
+from vllm_gaudi_ucm.graphs.shapes.bucket import dominates
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 STEPS, SPARSE_STEPS = 200, 100
 GRAPHS = {"recipe_check": "fail", "warm_up": "full", "max_graphs": 20}

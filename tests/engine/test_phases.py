@@ -10,8 +10,8 @@ import pytest
 
 from tests.engine.serving import Engine, greedy_params
 from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.phase_log import StepRecord, read_phase_log
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
 
 RNG = random.Random(6)
 COMMON = [RNG.randrange(3, VOCAB) for _ in range(64)]

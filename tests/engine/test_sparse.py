@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 RNG = random.Random(4)
 

@@ -11,8 +11,8 @@ import pytest
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tiny_models import VOCAB
 from tests.speculation.oracle_proposer import OracleProposer
-from vllm_gaudi_ucm.phase_log import read_phase_log
-from vllm_gaudi_ucm.sparse.meta import SelectionMode
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 RNG = random.Random(12)
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (3, 50, 120, 190)]

@@ -16,8 +16,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.texts import SHORT, story
 from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.graphs.bucket import dominates
-from vllm_gaudi_ucm.phase_log import StepRecord, read_phase_log
+from vllm_gaudi_ucm.graphs.shapes.bucket import dominates
+from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 
 RNG = random.Random(8)

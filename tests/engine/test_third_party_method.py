@@ -12,7 +12,7 @@ from vllm import RequestOutput
 
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, UcmSparseFactory
 
 RNG = random.Random(15)
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (20, 100, 150)]
@@ -30,8 +30,7 @@ MAX_TOKENS = 20
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     """What is registered here ends with these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UcmSparseFactory, "_methods", dict(UcmSparseFactory._methods))
+    with SPARSE_METHODS.scope():
         UcmSparseFactory.register_sparse_method("Recency", "tests.sparse.recency", "Recency")
         UcmSparseFactory.register_sparse_method("HookLog", "tests.sparse.hook_log", "HookLog")
         yield

@@ -14,10 +14,10 @@ from vllm.config import KVTransferConfig
 from tests.connector.fault_store import FaultStore
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
-from tests.metrics.exposition import scrape
+from tests.observability.exposition import scrape
 from tests.prefetch.stores import eventually
-from vllm_gaudi_ucm.metrics.folder import metrics_folder
-from vllm_gaudi_ucm.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.folder import metrics_folder
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 BLOCK = 16
 RNG = random.Random(5)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
-from vllm_gaudi_ucm.graphs.cost import CostModel
-from vllm_gaudi_ucm.graphs.device_figures import DEVICES
-from vllm_gaudi_ucm.graphs.limits import Limits
-from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES
+from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 
 COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
 LIMITS = Limits(256, 16, 2048, 128, 120)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
 from tests.graphs.test_tuning import MAXIMUM, random_steps, seconds_of, sparse_steps
-from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.graphs.limits import Limits
-from vllm_gaudi_ucm.graphs.padding import measure_padding
-from vllm_gaudi_ucm.graphs.steps import Shapes, Steps, shape_seconds
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.bids import Ascent, Bids, first_bids
 from vllm_gaudi_ucm.graphs.tuning.ceiling import CeilingSearch
 from vllm_gaudi_ucm.graphs.tuning.certify import certify

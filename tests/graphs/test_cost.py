@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
-from vllm_gaudi_ucm.graphs.cost import CostModel
-from vllm_gaudi_ucm.graphs.device_figures import DEVICES, device_figures
-from vllm_gaudi_ucm.graphs.model_figures import LLAMA_8B, ModelFigures
+from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES, device_figures
+from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B, ModelFigures
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 
 BLOCKS = st.integers(0, 9000)
 SIZES = st.tuples(st.booleans(), st.integers(1, 9000), BLOCKS, BLOCKS, BLOCKS, st.integers(1, 40))

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vllm_gaudi_ucm.graphs.graph_runner.base import GraphRunner
-from vllm_gaudi_ucm.graphs.graph_runner.compiled import compile_static
-from vllm_gaudi_ucm.graphs.graph_runner.eager import EagerRunner
-from vllm_gaudi_ucm.graphs.graph_runner.factory import runner_maker
+from vllm_gaudi_ucm.graphs.runners.base import GraphRunner
+from vllm_gaudi_ucm.graphs.runners.compiled import compile_static
+from vllm_gaudi_ucm.graphs.runners.eager import EagerRunner
+from vllm_gaudi_ucm.graphs.runners.factory import runner_maker
 
 KINDS = [
     ("eager", "cpu"),

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 
 from tests.graphs.shapes import ODD_LIMITS, SPARSE_LIMITS, limits
-from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 
 
 def test_the_shared_axis_holds_many_cached_prompts() -> None:

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.graphs.shapes import limits, steps
-from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.graphs.limits import Limits
-from vllm_gaudi_ucm.graphs.shared_contexts import default_shared_blocks
-from vllm_gaudi_ucm.graphs.steps import Steps
-from vllm_gaudi_ucm.graphs.steps_within import steps_within
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.shared_contexts import default_shared_blocks
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.steps_within import steps_within
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 
 

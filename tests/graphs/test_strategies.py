@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, SPARSE_LIMITS
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, dominates
-from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
-from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.config.ucm_config import resolve_value
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.reach import reaching_step, without_unreachable
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.reach import reaching_step, without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, STRATEGIES, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.exponential import exponential_ladder
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, write_bucket_file
 from vllm_gaudi_ucm.graphs.strategies.linear import linear_ladder
 from vllm_gaudi_ucm.graphs.strategies.padding_aware import padding_aware_ladder
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 
 def assert_all_reachable(buckets: BucketSet) -> None:
@@ -127,7 +129,7 @@ def test_strategies_that_need_more_say_so() -> None:
 
 def test_trace_fits_the_steps() -> None:
     step = Bucket("--u", 3, 0, 7, 3)
-    buckets = STRATEGIES["trace"](BucketRequest(LIMITS, COST, 8, steps=Steps.of([step] * 50)))
+    buckets = STRATEGIES.get("trace")(BucketRequest(LIMITS, COST, 8, steps=Steps.of([step] * 50)))
     assert buckets.num_graphs <= 8
     assert COST.step(buckets.lookup(step)) <= 1.02 * COST.step(step)
 
@@ -255,3 +257,16 @@ def test_a_file_with_too_many_graphs_or_no_file(bucket_file: Path, tmp_path: Pat
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(BucketFileError, match="found 'list'"):
         build_buckets("file", BucketRequest(LIMITS, COST, path=tmp_path / "list.yaml"))
+
+
+def test_a_strategy_from_outside() -> None:
+    """Its name can stand in the configuration, and errors name it."""
+    with STRATEGIES.scope():
+        STRATEGIES.register("mine", "vllm_gaudi_ucm.graphs.strategies.linear:linear")
+        assert resolve_value({"graphs": {"strategy": "mine"}}).graphs.strategy == "mine"
+        with pytest.raises(UcmConfigError, match='"mine"'):
+            resolve_value({"graphs": {"strategy": "min"}})
+        ours = build_buckets("mine", BucketRequest(LIMITS, COST))
+    assert sorted(ours.forward) == sorted(build_buckets("linear", BucketRequest(LIMITS, COST)).forward)
+    with pytest.raises(UcmConfigError, match="strategy"):
+        resolve_value({"graphs": {"strategy": "mine"}})

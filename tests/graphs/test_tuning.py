@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, random_log
-from vllm_gaudi_ucm.graphs.bucket import Bucket
-from vllm_gaudi_ucm.graphs.causal_tiles import ALL_TILES
-from vllm_gaudi_ucm.graphs.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.lookup import cheapest_fit
-from vllm_gaudi_ucm.graphs.padding import measure_padding
-from vllm_gaudi_ucm.graphs.steps import Shapes, Steps, shape_array, shape_seconds
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_array, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.certify import certify
 from vllm_gaudi_ucm.graphs.tuning.exchange import price_table
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective

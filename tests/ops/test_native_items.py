@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning import Workload
+from vllm_gaudi_ucm.execution.staging import Staging
 from vllm_gaudi_ucm.ops.unified_attention.impl.native_items import Item, make_items
 from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import make_jobs
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SharedGroup, SharedPart, UniquePart
-from vllm_gaudi_ucm.runner.staging import Staging
 
 BLOCK = 4
 Pairs = Counter[tuple[int, int, int]]

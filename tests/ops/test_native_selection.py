@@ -65,7 +65,7 @@ class Step:
             self.stored[self.candidates.slots[span], : len(ranking) - short] = ranking[: len(ranking) - short]
 
     def by_operations(self, stored: Tensor, checks: Tensor, recall: Tensor) -> Tensor:
-        """What sparse/device/block_selector.py does with the operations."""
+        """What sparse/selection/block_selector.py does with the operations."""
         c, spans = self.candidates, len(self.candidates.num_rows)
         old = stored[c.slots]
         if bool((c.modes[c.num_rows > 0] == REUSE).all()):

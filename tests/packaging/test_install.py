@@ -11,7 +11,7 @@ PROBE = """
 import importlib.util, json, sys
 from importlib.metadata import entry_points
 import vllm_gaudi_ucm
-import vllm_gaudi_ucm.graphs.bucket as bucket
+import vllm_gaudi_ucm.graphs.shapes.bucket as bucket
 import vllm_gaudi_ucm.ops.unified_attention.parts as parts
 (plugin,) = entry_points(group="vllm.platform_plugins", name="gaudi_ucm")
 (script,) = entry_points(group="console_scripts", name="gaudi-ucm")

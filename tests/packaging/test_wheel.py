@@ -35,7 +35,7 @@ def test_every_module_is_in_the_wheel_and_nothing_else(content: dict[str, str], 
     """A folder without `__init__.py` would be left out silently; `build/` of an earlier build would be added."""
     python_files = {name for name in content if name.endswith(".py")}
     expected = installed_files(source)
-    assert {"vllm_gaudi_ucm/ops/unified_attention/parts.py", "vllm_gaudi_ucm/graphs/bucket.py"} <= expected
+    assert {"vllm_gaudi_ucm/ops/unified_attention/parts.py", "vllm_gaudi_ucm/graphs/shapes/bucket.py"} <= expected
     assert python_files == expected
 
 
@@ -95,7 +95,9 @@ def test_entry_points(content: dict[str, str]) -> None:
     parser = configparser.ConfigParser()
     parser.read_string(content["<dist-info>/entry_points.txt"])
     assert dict(parser["vllm.platform_plugins"]) == {"gaudi_ucm": "vllm_gaudi_ucm:register"}
-    assert dict(parser["vllm.stat_logger_plugins"]) == {"gaudi_ucm": "vllm_gaudi_ucm.metrics.stat_logger:UcmStatLogger"}
+    assert dict(parser["vllm.stat_logger_plugins"]) == {
+        "gaudi_ucm": "vllm_gaudi_ucm.observability.stat_logger:UcmStatLogger"
+    }
     assert dict(parser["console_scripts"]) == {"gaudi-ucm": "vllm_gaudi_ucm.cli.main:main"}
 
 

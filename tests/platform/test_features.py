@@ -17,9 +17,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from tests.engine.model_classes import import_class
 from tests.engine.tiny_models import FAMILIES, make_config
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
-from vllm_gaudi_ucm.config_error import UcmConfigError
-from vllm_gaudi_ucm.features import UnsupportedFeatureError, most_experts
-from vllm_gaudi_ucm.platform import UcmPlatform
+from vllm_gaudi_ucm.options.errors import UcmConfigError
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.features import most_experts
+from vllm_gaudi_ucm.platform.platform import UcmPlatform
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +249,7 @@ def test_speculative_decoding_that_is_supported(llama: Path, method: str) -> Non
 
 def test_what_is_supported_starts(llama: Path) -> None:
     config = start(llama, enable_prefix_caching=True, dtype="bfloat16", max_num_seqs=4)
-    assert config.parallel_config.worker_cls == "vllm_gaudi_ucm.worker.UcmWorker"
+    assert config.parallel_config.worker_cls == "vllm_gaudi_ucm.platform.worker.UcmWorker"
     assert not config.scheduler_config.async_scheduling
 
 
@@ -325,7 +326,7 @@ def test_our_connector_brings_our_scheduler(llama: Path, caplog: pytest.LogCaptu
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"store": {"kind": "memory"}},
     }
-    ours = "vllm_gaudi_ucm.sparse.scheduler.UcmScheduler"
+    ours = "vllm_gaudi_ucm.scheduler.scheduler.UcmScheduler"
     config = start(llama, kv_transfer_config=KVTransferConfig(**transfer))
     assert config.scheduler_config.scheduler_cls == ours
     child = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [transfer]}}

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm import compat, parent_watch, start_signals
 from vllm_gaudi_ucm.connector.block_saver import BlockSaver
+from vllm_gaudi_ucm.platform.worker import UcmWorker
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
-from vllm_gaudi_ucm.worker import UcmWorker
+from vllm_gaudi_ucm.vllm_api import compat, parent_watch, start_signals
 
 
 def test_a_part_that_fails_does_not_keep_the_others_open() -> None:

@@ -12,9 +12,9 @@ import vllm
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
-from vllm_gaudi_ucm.features import UnsupportedFeatureError
-from vllm_gaudi_ucm.worker import UcmWorker
-from vllm_gaudi_ucm.worker_calls import REFUSED, UnsupportedCallError
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.worker import UcmWorker
+from vllm_gaudi_ucm.platform.worker_calls import REFUSED, UnsupportedCallError
 
 # vLLM's own implementation, which is right for us
 INHERITED = {

@@ -6,7 +6,7 @@ import pytest
 
 from tests.prefetch.conftest import MakeEngine
 from tests.prefetch.stores import BLOCK_BYTES, ScriptedStore, eventually, key, keys
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome

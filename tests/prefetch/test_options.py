@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from vllm_gaudi_ucm.config import resolve_config
-from vllm_gaudi_ucm.config_problems import expected
-from vllm_gaudi_ucm.prefetch.options import PrefetchOptions, idle_options
+from vllm_gaudi_ucm.config.prefetch_sections import connector_prefetch, idle_options
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.options.problems import expected
+from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.sparse.options import GsaOptions
 
 SECTION = {"prefetch_workers": 8, "prefetch_ahead": 5, "prefetch_cache_size": 77}
@@ -17,7 +18,7 @@ SECTION = {"prefetch_workers": 8, "prefetch_ahead": 5, "prefetch_cache_size": 77
 
 def over(method: str | None, **sections: Any) -> PrefetchOptions:
     config = resolve_config({"ucm": {"ucm_sparse_method": method, "ucm_sparse_config": sections}})
-    return PrefetchOptions(prefetch_ahead=1, deadline=2.0).over_gsa(config)
+    return connector_prefetch(PrefetchOptions(prefetch_ahead=1, deadline=2.0), config)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_both_have_the_same_defaults_and_descriptions() -> None:
 
 
 def test_the_documentation_has_every_option() -> None:
-    part = (ROOT / "docs/prefetch.md").read_text().split("## Options\n")[1].split("\n## ")[0]
+    part = (ROOT / "docs/guides/prefetch.md").read_text().split("## Options\n")[1].split("\n## ")[0]
     assert [line for line in part.splitlines() if line.startswith("| `")] == [
         f"| `{name}` | {expected(field)} | `{field.default}` | {field.description} |"
         for name, field in PrefetchOptions.model_fields.items()

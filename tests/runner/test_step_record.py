@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from tests.runner.batches import Step, steps
-from tests.runner.expand import causal_pairs, shared_pairs, unique_pairs
-from vllm_gaudi_ucm.runner.batch_plan import plan_batch
-from vllm_gaudi_ucm.runner.execution import StepShape
-from vllm_gaudi_ucm.runner.staging import true_shape
+from tests.batch.batches import Step, steps
+from tests.batch.expand import causal_pairs, shared_pairs, unique_pairs
+from vllm_gaudi_ucm.batch.batch_plan import plan_batch
+from vllm_gaudi_ucm.execution.execution import StepShape
+from vllm_gaudi_ucm.execution.staging import true_shape
 from vllm_gaudi_ucm.runner.step_record import StepClock
 
 

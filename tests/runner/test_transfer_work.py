@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from tests.phase_log.records import step
-from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
+from tests.observability.records import step
+from vllm_gaudi_ucm.observability.transfer_totals import TransferTotals
 from vllm_gaudi_ucm.runner.transfer_work import TransferWork
 
 

@@ -13,7 +13,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.server import MODEL_NAME, Server, start_server
-from vllm_gaudi_ucm.phase_log import StepRecord, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
 
 pytestmark = pytest.mark.skipif(
     not entry_points(group="vllm.stat_logger_plugins", name="gaudi_ucm"),

@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from tests.server.conftest import CLIENT_OPTIONS
 from tests.server.server import MODEL_NAME, STOP_SECONDS, start_server
-from vllm_gaudi_ucm.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 
 def test_sigterm_in_the_middle_of_a_stream(smollm2: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from openai import OpenAI
 from tests.server.conftest import CLIENT_OPTIONS
 from tests.server.server import MODEL_NAME, start_server
 from tests.server.test_metrics import read_metrics
-from vllm_gaudi_ucm.phase_log import read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 KVSTAR = {"min_tokens": 128, "sparse_ratio": 0.3, "min_blocks": 2, "local_window_sz": 1, "checkpoint_interval": 4}
 PROMPT = " ".join(f"{number} times two is {2 * number}." for number in range(1, 60))

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.oracle import assert_matches, attend, budget, oracle
-from vllm_gaudi_ucm.graphs import causal_tiles
+from vllm_gaudi_ucm.batch.row_tiles import cut_rows
+from vllm_gaudi_ucm.graphs.shapes import causal_tiles
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels, hpu_sizes
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalTiles
-from vllm_gaudi_ucm.runner.row_tiles import cut_rows
 
 MIXED = [
     Request(9, 1, prefix=2),

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
-from vllm_gaudi_ucm.sparse.meta import SparseMeta
 
 BLOCK_SIZE = 4
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.options.errors import UcmConfigError
+from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
 from vllm_gaudi_ucm.sparse.base import (
     INVALID_SLOT,
     SCHEDULER_HOOKS,
@@ -16,12 +17,11 @@ from vllm_gaudi_ucm.sparse.base import (
     UcmSparseRole,
 )
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.sparse.meta import SparseMeta
 
 CHECK = """
 import sys
-import vllm_gaudi_ucm.sparse.base, vllm_gaudi_ucm.sparse.factory, vllm_gaudi_ucm.config
-config = vllm_gaudi_ucm.config.resolve_config({"ucm": {"ucm_sparse_method": "KVStar"}})
+import vllm_gaudi_ucm.sparse.base, vllm_gaudi_ucm.sparse.factory, vllm_gaudi_ucm.config.ucm_config
+config = vllm_gaudi_ucm.config.ucm_config.resolve_config({"ucm": {"ucm_sparse_method": "KVStar"}})
 vllm_gaudi_ucm.sparse.factory.UcmSparseFactory.create_sparse_method(
     "KVStar", vllm_gaudi_ucm.sparse.base.UcmSparseRole.SCHEDULER, config)
 print(sorted({"vllm", "torch", "triton", "habana_frameworks", "numpy"} & set(sys.modules)))

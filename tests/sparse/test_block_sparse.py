@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from tests.sparse.steps import BLOCK_SIZE, Live, decode, step_of
+from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.esa import ESA
-from vllm_gaudi_ucm.sparse.gsa import GSA
-from vllm_gaudi_ucm.sparse.meta import RequestSelection, SelectionMode
+from vllm_gaudi_ucm.sparse.methods.esa import ESA
+from vllm_gaudi_ucm.sparse.methods.gsa import GSA
 from vllm_gaudi_ucm.sparse.options import MethodOptions
 
 SELECT, REUSE = SelectionMode.SELECT, SelectionMode.REUSE

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.sparse.schedulers import make_scheduler, request, run_step, vllm_config
-from vllm_gaudi_ucm.sparse.scheduler import UcmAsyncScheduler, UcmScheduler
+from tests.scheduler.schedulers import make_scheduler, request, run_step, vllm_config
+from vllm_gaudi_ucm.scheduler.scheduler import UcmAsyncScheduler, UcmScheduler
 
 GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"min_tokens": 20}}}
 CLASSES = pytest.mark.parametrize("scheduler_class", [UcmScheduler, UcmAsyncScheduler])

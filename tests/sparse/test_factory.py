@@ -1,5 +1,6 @@
 """The registry: our methods, third parties' methods, and what is refused."""
 
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 from typing import Any
@@ -8,15 +9,15 @@ import pytest
 import torch
 
 from tests.sparse.third_party import Newest, NewestOptions
-from vllm_gaudi_ucm.config import resolve_config
-from vllm_gaudi_ucm.config_error import UcmConfigError
-from vllm_gaudi_ucm.sparse import factory
+from vllm_gaudi_ucm import registry as registry_module
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.esa import ESA
-from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
-from vllm_gaudi_ucm.sparse.gsa import GSA
-from vllm_gaudi_ucm.sparse.kvstar.kvstar import KVStar
+from vllm_gaudi_ucm.sparse.factory import ENTRY_POINTS, SPARSE_METHODS, SparseMethodError, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.methods.esa import ESA
+from vllm_gaudi_ucm.sparse.methods.gsa import GSA
+from vllm_gaudi_ucm.sparse.methods.kvstar.kvstar import KVStar
 from vllm_gaudi_ucm.sparse.options import GsaOptions
 
 HERE = "tests.sparse.third_party"
@@ -24,9 +25,10 @@ WORKER, SCHEDULER = UcmSparseRole.WORKER, UcmSparseRole.SCHEDULER
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def registry() -> Iterator[None]:
     """What a test registers ends with it."""
-    monkeypatch.setattr(UcmSparseFactory, "_methods", dict(UcmSparseFactory._methods))
+    with SPARSE_METHODS.scope():
+        yield
 
 
 def test_our_methods() -> None:
@@ -105,8 +107,8 @@ def test_method_of_a_third_party() -> None:
 
 def test_method_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named by an entry point: every process knows it, and none imports it before it is used."""
-    point = EntryPoint("Newest", f"{HERE}:Newest", factory.ENTRY_POINTS)
-    monkeypatch.setattr(factory, "entry_points", lambda group: [point] if group == factory.ENTRY_POINTS else [])
+    point = EntryPoint("Newest", f"{HERE}:Newest", ENTRY_POINTS)
+    monkeypatch.setattr(registry_module, "entry_points", lambda group: [point] if group == ENTRY_POINTS else [])
     assert UcmSparseFactory.known_methods() == ["GSA", "ESA", "KVStar", "Newest"]
     method = UcmSparseFactory.create_sparse_method("KVStar", SCHEDULER, {"base_method": "Newest", "weight": 3.0})
     assert method.selecting_method.options.model_dump()["weight"] == 3.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.runner.scheduling import Known, RandomScheduler
+from tests.batch.scheduling import Known, RandomScheduler
 
 
 class DraftScheduler(RandomScheduler):

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 
-from tests.runner.sampling_twins import VOCAB, engine_config
-from tests.runner.scheduling import Known, new_request, step_output
-from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
-from vllm_gaudi_ucm.runner.sampling import SamplingBatch
-from vllm_gaudi_ucm.runner.token_sampler import Grammar, SampledTokens, TokenSampler, VllmSampler
-from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
+from tests.batch.scheduling import Known, new_request, step_output
+from tests.sampling.sampling_twins import VOCAB, engine_config
+from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
+from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
+from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
+from vllm_gaudi_ucm.sampling.token_sampler import Grammar, SampledTokens, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.speculation.step_logits import StepLogits
 from vllm_gaudi_ucm.speculation.verification import Verification
 

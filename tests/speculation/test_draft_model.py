@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from vllm import SamplingParams
 
-from tests.runner.scheduling import Known, new_request, step_output
+from tests.batch.scheduling import Known, new_request, step_output
 from tests.speculation.draft_scheduler import DraftScheduler
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
-from vllm_gaudi_ucm.runner.request_table import RequestTable
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.batch.request_table import RequestTable
+from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
-from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 24

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.batch.batches import Request, lay_out
+from tests.execution.test_static_execution import VOCABULARY, Model, expected
 from tests.graphs.shapes import COST
-from tests.runner.batches import Request, lay_out
-from tests.runner.test_static_execution import VOCABULARY, Model, expected
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.graph_runner.eager import EagerRunner
-from vllm_gaudi_ucm.graphs.limits import Limits
+from vllm_gaudi_ucm.batch.batch_plan import plan_batch
+from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.runners.eager import EagerRunner
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.runner.batch_plan import plan_batch
-from vllm_gaudi_ucm.runner.static_execution import Stage, StaticExecution
 from vllm_gaudi_ucm.speculation.draft_model_graphs import DraftModelGraphs
 
 BLOCK_SIZE = 4

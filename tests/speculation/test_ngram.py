@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from vllm import SamplingParams
 
-from tests.runner.scheduling import Known, new_request, step_output
-from vllm_gaudi_ucm.runner.request_table import RequestTable
+from tests.batch.scheduling import Known, new_request, step_output
+from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.speculation.ngram import NgramProposer
 from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
 

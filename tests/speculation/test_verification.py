@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from tests.runner.sampling_twins import VOCAB
+from tests.sampling.sampling_twins import VOCAB
 from tests.speculation.fake_step import World, random_logits, scheduled_drafts
-from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
+from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -1,4 +1,4 @@
-"""docs/stores.md has every option with its type, default and description, and no other."""
+"""docs/guides/stores.md has every option with its type, default and description, and no other."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.config_problems import expected, section
-from vllm_gaudi_ucm.store.byte_size import show_bytes
+from vllm_gaudi_ucm.options.byte_size import show_bytes
+from vllm_gaudi_ucm.options.problems import expected, section
 from vllm_gaudi_ucm.store.options import KINDS
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "stores.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "guides" / "stores.md"
 
 
 def rows(kind: str) -> Iterator[str]:

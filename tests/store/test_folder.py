@@ -15,7 +15,7 @@ import pytest
 
 from tests.store.blocks import BLOCK_BYTES, block, holds, key, loaded
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.store.folder import Folder
 from vllm_gaudi_ucm.store.folder_marker import MARKER
 from vllm_gaudi_ucm.store.medium import StoredBlock

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.store.blocks import BLOCK_BYTES, block, holds, key, loaded
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.store import memory as module
 from vllm_gaudi_ucm.store.memory import MemoryStore
 from vllm_gaudi_ucm.store.slot_pool import SlotPool

@@ -15,11 +15,11 @@ from tests.store.blocks import block, key
 from tests.store.redis_server import RedisServer, needs_redis
 from vllm_gaudi_ucm.cli import doctor
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.cli.checks.store import store_checks
-from vllm_gaudi_ucm.config import resolve_config
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.cli.doctor.store import store_checks
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
-from vllm_gaudi_ucm.hidden_text import shown_url
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.hidden_text import shown_url
 from vllm_gaudi_ucm.store.factory import open_medium, open_store
 from vllm_gaudi_ucm.store.options import RedisStoreOptions, resolve_store_options
 

@@ -1,6 +1,6 @@
 """The attention backend that vLLM's layers find: writes K and V to the cache, then runs Unified Attention.
 
-The runner builds the metadata (runner/staging.py); nothing here looks at a batch.
+The runner builds the metadata (execution/staging.py); nothing here looks at a batch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
-from vllm_gaudi_ucm.features import UnsupportedFeatureError
-from vllm_gaudi_ucm.memory.kv_cache import split_key_value
+from vllm_gaudi_ucm.kv_cache.allocation import split_key_value
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
-    from vllm_gaudi_ucm.sparse.device.selection_tensors import LayerSelection
+    from vllm_gaudi_ucm.sparse.selection.selection_tensors import LayerSelection
 
 # 128 tokens: Gaudi's vectors are 128 bf16 wide (gaudi-api.md), and fewer blocks make planning cheaper everywhere
 DEFAULT_BLOCK_SIZE = 128

@@ -6,17 +6,16 @@ import argparse
 import contextlib
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from vllm_gaudi_ucm.config import UcmConfig, describe, markdown_table, resolve_value
-from vllm_gaudi_ucm.config_error import UcmConfigError
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, describe, markdown_table, resolve_value
+from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.cli.checks.check import Check
+    from vllm_gaudi_ucm.cli.doctor.check import Check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,10 +59,10 @@ def _check(file: str, as_json: bool) -> int:
 
 def _problems_of_files(config: UcmConfig) -> list[str]:
     """What the doctor finds wrong with the files, folders and stores that the options name, here and now."""
-    from vllm_gaudi_ucm.cli.checks.check import guarded
-    from vllm_gaudi_ucm.cli.checks.places import place_checks
-    from vllm_gaudi_ucm.cli.checks.sparse import sparse_checks
-    from vllm_gaudi_ucm.cli.checks.static_shapes import static_shape_checks
+    from vllm_gaudi_ucm.cli.doctor.check import guarded
+    from vllm_gaudi_ucm.cli.doctor.places import place_checks
+    from vllm_gaudi_ucm.cli.doctor.sparse import sparse_checks
+    from vllm_gaudi_ucm.cli.doctor.static_shapes import static_shape_checks
 
     found: list[Check] = []
     # vLLM's logger and plugins write to stdout, which belongs to the report.
@@ -72,17 +71,13 @@ def _problems_of_files(config: UcmConfig) -> list[str]:
         found += guarded("static shapes", lambda: static_shape_checks(config, device))
         found += guarded("files", lambda: place_checks(config, device))
         found += guarded("sparse", lambda: sparse_checks(config))
-        if isinstance(config.attention.cost_model, Path):
-            from vllm_gaudi_ucm.cli.checks.attention_cost import attention_cost_checks
-
-            found += guarded("attention", lambda: attention_cost_checks(config, device))
     return [_sentence(check) for check in found if check.status == "fail"]
 
 
 def _device(config: UcmConfig) -> str | None:
     """The device, where options are right or wrong by it: vLLM takes seconds to say it. None where it is not known."""
-    graphs, model = config.graphs, config.attention.cost_model
-    if graphs.mode in ("auto", "off") and graphs.recipe_cache is None and not isinstance(model, Path):
+    graphs = config.graphs
+    if graphs.mode in ("auto", "off") and graphs.recipe_cache is None:
         return None
     from vllm_gaudi_ucm.device.detect import detect_device
 

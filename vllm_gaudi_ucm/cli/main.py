@@ -25,19 +25,26 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "doctor": Command("vllm_gaudi_ucm.cli.doctor", "say whether this machine can serve through the plugin, or why not"),
+    "doctor": Command(
+        "vllm_gaudi_ucm.cli.doctor.doctor", "say whether this machine can serve through the plugin, or why not"
+    ),
     "config": Command("vllm_gaudi_ucm.cli.config", "print the configuration table, or check a configuration file"),
-    "demo": Command("vllm_gaudi_ucm.cli.demo", "run a mixed load through a small model and show what happened"),
+    "demo": Command("vllm_gaudi_ucm.cli.demo.demo", "run a mixed load through a small model and show what happened"),
     "fetch-model": Command("vllm_gaudi_ucm.cli.model", "put the demo model in place"),
-    "phases": Command("vllm_gaudi_ucm.cli.phases", "summarise or draw a phase log"),
-    "trace": Command("vllm_gaudi_ucm.cli.trace", "write a phase log of synthetic traffic"),
-    "tune": Command("vllm_gaudi_ucm.cli.tune", "choose the best buckets for a phase log"),
-    "plan": Command("vllm_gaudi_ucm.cli.plan", "show buckets, padding, memory and warm-up before paying for them"),
-    "op-cost": Command("vllm_gaudi_ucm.cli.op_cost", "count what attention's operators cost on Gaudi, modelled"),
-    "fit-attention": Command("vllm_gaudi_ucm.cli.fit_attention", "measure attention here, so that a server can choose"),
-    "sparse-report": Command("vllm_gaudi_ucm.cli.sparse_report", "compare the sparse methods with dense, on a text"),
-    "store": Command("vllm_gaudi_ucm.cli.store", "count, verify or clear the KV blocks in a file or Redis store"),
-    "plot": Command("vllm_gaudi_ucm.cli.plot", "draw the steps of a phase log and the buckets over them"),
+    "phases": Command("vllm_gaudi_ucm.cli.buckets.phases", "summarise or draw a phase log"),
+    "trace": Command("vllm_gaudi_ucm.cli.buckets.trace", "write a phase log of synthetic traffic"),
+    "tune": Command("vllm_gaudi_ucm.cli.buckets.tune", "choose the best buckets for a phase log"),
+    "plan": Command(
+        "vllm_gaudi_ucm.cli.buckets.plan", "show buckets, padding, memory and warm-up before paying for them"
+    ),
+    "op-cost": Command(
+        "vllm_gaudi_ucm.cli.op_cost.op_cost", "count what attention's operators cost on Gaudi, modelled"
+    ),
+    "sparse-report": Command(
+        "vllm_gaudi_ucm.cli.sparse_report.sparse_report", "compare the sparse methods with dense, on a text"
+    ),
+    "store": Command("vllm_gaudi_ucm.cli.store.store", "count, verify or clear the KV blocks in a file or Redis store"),
+    "plot": Command("vllm_gaudi_ucm.cli.buckets.plot", "draw the steps of a phase log and the buckets over them"),
 }
 
 
@@ -113,8 +120,8 @@ def _load(name: str, command: Command) -> ModuleType:
 
 def _expected_errors() -> tuple[type[Exception], ...]:
     # Imported late: `gaudi-ucm --version` and `--help` answer without it.
-    from vllm_gaudi_ucm.compat import UnsupportedVersionError
-    from vllm_gaudi_ucm.features import UnsupportedFeatureError
+    from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
+    from vllm_gaudi_ucm.vllm_api.compat import UnsupportedVersionError
 
     return (ValueError, OSError, MissingModuleError, UnsupportedVersionError, UnsupportedFeatureError)
 

@@ -12,11 +12,11 @@ from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
 from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
     from vllm_gaudi_ucm.connector.metadata import BlockLoad
+    from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
+    from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords
     from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
     from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
-    from vllm_gaudi_ucm.sparse.residency.summary_records import SummaryRecords
 
 logger = plugin_logger(__name__)
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_gaudi_ucm.connector.device_blocks import NO_MEMORY
 from vllm_gaudi_ucm.connector.save_queue import SaveQueue
+from vllm_gaudi_ucm.kv_cache.device_blocks import NO_MEMORY
 from vllm_gaudi_ucm.logger import plugin_logger
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
     from vllm_gaudi_ucm.connector.metadata import BlockSave
+    from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
     from vllm_gaudi_ucm.store.base import KvStore
 
 logger = plugin_logger(__name__)

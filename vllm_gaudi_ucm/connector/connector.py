@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm_gaudi_ucm.connector.metadata import UcmMetadata, UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
 from vllm_gaudi_ucm.connector.setup import ConnectorSetup
-from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
 from vllm_gaudi_ucm.connector.worker_side import WorkerSide
+from vllm_gaudi_ucm.observability.transfer_totals import TransferTotals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
-    from vllm_gaudi_ucm.sparse.residency.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 
 class UcmConnector(KVConnectorBase_V1, SupportsHMA):

@@ -6,19 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.sparse.options import MethodOptions
 from vllm_gaudi_ucm.store.options import StoreOptions, resolve_store_options
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 
 
-class ConnectorOptions(MethodOptions):
+class ConnectorOptions(Section):
     """Strict, immutable; made from a mapping by `ConnectorOptions.resolve(mapping, key)`."""
 
-    store: StoreOptions = Field(description="Where blocks are kept, and its options: see docs/stores.md.")
+    store: StoreOptions = Field(description="Where blocks are kept, and its options: see docs/guides/stores.md.")
     prefetch: PrefetchOptions = Field(
-        default=PrefetchOptions(), description="The engine that loads blocks: see docs/prefetch.md."
+        default=PrefetchOptions(), description="The engine that loads blocks: see docs/guides/prefetch.md."
     )
     load_deadline: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=10.0,

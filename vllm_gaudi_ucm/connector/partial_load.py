@@ -11,7 +11,7 @@ from vllm_gaudi_ucm.connector.metadata import BlockLoad, RecordLoad, RecordSave
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from vllm_gaudi_ucm.sparse.residency.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
 
 Order = Callable[[Sequence[bytes]], Sequence[int]]
 """Indices of keys, the one that was used most lately first."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_gaudi_ucm.step_activity import StepActivity
+from vllm_gaudi_ucm.device.step_activity import StepActivity
 
 POLL_SECONDS = 0.02
 """How often one thread looks whether the engine has become idle. Each look takes about 0.1 ms of a step."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
-    from vllm_gaudi_ucm.sparse.residency.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
 
 logger = plugin_logger(__name__)
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_gaudi_ucm.config import UcmConfig, resolve_config
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.config.prefetch_sections import connector_prefetch
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.connector.forward_inputs import forward_inputs
 from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
-from vllm_gaudi_ucm.sparse.residency.summary_records import summary_bytes
+from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import open_store
 
@@ -76,7 +77,7 @@ class ConnectorSetup:
     @cached_property
     def prefetch_options(self) -> PrefetchOptions:
         """The connector's own, over those in GSA's section where that method selects."""
-        options = self.options.prefetch.over_gsa(resolve_config(self.vllm_config.additional_config))
+        options = connector_prefetch(self.options.prefetch, resolve_config(self.vllm_config.additional_config))
         return options.for_blocks_of(self.block_bytes)
 
     def summaries_per_record(self, method: BlockOptions) -> int:

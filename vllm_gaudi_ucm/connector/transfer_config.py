@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
 from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
-from vllm_gaudi_ucm.metrics.reporter import MetricsReporter
-from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.observability.reporter import MetricsReporter
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+from vllm_gaudi_ucm.observability.transfer_totals import TransferTotals
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.store.base import KvStore
 

@@ -10,23 +10,24 @@ from vllm.platforms import current_platform
 
 from vllm_gaudi_ucm.connector.block_loads import BlockLoads, LoadCounts
 from vllm_gaudi_ucm.connector.block_saver import BlockSaver
-from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.connector.metadata import RecordSave, UcmMetadata, UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.save_queue import SaveQueue
-from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
 from vllm_gaudi_ucm.connector.waiting_prefetch import apply_plan
 from vllm_gaudi_ucm.connector.worker_metrics import WorkerMetrics
 from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.device.step_activity import StepActivity
+from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.kv_offload.copy_loads import CopyLoads
+from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords
+from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
+from vllm_gaudi_ucm.observability.transfer_totals import TransferTotals
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.sparse.residency.copy_loads import CopyLoads
-from vllm_gaudi_ucm.sparse.residency.summary_records import SummaryRecords
-from vllm_gaudi_ucm.step_activity import StepActivity
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
-    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 
 class WorkerSide:
@@ -66,7 +67,12 @@ class WorkerSide:
         """Under memory mode: blocks may be left in the store, and come from there when they are wanted."""
         residency, scorer, method = sparse.residency, sparse.scorer, sparse.method.selecting_method.options
         blocks, setup = self.blocks, self._setup
-        if residency is None or scorer is None or sparse.state is None or not isinstance(method, BlockOptions):
+        if (
+            not isinstance(residency, ResidencyWorker)
+            or scorer is None
+            or sparse.state is None
+            or not isinstance(method, BlockOptions)
+        ):
             return
         assert blocks is not None, "the cache is registered before"
         span = setup.summaries_per_record(method)

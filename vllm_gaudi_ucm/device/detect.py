@@ -4,7 +4,8 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_gaudi_ucm import compat, envs
+from vllm_gaudi_ucm import envs
+from vllm_gaudi_ucm.vllm_api import compat
 
 GAUDI_SOFTWARE = "habana_frameworks.torch"
 # Habana Labs' PCI vendor. Other drivers (such as Intel's NPUs) make nodes under /dev/accel, too.

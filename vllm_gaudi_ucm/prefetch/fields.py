@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from vllm_gaudi_ucm.config_problems import NOTE
-from vllm_gaudi_ucm.store.byte_size import BYTES_NOTE, ByteSize
+from vllm_gaudi_ucm.options.byte_size import BYTES_NOTE, ByteSize
+from vllm_gaudi_ucm.options.problems import NOTE
 
 PrefetchWorkers = Annotated[
     int, Field(ge=1, le=64, description="Threads of the prefetch engine, each with a few blocks at a time.")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import Annotated, Self
 
 from pydantic import Field
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.prefetch.fields import (
     DEFAULT_CACHE_BYTES,
     MaxPendingPrefetch,
@@ -15,13 +16,9 @@ from vllm_gaudi_ucm.prefetch.fields import (
     PrefetchCacheSize,
     PrefetchWorkers,
 )
-from vllm_gaudi_ucm.sparse.options import GsaOptions, MethodOptions
-
-if TYPE_CHECKING:
-    from vllm_gaudi_ucm.config import UcmConfig
 
 
-class PrefetchOptions(MethodOptions):
+class PrefetchOptions(Section):
     """Strict, immutable; made from a mapping by `PrefetchOptions.resolve(mapping, key)`."""
 
     prefetch_workers: PrefetchWorkers = 4
@@ -47,34 +44,3 @@ class PrefetchOptions(MethodOptions):
             expected = f"room for one block of {block_bytes} bytes"
             raise UcmConfigError([Problem("prefetch_cache_bytes", f"{self.prefetch_cache_bytes} bytes", expected)])
         return self.model_copy(update={"prefetch_cache_size": min(self.prefetch_cache_size, most)})
-
-    def over_gsa(self, config: UcmConfig) -> Self:
-        """These options, over those in the section of GSA where that method selects; what was given here stands."""
-        section = _gsa_section(config)
-        if section is None:
-            return self
-        shared = {name for name in type(self).model_fields if name in GsaOptions.model_fields}
-        return self.model_copy(update={name: getattr(section, name) for name in shared - self.model_fields_set})
-
-
-def idle_options(config: UcmConfig) -> list[str]:
-    """Prefetch options in GSA's section that are not the defaults, and do nothing without our connector.
-
-    Memory mode uses them: with copies in host memory their threads only, else all.
-    """
-    section, memory_mode = _gsa_section(config), config.memory_mode
-    if section is None or (memory_mode.enabled and not memory_mode.is_in_host_memory):
-        return []
-    used = {"prefetch_workers"} if memory_mode.enabled else set()
-    shared = [name for name in GsaOptions.model_fields if name in PrefetchOptions.model_fields and name not in used]
-    return [name for name in shared if getattr(section, name) != GsaOptions.model_fields[name].default]
-
-
-def _gsa_section(config: UcmConfig) -> GsaOptions | None:
-    """The options of GSA, also where it is KVStar's base method; None where it does not select."""
-    if config.ucm_sparse_method is None:
-        return None
-    options = config.ucm_sparse_config.options(config.ucm_sparse_method)
-    base = getattr(options, "base_options", None)
-    selecting = options if base is None else base()
-    return selecting if isinstance(selecting, GsaOptions) else None

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_gaudi_ucm.connector.connector import our_connector
-from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
+from vllm_gaudi_ucm.observability.transfer_totals import TransferTotals
 from vllm_gaudi_ucm.runner.transfer_work import TransferWork
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 REST_SECONDS = 0.002
 """Of a step without tokens, at most: so late a request that arrives meanwhile may be seen."""

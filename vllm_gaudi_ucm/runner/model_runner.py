@@ -11,52 +11,51 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler
 
+from vllm_gaudi_ucm.batch.request_table import RequestTable
+from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.connector.transfer_config import OURS
+from vllm_gaudi_ucm.device.step_activity import StepActivity
+from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
+from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
+from vllm_gaudi_ucm.execution.execution import Execution
+from vllm_gaudi_ucm.execution.graph_kind import GraphKind
+from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
+from vllm_gaudi_ucm.execution.packed_weights import pack_linear_layers
+from vllm_gaudi_ucm.execution.tail_graphs import tail_shapes
+from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache
+from vllm_gaudi_ucm.kv_cache.attention_layers import bind_kv_caches, kv_cache_specs
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.memory.kv_cache import allocate_kv_cache
-from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.ops.host_memory.api import keep_all_freed_memory
 from vllm_gaudi_ucm.ops.native import matrix_unit
-from vllm_gaudi_ucm.phase_log import PhaseLog
-from vllm_gaudi_ucm.runner.attention_choice import make_choice
-from vllm_gaudi_ucm.runner.attention_layers import bind_kv_caches, kv_cache_specs
-from vllm_gaudi_ucm.runner.bucket_choice import choose_buckets, server_limits
-from vllm_gaudi_ucm.runner.decoder import Decoder, DecoderModel
-from vllm_gaudi_ucm.runner.execution import Execution
-from vllm_gaudi_ucm.runner.graph_kind import GraphKind
 from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
 from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
-from vllm_gaudi_ucm.runner.nan_logits import NanCounter
-from vllm_gaudi_ucm.runner.native_graphs import NativeGraphs
-from vllm_gaudi_ucm.runner.packed_weights import pack_linear_layers
-from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
-from vllm_gaudi_ucm.runner.request_table import RequestTable
-from vllm_gaudi_ucm.runner.sampling import SamplingBatch
+from vllm_gaudi_ucm.runner.proposer_setup import make_proposer
 from vllm_gaudi_ucm.runner.served_layers import refuse_other_layers
 from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
-from vllm_gaudi_ucm.runner.tail_graphs import tail_shapes
-from vllm_gaudi_ucm.runner.token_sampler import TokenSampler, VllmSampler
-from vllm_gaudi_ucm.runner.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.sampling.nan_logits import NanCounter
+from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
+from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
+from vllm_gaudi_ucm.sampling.token_sampler import TokenSampler, VllmSampler
 from vllm_gaudi_ucm.speculation.draft_layers import load_draft_model
-from vllm_gaudi_ucm.speculation.factory import make_proposer
 from vllm_gaudi_ucm.speculation.verification import Verification
-from vllm_gaudi_ucm.step_activity import StepActivity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-    from vllm_gaudi_ucm.config import UcmConfig
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.phase_log import PhaseLog
-    from vllm_gaudi_ucm.runner.execution import Execution
-    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.execution.execution import Execution
+    from vllm_gaudi_ucm.observability.phase_log import PhaseLog
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 logger = plugin_logger(__name__)
 
@@ -197,24 +196,15 @@ class ModelRunner:
     ) -> tuple[Execution, TokenSampler]:
         """What runs and samples steps, by the kind of graphs; sets `static`."""
         if self.kind == "off":
-            return self._true_shapes(kv_cache_config.kv_cache_groups[0], metrics), VllmSampler(sampler)
+            return self._true_shapes(metrics), VllmSampler(sampler)
         self.static = self._make_static(kv_cache_config.num_blocks, metrics)
         self.static.divided_logits.reserve(self._vllm_config.num_speculative_tokens)
         return self.static.execution, self.static.sampler
 
-    def _true_shapes(self, group: KVCacheGroupSpec, metrics: StepMetrics) -> TrueShapeExecution:
-        attention, spec = self._config.attention, cast("AttentionSpec", group.kv_cache_spec)
-        choice = make_choice(
-            attention.cost_model,
-            attention.implementation,
-            self._tensors_on,
-            self._vllm_config,
-            spec,
-            len(group.layer_names),
-        )
+    def _true_shapes(self, metrics: StepMetrics) -> TrueShapeExecution:
         graphs = self._native_graphs(self.decoder, metrics)
         return TrueShapeExecution(
-            self.decoder, attention, self._block_size, self._tensors_on, self._sparse, choice, graphs
+            self.decoder, self._config.attention, self._block_size, self._tensors_on, self._sparse, graphs
         )
 
     def _native_graphs(self, decoder: Decoder | None, metrics: StepMetrics) -> NativeGraphs | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.attention import Attention
 
-from vllm_gaudi_ucm.features import UnsupportedFeatureError
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

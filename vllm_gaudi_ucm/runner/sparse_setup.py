@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
-from vllm_gaudi_ucm.connector.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.config.block_options import block_options
 from vllm_gaudi_ucm.connector.transfer_config import loads_partly
 from vllm_gaudi_ucm.device import get_device
-from vllm_gaudi_ucm.graphs.tail_shapes import tail_rows
-from vllm_gaudi_ucm.memory.kv_cache import split_key_value
-from vllm_gaudi_ucm.runner.attention_layers import attention_layers
+from vllm_gaudi_ucm.graphs.shapes.tail_shapes import tail_rows
+from vllm_gaudi_ucm.kv_cache.allocation import split_key_value
+from vllm_gaudi_ucm.kv_cache.attention_layers import attention_layers
+from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.runner.offload_setup import residency_worker
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
-from vllm_gaudi_ucm.sparse.block_options import block_options
-from vllm_gaudi_ucm.sparse.device.block_selector import SelectionLayer
-from vllm_gaudi_ucm.sparse.device.sparse_worker import ServerSizes, SparseWorker, selection_limits, summary_share
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.sparse.residency.worker_setup import residency_worker
+from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
+from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, SparseWorker, selection_limits, summary_share
 from vllm_gaudi_ucm.speculation.draft_layers import is_draft_layer
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-    from vllm_gaudi_ucm.config import UcmConfig
-    from vllm_gaudi_ucm.runner.request_table import RequestTable
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 
 
 def make_sparse_worker(

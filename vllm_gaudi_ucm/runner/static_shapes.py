@@ -7,37 +7,37 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.graph_runner.factory import runner_maker
+from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
+from vllm_gaudi_ucm.execution.recipe_cache import log_cache_hits
+from vllm_gaudi_ucm.execution.recipe_stages import RecipeStages
+from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
+from vllm_gaudi_ucm.graphs.runners.factory import runner_maker
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.summary import GraphState
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.observability.warm_up_report import WarmUpReport
+from vllm_gaudi_ucm.observability.warm_up_table import summary_line, warm_up_text
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
-from vllm_gaudi_ucm.recipe_cache import log_cache_hits
-from vllm_gaudi_ucm.runner.divided_logits import DividedLogits
-from vllm_gaudi_ucm.runner.recipe_stages import RecipeStages
-from vllm_gaudi_ucm.runner.static_execution import Stage, StaticExecution
-from vllm_gaudi_ucm.runner.static_sampling import StaticSampler
+from vllm_gaudi_ucm.sampling.static_sampling import StaticSampler
 from vllm_gaudi_ucm.speculation.draft_model_graphs import DraftModelGraphs
-from vllm_gaudi_ucm.warm_up_report import WarmUpReport
-from vllm_gaudi_ucm.warm_up_table import summary_line, warm_up_text
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.config import UcmConfig
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.execution.decoder import Decoder
+    from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.lookup import BucketSet
-    from vllm_gaudi_ucm.graphs.steps import Steps
+    from vllm_gaudi_ucm.graphs.shapes.steps import Steps
     from vllm_gaudi_ucm.graphs.warm_up.progress import WarmUpProgress
     from vllm_gaudi_ucm.graphs.warm_up.summary import WarmUpSummary
-    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.runner.decoder import Decoder
-    from vllm_gaudi_ucm.runner.graph_kind import GraphKind
-    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 logger = plugin_logger(__name__)
 

@@ -7,10 +7,10 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.phase_log import StepRecord
-from vllm_gaudi_ucm.runner.batch_plan import CausalPlan, SharedPlan, UnifiedPlan
-from vllm_gaudi_ucm.runner.execution import StepShape
-from vllm_gaudi_ucm.runner.selection_plan import SelectionPlan
+from vllm_gaudi_ucm.batch.batch_plan import CausalPlan, SharedPlan, UnifiedPlan
+from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
+from vllm_gaudi_ucm.execution.execution import StepShape
+from vllm_gaudi_ucm.observability.phase_log import StepRecord
 
 
 class StepClock:

@@ -10,31 +10,30 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
 
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput, UnifiedPlan
-from vllm_gaudi_ucm.runner.execution import NO_TAILS
-from vllm_gaudi_ucm.runner.logits_order import in_slot_order
-from vllm_gaudi_ucm.runner.request_table import LiveRequest
+from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.batch.logits_order import in_slot_order
+from vllm_gaudi_ucm.batch.request_table import LiveRequest
+from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.runner.step_record import StepClock
-from vllm_gaudi_ucm.runner.token_sampler import Grammar, SampledTokens
-from vllm_gaudi_ucm.sparse.device.selection_state import DENSE_STEP
+from vllm_gaudi_ucm.sampling.token_sampler import Grammar, SampledTokens
+from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP
 from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
-from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
 from vllm_gaudi_ucm.speculation.step_logits import StepLogits
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
-    from vllm_gaudi_ucm.metrics.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.phase_log import PhaseLog
-    from vllm_gaudi_ucm.runner.execution import Execution, StepShape
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
+    from vllm_gaudi_ucm.execution.execution import Execution, StepShape
+    from vllm_gaudi_ucm.observability.phase_log import PhaseLog
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
-    from vllm_gaudi_ucm.runner.nan_logits import NanCounter
-    from vllm_gaudi_ucm.runner.prompt_logprobs import PromptLogprobs
-    from vllm_gaudi_ucm.runner.request_table import RequestTable
-    from vllm_gaudi_ucm.runner.sampling import SamplingBatch
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-    from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
-    from vllm_gaudi_ucm.sparse.device.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.sampling.nan_logits import NanCounter
+    from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
+    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
     from vllm_gaudi_ucm.speculation.verification import Verification
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from vllm_gaudi_ucm.connector.transfer_totals import TransferTotals
-from vllm_gaudi_ucm.phase_log import StepRecord
+from vllm_gaudi_ucm.observability.phase_log import StepRecord
+from vllm_gaudi_ucm.observability.transfer_totals import TransferTotals
 
 NOTHING = TransferTotals()
 

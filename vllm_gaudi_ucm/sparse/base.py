@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from vllm_gaudi_ucm.sparse.meta import SparseMeta
+    from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
 
 INVALID_SLOT = -1
 """`estimate_num_slots_sparsed`: the method does not change how many slots a request needs."""
@@ -100,7 +100,7 @@ class UcmSparseBase:
 
     def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
         """Once per step, after scheduling: the selections of the step. `requests` holds at least the scheduled ones."""
-        from vllm_gaudi_ucm.sparse.meta import SparseMeta
+        from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
 
         return SparseMeta()
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import Budget, block_budget
 from vllm_gaudi_ucm.sparse.decode_rows import HasGaps, decode_rows, no_gaps
-from vllm_gaudi_ucm.sparse.meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class BlockSparse(UcmSparseBase):
         Args:
             layer_idx: index of the layer.
             query: [rows, heads, dim].
-            candidates: `vllm_gaudi_ucm.sparse.device.block_selector.Candidates`.
+            candidates: `vllm_gaudi_ucm.sparse.selection.block_selector.Candidates`.
         """
         return None
 

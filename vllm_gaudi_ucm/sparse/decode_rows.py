@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_gaudi_ucm.sparse.scheduler_contract import computed_tokens
+from vllm_gaudi_ucm.protocol.attachments import computed_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

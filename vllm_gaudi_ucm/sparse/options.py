@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, shown
-from vllm_gaudi_ucm.config_problems import problems
-from vllm_gaudi_ucm.config_section import Section
+from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.prefetch.fields import (
     DEFAULT_CACHE_BYTES,
     MaxPendingPrefetch,
@@ -22,24 +19,6 @@ from vllm_gaudi_ucm.prefetch.fields import (
 
 class MethodOptions(Section):
     """Base of every method's options."""
-
-    @classmethod
-    def resolve(cls, value: Any, key: str) -> Self:
-        """The options in a mapping that stands under `key`, or options as they are; None is an empty section.
-
-        Raises `UcmConfigError`.
-        """
-        if isinstance(value, cls):
-            return value
-        if value is None:
-            value = {}
-        if not isinstance(value, Mapping):
-            wanted = f"mapping with the keys {', '.join(cls.model_fields)}" if cls.model_fields else "an empty mapping"
-            raise UcmConfigError([Problem(key, shown(value), wanted)])
-        try:
-            return cls.model_validate(dict(value))
-        except ValidationError as error:
-            raise UcmConfigError(list(problems(error, cls, key))) from None
 
 
 class BlockOptions(MethodOptions):

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.runner.batch_plan import BatchInput
-from vllm_gaudi_ucm.runner.steady_plan import SteadyPlanner
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.runner.execution import Execution
-    from vllm_gaudi_ucm.runner.request_table import RequestTable
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.speculation.proposer import SampledStep
 
 

@@ -11,8 +11,8 @@ import torch
 from vllm_gaudi_ucm.speculation.draft_model import likeliest_tokens
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.graphs.bucket import ForwardShape
-    from vllm_gaudi_ucm.runner.static_execution import Stage, StaticExecution
+    from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
+    from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 
 
 class DraftModelGraphs:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vllm.v1.core.sched.output import GrammarOutput
 
-from vllm_gaudi_ucm.runner.token_sampler import Grammar
+from vllm_gaudi_ucm.sampling.token_sampler import Grammar
 
 
 def grammar_at(grammar: Grammar, position: int, req_ids: Collection[str]) -> Grammar | None:

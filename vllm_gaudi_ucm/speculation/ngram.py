@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.compat import propose_ngram
+from vllm_gaudi_ucm.vllm_api.compat import propose_ngram
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.runner.request_table import RequestTable
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.speculation.proposer import SampledStep
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.runner.batch_plan import BatchInput
-    from vllm_gaudi_ucm.runner.request_table import LiveRequest, RequestTable
+    from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+    from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
 
 
 class SampledStep(NamedTuple):

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.runner.divided_logits import DividedLogits
-    from vllm_gaudi_ucm.runner.execution import Execution
-    from vllm_gaudi_ucm.runner.request_table import LiveRequest
-    from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
+    from vllm_gaudi_ucm.batch.request_table import LiveRequest
+    from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
+    from vllm_gaudi_ucm.execution.execution import Execution
+    from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 
 
 class StepLogits:

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.runner.token_sampler import Grammar, SampledTokens
+from vllm_gaudi_ucm.sampling.token_sampler import Grammar, SampledTokens
 from vllm_gaudi_ucm.speculation.grammar_rows import grammar_at
 from vllm_gaudi_ucm.speculation.joined_logprobs import join_logprobs
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_gaudi_ucm.runner.request_table import RequestTable
-    from vllm_gaudi_ucm.runner.sampling import SamplingBatch
-    from vllm_gaudi_ucm.runner.token_sampler import TokenSampler
-    from vllm_gaudi_ucm.speculation.step_drafts import StepDrafts
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
+    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
+    from vllm_gaudi_ucm.sampling.token_sampler import TokenSampler
     from vllm_gaudi_ucm.speculation.step_logits import StepLogits
 
 

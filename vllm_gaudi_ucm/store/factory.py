@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.store.base import KvStore
 from vllm_gaudi_ucm.store.file import FileMedium
 from vllm_gaudi_ucm.store.folder import Folder

@@ -7,7 +7,7 @@ import stat
 from contextlib import ExitStack
 from pathlib import Path
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.store.entries import PRIVATE_FOLDER, kind_of, make_folder, make_part, open_folder
 from vllm_gaudi_ucm.store.folder_marker import MARKER, NotAStoreError, is_marked, write_mark
 from vllm_gaudi_ucm.store.held_folder import BLOCKS, TMP, HeldFolder, record_name

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_serializer, field_validator
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError, shown, unknown_key
-from vllm_gaudi_ucm.config_file import read_config_file
-from vllm_gaudi_ucm.config_problems import NOTE, URL, problems
-from vllm_gaudi_ucm.config_section import Section
-from vllm_gaudi_ucm.hidden_text import may_hold_password, shown_url
-from vllm_gaudi_ucm.store.byte_size import BYTES_NOTE, ByteSize
+from vllm_gaudi_ucm.options.byte_size import BYTES_NOTE, ByteSize
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown, unknown_key
+from vllm_gaudi_ucm.options.files import read_config_file
+from vllm_gaudi_ucm.options.hidden_text import may_hold_password, shown_url
+from vllm_gaudi_ucm.options.problems import NOTE, URL, problems
+from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.store.redis_url import check_url, without_password
 
 _BYTES: dict[str, Any] = {NOTE: BYTES_NOTE}

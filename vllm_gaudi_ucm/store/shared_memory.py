@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
-from vllm_gaudi_ucm.config_error import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.store.base import KvStore, StoreStats
 from vllm_gaudi_ucm.store.memory import MemoryStore
 from vllm_gaudi_ucm.store.options import MemoryStoreOptions

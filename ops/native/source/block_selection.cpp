@@ -1,5 +1,5 @@
 // A layer's choice of blocks in one call: scores, rankings, the stored choice, and what is attended. The same as
-// vllm_gaudi_ucm/sparse/device/block_selector.py does with operations of ops/block_selection.
+// vllm_gaudi_ucm/sparse/selection/block_selector.py does with operations of ops/block_selection.
 #include "block_selection.h"
 
 #include <algorithm>

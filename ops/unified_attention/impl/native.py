@@ -7,7 +7,6 @@ caller asks the reference, which says exactly what a row that sees NaN or Inf be
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass, field
 
@@ -72,9 +71,9 @@ class Plan:
     tensors: _Tensors = field(default_factory=_Tensors)
 
 
-def plan(parts: AttentionParts, block_size: int, unsplit: Collection[int] = ()) -> Plan:
-    """Turns the parts of a step into jobs; reads them on the host. unsplit: see `make_items`."""
-    jobs = make_jobs(parts, block_size, unsplit)
+def plan(parts: AttentionParts, block_size: int) -> Plan:
+    """Turns the parts of a step into jobs; reads them on the host."""
+    jobs = make_jobs(parts, block_size)
     struct = _Plan(
         _address(jobs.jobs),
         len(jobs.jobs),

@@ -6,7 +6,7 @@ an entry of the selected part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,21 +40,14 @@ class Item:
     causal_first: int = NO_CAUSAL
 
 
-def make_items(parts: AttentionParts, block_size: int, unsplit: Collection[int] = ()) -> list[Item]:
-    """The items of a step; every (row, token) pair of the parts is in exactly one of them.
-
-    unsplit: shared groups, by their place in the part, whose blocks each request reads for itself.
-    """
+def make_items(parts: AttentionParts, block_size: int) -> list[Item]:
+    """The items of a step; every (row, token) pair of the parts is in exactly one of them."""
     chunks = {} if parts.causal is None else {item.causal_first: item for item in _chunks(parts.causal)}
     singles = {} if parts.unique is None else {int(i.rows[0]): i for i in _unique_items(parts.unique, block_size)}
     items = []
-    for item, alone in _shared_items(parts.shared, block_size, unsplit) if parts.shared is not None else ():
+    for item in _shared_items(parts.shared, block_size) if parts.shared is not None else ():
         # a prompt chunk and its own context: one pass over both
-        if _joined(chunks, item) or (alone and _joined(singles, item)):
-            continue
-        if alone and len(item.rows) == 1:
-            singles[int(item.rows[0])] = item
-        else:
+        if not _joined(chunks, item):
             items.append(item)
     for item in _selected_items(parts.selected, block_size) if parts.selected is not None else ():
         # with a decode's live blocks, with a verification's drafts
@@ -81,21 +74,8 @@ def _chunks(part: CausalPart) -> Iterator[Item]:
             yield Item(np.arange(first, stop), np.zeros((0, 4), np.int64), int(first))
 
 
-def _shared_items(part: SharedPart, block_size: int, unsplit: Collection[int]) -> Iterator[tuple[Item, bool]]:
-    """Items of the groups, and whether each is of one request alone because its group is not split off."""
-    for index, item in _group_items(part, block_size):
-        if index not in unsplit:
-            yield item, False
-            continue
-        spans = part.row_spans.numpy()[item.rows]
-        order = _by_owner(spans)
-        rows = item.rows[order]
-        for _, first, stop in _runs(spans[order]):
-            yield Item(rows[first:stop], item.spans), True
-
-
-def _group_items(part: SharedPart, block_size: int) -> Iterator[tuple[int, Item]]:
-    """The place of each group, with its rows by what they see: mostly all of them see the same.
+def _shared_items(part: SharedPart, block_size: int) -> Iterator[Item]:
+    """The rows of each group by what they see: mostly all of them see the same.
 
     A step of prompt chunks or verifications has a group for each request, so all groups are looked at together.
     """
@@ -113,11 +93,9 @@ def _group_items(part: SharedPart, block_size: int) -> Iterator[tuple[int, Item]
     visible = np.flatnonzero(chosen.repeat(seen.width) & (seen.hi > seen.lo))
     spans = _spans(part.blocks.numpy()[seen.column[visible]], seen.lo[visible], seen.hi[visible])
     ends = np.searchsorted(visible, seen.end[list(items)]).tolist()
-    for index, start, stop, first, last in zip(
-        uses.group[list(items)].tolist(), starts, stops, [0, *ends], ends, strict=False
-    ):
+    for start, stop, first, last in zip(starts, stops, [0, *ends], ends, strict=False):
         if last > first:
-            yield index, Item(rows[start:stop], spans[first:last])
+            yield Item(rows[start:stop], spans[first:last])
 
 
 class _Uses(NamedTuple):

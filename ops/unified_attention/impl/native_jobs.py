@@ -5,7 +5,7 @@ A job is a tile of rows that see the same cached tokens; rows of a prompt chunk 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,10 +47,10 @@ class Jobs:
         return self._empty[rows]
 
 
-def make_jobs(parts: AttentionParts, block_size: int, unsplit: Collection[int] = ()) -> Jobs:
-    """The jobs of a step; every (row, token) pair of the parts is in exactly one of them. unsplit: see `make_items`."""
+def make_jobs(parts: AttentionParts, block_size: int) -> Jobs:
+    """The jobs of a step; every (row, token) pair of the parts is in exactly one of them."""
     size = row_tile(0 if parts.causal is None else int((parts.causal.groups >= 0).sum()))
-    return _tables([tile for item in make_items(parts, block_size, unsplit) for tile in _tiles(item, size)])
+    return _tables([tile for item in make_items(parts, block_size) for tile in _tiles(item, size)])
 
 
 def row_tile(chunk_rows: int) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, forward_shapes, limits, steps
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, dominates
-from vllm_gaudi_ucm.graphs.limits import Limits
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey

@@ -12,8 +12,8 @@ import pytest
 
 from tests.graphs.shapes import COST, LIMITS
 from tests.graphs.warm_up.sets import keys_of
-from vllm_gaudi_ucm.graphs.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
 from vllm_gaudi_ucm.graphs.warm_up.idle_rule import IdleRule
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, steps
 from tests.graphs.warm_up.sets import SERVER, bucket_sets, cheapest_warm, keys_of, server_buckets, usages
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import NotWarmError, ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, steps
 from tests.graphs.warm_up.sets import bucket_sets, server_buckets, usages
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.padding import measure_padding
-from vllm_gaudi_ucm.graphs.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
+from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.skeleton import Skeleton, choose_skeleton
 
 

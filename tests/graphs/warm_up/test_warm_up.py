@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
 from tests.graphs.warm_up.sets import bucket_sets, keys_of, server_buckets, usages
-from vllm_gaudi_ucm.graphs.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.reach import reaching_step
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.reach import reaching_step
+from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES
-from vllm_gaudi_ucm.graphs.tail_shapes import TailShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
 from vllm_gaudi_ucm.graphs.warm_up.memory_fit import MemoryBudgetError
 from vllm_gaudi_ucm.graphs.warm_up.progress import WarmUpProgress

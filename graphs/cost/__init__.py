@@ -1,0 +1,1 @@
+"""What steps cost on a device, modelled."""

@@ -1,0 +1,108 @@
+"""The shape of a step: what decides which captured graph can replay it. Source: seed 001, last section."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES, flat_tiles, is_bounded
+
+
+def phase_string(causal: bool, shared: bool, unique: bool) -> str:
+    """`csu` with `-` for each absent part: `--u` is a decode step, `c--` a step of fresh prompts."""
+    return ("c" if causal else "-") + ("s" if shared else "-") + ("u" if unique else "-")
+
+
+class ForwardShape(NamedTuple):
+    """What a forward graph is captured for.
+
+    selected_blocks: blocks that a sparse method chooses, over all requests; their part has no letter in the phase.
+    causal_reach: tiles of rows that a causal request spans (`causal_tiles`), `ALL_TILES` where nothing is said of it.
+    """
+
+    phase: str
+    query_len: int
+    shared_blocks: int
+    unique_blocks: int
+    selected_blocks: int = 0
+    causal_reach: int = ALL_TILES
+
+    @classmethod
+    def of(
+        cls,
+        causal: bool,
+        query_len: int,
+        shared_blocks: int,
+        unique_blocks: int,
+        selected_blocks: int = 0,
+        causal_reach: int = ALL_TILES,
+    ) -> ForwardShape:
+        """The shape whose phase has `s` and `u` exactly where it has such blocks; a reach of all rows is no bound."""
+        phase = phase_string(causal, shared_blocks > 0, unique_blocks > 0)
+        if not causal or not is_bounded(query_len, causal_reach):
+            causal_reach = ALL_TILES
+        return cls(phase, query_len, shared_blocks, unique_blocks, selected_blocks, causal_reach)
+
+    def step(self, logits: int) -> Bucket:
+        """The bucket of this shape and of so many logits rows."""
+        return Bucket(*self[:4], logits, *self[4:])
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """(query_len, shared_blocks, unique_blocks, selected_blocks, causal_reach)."""
+        return self[1:]
+
+    def with_selected(self, selected_blocks: int) -> ForwardShape:
+        """The same shape with another selected part."""
+        return self._replace(selected_blocks=selected_blocks)
+
+    def with_reach(self, causal_reach: int) -> ForwardShape:
+        """The same shape with another reach; without a causal part it has none."""
+        return ForwardShape.of("c" in self.phase, *self.sizes[:4], causal_reach)
+
+    def to_list(self) -> list[str | int]:
+        """For files and JSON: selected blocks are written only where there are any, the reach where it is a bound."""
+        return [self.phase, *written_sizes(self.sizes)]
+
+
+class Bucket(NamedTuple):
+    """A forward shape and `logits` rows: tensor shapes follow from it alone."""
+
+    phase: str
+    query_len: int
+    shared_blocks: int
+    unique_blocks: int
+    logits: int
+    selected_blocks: int = 0
+    causal_reach: int = ALL_TILES
+
+    @property
+    def forward(self) -> ForwardShape:
+        """The key of the forward graph; the graph of logits and sampling has `logits` alone for its key."""
+        return ForwardShape(*self[:4], *self[5:])
+
+    def to_list(self) -> list[str | int]:
+        """As `ForwardShape.to_list`."""
+        return [self.phase, *written_sizes(self[1:])]
+
+
+def written_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes that end with selected blocks and reach, without those two where they say nothing."""
+    if sizes[-1] != ALL_TILES:
+        return sizes
+    return sizes[:-1] if sizes[-2] else sizes[:-2]
+
+
+def least_reach(shape: ForwardShape | Bucket) -> int:
+    """The reach that a bucket needs for it: nobody looks back on more than all rows, without a causal part on none."""
+    return min(shape.causal_reach, flat_tiles(shape.query_len)) if "c" in shape.phase else 0
+
+
+def dominates(bucket: Bucket, step: Bucket) -> bool:
+    """Whether `step` can run in `bucket`: every dimension is as large, and no part of its phase is missing.
+
+    A part that the bucket has and the step has not is legal: it runs over empty ranges.
+    """
+    step = step._replace(causal_reach=least_reach(step))
+    return all(have in (part, "-") for have, part in zip(step.phase, bucket.phase, strict=True)) and all(
+        size <= room for size, room in zip(step[1:], bucket[1:], strict=True)
+    )

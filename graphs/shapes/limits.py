@@ -1,0 +1,142 @@
+"""The largest step that a configuration allows, by dimension: what buckets must reach and need not exceed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+
+MOST = 2**31 - 1
+"""Of any limit: what is added up of them is counted in 64 bits."""
+
+
+class LimitsError(ValueError):
+    """Limits that no step fits, or a step beyond them; the message names the limit."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a server that bound its steps.
+
+    max_num_batched_tokens: rows of a step.
+    max_num_seqs: requests of a step.
+    max_model_len: tokens of a request.
+    block_size: tokens of a KV-cache block.
+    num_blocks: blocks of the KV cache; block 0 is the dummy block and never a request's.
+    contiguous: the unique part may read the slice `cache[:k]`, so that it spans as many blocks as the largest id says,
+        not as many as are used.
+    max_shared_blocks: distinct shared blocks of a step. None: as many as the requests can use, each of several prompts
+        with a context of its own. Fewer keep the largest graph small, whose shared part is rows x blocks; whoever runs
+        steps then divides those that have more.
+    max_selected_blocks: blocks that a sparse method chooses for the requests of a step, one counted for each request
+        that it is chosen for. 0: there is no such method.
+    causal_reach: buckets may bound how far rows look back on other new ones, which is less work for Gaudi's attention.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    contiguous: bool = True
+    max_shared_blocks: int | None = None
+    max_selected_blocks: int = 0
+    causal_reach: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value > MOST:
+                raise LimitsError(f"limit {field.name} is {value:.6g}, expected at most {MOST}")
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size"):
+            if getattr(self, name) < 1:
+                raise LimitsError(f"limit {name} is {getattr(self, name)}, expected at least 1")
+        if self.num_blocks < 2:
+            raise LimitsError(
+                f"limit num_blocks is {self.num_blocks}, expected at least 2: the dummy block and one for a request"
+            )
+        if self.max_selected_blocks < 0:
+            raise LimitsError(
+                f"limit max_selected_blocks is {self.max_selected_blocks}, expected 0 (no sparse method) or more"
+            )
+        # a request's own context must fit, or not even a step with nothing else could run
+        least = min(self.blocks_per_request, self.max_context_blocks)
+        if self.max_shared_blocks is not None and self.max_shared_blocks < least:
+            raise LimitsError(
+                f"limit max_shared_blocks is {self.max_shared_blocks}, expected at least {least}: "
+                f"the blocks of one request of {self.max_model_len} tokens"
+            )
+
+    @property
+    def dense(self) -> Limits:
+        """The same limits without selected blocks."""
+        return replace(self, max_selected_blocks=0)
+
+    @property
+    def blocks_per_request(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def max_context_blocks(self) -> int:
+        """Distinct blocks that the requests of one step can use."""
+        return min(self.num_blocks - 1, self.max_num_seqs * self.blocks_per_request)
+
+    @property
+    def most_shared_blocks(self) -> int:
+        """`max_shared_blocks`, within what the requests of a step can use."""
+        most = self.max_context_blocks
+        return most if self.max_shared_blocks is None else min(most, self.max_shared_blocks)
+
+    @property
+    def max_unique_blocks(self) -> int:
+        return self.num_blocks if self.contiguous else self.max_context_blocks
+
+    @property
+    def max_decode_rows(self) -> int:
+        """Rows of a step in which every request has one new token."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def maximum(self) -> Bucket:
+        """The bucket that dominates every step within the limits."""
+        return Bucket(
+            "csu",
+            self.max_num_batched_tokens,
+            self.most_shared_blocks,
+            self.max_unique_blocks,
+            self.max_num_seqs,
+            self.max_selected_blocks,
+        )
+
+    def phase_maximum(self, causal: bool, shared: bool, unique: bool, selected: bool = False) -> ForwardShape:
+        """The largest sizes that steps of one phase have; without `c` every row is a request."""
+        return ForwardShape.of(
+            causal,
+            self.max_num_batched_tokens if causal else self.max_decode_rows,
+            self.most_shared_blocks if shared else 0,
+            self.max_unique_blocks if unique else 0,
+            self.max_selected_blocks if selected else 0,
+        )
+
+    def allows(self, causal: bool, query_len: int, shared: int, unique: int, selected: int = 0) -> bool:
+        """Whether a step of these sizes can occur at all.
+
+        A causal part has a request of two rows or more; a shared block has two rows; a unique block has a row of its
+        own that is not the causal request's; the blocks are distinct blocks of one cache. Selected blocks go with any
+        of this: they are chosen for a row that is there, and several requests may choose the same block.
+        """
+        if selected > self.max_selected_blocks:
+            return False
+        top = self.phase_maximum(causal, shared > 0, unique > 0)
+        if query_len > top.query_len or shared > top.shared_blocks or unique > top.unique_blocks:
+            return False
+        if unique and causal and self.max_num_seqs == 1:
+            return False
+        if query_len < self._least_rows(causal, shared > 0, unique > 0):
+            return False
+        return self.contiguous or shared + unique <= self.max_context_blocks
+
+    def _least_rows(self, causal: bool, shared: bool, unique: bool) -> int:
+        if causal:
+            return 3 if unique else 2
+        return 2 if shared else 1

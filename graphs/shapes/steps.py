@@ -1,0 +1,111 @@
+"""Steps that were observed, as arrays: distinct shapes with the number of times that each occurred."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, least_reach
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import flat_tiles
+
+Shapes = NDArray[np.int64]
+"""[n, 4]: causal (0 or 1), query_len, shared_blocks, unique_blocks. A shape dominates another one exactly if it is
+nowhere smaller: a phase has `s` and `u` where their sizes are not 0. [n, 5]: selected_blocks, too; [n, 6]: and
+causal_reach, 0 where there is no causal part."""
+
+
+def _not_given() -> NDArray[np.int64]:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Distinct forward shapes and logits rows of observed steps; the two have graphs of their own.
+
+    forward: [n, 4] shapes; forward_counts: [n]. logits: [m], ascending; logits_counts: [m].
+    selected, reach: [n] selected blocks and causal reach of each; a shape occurs once for each number of them. Without
+        them nothing is selected, and nothing is said of the reach.
+    """
+
+    forward: Shapes
+    forward_counts: NDArray[np.int64]
+    logits: NDArray[np.int64]
+    logits_counts: NDArray[np.int64]
+    selected: NDArray[np.int64] = field(default_factory=_not_given)
+    reach: NDArray[np.int64] = field(default_factory=_not_given)
+
+    def __post_init__(self) -> None:
+        if len(self.selected) != len(self.forward):
+            object.__setattr__(self, "selected", np.zeros(len(self.forward), np.int64))
+        if len(self.reach) != len(self.forward):
+            object.__setattr__(self, "reach", _all_rows(self.forward))
+
+    @classmethod
+    def of(cls, buckets: Iterable[Bucket]) -> Steps:
+        """Counts shapes; steps without rows run nothing and are left out."""
+        run = [bucket for bucket in buckets if bucket.query_len]
+        shapes, forward_counts = np.unique(graph_array(run), axis=0, return_counts=True)
+        rows = np.array([bucket.logits for bucket in run], np.int64)
+        logits, logits_counts = np.unique(rows[rows > 0], return_counts=True)
+        return cls(shapes[:, :4], forward_counts, logits, logits_counts, shapes[:, 4], shapes[:, 5])
+
+    @property
+    def shapes(self) -> Shapes:
+        """[n, 6] shapes with their selected blocks and reach."""
+        return np.concatenate([self.forward, self.selected[:, None], self.reach[:, None]], axis=1)
+
+    def with_shapes(self, shapes: Shapes) -> Steps:
+        """The same steps with other shapes [n, 6], one for each of `shapes` now; those alike become one."""
+        distinct, places = np.unique(shapes, axis=0, return_inverse=True)
+        counts = np.zeros(len(distinct), np.int64)
+        np.add.at(counts, places.reshape(-1), self.forward_counts)
+        return Steps(distinct[:, :4], counts, self.logits, self.logits_counts, distinct[:, 4], distinct[:, 5])
+
+    def without_reach(self) -> Steps:
+        """The steps as a device takes them whose buckets do not bound it."""
+        shapes = self.shapes
+        shapes[:, 5] = _all_rows(shapes)
+        return self.with_shapes(shapes)
+
+    @property
+    def has_reach(self) -> bool:
+        """Whether the reach of any causal step is known."""
+        return bool((self.reach < _all_rows(self.forward)).any())
+
+    @property
+    def count(self) -> int:
+        return int(self.forward_counts.sum())
+
+    def seconds(self, cost: Cost) -> float:
+        """What the steps cost unpadded."""
+        forward = shape_seconds(cost, self.shapes) @ self.forward_counts
+        return float(forward + cost.logits_seconds(self.logits) @ self.logits_counts)
+
+
+def shape_array(shapes: Iterable[ForwardShape]) -> Shapes:
+    """[n, 4] forward shapes as rows, without their selected blocks."""
+    return graph_array(shapes)[:, :4]
+
+
+def graph_array(shapes: Iterable[ForwardShape | Bucket]) -> Shapes:
+    """[n, 6] forward shapes as rows, selected blocks and reach last."""
+    return np.array([_row(shape) for shape in shapes], np.int64).reshape(-1, 6)
+
+
+def shape_seconds(cost: Cost, shapes: Shapes) -> Floats:
+    """Seconds of each row; the last axis holds four sizes or more (see `Shapes`)."""
+    return cost.forward_seconds(*np.moveaxis(shapes, -1, 0))
+
+
+def _row(shape: ForwardShape | Bucket) -> tuple[int, ...]:
+    sizes = (shape.query_len, shape.shared_blocks, shape.unique_blocks, shape.selected_blocks)
+    return int("c" in shape.phase), *sizes, least_reach(shape)
+
+
+def _all_rows(shapes: Shapes) -> NDArray[np.int64]:
+    """[n] the reach of steps that say nothing of it."""
+    return np.where(shapes[:, 0] > 0, flat_tiles(shapes[:, 1]), 0)

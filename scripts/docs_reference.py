@@ -1,0 +1,46 @@
+"""Pages of the reference that are made from the code: configuration and command line. Run by mkdocs-gen-files."""
+
+from __future__ import annotations
+
+import argparse
+
+import mkdocs_gen_files
+
+from vllm_gaudi_ucm.cli.main import COMMANDS, build_parser
+from vllm_gaudi_ucm.config.ucm_config import markdown_table
+
+CONFIGURATION = """# Configuration
+
+Options stand under the key `ucm` of vLLM's `--additional-config`, as JSON or as the path of a YAML or JSON file:
+
+```bash
+vllm serve MODEL --additional-config '{"ucm": {"phase_log": "phases.jsonl"}}'
+vllm serve MODEL --additional-config '{"ucm": "ucm.yaml"}'
+```
+
+Unknown keys, wrong types and bad ranges are refused with the key's full name and the nearest valid one.
+`gaudi-ucm config --check FILE` tries a file without starting anything.
+
+"""
+COMMAND_LINE = """# Command line
+
+Exit codes: 0 done; 1 a problem was found; 2 wrong usage, or an error that a person can correct; 130 interrupted.
+"""
+
+
+def usage(name: str) -> str:
+    """The help of a command, without the width of the terminal that builds the page."""
+    parser = build_parser([name])
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    chosen = commands.choices[name]
+    chosen.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=110)
+    return str(chosen.format_help())
+
+
+with mkdocs_gen_files.open("reference/configuration.md", "w") as page:
+    page.write(CONFIGURATION + markdown_table() + "\n")
+
+with mkdocs_gen_files.open("reference/cli.md", "w") as page:
+    page.write(COMMAND_LINE)
+    for name in COMMANDS:
+        page.write(f"\n## gaudi-ucm {name}\n\n```text\n{usage(name)}```\n")

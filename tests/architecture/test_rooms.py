@@ -1,0 +1,103 @@
+"""Which room imports which: only what the table of docs/architecture.md allows, types included."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "vllm_gaudi_ucm"
+FOLDERS = {PACKAGE: PACKAGE, "ops": f"{PACKAGE}.ops", "graphs": f"{PACKAGE}.graphs"}
+ROW = re.compile(r"^\| `(\w+)` \|[^|]+\|([^|]*)\|$", re.MULTILINE)
+NEITHER = {"batch": ("torch", "vllm"), "options": ("torch", "vllm"), "ops": ("vllm",), "graphs": ("vllm",)}
+
+
+def allowed() -> dict[str, set[str]]:
+    """Of the table, in its order: room to rooms."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return {room: set(filter(None, map(str.strip, others.split(",")))) for room, others in ROW.findall(text)}
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Every module of the package, as (room, file)."""
+    for folder, prefix in FOLDERS.items():
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            module = ".".join((prefix, *file.relative_to(ROOT / folder).with_suffix("").parts))
+            yield room_of(module.removesuffix(".__init__")), file
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "root"
+
+
+def imported(file: Path, *, types: bool = True) -> set[str]:
+    """Full names of modules; `from package import name` counts as `package.name`, which may be a module.
+
+    types: whether imports for type checking count.
+    """
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    hidden: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            hidden |= set() if types else {id(inner) for inner in ast.walk(node)}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+@cache
+def arrows() -> dict[str, set[str]]:
+    """Room to the rooms that it imports."""
+    rooms = set(allowed())
+    found: dict[str, set[str]] = {}
+    for room, file in sources():
+        for name in imported(file):
+            if name.partition(".")[0] != PACKAGE:
+                continue
+            other = room_of(name)
+            found.setdefault(room, set()).add(other if other in rooms else "root")
+    return {room: others - {room} for room, others in found.items()}
+
+
+def test_every_room_is_in_the_table() -> None:
+    """A room without a line, or a line without a room."""
+    assert {room for room, _ in sources()} == set(allowed())
+
+
+def test_rooms_import_only_what_stands_above_them() -> None:
+    """The table has no circle."""
+    above: set[str] = set()
+    for room, others in allowed().items():
+        assert others <= above, f"{room} may import {sorted(others - above)}, which the table has below it"
+        above.add(room)
+
+
+@pytest.mark.parametrize("room", sorted(allowed()))
+def test_imports_of_a_room_are_allowed(room: str) -> None:
+    wrong = arrows().get(room, set()) - allowed()[room]
+    assert not wrong, f"{room} imports {sorted(wrong)}; add it to docs/architecture.md only if it stands above {room}"
+
+
+@pytest.mark.parametrize(("room", "packages"), NEITHER.items())
+def test_rooms_without_torch_or_vllm(room: str, packages: tuple[str, ...]) -> None:
+    """Types of them are fine: they are not imported."""
+    found = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for there, file in sources()
+        if there == room
+        for name in imported(file, types=False)
+        if name.partition(".")[0] in packages
+    }
+    assert not found

@@ -1,0 +1,30 @@
+"""`ucm.cpu.matrix_unit` decides before anything is packed or multiplied, also against an engine before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.ops.native import matrix_unit
+from vllm_gaudi_ucm.runner import model_runner
+from vllm_gaudi_ucm.runner.model_runner import ModelRunner
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_option_has_its_effect(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(model_runner, "get_model", lambda vllm_config: nn.Module())
+    monkeypatch.setattr(model_runner, "load_draft_model", lambda config: None)
+    monkeypatch.setattr(model_runner, "Decoder", lambda model, config: model)
+    monkeypatch.setattr(model_runner, "pack_linear_layers", lambda *_: seen.append(matrix_unit.in_use()) or (0, 0))
+    runner = object.__new__(ModelRunner)
+    runner._vllm_config = None  # type: ignore[assignment]
+    runner._config = resolve_config({"ucm": {"cpu": {"matrix_unit": wanted}}})
+    runner._device = SimpleNamespace(kind="cpu")  # type: ignore[assignment]
+    runner.kind = "off"
+    with matrix_unit.using(not wanted):
+        runner.load_model()
+        assert seen == [wanted and matrix_unit.available()]

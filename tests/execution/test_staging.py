@@ -1,0 +1,164 @@
+"""Plan, staging and operation together against float64 attention: what a step's rows really get."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.batch.batches import Request, Step, lay_out, steps
+from tests.batch.expand import owners, shared_pairs, unique_pairs
+from tests.ops.batch import Batch
+from tests.ops.oracle import IMPLEMENTATIONS, assert_matches
+from vllm_gaudi_ucm.batch.batch_plan import UniquePlan, plan_batch
+from vllm_gaudi_ucm.execution.staging import SLICE_READ_LIMIT, ContiguousPa, StagedStep, Staging
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES, is_bounded
+from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
+
+CPU = torch.device("cpu")
+CHOICES: list[ContiguousPa] = [True, False, "auto"]
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def run_step(step: Step, contiguous_pa: ContiguousPa, causal_slice: int, seed: int = 0) -> Batch:
+    """Stages a step over caches that hold NaN wherever no request has a token, block 0 included."""
+    plan = plan_batch(step.batch_input(), step.block_size, causal_slice)
+    staged = Staging(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))
+    random = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    rows = owners(plan, step)
+    query, key, value = (randn(len(rows), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    caches = [torch.full((step.num_blocks, step.block_size, KV_HEADS, DIM), float("nan")) for _ in range(2)]
+    for request, spec in enumerate(step.requests):
+        for position in range(spec.computed):
+            for cache in caches:
+                cache[step.place(request, position)] = randn(KV_HEADS, DIM)
+    expected = [cache.clone() for cache in caches]
+    for row, owner in enumerate(rows):
+        expected[0][step.place(*owner)], expected[1][step.place(*owner)] = key[row], value[row]
+    key_cache, value_cache = caches
+    write_kv(key, value, key_cache, value_cache, staged.slots)
+    seen: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    for request, position in rows:
+        block, offset = torch.tensor([step.place(request, p) for p in range(position + 1)]).T
+        seen.append((expected[0][block, offset], expected[1][block, offset]))
+    return Batch(query, key, value, key_cache, value_cache, staged.slots, staged.parts, DIM**-0.5, seen)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@settings(max_examples=150)
+@given(step=steps(), contiguous_pa=st.sampled_from(CHOICES), causal_slice=st.sampled_from([1, 5, 512]))
+def test_every_row_gets_attention_over_its_own_past(
+    implementation: str, step: Step, contiguous_pa: ContiguousPa, causal_slice: int
+) -> None:
+    """covers: A1 A2 A3 A5 A9 A10 A19"""
+    batch = run_step(step, contiguous_pa, causal_slice)
+    assert_matches(batch, implementation, prepared=True)
+
+
+@given(step=steps(), contiguous_pa=st.sampled_from(CHOICES))
+def test_the_bucket_is_the_true_shape(step: Step, contiguous_pa: ContiguousPa) -> None:
+    plan = plan_batch(step.batch_input(), step.block_size)
+    staged = Staging(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))
+    causal = any(request.new > 1 for request in step.requests)
+    shared = {step.place(request, position)[0] for _, request, position in shared_pairs(plan, step)}
+    unique = {step.place(request, position)[0] for _, request, position in unique_pairs(plan, step)}
+    phase = ("c" if causal else "-") + ("s" if shared else "-") + ("u" if unique else "-")
+    gathers = staged.parts.unique is not None and staged.parts.unique.blocks is not None
+    unique_blocks = len(unique) if gathers or not unique else max(unique) + 1
+    logits = sum(request.behind == 0 for request in step.requests)
+    rows = sum(request.new for request in step.requests)
+    reach = staged.bucket.causal_reach
+    assert reach == ALL_TILES or (causal and is_bounded(rows, reach)), "steps of one tile have no bound"
+    assert staged.bucket == Bucket(phase, rows, len(shared), unique_blocks, logits, 0, reach)
+
+
+@given(step=steps(), contiguous_pa=st.sampled_from(CHOICES))
+def test_indices_are_never_negative_and_have_the_declared_types(step: Step, contiguous_pa: ContiguousPa) -> None:
+    """covers: A10"""
+    plan = plan_batch(step.batch_input(), step.block_size)
+    staged = Staging(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))
+    for tensor in _indices(staged):
+        assert tensor.dtype == torch.int64
+        assert tensor.is_contiguous()
+        assert (tensor >= 0).all()
+    for part in (staged.parts.shared, staged.parts.unique):
+        if part is not None:
+            assert part.lo.dtype == part.hi.dtype == torch.int32
+    assert staged.parts.causal is None or staged.parts.causal.groups.dtype == torch.int32
+
+
+def _indices(staged: StagedStep) -> list[torch.Tensor]:
+    found = [staged.token_ids, staged.positions, staged.slots]
+    if staged.parts.shared is not None:
+        found += [staged.parts.shared.blocks, staged.parts.shared.row_spans]
+        found += [group.rows for group in staged.parts.shared.groups]
+    if staged.parts.unique is not None:
+        found.append(staged.parts.unique.rows)
+        if staged.parts.unique.blocks is not None:
+            found.append(staged.parts.unique.blocks)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("contiguous_pa", "top_block", "reads_slice"),
+    [
+        ("auto", int(3 * SLICE_READ_LIMIT) - 1, True),
+        ("auto", int(3 * SLICE_READ_LIMIT), False),
+        (True, 1000, True),
+        (False, 3, False),
+    ],
+)
+def test_the_slice_is_read_while_it_costs_less_than_gathering(
+    contiguous_pa: ContiguousPa, top_block: int, reads_slice: bool
+) -> None:
+    """Three blocks in use, the highest decides the slice. covers: A20"""
+    step = Step([Request(2, 1) for _ in range(3)], [[1], [2], [top_block]], 4, top_block + 1)
+    plan = plan_batch(step.batch_input(), 4)
+    unique = Staging(CPU, contiguous_pa).stage(plan, np.arange(3)).parts.unique
+    assert unique is not None
+    assert (unique.blocks is None) == reads_slice
+    assert len(unique.rows) == (top_block + 1 if reads_slice else 3)
+
+
+def test_blocks_of_the_slice_that_nobody_uses_have_an_empty_range() -> None:
+    """Shared blocks and blocks of others lie inside the slice; none of their tokens is read. covers: A19"""
+    requests = [Request(8, 1, prefix=1), Request(8, 1, prefix=1), Request(7, 5)]
+    step = Step(requests, [[6, 2, 9], [6, 4, 8], [3, 1, 5]], 4, 10)
+    plan = plan_batch(step.batch_input(), 4)
+    unique = Staging(CPU, True).stage(plan, np.arange(plan.num_rows)).parts.unique
+    assert unique is not None
+    assert unique.hi.tolist() == [0, 0, 4, 0, 4, 0, 0, 0, 1, 1]
+    assert not unique.lo.any()
+    for implementation in IMPLEMENTATIONS:
+        assert_matches(run_step(step, True, 512), implementation, prepared=True)
+
+
+def test_an_empty_plan_stages() -> None:
+    step = lay_out([], 16, 0)
+    staged = Staging(CPU).stage(plan_batch(step.batch_input(), 16), np.arange(0))
+    assert staged.bucket == Bucket("---", 0, 0, 0, 0)
+
+
+def test_staging_keeps_nothing_of_the_step_before() -> None:
+    """The same staging serves a large step, then a small one. covers: A9"""
+    staging = Staging(CPU, True)
+    large, small = lay_out([Request(20, 1)] * 6, 4, 1), Step([Request(1, 1)], [[9]], 4, 10)
+    plans = [plan_batch(step.batch_input(), 4) for step in (large, small, large)]
+    first, second, third = (staging.stage(plan, np.arange(plan.num_rows)) for plan in plans)
+    assert second.parts.unique is not None
+    assert second.parts.unique.hi.tolist() == [0] * 9 + [2]
+    assert first.parts.unique is not None
+    assert third.parts.unique is not None
+    assert isinstance(plans[1].unique, UniquePlan)
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(first.parts.unique[1:4], third.parts.unique[1:4], strict=True)
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    )

@@ -1,0 +1,127 @@
+"""A worker's side of memory mode without a model: it keeps what each block would hold, and checks each order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
+from vllm_gaudi_ucm.protocol.offload_messages import BlockMove, ResidencyReport
+
+Content = tuple[int, ...]
+
+
+class FakeWorker:
+    """Tables and contents as a worker would have them: a block's content is the tokens up to its end.
+
+    Args:
+        rng: scores, and how long a move takes.
+        fail_saves, fail_loads: probability that a move fails.
+        delay: most steps that a move takes.
+    """
+
+    def __init__(
+        self, rng: random.Random, fail_saves: float = 0.0, fail_loads: float = 0.0, delay: int = 0, block_size: int = 4
+    ) -> None:
+        self._rng = rng
+        self._fail_saves, self._fail_loads, self._delay, self._block_size = fail_saves, fail_loads, delay, block_size
+        self.tables: dict[str, list[int]] = {}
+        self.content: dict[int, Content] = {}
+        self._copies: dict[tuple[int, int], Content] = {}
+        self._moving: list[tuple[int, bool, BlockMove]] = []
+        self._rows: dict[tuple[int, int], int] = {}
+
+    def step(self, output: SchedulerOutput, requests: Any) -> ResidencyReport:
+        """Carries out a step; returns its report."""
+        report = ResidencyReport()
+        self._update_tables(output)
+        meta = sparse_meta_of(output)
+        assert meta is not None
+        assert meta.residency is not None
+        orders = meta.residency
+        for life in orders.ended:
+            self._moving = [entry for entry in self._moving if entry[2].life != life]
+            self._copies = {key: value for key, value in self._copies.items() if key[0] != life}
+            self._rows = {key: value for key, value in self._rows.items() if key[0] != life}
+        for pair in orders.dropped:
+            del self._rows[pair], self._copies[pair]
+        for patch in orders.patches:
+            table = self.tables[patch.request_id]
+            assert (table[patch.number] == 0) != (patch.block == 0), "a block leaves or comes back"
+            table[patch.number] = patch.block
+        for move in orders.saves:
+            assert move.row not in self._rows.values(), "a row has one owner"
+            self._rows[move.life, move.number] = move.row
+            self._copies[move.life, move.number] = self.content[move.block]
+            self._moving.append((self._rng.randint(0, self._delay), True, move))
+        self._finish_moves(report)
+        for move in orders.loads:
+            assert self._rows[move.life, move.number] == move.row
+            self._moving.append((self._rng.randint(0, self._delay), False, move))
+        assert set(orders.ahead) <= set(self._copies), "what is brought nearer has a copy"
+        # each request as a division of its own: one that runs early must not need what a later one fills
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            self._write(request_id, scheduled, requests)
+            self._check(request_id, requests)
+        for request_id, life in orders.scored.items():
+            full = self._tokens(output, requests, request_id) // self._block_size
+            report.scores[life] = [self._rng.choice([-1.0, *[self._rng.random()] * 20]) for _ in range(full)]
+        return report
+
+    def _update_tables(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            self.tables.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self.tables[new.req_id] = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self.tables[request_id] = []
+            self.tables[request_id] += list(blocks[0]) if blocks is not None else []
+
+    def _finish_moves(self, report: ResidencyReport) -> None:
+        waiting = []
+        for steps, is_save, move in self._moving:
+            pair = move.life, move.number
+            if steps:
+                waiting.append((steps - 1, is_save, move))
+            elif is_save:
+                fails = self._rng.random() < self._fail_saves
+                (report.unsaved if fails else report.saved).append(pair)
+                if fails:
+                    del self._rows[pair]
+            elif self._rng.random() < self._fail_loads:
+                report.failed.append(pair)
+            else:
+                self.content[move.block] = self._copies[pair]
+                report.loaded.append(pair)
+        self._moving = waiting
+
+    def _tokens(self, output: SchedulerOutput, requests: Any, request_id: str) -> int:
+        return min(int(requests[request_id].num_computed_tokens), int(requests[request_id].num_tokens))
+
+    def poison(self, blocks: Iterable[int]) -> None:
+        """These are free, and nobody finds them any more: nobody may read what was in them."""
+        for block in blocks:
+            self.content.pop(block, None)
+
+    def _write(self, request_id: str, scheduled: int, requests: Any) -> None:
+        """The scheduled tokens, in the blocks that the table names."""
+        tokens, table = list(requests[request_id].all_token_ids), self.tables[request_id]
+        end = requests[request_id].num_computed_tokens
+        for position in range(end - scheduled, end):
+            block = table[position // self._block_size]
+            assert block, "nothing is written to a block that is away"
+            self.content[block] = tuple(tokens[: position + 1])
+
+    def _check(self, request_id: str, requests: Any) -> None:
+        """Every block of a scheduled request is away, or holds what it should."""
+        tokens = list(requests[request_id].all_token_ids)
+        end = requests[request_id].num_computed_tokens
+        for number, block in enumerate(self.tables[request_id][: -(-end // self._block_size)]):
+            if block:
+                upto = min(end, (number + 1) * self._block_size)
+                assert self.content.get(block) == tuple(tokens[:upto]), f"{request_id} block {number}"

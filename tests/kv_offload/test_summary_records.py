@@ -1,0 +1,56 @@
+"""Summaries of blocks on their way to a store and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kv_offload.test_block_scorer import DIM, KV_HEADS, ROWS, SIZE, Scored
+from tests.ops.selection import KINDS
+from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords, summary_bytes
+from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.sparse.options import GsaOptions
+from vllm_gaudi_ucm.sparse.selection.summary_queue import SummaryQueue
+
+SPAN = 4
+
+
+def records_of(case: Scored, queue: SummaryQueue) -> SummaryRecords:
+    return SummaryRecords(case.scorer, queue, SPAN, get_device("cpu"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_score_as_before(kind: SummaryKind) -> None:
+    """covers: C14. Of three blocks one comes back as a block, one as a row, and nothing of the third is kept."""
+    case = Scored(kind)
+    records = records_of(case, SummaryQueue(12))
+    size = 2 * SPAN * summary_bytes(GsaOptions(summary=kind.value), SIZE, KV_HEADS, DIM, 4)
+    record = bytearray(size)
+    expected = case.scorer.scores(2, np.array([7, 9]), np.array([-1, -1]))
+    records.read([7, 2, 9], memoryview(record))
+    kept = [summaries.clone() for summaries in case.summaries]
+    for summaries in case.summaries:
+        summaries[7] = summaries[9] = 0
+    records.write(record, [-1, -1, 3], [5, 0, 0])
+    assert case.scorer.scores(2, np.array([5, -1]), np.array([-1, 3])) == pytest.approx(expected)
+    for summaries, before in zip(case.summaries, kept, strict=True):
+        others = [block for block in range(1, 12) if block not in (5, 7, 9)]
+        assert torch.equal(summaries[others], before[others])
+    for away in case.scorer.away:
+        assert not away[[row for row in range(ROWS) if row != 3]].any()
+
+
+def test_ready() -> None:
+    queue = SummaryQueue(12)
+    records = records_of(Scored(SummaryKind.MEAN), queue)
+    queue.brought(np.array([3, 4]))
+    assert records.are_ready([3, 4])
+    assert not records.are_ready([3, 5])
+    queue.written(np.array([4]))
+    assert not records.are_ready([3, 4])
+    queue.full(np.array([4]))
+    queue.brought(np.array([4]))
+    assert not len(queue)
+    queue.check_integrity()

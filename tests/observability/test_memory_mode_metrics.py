@@ -1,0 +1,33 @@
+"""Memory mode on /metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.observability.exposition import scrape
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+from vllm_gaudi_ucm.protocol.offload_totals import ResidencyTotals
+
+
+def test_totals_of_the_scheduler(folder: Path) -> None:
+    metrics = StepMetrics(folder).memory_mode()
+    totals = ResidencyTotals(
+        scored=4,
+        missed=0.5,
+        kept=1,
+        saved=9,
+        unsaved=2,
+        released=8,
+        loaded=3,
+        failed=1,
+        found=5,
+        away=7,
+        stored=11,
+        repeated=6,
+    )
+    metrics.set(totals)
+    found = {key: value for key, value in scrape(folder).items() if "memory_mode" in key}
+    assert sorted(found.values()) == sorted([4, 0.5, 1, 9, 2, 8, 3, 1, 5, 7, 11, 6])
+    (away,) = [value for key, value in found.items() if key.startswith("gaudi_ucm_memory_mode_away")]
+    (failed,) = [value for key, value in found.items() if 'event="failed"' in key]
+    assert (away, failed) == (7, 1)

@@ -1,0 +1,81 @@
+"""What the worker's side of a sparse method makes of a step as the scheduler sends it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta
+from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
+from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
+from vllm_gaudi_ucm.sparse.base import UcmSparseRole
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
+from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, SparseWorker
+
+BLOCK_SIZE = 4
+PADDING = -1
+
+
+def worker(tail_rows: int = 0) -> SparseWorker:
+    method = UcmSparseFactory.create_sparse_method("GSA", UcmSparseRole.WORKER, {})
+    keys = torch.zeros(16, BLOCK_SIZE, 1, 8)
+    sizes = ServerSizes(
+        max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=tail_rows > 0
+    )._replace(tail_rows=tail_rows)
+    return SparseWorker(method, {"layer": SelectionLayer(keys, 1.0)}, sizes)
+
+
+def summarised(computed: int, drafts: list[int]) -> list[int]:
+    """Blocks, of 1, 2, 3 ..., that a verification of these drafts, as the scheduler pads them, finds full."""
+    output: Any = SimpleNamespace(
+        scheduled_spec_decode_tokens={"a": drafts}, num_scheduled_tokens={"a": 1 + len(drafts)}
+    )
+    step_drafts = StepDrafts.of(output)
+    new = step_drafts.num_scheduled["a"]
+    batch = BatchInput(
+        *(np.array([count], np.int32) for count in (computed, new, computed + new)),
+        np.arange(1, 9, dtype=np.int32)[None],
+    )
+    requests: Any = [SimpleNamespace(request_id="a")]
+    found = worker().step(output, step_drafts, requests, batch)
+    return sorted(found.summary_blocks.tolist())
+
+
+@pytest.mark.parametrize(
+    ("computed", "drafts", "full"),
+    [
+        # the 16th token is certain, and completes the fourth block
+        (15, [PADDING, PADDING], [1, 2, 3, 4]),
+        (15, [PADDING], [1, 2, 3, 4]),
+        # tokens 15 and 16 are drafts, the 14th is certain
+        (13, [7, 7, PADDING], [1, 2, 3]),
+        (13, [7, 7], [1, 2, 3]),
+        # one draft begins the fifth block
+        (15, [7, PADDING, PADDING], [1, 2, 3, 4]),
+        # a draft would complete the fourth block
+        (14, [7], [1, 2, 3]),
+    ],
+)
+def test_drafts_of_padding_are_none(computed: int, drafts: list[int], full: list[int]) -> None:
+    """The scheduler fills up a new decode's drafts with -1: rows that do not exist must not make certain tokens
+    uncertain, which would leave full blocks without a summary. covers: C11 C16"""
+    assert summarised(computed, drafts) == full
+
+
+@pytest.mark.parametrize(("tail_rows", "tails"), [(BLOCK_SIZE * 2, [1, 4]), (0, [])])
+def test_tails_are_sparse_and_have_more_rows_than_a_verification(tail_rows: int, tails: list[int]) -> None:
+    """Not dense prompts, decodes, or verifications."""
+    new = np.array([1, 8, 8, 4, 5], np.int32)
+    batch = BatchInput(new, new, new, np.zeros((5, 4), np.int32))
+    requests: Any = [SimpleNamespace(request_id=name) for name in "abcde"]
+    chosen = RequestSelection(SelectionMode.SELECT, 1, 3, 1)
+    output: Any = SimpleNamespace()
+    assert worker(tail_rows).tails(output, requests, batch).tolist() == []
+    attach_sparse_meta(output, SparseMeta(dict.fromkeys("abde", chosen)))
+    assert worker(tail_rows).tails(output, requests, batch).tolist() == tails

@@ -1,0 +1,187 @@
+"""Persistent state of the live requests: one row of a few numpy arrays per request, no per-token Python in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+    from vllm.v1.outputs import LogprobsTensors
+
+# A preempted request keeps its row until it is resumed or finished, so more requests than max_num_seqs can be live.
+GROWTH = 2
+
+
+@dataclass(eq=False)
+class LiveRequest:
+    """What does not fit an array. `output_token_ids` is the one list that logits processors hold a reference to."""
+
+    request_id: str
+    row: int
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    output_token_ids: list[int] = field(default_factory=list)
+    generator: torch.Generator | None = None
+    prompt_logprobs: LogprobsTensors | None = None
+    prompt_scored: bool = False
+
+
+class RequestTable:
+    """Rows of the live requests.
+
+    Args:
+        max_num_seqs: rows to begin with; the table grows where preempted requests outlive their place in the batch.
+        max_model_len: tokens of the longest request.
+        block_size: tokens per cache block.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        width = -(-max_model_len // block_size)
+        self.max_model_len = max_model_len
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.block_tables = np.zeros((max_num_seqs, width), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_computed = np.zeros(max_num_seqs, np.int32)
+        self.requests: dict[str, LiveRequest] = {}
+        self._free_rows = list(range(max_num_seqs))[::-1]
+
+    def update(self, scheduler_output: SchedulerOutput) -> None:
+        """Applies what the scheduler says of finished, new, running and resumed requests, in this order.
+
+        Finished comes first: an id may be reused in the same step.
+        """
+        for request_id in scheduler_output.finished_req_ids:
+            self._remove(request_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._add(new)
+        self._update_cached(scheduler_output.scheduled_cached_reqs)
+
+    def scheduled(self, num_scheduled_tokens: dict[str, int]) -> tuple[list[LiveRequest], BatchInput]:
+        """The step's requests and the arrays that `plan_batch` takes, both in the scheduler's order."""
+        requests = [self.requests[request_id] for request_id in num_scheduled_tokens]
+        rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
+        num_scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(requests))
+        num_computed = self.num_computed[rows]
+        width = int(self.num_blocks[rows].max(initial=0))
+        batch = BatchInput(num_computed, num_scheduled, self.num_tokens[rows], self.block_tables[rows, :width])
+        return requests, batch
+
+    def write_drafts(self, drafts: dict[str, list[int]]) -> None:
+        """Puts drafts behind the tokens of their requests, for one step: they count as tokens of none."""
+        for request_id, tokens in drafts.items():
+            row = self.requests[request_id].row
+            known = self.num_tokens[row]
+            self.token_ids[row, known : known + len(tokens)] = tokens
+
+    def tokens_at(
+        self, requests: Sequence[LiveRequest], index: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Token ids of rows given as (index into requests, position)."""
+        rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
+        return self.token_ids[rows[index], positions].astype(np.int64)
+
+    def append_token(self, request: LiveRequest, token_id: int) -> None:
+        """Writes a sampled token back, once. The last token that a model length allows is never computed, so it needs
+        no place in the row."""
+        position = self.num_tokens[request.row]
+        if position < self.max_model_len:
+            self.token_ids[request.row, position] = token_id
+        self.num_tokens[request.row] += 1
+        request.output_token_ids.append(token_id)
+
+    def blocks(self, request_id: str, count: int) -> NDArray[np.int32]:
+        """[count] physical ids of a request's first blocks."""
+        return self.block_tables[self.requests[request_id].row, :count]
+
+    def set_block(self, request_id: str, number: int, block: int) -> None:
+        """Gives logical block `number` of a request another physical block."""
+        self.block_tables[self.requests[request_id].row, number] = block
+
+    def check_integrity(self) -> None:
+        """Conservation: every row is free or owned by exactly one request; a live row knows its own tokens."""
+        owned = [request.row for request in self.requests.values()]
+        if sorted(owned + self._free_rows) != list(range(len(self.num_tokens))):
+            raise AssertionError(f"request table rows: owned {sorted(owned)}, free {sorted(self._free_rows)}")
+        for request in self.requests.values():
+            known = len(request.prompt_token_ids) + len(request.output_token_ids)
+            if self.num_tokens[request.row] != known:
+                raise AssertionError(
+                    f"request {request.request_id}: row says {self.num_tokens[request.row]} tokens, lists say {known}"
+                )
+
+    def _add(self, new: NewRequestData) -> None:
+        """Adds a request, or takes back a preempted one that the scheduler sends with all its tokens.
+
+        The scheduler has two contracts (compat.py): it sends a resumed request as a cached one, or as a new one with
+        `prefill_token_ids`. In the second case generator and collected prompt logprobs must survive.
+        """
+        prompt = new.prompt_token_ids or []
+        tokens = new.prefill_token_ids if new.prefill_token_ids is not None else prompt
+        request = self.requests.get(new.req_id) if new.prefill_token_ids is not None else None
+        if request is None:
+            self._remove(new.req_id)
+            assert new.sampling_params is not None
+            request = LiveRequest(new.req_id, self._take_row(), list(prompt), new.sampling_params)
+            self.requests[new.req_id] = request
+        # in place: logits processors hold this list
+        request.output_token_ids[:] = tokens[len(prompt) :]
+        row = request.row
+        self.token_ids[row, : len(tokens)] = tokens
+        self.num_tokens[row] = len(tokens)
+        self.num_computed[row] = new.num_computed_tokens
+        self.num_blocks[row] = 0
+        self._append_blocks(row, new.block_ids[0])
+
+    def _update_cached(self, cached: CachedRequestData) -> None:
+        for request_id, block_ids, num_computed, num_outputs in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        ):
+            request = self.requests[request_id]
+            row = request.row
+            self.num_computed[row] = num_computed
+            if num_outputs < len(request.output_token_ids):
+                # a connector's load within the step has failed: the scheduler has thrown away what the step gave
+                del request.output_token_ids[num_outputs:]
+                self.num_tokens[row] = len(request.prompt_token_ids) + num_outputs
+            if request_id in cached.resumed_req_ids:
+                self.num_blocks[row] = 0
+            if block_ids is not None:
+                self._append_blocks(row, block_ids[0])
+
+    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        start = self.num_blocks[row]
+        self.block_tables[row, start : start + len(block_ids)] = block_ids
+        self.num_blocks[row] += len(block_ids)
+
+    def _remove(self, request_id: str) -> None:
+        """Frees a row. An unknown id is a request that ended before this worker ever saw it."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return
+        # nothing of this request may reach the row's next owner
+        self.token_ids[request.row] = 0
+        self.block_tables[request.row] = 0
+        self.num_tokens[request.row] = self.num_blocks[request.row] = self.num_computed[request.row] = 0
+        self._free_rows.append(request.row)
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            self._grow()
+        return self._free_rows.pop()
+
+    def _grow(self) -> None:
+        size = len(self.num_tokens)
+        for name in ("token_ids", "block_tables", "num_blocks", "num_tokens", "num_computed"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros((size * (GROWTH - 1), *array.shape[1:]), array.dtype)]))
+        self._free_rows = list(range(size, size * GROWTH))[::-1]

@@ -1,0 +1,103 @@
+"""The rows of a step in tiles for static causal attention, and the least reach of a bucket that holds them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.graphs.shapes import causal_tiles
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import flat_tiles, levels, spare_tiles
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+
+
+class RowTiles(NamedTuple):
+    """Tiles that cover the rows of a step once, in flat order.
+
+    starts: int64 [tiles] first row; a tile has `TILE_ROWS` rows, fewer where the next one begins earlier.
+    depths: int64 [tiles] tiles of rows before it that its rows look back on.
+    reach: the least reach of a bucket that holds them (`graphs.causal_tiles`).
+    """
+
+    starts: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    reach: int
+
+    def places(self, rows: int, tiles: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(first, last) rows [tiles] for a bucket of so many rows: those that look back furthest first.
+
+        Rows beyond the step's are in tiles, too, so that every row is written. A place that is left has row 0 alone,
+        which looks back on nothing: whoever computes it gets what its own tile gets.
+        """
+        size = causal_tiles.TILE_ROWS
+        starts = np.concatenate([self.starts, np.arange(int(self.starts[-1]) + size, rows, size)])
+        last = np.minimum(np.append(starts[1:], rows), starts + size) - 1
+        order = np.argsort(-self.depths, kind="stable")
+        order = np.concatenate([order, np.arange(len(order), len(starts))])
+        places = np.zeros((2, tiles), np.int64)
+        places[:, : len(starts)] = starts[order], last[order]
+        return places[0], places[1]
+
+
+def row_tiles(plan: UnifiedPlan | None) -> RowTiles:
+    """The tiles of a step; None stands for no rows at all."""
+    return cut_rows([1] if plan is None else plan.query_start[plan.num_single :].tolist())
+
+
+def cut_rows(bounds: list[int]) -> RowTiles:
+    """Cuts rows [0, bounds[-1]); [bounds[i], bounds[i + 1]) are a request's, those before bounds[0] single rows.
+
+    A request that would span a tile more than the longest one has to begins with a tile of its own, as long as there
+    are spare tiles for the rows that this leaves out.
+    """
+    rows = bounds[-1]
+    most = flat_tiles(rows)
+    if most <= 1:
+        return RowTiles(np.zeros(1, np.int64), np.zeros(1, np.int64), 1)
+    longest = max((flat_tiles(end - begin) for begin, end in pairwise(bounds)), default=1)
+    aligned = _cut(bounds, longest, spare_tiles(rows) * causal_tiles.TILE_ROWS)
+    reach = _least_reach(aligned[1], rows, longest, most)
+    if reach == longest:
+        return _tiles(aligned, reach)
+    flat = _cut(bounds, longest, 0)
+    flat_reach = _least_reach(flat[1], rows, longest, most)
+    return _tiles(aligned, reach) if reach is not None and reach <= (flat_reach or most) else _tiles(flat, flat_reach)
+
+
+def _cut(bounds: list[int], longest: int, spare: int) -> tuple[list[int], list[int]]:
+    """(starts, depths); `spare` rows may be left out of tiles to begin a request with one of its own."""
+    starts, depths = [], []
+    at = 0
+    for begin, end, single in ((0, bounds[0], True), *((*pair, False) for pair in pairwise(bounds))):
+        inside = at - begin
+        if 0 < inside <= spare and flat_tiles(end - at) >= longest:
+            spare, at = spare - inside, begin
+        while at < end:
+            starts.append(at)
+            depths.append(0 if single else flat_tiles(at - begin))
+            at += causal_tiles.TILE_ROWS
+    return starts, depths
+
+
+def _least_reach(depths: list[int], rows: int, least: int, most: int) -> int | None:
+    """The least reach whose levels hold tiles of these depths; None: none up to `most`."""
+    deepest = max(depths)
+    deep = list(accumulate(reversed(np.bincount(depths).tolist())))[::-1]
+    candidates = range(max(least, deepest + 1), most + 1)
+
+    def holds(reach: int) -> bool:
+        return all(count <= room for count, room in zip(deep, levels(rows, reach), strict=False))
+
+    # what holds them still does at a longer reach
+    place = bisect_left(candidates, True, key=holds)
+    return candidates[place] if place < len(candidates) else None
+
+
+def _tiles(cut: tuple[list[int], list[int]], reach: int | None) -> RowTiles:
+    assert reach is not None, "tiles one behind the other fit a reach of as many"
+    return RowTiles(np.array(cut[0], np.int64), np.array(cut[1], np.int64), reach)

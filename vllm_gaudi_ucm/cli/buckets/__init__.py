@@ -1,0 +1,1 @@
+"""Commands around buckets: phases, trace, tune, plan and plot."""

@@ -1,0 +1,137 @@
+"""Options that several tools share: the device and the model of the cost model, and the limits of the server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES, device_figures
+from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B, ModelFigures
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
+
+OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach")
+LIMIT_NAMES = tuple(field.name for field in fields(Limits) if field.name not in OPTIONAL_LIMITS)
+LLAMA_NAME = "llama-8b"
+MOST_GRAPHS = 4096  # as of the option ucm.graphs.max_graphs
+
+
+def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare --device and --model."""
+    parser.add_argument(
+        "--device", choices=DEVICES, default="gaudi2", help="whose peaks the cost model takes (default: gaudi2)"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="CONFIG",
+        help="config.json of the model, or the folder that holds it (default: sizes of Llama 3.1 8B)",
+    )
+
+
+def add_limit_arguments(parser: argparse.ArgumentParser, source: str) -> None:
+    """Declare one option for each limit; without it the limit comes from `source`."""
+    group = parser.add_argument_group("limits of the server", f"without them: {source}")
+    for name in LIMIT_NAMES:
+        group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+    group.add_argument(
+        "--max-shared-blocks",
+        type=int,
+        metavar="N",
+        help="distinct shared blocks of a step, as ucm.graphs.max_shared_blocks",
+    )
+    group.add_argument(
+        "--max-selected-blocks",
+        type=int,
+        metavar="N",
+        help="blocks that a sparse method selects for the requests of a step; 0: none",
+    )
+    group.add_argument(
+        "--contiguous",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="the unique part may read a contiguous slice of the cache, so that it can span all of it",
+    )
+
+
+def read_model(path: Path | None) -> tuple[str, ModelFigures]:
+    """(name, sizes) of the model at `path`, or of the default one; raises a ValueError that names the file."""
+    if path is None:
+        return LLAMA_NAME, LLAMA_8B
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = str(error).partition("; use sys.")[0]
+        raise ValueError(f"--model {file}: cannot be read as a config.json: {why}") from error
+    except RecursionError as error:
+        raise ValueError(f"--model {file}: cannot be read as a config.json: nested too deeply") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"--model {file}: found {type(config).__name__}, expected the JSON object of a config.json")
+    try:
+        return file.parent.name or file.name, ModelFigures.from_hf_config(config)
+    except ValueError as error:
+        raise ValueError(f"--model {file}: {error}") from error
+
+
+def cost_model(args: argparse.Namespace, block_size: int) -> CostModel:
+    """The cost model of --device and --model."""
+    return CostModel(device_figures(args.device), read_model(args.model)[1], block_size)
+
+
+def check_max_graphs(number: int) -> None:
+    """Raises a ValueError for more than a server takes; how few will do depends on the buckets."""
+    if number > MOST_GRAPHS:
+        raise ValueError(f"--max-graphs is {number}, expected at most {MOST_GRAPHS}")
+
+
+def check_block_size(args: argparse.Namespace, known: Mapping[str, Any], where: str) -> None:
+    """Raises a ValueError where --block-size contradicts the log, whose steps are counted in blocks of its own size."""
+    logged = known.get("block_size")
+    if args.block_size is not None and logged is not None and args.block_size != logged:
+        raise ValueError(
+            f"--block-size is {args.block_size}, but {where} says {logged}, and its steps count such blocks; "
+            "leave the option out"
+        )
+
+
+def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) -> Limits:
+    """The limits from the options, and from `known` where there is none.
+
+    Raises:
+        ValueError: limits that are in neither, all named, or that do not go together.
+    """
+    values = {name: getattr(args, name) for name in LIMIT_NAMES}
+    values = {name: known.get(name) if value is None else value for name, value in values.items()}
+    wrong = [name for name, value in values.items() if type(value) is not int]
+    if wrong:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        raise ValueError(f"{where} does not say {', '.join(wrong)}; give {options}")
+    contiguous = known.get("contiguous", True) if args.contiguous is None else args.contiguous
+    shared = known.get("max_shared_blocks") if args.max_shared_blocks is None else args.max_shared_blocks
+    selected = known.get("max_selected_blocks", 0) if args.max_selected_blocks is None else args.max_selected_blocks
+    if type(selected) is not int:
+        raise ValueError(f"{where} has max_selected_blocks {selected!r}, expected a number; give --max-selected-blocks")
+    if shared is not None and type(shared) is not int:
+        raise ValueError(f"{where} has max_shared_blocks {shared!r}, expected a number; give --max-shared-blocks")
+    try:
+        return Limits(
+            **values,
+            contiguous=bool(contiguous),
+            max_shared_blocks=shared,
+            max_selected_blocks=selected,
+            causal_reach=args.device in CHIPS,
+        )
+    except LimitsError as error:
+        raise ValueError(f"limits of {where}{_of_options(args)}: {error}") from error
+
+
+def _of_options(args: argparse.Namespace) -> str:
+    names = (*LIMIT_NAMES, "max_shared_blocks", "max_selected_blocks")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
+    return f", and {', '.join(given)}" if given else ""

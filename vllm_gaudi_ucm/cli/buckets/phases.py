@@ -1,0 +1,72 @@
+"""`gaudi-ucm phases LOG`: what phases a server ran, how long they took, and which part did the attention work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_gaudi_ucm.cli.output_file import check_output
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord, read_phase_log
+from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
+from vllm_gaudi_ucm.options.counted import counted
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument(
+        "log", type=Path, help='a phase log, written with --additional-config \'{"ucm": {"phase_log": ...}}\''
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also write a picture (.png, .svg or .pdf)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; 0, or 2 when the log or the picture's path is unusable."""
+    try:
+        check_output("--plot", args.plot, PICTURES)
+        header, records = read_phase_log(args.log)
+        if args.plot is not None:
+            write_plot(records, args.plot, header)
+    except (PhaseLogError, RuntimeError, ValueError, OSError) as error:
+        print(f"gaudi-ucm phases: {error}", file=sys.stderr)
+        return 2
+    summary = PhaseSummary(records)
+    if args.json:
+        print(json.dumps({"header": header, **summary.to_json()}, indent=2))
+    else:
+        show(summary, header, args.plot)
+    return 0
+
+
+def write_plot(records: list[StepRecord], path: Path, header: dict[str, Any]) -> None:
+    """Write the picture of a log; an unknown suffix or a missing folder raises."""
+    from vllm_gaudi_ucm.observability.phase_plot import plot_phases
+
+    model = Path(str(header.get("model", ""))).name
+    plot_phases(records, path, title=f"{model or 'phase log'}: {counted(len(records), 'step')}")
+
+
+def show(summary: PhaseSummary, header: dict[str, Any], plot: Path | None = None) -> None:
+    """Print the histogram, the table and the attention shares."""
+    from rich.console import Console
+
+    from vllm_gaudi_ucm.observability.phase_table import attention_sentence, phase_bars, summary_table
+
+    console = Console(highlight=False)
+    facts = ", ".join(f"{name} {value}" for name, value in header.items() if name != "schema" and value is not None)
+    if facts:
+        console.print(facts, style="dim", markup=False)
+    if not summary.steps:
+        console.print("The log holds no steps yet.")
+        return
+    console.print()
+    console.print(phase_bars(summary))
+    console.print(summary_table(summary))
+    console.print(attention_sentence(summary))
+    if plot is not None:
+        console.print(f"picture written to {plot}", markup=False)

@@ -1,0 +1,153 @@
+"""`gaudi-ucm plan`: what a server's buckets would cost in padding, memory and warm-up, before anyone pays for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_gaudi_ucm.cli.buckets.cost_options import (
+    add_cost_arguments,
+    add_limit_arguments,
+    check_block_size,
+    check_max_graphs,
+    cost_model,
+    limits_of,
+    read_model,
+)
+from vllm_gaudi_ucm.cli.buckets.plan_memory import blocks_that_fit, plan_memory
+from vllm_gaudi_ucm.cli.buckets.plan_report import PlanReport, show
+from vllm_gaudi_ucm.cli.buckets.plan_sparse import add_sparse_arguments, with_sparse_method
+from vllm_gaudi_ucm.cli.buckets.trace import mix_within
+from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES, Mix
+from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
+from vllm_gaudi_ucm.cli.task_progress import task_progress
+from vllm_gaudi_ucm.config.ucm_config import GraphsConfig
+from vllm_gaudi_ucm.execution.bucket_choice import most_buckets
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.shared_contexts import default_shared_blocks
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
+from vllm_gaudi_ucm.graphs.shapes.steps_within import steps_within
+from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
+from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
+from vllm_gaudi_ucm.observability.phase_log import bucket_shapes, read_phase_log
+
+# vLLM's defaults for a server, and Gaudi's natural block size; num_blocks is what the device's memory holds.
+DEFAULT_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_model_len": 8192, "block_size": 128}
+MIX_STEPS = 5000
+# What a server does whose configuration says nothing.
+SERVER = GraphsConfig()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--strategy",
+        choices=(*BLIND_STRATEGIES, "trace"),
+        help="how buckets are chosen (default: trace with --log or --mix, else padding_aware)",
+    )
+    choice.add_argument("--buckets", type=Path, metavar="FILE", help="take the buckets of this file")
+    traffic = parser.add_mutually_exclusive_group()
+    traffic.add_argument("--log", type=Path, metavar="FILE", help="the traffic: a phase log")
+    traffic.add_argument("--mix", choices=MIXES, help="the traffic: a synthetic mix, with its own limits")
+    parser.add_argument(
+        "--max-graphs",
+        type=int,
+        default=SERVER.max_graphs,
+        metavar="N",
+        help="graphs, forward and logits together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--skeleton",
+        type=int,
+        default=SERVER.skeleton,
+        metavar="N",
+        help="forward graphs that are warm before serving starts (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_sparse_arguments(parser)
+    add_cost_arguments(parser)
+    add_limit_arguments(
+        parser,
+        "those of the log or the mix; else "
+        + ", ".join(f"{name} {value}" for name, value in DEFAULT_LIMITS.items())
+        + ", and as many blocks as fit the device's memory",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and report; unusable input raises a ValueError."""
+    report = make_plan(args)
+    if args.json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        show(report)
+    return 0 if report.memory.fits else 1
+
+
+def make_plan(args: argparse.Namespace) -> PlanReport:
+    """Chooses the buckets, runs the traffic through them, and adds up memory and time."""
+    check_max_graphs(args.max_graphs)
+    if args.mix is not None:
+        mix = mix_within(args, args.mix)
+        cost = cost_model(args, mix.limits.block_size)
+        return _report(args, _as_served(mix.limits), cost, _simulate(mix, args.mix, cost))
+    if args.log is not None:
+        header, records = read_phase_log(args.log)
+        where = f"the first line of {args.log}"
+        check_block_size(args, header, where)
+        # a log of true shapes says "auto" where each step read what was cheaper; a graph has one form, and gathers
+        said = {**header, "contiguous": header.get("contiguous") is True}
+        limits = _as_served(limits_of(args, said, where))
+        steps, num_tails = Steps.of(bucket_shapes(records)), sum(record.tail for record in records)
+        return _report(args, limits, cost_model(args, limits.block_size), steps, num_tails)
+    cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
+    known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
+    if args.num_blocks is None:
+        known["num_blocks"] = blocks_that_fit(cost)
+    return _report(args, _as_served(limits_of(args, known, "the defaults")), cost, None)
+
+
+def _as_served(limits: Limits) -> Limits:
+    """Where nothing says how many shared blocks the largest bucket has, the server's default."""
+    if limits.max_shared_blocks is not None:
+        return limits
+    return replace(limits, max_shared_blocks=default_shared_blocks(limits.max_model_len, limits.block_size))
+
+
+def _report(
+    args: argparse.Namespace, limits: Limits, cost: CostModel, steps: Steps | None, tail_steps: int = 0
+) -> PlanReport:
+    limits, tails = with_sparse_method(args, limits)
+    shapes = [] if tails is None else tails.shapes
+    strategy = "file" if args.buckets else args.strategy or ("trace" if steps is not None else "padding_aware")
+    if strategy == "trace" and steps is None:
+        raise ValueError("--strategy trace needs --log or --mix, whose steps the buckets are tuned to")
+    if args.skeleton < 1:
+        raise ValueError(f"--skeleton is {args.skeleton}, expected at least 1: the configured maximum")
+    divided = 0
+    if steps is not None:
+        divided = int(steps.forward_counts[steps.forward[:, 2] > limits.most_shared_blocks].sum())
+        steps = steps_within(steps, limits)
+        check_steps(steps, limits)
+    with task_progress("choosing buckets") as progress:
+        most = most_buckets(args.max_graphs, strategy, len(shapes))
+        buckets = build_buckets(strategy, BucketRequest(limits, cost, most, args.buckets, steps, progress))
+        progress(1.0)
+    name, _ = read_model(args.model)
+    traffic = args.mix or (args.log and str(args.log))
+    memory = plan_memory(buckets, cost, shapes)
+    return PlanReport(name, strategy, traffic, cost, buckets, steps, divided, memory, args.skeleton, shapes, tail_steps)
+
+
+def _simulate(mix: Mix, name: str, cost: CostModel) -> Steps:
+    with task_progress(f"simulating {name}") as progress:
+        buckets = []
+        for record in Simulation(mix, cost, seed=0).steps(MIX_STEPS):
+            buckets.append(record.bucket)
+            progress(len(buckets) / MIX_STEPS)
+    return Steps.of(buckets)

@@ -1,0 +1,165 @@
+"""What `gaudi-ucm plan` says: buckets, padding, memory and warm-up, all modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from vllm_gaudi_ucm.cli.buckets.plan_memory import PlanMemory
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.padding import Padding, measure_padding
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey
+from vllm_gaudi_ucm.graphs.warm_up.skeleton import Skeleton, choose_skeleton
+from vllm_gaudi_ucm.observability.bucket_columns import BucketColumns
+from vllm_gaudi_ucm.options.counted import counted
+
+MOST_ROWS = 12
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan.
+
+    traffic: names the steps that it was measured on, if any. divided: how many of them run in parts, though they count
+    as one with as many shared blocks as fit.
+    skeleton_size: forward graphs of the skeleton.
+    tails: shapes of the graphs for tails of prompts that are loaded in part. tail_steps: those of the traffic that ran
+    in such graphs; all other figures are without them.
+    """
+
+    model: str
+    strategy: str
+    traffic: str | None
+    cost: CostModel
+    buckets: BucketSet
+    steps: Steps | None
+    divided: int
+    memory: PlanMemory
+    skeleton_size: int
+    tails: list[ForwardShape]
+    tail_steps: int
+
+    @cached_property
+    def padding(self) -> Padding | None:
+        return None if self.steps is None else measure_padding(self.buckets, self.steps)
+
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        """What is warm before serving starts, chosen as the server does."""
+        return choose_skeleton(self.buckets, self.steps, self.skeleton_size)
+
+    @property
+    def warmup_seconds(self) -> float:
+        """Of all graphs."""
+        return self._seconds([*self.buckets.forward, *self.tails, *self.buckets.logits])
+
+    @property
+    def skeleton_seconds(self) -> float:
+        """Of what is warm before serving starts: the skeleton, and the graphs for tails."""
+        return self._seconds([*self.skeleton.keys, *self.tails])
+
+    @property
+    def num_graphs(self) -> int:
+        return self.buckets.num_graphs + len(self.tails)
+
+    def _seconds(self, keys: Sequence[BucketKey]) -> float:
+        """Compilation of each graph, and one execution of it."""
+        cost = self.cost
+        runs = (cost.forward(k) if isinstance(k, ForwardShape) else float(cost.logits_seconds(k)) for k in keys)
+        return len(keys) * cost.device.compile_seconds + sum(runs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        padding = self.padding
+        return {
+            "modelled": True,
+            "model": self.model,
+            "device": self.cost.device.name,
+            "device_figures": self.cost.device.source,
+            "strategy": self.strategy,
+            "traffic": self.traffic,
+            "limits": asdict(self.buckets.limits),
+            "graphs": self.num_graphs,
+            "forward": [shape.to_list() for shape in self.buckets.forward],
+            "logits": list(self.buckets.logits),
+            "tails": [shape.to_list() for shape in self.tails],
+            "skeleton": {"forward": [s.to_list() for s in self.skeleton.forward], "logits": list(self.skeleton.logits)},
+            "padding": padding and padding.to_json(),
+            "divided_steps": self.divided,
+            "tail_steps": self.tail_steps,
+            "memory_bytes": {**asdict(self.memory), "total": self.memory.total, "fits": self.memory.fits},
+            "warmup_seconds": round(self.warmup_seconds, 3),
+            "skeleton_seconds": round(self.skeleton_seconds, 3),
+            "skeleton_share": round(self.skeleton_seconds / self.warmup_seconds, 4),
+        }
+
+
+def show(report: PlanReport) -> None:
+    """Print the plan for people."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    limits, buckets, memory = report.buckets.limits, report.buckets, report.memory
+    console.print(f"{report.model} on {report.cost.device.name}; every figure is modelled", style="bold", markup=False)
+    selected = f", {limits.max_selected_blocks:,} selected" if limits.max_selected_blocks else ""
+    console.print(
+        f"limits    {limits.max_num_batched_tokens} tokens and {counted(limits.max_num_seqs, 'request')} per step,"
+        f"\n          {limits.max_model_len} tokens per request, "
+        f"{counted(limits.num_blocks, 'block')} of {limits.block_size},"
+        f"\n          {counted(limits.most_shared_blocks, 'shared block')} per step{selected}"
+    )
+    counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
+    tails = f", {len(report.tails)} for tails" if report.tails else ""
+    console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){tails}")
+    if limits.max_selected_blocks and not report.tails:
+        console.print("          without those for tails of prompts that are loaded in part:")
+        console.print("          give --sparse and --partial-loads for these")
+    skeleton = report.skeleton
+    console.print(
+        f"warm-up   {report.skeleton_seconds:,.1f} s until serving starts ({len(skeleton.forward)} forward, "
+        f"{len(skeleton.logits)} logits{tails}),\n          {report.warmup_seconds:,.0f} s for all: "
+        f"{report.skeleton_seconds / report.warmup_seconds:.1%} of the time"
+    )
+    console.print(
+        f"memory    weights {_gb(memory.weights)}, KV cache {_gb(memory.kv_cache)}, graphs {_gb(memory.graphs)},\n"
+        f"          activations {_gb(memory.activations)}: {_gb(memory.total)} of {_gb(memory.usable)}"
+    )
+    if not memory.fits:
+        console.print("          does not fit: fewer graphs, fewer blocks, or fewer tokens per step", style="bold red")
+    if report.padding is not None:
+        _show_padding(console, report.padding, str(report.traffic))
+    if report.divided:
+        most = f"{limits.most_shared_blocks:,}"
+        console.print(f"steps with more than {most} shared blocks, which run in parts: {report.divided:,}")
+    if report.tail_steps:
+        console.print(f"steps in graphs for tails, which are in no other figure: {report.tail_steps:,}")
+
+
+def _show_padding(console: Any, padding: Padding, traffic: str) -> None:
+    from rich import box
+    from rich.table import Table
+
+    axes = ", ".join(f"{axis} {ratio:.2f}x" for axis, ratio in padding.axes.items())
+    console.print(
+        f"padding   {padding.ratio:.3f}x the true cost over {traffic},\n          sizes: {axes}", markup=False
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="where the time goes", title_justify="left")
+    table.add_column("phase")
+    rows = padding.by_bucket()
+    columns = BucketColumns.of((shape for shape, _, _ in rows), padding.buckets.limits.max_selected_blocks > 0)
+    for heading in (*columns.headings, "steps", "padded / true"):
+        table.add_column(heading, justify="right")
+    for shape, steps, ratio in rows[:MOST_ROWS]:
+        table.add_row(shape.phase, *columns.cells(shape), f"{steps:,}", f"{ratio:.2f}x")
+    console.print(table)
+    if len(rows) > MOST_ROWS:
+        console.print(f"and {counted(len(rows) - MOST_ROWS, 'more bucket')} in use")
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -1,0 +1,74 @@
+"""`gaudi-ucm demo`: a mixed load through the real engine, and what the phases of its steps say about it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_gaudi_ucm.cli.buckets.phases import PICTURES, write_plot
+from vllm_gaudi_ucm.cli.demo.engine import Answer, check_model, serve, start_engine
+from vllm_gaudi_ucm.cli.demo.load import DemoRequest, build_load
+from vllm_gaudi_ucm.cli.demo.progress import DemoProgress
+from vllm_gaudi_ucm.cli.demo.report import DemoResult, show_result
+from vllm_gaudi_ucm.cli.output_file import check_output
+from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+
+DEFAULT_REQUESTS = 24
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="folder of a model (Hugging Face format)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=DEFAULT_REQUESTS, metavar="N", help="how many (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="chooses the load and the samples (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the phases (.png, .svg or .pdf)")
+    parser.add_argument("--phase-log", type=Path, metavar="FILE", help="keep the phase log, for `gaudi-ucm phases`")
+    parser.add_argument("--verbose", action="store_true", help="show what the engine logs, not only its errors")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; a model or an option that does not fit raises ValueError."""
+    check_output("--plot", args.plot, PICTURES)
+    check_output("--phase-log", args.phase_log)
+    check_model(args.model)
+    load = build_load(args.requests, args.seed)
+    with tempfile.TemporaryDirectory(prefix="gaudi-ucm-demo-") as scratch:
+        log = args.phase_log or Path(scratch) / "phases.jsonl"
+        result = asyncio.run(_measure(args, load, log.absolute()))
+        header, records = read_phase_log(log)
+    result.header, result.records = header, records
+    if args.plot is not None:
+        write_plot(records, args.plot, header)
+    if args.json:
+        print(json.dumps(result.to_json(), indent=2))
+    else:
+        show_result(result, args.plot)
+    return 0
+
+
+async def _measure(args: argparse.Namespace, load: Sequence[DemoRequest], log: Path) -> DemoResult:
+    """Start the engine, serve the load, stop the engine; progress goes to stderr."""
+    print(f"loading {args.model} ...", file=sys.stderr)
+    start = time.perf_counter()
+    engine = start_engine(args.model, log, args.seed, "INFO" if args.verbose else "ERROR")
+    try:
+        ready = time.perf_counter()
+        with DemoProgress(len(load)) as progress:
+            answers: list[Answer] = await serve(engine, load, progress.show)
+        return DemoResult(answers, start_up_s=ready - start, seconds=time.perf_counter() - ready)
+    finally:
+        engine.shutdown()
+        # vLLM keeps an exception whose traceback holds this frame; an engine that lives until the interpreter ends
+        # prints a traceback from its finaliser.
+        del engine

@@ -1,0 +1,159 @@
+"""`gaudi-ucm doctor`: can this machine serve through the plugin, and if not, why. Never crashes.
+
+`--json` prints one object: `schema` (1), `ok` (no check failed), `device` (chosen device or null), `checks` (a list of
+objects with the strings `section`, `name`, `status` (ok, info, warn or fail), `found`, `expected`, `advice`), and
+`config` (the configuration as resolved, null where it has problems). Fields may be added; none changes its meaning
+without a new `schema`.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
+from vllm_gaudi_ucm.cli.doctor.configuration import configuration_checks, resolve_text
+from vllm_gaudi_ucm.cli.doctor.machine import device_checks, matrix_unit_checks, thread_checks
+from vllm_gaudi_ucm.cli.doctor.places import place_checks
+from vllm_gaudi_ucm.cli.doctor.plugins import PluginChecks
+from vllm_gaudi_ucm.cli.doctor.sparse import sparse_checks
+from vllm_gaudi_ucm.cli.doctor.static_shapes import static_shape_checks
+from vllm_gaudi_ucm.cli.doctor.store import store_checks
+from vllm_gaudi_ucm.cli.doctor.versions import version_checks
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+from vllm_gaudi_ucm.device.detect import detect_device
+from vllm_gaudi_ucm.options.counted import counted
+from vllm_gaudi_ucm.options.errors import UcmConfigError
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+_STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `gaudi-ucm doctor`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--config", metavar="FILE|JSON", help="configuration to check: what you pass as ucm in --additional-config"
+    )
+    parser.add_argument(
+        "--store", metavar="FILE|JSON", help="store of KV blocks to check: as `store` in kv_connector_extra_config"
+    )
+
+
+class Examination(NamedTuple):
+    """What the doctor found: the device chosen (None: none), and a row for each check."""
+
+    device: str | None
+    checks: list[Check]
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 where no check failed, else 1."""
+    # vLLM's logger and plugins write to stdout, which belongs to the report.
+    with contextlib.redirect_stdout(sys.stderr):
+        examination = examine(args.config, args.store)
+    report = _report(examination, args.config)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_table(examination.checks)
+    return 0 if report["ok"] else 1
+
+
+def examine(config: str | None, store: str | None = None) -> Examination:
+    """All sections, each guarded: what one raises becomes a row of it."""
+    plugins: list[PluginChecks] = []
+
+    def start() -> tuple[()]:
+        plugins.append(PluginChecks())
+        return ()
+
+    first = guarded("platform plugin", start)  # its child processes take seconds: started first, read last
+    checks = guarded("versions", version_checks)
+    checks += guarded("configuration", lambda: configuration_checks(config))
+    device = _device()
+    if device is not None:
+        checks += guarded("device", lambda: device_checks(device))
+    checks += guarded("device", thread_checks)
+    checks += guarded("device", lambda: _of_config(config, lambda ucm: matrix_unit_checks(ucm, device)))
+    checks += guarded("static shapes", lambda: _of_config(config, lambda ucm: static_shape_checks(ucm, device)))
+    checks += guarded("files", lambda: _of_config(config, lambda ucm: place_checks(ucm, device)))
+    checks += guarded("sparse", lambda: _of_config(config, sparse_checks))
+    checks += guarded("store", lambda: store_checks(store))
+    for section in plugins:
+        first += guarded("platform plugin", section.rows)
+    return Examination(device, first + checks)
+
+
+def _of_config(text: str | None, section: Callable[[UcmConfig], Iterable[Check]]) -> Iterable[Check]:
+    """The rows of a section that looks at the resolved configuration."""
+    try:
+        config = resolve_text(text)
+    except UcmConfigError:
+        return ()  # the section on the configuration has a row for every problem
+    return section(config)
+
+
+def _device() -> str | None:
+    try:
+        return detect_device()
+    except Exception:
+        # The row of register() shows the error, whatever it is.
+        logger.debug("no device", exc_info=True)
+        return None
+
+
+def _report(examination: Examination, config: str | None) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "ok": all(check.status != "fail" for check in examination.checks),
+        "device": examination.device,
+        "checks": [asdict(check) for check in examination.checks],
+        "config": _resolved(config),
+    }
+
+
+def _resolved(config: str | None) -> dict[str, Any] | None:
+    try:
+        return resolve_text(config).to_dict()
+    except UcmConfigError:
+        return None  # the section on the configuration has a row for every problem
+
+
+def _print_table(checks: Sequence[Check]) -> None:
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold", ratio=1)
+    table.add_column(overflow="fold", ratio=3)
+    section = ""
+    for check in checks:
+        if check.section != section:
+            section = check.section
+            table.add_section()
+            table.add_row("", Text(section, style="bold"), "")
+        table.add_row(Text(check.status, style=_STYLES[check.status]), Text(check.name), Text(_finding(check)))
+    console = Console()
+    console.print(table)
+    failed = sum(check.status == "fail" for check in checks)
+    console.print(
+        "no problem found" if failed == 0 else f"{failed} of {counted(len(checks), 'check')} failed", style="bold"
+    )
+
+
+def _finding(check: Check) -> str:
+    lines = [check.found]
+    if check.expected and check.status in ("warn", "fail"):
+        lines.append(f"expected: {check.expected}")
+    if check.advice:
+        lines.append(f"to do: {check.advice}")
+    return "\n".join(lines)

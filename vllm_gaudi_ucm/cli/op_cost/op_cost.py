@@ -1,0 +1,107 @@
+"""`gaudi-ucm op-cost`: FLOPs and bytes of attention's operators on Gaudi beside the least that a step needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.cli.buckets.cost_options import LIMIT_NAMES, add_cost_arguments, add_limit_arguments, read_model
+from vllm_gaudi_ucm.cli.buckets.plan import DEFAULT_LIMITS, SERVER, make_plan
+from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES
+from vllm_gaudi_ucm.cli.op_cost.batches import BATCHES
+from vllm_gaudi_ucm.cli.task_progress import task_progress
+from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS
+from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.cli.op_cost.report import OpCostReport
+
+MOST_BUCKETS = 8
+# What the named batches take of the limits; the others say what buckets there are.
+BATCH_LIMITS = ("block_size", "max_model_len")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument(
+        "--batch", action="append", choices=BATCHES, help="one of the known workloads; repeatable (default: all)"
+    )
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--strategy", choices=(*BLIND_STRATEGIES, "trace"), help="the buckets of this strategy, instead of workloads"
+    )
+    choice.add_argument("--buckets", type=Path, metavar="FILE", help="the buckets of this file, instead of workloads")
+    traffic = parser.add_mutually_exclusive_group()
+    traffic.add_argument("--log", type=Path, metavar="FILE", help="buckets in use, with the steps of a phase log")
+    traffic.add_argument("--mix", choices=MIXES, help="buckets in use, with the steps of a synthetic mix")
+    parser.add_argument("--max-graphs", type=int, metavar="N", help=f"of a strategy (default: {SERVER.max_graphs})")
+    parser.add_argument(
+        "--rows", type=int, metavar="N", help=f"buckets to count, the costliest (default: {MOST_BUCKETS})"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios (.png, .svg, .pdf)")
+    add_cost_arguments(parser)
+    add_limit_arguments(parser, "those of `gaudi-ucm plan`; workloads take the block size and the longest request only")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Count and report; unusable input raises a ValueError."""
+    if args.device not in CHIPS:
+        raise ValueError(f"--device is {args.device!r}: operators are counted for {', '.join(CHIPS)}")
+    if args.plot is not None:
+        from vllm_gaudi_ucm.cli.op_cost.plot import check_path, draw
+
+        check_path(args.plot)
+    # torch and vLLM take seconds, which --help and wrong options need not
+    from vllm_gaudi_ucm.cli.op_cost.report import show
+
+    of_buckets = any(value is not None for value in (args.strategy, args.buckets, args.log, args.mix))
+    report = _of_buckets(args) if of_buckets else _of_batches(args)
+    if args.json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        show(report)
+    if args.plot is not None:
+        draw(report, args.plot)
+        if not args.json:
+            print(f"written to {args.plot}")
+    return 0
+
+
+def _of_batches(args: argparse.Namespace) -> OpCostReport:
+    others = [name for name in LIMIT_NAMES if name not in BATCH_LIMITS]
+    others += ["max_shared_blocks", "max_selected_blocks", "contiguous", "max_graphs", "rows"]
+    given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) is not None]
+    if given:
+        raise ValueError(f"{', '.join(given)}: of buckets; give --strategy, --buckets, --log or --mix, too")
+    block_size = DEFAULT_LIMITS["block_size"] if args.block_size is None else args.block_size
+    if block_size < 1:
+        raise ValueError(f"--block-size is {block_size}, expected at least 1")
+    from vllm_gaudi_ucm.cli.op_cost.report import OpCostReport
+    from vllm_gaudi_ucm.cli.op_cost.row import batch_rows
+
+    name, model = read_model(args.model)
+    batches = [BATCHES[batch] for batch in dict.fromkeys(args.batch or BATCHES)]
+    with task_progress("counting operators") as progress:
+        rows = batch_rows(batches, model, block_size, args.max_model_len, progress)
+    return OpCostReport(rows, name, args.device, block_size, "known workloads")
+
+
+def _of_buckets(args: argparse.Namespace) -> OpCostReport:
+    if args.batch:
+        raise ValueError("--batch: a workload has no buckets; leave --strategy, --buckets, --log and --mix out, or it")
+    most = MOST_BUCKETS if args.rows is None else args.rows
+    if most < 1:
+        raise ValueError(f"--rows is {most}, expected at least 1")
+    graphs = SERVER.max_graphs if args.max_graphs is None else args.max_graphs
+    of_plan_only = {"max_graphs": graphs, "skeleton": SERVER.skeleton, "sparse": None, "partial_loads": False}
+    from vllm_gaudi_ucm.cli.op_cost.report import OpCostReport
+    from vllm_gaudi_ucm.cli.op_cost.row import bucket_rows
+
+    plan = make_plan(argparse.Namespace(**{**vars(args), **of_plan_only}))
+    with task_progress("counting operators") as progress:
+        rows = bucket_rows(plan.buckets, plan.steps, plan.cost.model, most, progress)
+    source = f"buckets of {args.buckets or plan.strategy}" + (f", steps of {plan.traffic}" if plan.traffic else "")
+    return OpCostReport(rows, plan.model, args.device, plan.buckets.limits.block_size, source)

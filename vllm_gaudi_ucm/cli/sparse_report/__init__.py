@@ -1,0 +1,1 @@
+"""`gaudi-ucm sparse-report`."""

@@ -1,0 +1,130 @@
+"""`gaudi-ucm store`: what lies in a store, whether it is intact, and how to empty it. Works beside running engines.
+
+Exit code of `verify`: 1 where corrupt blocks were found (they are removed), else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_gaudi_ucm.cli.store.options import add_store_arguments, store_options
+from vllm_gaudi_ucm.cli.task_progress import task_progress
+from vllm_gaudi_ucm.options.byte_size import show_bytes
+from vllm_gaudi_ucm.store.factory import open_medium
+from vllm_gaudi_ucm.store.medium import Medium, StoredBlock
+from vllm_gaudi_ucm.store.medium_check import Progress, clear_blocks, verify_blocks
+from vllm_gaudi_ucm.store.options import MemoryStoreOptions
+
+Result = TypeVar("Result")
+EXIT_CORRUPT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of the command."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for name, help_text in (
+        ("stat", "count the blocks by their size"),
+        ("verify", "read every block, check it, remove what is corrupt, and name what is no block"),
+        ("clear", "remove every block"),
+    ):
+        action = actions.add_parser(name, help=help_text, description=f"{help_text[:1].upper()}{help_text[1:]}.")
+        action.set_defaults(action=name)
+        add_store_arguments(action)
+        action.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        if name == "clear":
+            action.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does the action; a store that cannot be reached raises ValueError or OSError."""
+    options = store_options(args)
+    if isinstance(options, MemoryStoreOptions):
+        raise ValueError("store.kind: found 'memory', expected file or redis: a memory store lives inside its engine")
+    medium = open_medium(options, create=False)
+    try:
+        with _plain_errors(medium):
+            blocks = list(medium.blocks())
+            action: Callable[..., int] = {"stat": _stat, "verify": _verify, "clear": _clear}[args.action]
+            return action(args, medium, blocks)
+    finally:
+        medium.close()
+
+
+def _stat(args: argparse.Namespace, medium: Medium, blocks: list[StoredBlock]) -> int:
+    # no upkeep here: it would evict down to a capacity that --path and --url do not know
+    sizes = Counter(block.block_bytes for block in blocks)
+    total = sum(size * count for size, count in sizes.items())
+    by_size = [{"block_bytes": size, "blocks": count, "bytes": size * count} for size, count in sorted(sizes.items())]
+    if args.json:
+        _print_json(medium, blocks=len(blocks), bytes=total, sizes=by_size)
+        return 0
+    table = Table(title=medium.place())
+    for heading in ("bytes of a block", "blocks", "together"):
+        table.add_column(heading, justify="right")
+    for row in by_size:
+        table.add_row(f"{row['block_bytes']:,}", f"{row['blocks']:,}", show_bytes(row["bytes"]))
+    table.add_section()
+    table.add_row("all", f"{len(blocks):,}", show_bytes(total))
+    Console().print(table)
+    return 0
+
+
+def _verify(args: argparse.Namespace, medium: Medium, blocks: list[StoredBlock]) -> int:
+    found = _with_bar(args, "verifying", lambda bar: verify_blocks(medium, blocks, bar))
+    if args.json:
+        _print_json(medium, intact=found.intact, corrupt=found.corrupt, left_alone=medium.strangers())
+    else:
+        for stranger in medium.strangers():
+            print(f"left alone, as it is no block but lies where one belongs: {stranger}")
+        print(f"{medium.place()}: {found.intact:,} blocks intact, {found.corrupt:,} corrupt ones removed")
+    return EXIT_CORRUPT if found.corrupt else 0
+
+
+def _clear(args: argparse.Namespace, medium: Medium, blocks: list[StoredBlock]) -> int:
+    if not args.yes:
+        _confirm(
+            f"Remove {len(blocks):,} blocks, {show_bytes(sum(b.block_bytes for b in blocks))}, from {medium.place()}?"
+        )
+    removed = _with_bar(args, "removing", lambda bar: clear_blocks(medium, blocks, bar))
+    if args.json:
+        _print_json(medium, removed=removed)
+    else:
+        print(f"{medium.place()}: {removed:,} blocks removed")
+    return 0
+
+
+def _confirm(question: str) -> None:
+    if not sys.stdin.isatty():
+        raise ValueError("clear: nobody is there to ask; add --yes to remove every block")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ValueError("clear: not confirmed, nothing was removed")
+
+
+def _with_bar(args: argparse.Namespace, what: str, work: Callable[[Progress | None], Result]) -> Result:
+    if args.json:
+        return work(None)
+    with task_progress(what) as bar:
+        return work(bar)
+
+
+def _print_json(medium: Medium, **values: Any) -> None:
+    print(json.dumps({"store": medium.place(), **values}, indent=2))
+
+
+@contextmanager
+def _plain_errors(medium: Medium) -> Iterator[None]:
+    """What a medium raises, as an error that says which medium."""
+    try:
+        yield
+    except medium.errors as error:
+        raise ValueError(f"{medium.place()}: {type(error).__name__}: {error}") from error

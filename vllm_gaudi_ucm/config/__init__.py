@@ -1,0 +1,1 @@
+"""The whole configuration, composed of the sections of the rooms."""

@@ -1,0 +1,240 @@
+"""Configuration: what may stand under `ucm` in vLLM's `--additional-config`, typed, checked and documented once."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from vllm_gaudi_ucm.config.memory_mode_check import check_memory_mode
+from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
+from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+from vllm_gaudi_ucm.options.choice import NameOf
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown, unknown_key
+from vllm_gaudi_ucm.options.files import read_config_file
+from vllm_gaudi_ucm.options.problems import expected, problems, section
+from vllm_gaudi_ucm.options.section import Section
+from vllm_gaudi_ucm.sparse.sections import SparseConfig, resolve_sparse_config, resolve_sparse_method
+
+ROOT = "ucm"
+
+
+class AttentionConfig(Section):
+    """How Unified Attention computes its three parts."""
+
+    implementation: Literal["auto", "reference", "cpu", "native", "hpu", "cuda"] = Field(
+        default="auto",
+        description="Kernels to use. `auto` takes the fastest for the device; `reference` defines the semantics and "
+        "runs everywhere, slower; `cpu` is torch on a CPU, `native` C++ there, built with the machine's compiler; "
+        "`hpu` is laid out for Gaudi and runs everywhere; `cuda` is Triton on an NVIDIA GPU.",
+    )
+    contiguous_pa: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Unique part: `true` reads one contiguous slice of the KV cache, `false` gathers blocks by id, "
+        "`auto` takes the cheaper one in every step.",
+    )
+    causal_slice: Annotated[int, Field(ge=16, le=8192)] = Field(
+        default=512,
+        description="Rows per slice of the causal part. Larger slices launch less work more efficiently, smaller ones "
+        "skip more of the masked keys.",
+    )
+
+
+class CpuConfig(Section):
+    """The CPU as the reference device."""
+
+    threads: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Threads of torch in the worker. Without it torch's own choice, which `OMP_NUM_THREADS` sets.",
+    )
+    packed_weights: bool = Field(
+        default=True,
+        description="Reorder linear weights for oneDNN when the model is loaded: two to five times faster, for a "
+        "second copy of the output head and about a second of start-up.",
+    )
+    compact_weights: bool = Field(
+        default=True,
+        description="Keep packed weights whose values fit in fewer bits (bfloat16, or 4 or 8 bits and a scale for "
+        "every 32 inputs) in those too, for steps of few rows; in those alone where the CPU has a matrix unit or "
+        "AVX-512. No value changes; takes up to half of the weights' memory more, or as much less.",
+    )
+    matrix_unit: bool = Field(
+        default=True,
+        description="Multiply float32 on the CPU's matrix unit (AMX), where it has one, as sums of bfloat16 that are "
+        "as exact as float32 arithmetic: linear layers and attention. The last digits differ from those without it.",
+    )
+    native_graphs: bool = Field(
+        default=True,
+        description="Record the native kernels of a step of up to 64 rows the first time it has so many, and run them "
+        "without Python from the third time on. No bit changes.",
+    )
+
+
+class GraphsConfig(Section):
+    """Static shapes: buckets, captured graphs and their warm-up."""
+
+    mode: Literal["auto", "off", "eager", "capture", "compile"] = Field(
+        default="auto",
+        description="How a step runs. `off`: at its true shape. `eager`: padded to a bucket, operator by operator. "
+        "`capture`: buckets as HPU graphs or CUDA graphs. `compile`: buckets through torch.compile. `auto`: on Gaudi "
+        "`capture`, or `compile` where `PT_HPU_LAZY_MODE=0`; `capture` on CUDA; `off` on a CPU.",
+    )
+    strategy: Annotated[str, NameOf(STRATEGIES, "auto")] = Field(
+        default="auto",
+        description="How buckets are chosen. `auto`: `file` where `buckets` is set, `trace` where `trace` is, else "
+        "`padding_aware`.",
+    )
+    buckets: Path | None = Field(default=None, strict=False, description="Bucket file, as `gaudi-ucm tune` writes it.")
+    trace: Path | None = Field(
+        default=None,
+        strict=False,
+        description="Phase log of earlier traffic: buckets in frequent use are warmed first, and strategy `trace` "
+        "tunes the buckets to it.",
+    )
+    max_graphs: Annotated[int, Field(ge=2, le=4096)] = Field(
+        default=64, description="Most graphs: forward, logits, and those for tails of prompts that are loaded in part."
+    )
+    max_shared_blocks: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Distinct shared blocks of the largest bucket; a step with more runs in several parts. Without it "
+        "twice the blocks of the longest request.",
+    )
+    warm_up: Literal["idle", "full", "skeleton"] = Field(
+        default="idle",
+        description="`idle` serves once the skeleton is warm and warms the rest while there is nothing to do; `full` "
+        "warms everything before serving; `skeleton` stops there.",
+    )
+    skeleton: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=3, description="Forward buckets that are warm before serving starts."
+    )
+    memory_budget: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="GiB that captured graphs may take; buckets that do not fit are left out, the most wasteful first. "
+        "Without it a tenth of the device's memory.",
+    )
+    recipe_check: Literal["off", "count", "fail"] = Field(
+        default="off",
+        description="Hash every operator stream as a device would compile it: `count` logs and counts those first seen "
+        "after warm-up, `fail` raises. For finding them without a Gaudi; costs time in every operator.",
+    )
+    recipe_cache: Path | None = Field(
+        default=None,
+        strict=False,
+        description="Folder where compiled recipes stay for the next start (Gaudi's recipe cache, or inductor's with "
+        "`mode: compile`).",
+    )
+
+
+class UcmConfig(Section):
+    """The whole configuration. Immutable, hashable, and equal to another exactly if every value is."""
+
+    phase_log: Path | None = Field(
+        default=None,
+        strict=False,
+        description="JSON-lines file that gets one line for every step: its phase tuple, sizes and milliseconds.",
+    )
+    attention: AttentionConfig = Field(default=AttentionConfig(), description="Unified Attention.")
+    graphs: GraphsConfig = Field(default=GraphsConfig(), description="Static shapes and captured graphs.")
+    cpu: CpuConfig = Field(default=CpuConfig(), description="The CPU as the reference device.")
+    ucm_sparse_method: str | None = Field(
+        default=None,
+        description="Sparse method: `GSA`, `ESA`, `KVStar`, or a registered one. Without it every request is dense.",
+    )
+    ucm_sparse_config: SparseConfig = Field(default=SparseConfig(), description="Options of the sparse methods.")
+    memory_mode: MemoryModeOptions = Field(
+        default=MemoryModeOptions(), description="Blocks that leave the device while their request decodes."
+    )
+
+    @field_validator("ucm_sparse_method", mode="after")
+    @classmethod
+    def _known_method(cls, value: str | None) -> str | None:
+        return resolve_sparse_method(value, f"{ROOT}.ucm_sparse_method")
+
+    @field_validator("ucm_sparse_config", mode="before")
+    @classmethod
+    def _sections_of_methods(cls, value: Any) -> SparseConfig:
+        return resolve_sparse_config(value, f"{ROOT}.ucm_sparse_config")
+
+    @model_validator(mode="after")
+    def _sections_go_together(self) -> Self:
+        if self.ucm_sparse_method is not None:
+            self.ucm_sparse_config.options(self.ucm_sparse_method, f"{ROOT}.ucm_sparse_config")
+        if self.memory_mode.enabled:
+            check_memory_mode(self.memory_mode, self.ucm_sparse_method, self.ucm_sparse_config, f"{ROOT}.memory_mode")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved values, as JSON types; `resolve_config({"ucm": config.to_dict()})` gives an equal
+        object, passwords in URLs aside."""
+        return self.model_dump(mode="json")
+
+
+class Row(NamedTuple):
+    """One line of the configuration table."""
+
+    key: str
+    type: str
+    default: str
+    description: str
+
+
+def resolve_config(additional_config: object) -> UcmConfig:
+    """The configuration in vLLM's `additional_config`, whose key `ucm` is a mapping or the path of a file with one.
+
+    Raises `UcmConfigError` that lists every problem.
+    """
+    if additional_config is None:
+        return UcmConfig()
+    if not isinstance(additional_config, Mapping):
+        raise UcmConfigError(
+            [Problem("--additional-config", shown(additional_config), "a JSON object with the key ucm")]
+        )
+    unknown = [unknown_key(str(key), "", [ROOT]) for key in additional_config if key != ROOT]
+    if unknown:
+        raise UcmConfigError(unknown)
+    return resolve_value(additional_config[ROOT]) if ROOT in additional_config else UcmConfig()
+
+
+def resolve_value(value: Any) -> UcmConfig:
+    """The configuration in the value of the key `ucm` itself: a mapping, or the path of a YAML or JSON file."""
+    source = ""
+    if isinstance(value, str | Path):
+        source = f" (file {value})"
+        value = read_config_file(Path(value))
+    if value is None:
+        return UcmConfig()
+    if not isinstance(value, Mapping):
+        raise UcmConfigError([Problem(ROOT, shown(value), "a mapping, or the path of a YAML or JSON file")], source)
+    try:
+        return UcmConfig.model_validate(dict(value))
+    except ValidationError as error:
+        raise UcmConfigError(list(problems(error, UcmConfig, ROOT)), source) from None
+
+
+def describe() -> list[Row]:
+    """Every key with its type, default and description, in the order of declaration."""
+    return [
+        Row(key, expected(field), _show(field.get_default(call_default_factory=False)), field.description or "")
+        for key, field in _leaves(UcmConfig, ROOT)
+    ]
+
+
+def markdown_table() -> str:
+    """The configuration table as Markdown, as it stands in the README."""
+    lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
+    lines += [f"| `{row.key}` | {row.type} | `{row.default}` | {row.description} |" for row in describe()]
+    return "\n".join(lines)
+
+
+def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        inner = section(field)
+        if inner is None:
+            yield f"{prefix}.{name}", field
+        else:
+            yield from _leaves(inner, f"{prefix}.{name}")
+
+
+def _show(default: Any) -> str:
+    return "null" if default is None else str(default)

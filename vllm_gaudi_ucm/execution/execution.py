@@ -1,0 +1,52 @@
+"""How a planned step is computed: at its true shape, or padded to a bucket and replayed as a graph."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+
+NO_BLOCKS: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+class StepShape(NamedTuple):
+    """The shape that a step has, and the one that it runs in.
+
+    tail: in a graph for tails, not in a bucket.
+    """
+
+    true: Bucket
+    padded: Bucket
+    tail: bool = False
+
+
+class Execution(Protocol):
+    """Computes one step at a time: stage, forward, then logits of it as often as wanted."""
+
+    def divide(self, batch: BatchInput, tails: NDArray[np.int64] = NO_TAILS) -> list[NDArray[np.int64]]:
+        """Indices of the requests that run together: one group, or more where no shape holds the whole step.
+
+        tails: int64 [n], requests whose rows choose together and are too many for an ordinary graph.
+        """
+
+    def stage(
+        self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
+    ) -> StepShape:
+        """Copies a plan to the device. summary_blocks: int64 [n], to be summarised once the step's K/V are written."""
+
+    def forward(self) -> None:
+        """Computes the hidden states of all rows of the staged step, and writes their K/V."""
+
+    def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """float32 [at least len(rows), vocabulary]: logits of these rows of the step; what follows them is garbage.
+
+        Valid until the next call. Takes at most `max_logits` rows.
+        """
+
+    @property
+    def max_logits(self) -> int: ...

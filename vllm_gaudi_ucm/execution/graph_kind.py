@@ -1,0 +1,73 @@
+"""Which kind of graphs a server uses: what `ucm.graphs.mode` asks for and what the device has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, UcmConfig
+
+GraphKind = Literal["off", "eager", "cuda_graph", "hpu_graph", "compile"]
+
+
+def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) -> GraphKind:
+    """The kind of graphs.
+
+    Args:
+        config: the plugin's options.
+        device: `cpu`, `cuda` or `hpu`.
+        lazy: Gaudi's lazy mode (PT_HPU_LAZY_MODE); of no matter elsewhere.
+        enforce_eager: `--enforce-eager`, which decides where the mode is `auto`. Gaudi still needs static shapes then:
+            every new one is compiled.
+
+    Raises:
+        ValueError: the device has no such graphs, or an option contradicts static shapes.
+    """
+    # late: it imports torch
+    from vllm_gaudi_ucm.ops.unified_attention.api import STATIC_IMPLEMENTATIONS
+
+    mode = config.graphs.mode
+    if mode == "auto":
+        kind = _automatic(device, lazy, enforce_eager)
+    elif mode == "capture":
+        kind = _captured(device, lazy)
+    else:
+        kind = mode
+    if kind != "off" and config.attention.implementation not in ("auto", *STATIC_IMPLEMENTATIONS):
+        raise ValueError(
+            f"ucm.attention.implementation: {config.attention.implementation!r} reads a step's shape on the host, "
+            f"which ucm.graphs.mode {mode!r} excludes; set the implementation to 'auto', or the mode to 'off'"
+        )
+    if kind == "compile" and config.attention.implementation == "cuda":
+        raise ValueError(
+            "ucm.attention.implementation: 'cuda' launches kernels of its own, which ucm.graphs.mode 'compile' cannot "
+            "trace; set the implementation to 'auto', or the mode to 'capture'"
+        )
+    return kind
+
+
+def _automatic(device: str, lazy: bool, enforce_eager: bool) -> GraphKind:
+    if device == "cpu":
+        return "off"
+    if enforce_eager:
+        return "eager" if device == "hpu" else "off"
+    return "cuda_graph" if device == "cuda" else "hpu_graph" if lazy else "compile"
+
+
+def _captured(device: str, lazy: bool) -> GraphKind:
+    if device == "cuda":
+        return "cuda_graph"
+    if device == "hpu" and lazy:
+        return "hpu_graph"
+    where = "on hpu with PT_HPU_LAZY_MODE=0" if device == "hpu" else f"on {device}"
+    raise ValueError(
+        f"ucm.graphs.mode: 'capture' has no graphs to capture {where}; expected 'compile', 'eager' or 'off'"
+    )
+
+
+def options_without_effect(graphs: GraphsConfig, kind: GraphKind, device: str) -> list[str]:
+    """Keys of `ucm.graphs` that were set and change nothing, for a warning: they may be meant for another device."""
+    given = [name for name in graphs.model_fields_set if name != "mode"]
+    if kind == "off":
+        return sorted(f"ucm.graphs.{name}" for name in given)
+    return ["ucm.graphs.memory_budget"] if device == "cpu" and graphs.memory_budget is not None else []

@@ -1,0 +1,204 @@
+"""Steps in static shapes: each is padded to the cheapest warm bucket that dominates it, and replayed as a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.batch.batch_division import divide_batch
+from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
+from vllm_gaudi_ucm.execution.execution import NO_BLOCKS, StepShape
+from vllm_gaudi_ucm.execution.forward_graphs import ForwardGraphs
+from vllm_gaudi_ucm.execution.staging import true_shape
+from vllm_gaudi_ucm.execution.static_inputs import ForwardInputs, StaticInputs
+from vllm_gaudi_ucm.execution.step_metadata import step_metadata
+from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
+from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
+    from vllm_gaudi_ucm.execution.decoder import Decoder
+    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+    from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShapes
+    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
+
+Stage = Callable[[str], AbstractContextManager[None]]
+"""A region of device work that becomes one recipe; the label names it in reports."""
+
+
+class StaticExecution:
+    """See Execution. Forward graphs are found by (phase, q, s, u), logits graphs by their rows alone.
+
+    The forward graph leaves its hidden states in a buffer for the largest step and the logits graph reads rows of
+    that, so neither depends on the other's bucket.
+
+    Without a sparse method nothing is selected, whatever the buckets have room for: a draft model is dense beside a
+    target that is not. Buckets that differ in selected blocks alone are then one graph.
+
+    What is left of a prompt that was loaded in part has graphs of its own; `tails` are their shapes, None where nothing
+    is loaded in part.
+
+    Args:
+        decoder: the model.
+        ready: the buckets, and which of them are warm.
+        causal_slice: rows per slice of the causal part.
+        device: where the model runs.
+        make_runner: the kind of graphs.
+        stage: entered around everything that runs on the device.
+        pin_memory: see StaticInputs.
+        sparse: a sparse method, where one is on.
+        implementation: of attention, one that may run while a graph is captured.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ready: ReadyBuckets,
+        causal_slice: int,
+        device: torch.device,
+        make_runner: Callable[[StaticFunction], GraphRunner],
+        stage: Stage,
+        pin_memory: bool = False,
+        sparse: SparseWorker | None = None,
+        implementation: str = "reference",
+    ) -> None:
+        self.ready = ready
+        self._sparse = sparse
+        self._implementation = implementation
+        self._decoder = decoder
+        self._stage = stage
+        choices = None if sparse is None else sparse.limits
+        self._selects = choices is not None
+        limits: Limits = ready.buckets.limits if self._selects else ready.buckets.limits.dense
+        self._block_size, self._contiguous = limits.block_size, limits.contiguous
+
+        def graphs(
+            limits: Limits, choices: SelectionLimits | None, lookup: Callable[[Bucket], Bucket]
+        ) -> ForwardGraphs:
+            inputs = StaticInputs(limits, causal_slice, device, pin_memory, choices)
+            return ForwardGraphs(inputs, lookup, make_runner, self._compute, stage)
+
+        self._ordinary = graphs(limits, choices, self._lookup)
+        self._hidden, self._logits = _outputs(decoder, limits, device)
+        self._logits_graphs = make_runner(self._run_logits)
+        self.tails = tail_shapes(limits, choices)
+        self._tails: ForwardGraphs | None = None
+        if self.tails is not None and choices is not None:
+            self._most_rows = choices.max_rows
+            self._tails = graphs(self.tails.limits, choices.of_tail(), partial(self._lookup_tail, self.tails))
+        self._graphs = self._ordinary
+        self._shape: StepShape
+
+    @property
+    def max_logits(self) -> int:
+        return self._logits.shape[0]
+
+    @property
+    def logits_width(self) -> int:
+        """Columns of the logits."""
+        return self._logits.shape[1]
+
+    def divide(self, batch: BatchInput, tails: NDArray[np.int64] = NO_TAILS) -> list[NDArray[np.int64]]:
+        return divide_batch(batch, self._block_size, self.ready.buckets.limits.most_shared_blocks, tails.tolist())
+
+    def stage(
+        self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
+    ) -> StepShape:
+        true = true_shape(plan, self._unique_blocks(plan))
+        self._graphs = self._graphs_of(plan)
+        padded = self._graphs.lookup(true)
+        self._graphs.fill(padded, plan, token_ids, summary_blocks)
+        self._shape = StepShape(true, padded, tail=self._graphs is not self._ordinary)
+        return self._shape
+
+    def forward(self) -> None:
+        self._graphs.replay()
+
+    def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        if not len(rows):
+            return self._logits[:0]
+        bucket = self.logits_bucket(len(rows))
+        chosen = self._ordinary.inputs.fill_logits_rows(bucket, rows)
+        with self._stage("logits"):
+            self._logits_graphs.replay(bucket, (chosen,))
+        return self._logits[:bucket]
+
+    def logits_bucket(self, count: int) -> int:
+        """Rows of the cheapest warm logits graph for so many."""
+        if count == self._shape.true.logits:
+            # a second lookup would count the step twice for the buckets that it still waits for
+            return self._shape.padded.logits
+        return self._graphs.lookup(self._shape.true._replace(logits=count)).logits
+
+    def warm_forward(self, shape: ForwardShape) -> None:
+        """Captures and executes the graph of a bucket over pads, which read and write the dummy block only."""
+        if not self._selects:
+            shape = shape.with_selected(0)
+        self._ordinary.warm(shape)
+        self._shape = StepShape(shape.step(0), shape.step(0))
+
+    def warm_tail(self, shape: ForwardShape) -> None:
+        """The same for one of `tails`."""
+        assert self._tails is not None, "no graphs for tails where nothing is loaded in part"
+        self._tails.warm(shape)
+
+    def warm_logits(self, rows: int) -> torch.Tensor:
+        """Captures and executes the graph of so many logits rows; returns the logits, float32 [rows, vocabulary]."""
+        chosen = self._ordinary.inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
+        with self._stage("logits"):
+            self._logits_graphs.capture(rows, (chosen,))
+        return self._logits[:rows]
+
+    def _graphs_of(self, plan: UnifiedPlan) -> ForwardGraphs:
+        return self._tails if self._tails is not None and is_tail(plan, self._most_rows) else self._ordinary
+
+    def _lookup(self, step: Bucket) -> Bucket:
+        found = self.ready.lookup(step)
+        return found if self._selects or not found.selected_blocks else found._replace(selected_blocks=0)
+
+    def _lookup_tail(self, tails: TailShapes, step: Bucket) -> Bucket:
+        return tails.lookup(step).step(self.ready.logits_rows(step.logits))
+
+    def _compute(self, inputs: ForwardInputs) -> None:
+        metadata = step_metadata(
+            inputs.slots,
+            inputs.parts,
+            self._block_size,
+            self._implementation,
+            self._sparse,
+            inputs.summary_blocks,
+            inputs.selection,
+        )
+        hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata)
+        self._hidden[: len(hidden)].copy_(hidden)
+
+    def _run_logits(self, rows: torch.Tensor) -> None:
+        self._logits[: len(rows)].copy_(self._decoder.logits(self._hidden.index_select(0, rows)))
+
+    def _unique_blocks(self, plan: UnifiedPlan) -> int:
+        if plan.unique is None:
+            return 0
+        return int(plan.unique.blocks.max()) + 1 if self._contiguous else len(plan.unique.blocks)
+
+
+def _outputs(decoder: Decoder, limits: Limits, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Buffers of the largest step: hidden states [rows, hidden size] and logits float32 [requests, vocabulary].
+
+    One row through the model tells the sizes; some models have other ones than their configuration says.
+    """
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    hidden = decoder.hidden(one, one, None)
+    logits = decoder.logits(hidden)
+    return (
+        hidden.new_zeros((limits.max_num_batched_tokens, hidden.shape[1])),
+        logits.new_zeros((limits.max_num_seqs, logits.shape[1])),
+    )

@@ -1,0 +1,82 @@
+"""Options of memory mode (`ucm.memory_mode`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from vllm_gaudi_ucm.options.problems import WORDS
+from vllm_gaudi_ucm.options.section import Section
+from vllm_gaudi_ucm.store.options import (
+    FileStoreOptions,
+    MemoryStoreOptions,
+    RedisStoreOptions,
+    resolve_store_options,
+)
+
+AnyStore = MemoryStoreOptions | FileStoreOptions | RedisStoreOptions
+_STORE: dict[str, Any] = {WORDS: "store (docs/guides/stores.md) or null"}
+
+
+class MemoryModeOptions(Section):
+    """Strict, immutable, equal by value."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Blocks of a decoding request that its method is not likely to choose leave the device, so that "
+        "more requests fit. Needs a sparse method that chooses blocks.",
+    )
+    resident_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.5,
+        description="Part of a context's full blocks that stays on the device, sinks and local window included; at "
+        "least the method's `sparse_ratio`.",
+    )
+    refresh_steps: Annotated[int, Field(ge=1)] = Field(
+        default=16,
+        description="Decodes of a request after which all of its blocks, also those that are away, are scored again; "
+        "at first sooner, after 1, 2, 4 ...",
+    )
+    max_missed: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.25,
+        description="Share of a request's attention that is estimated to fall on blocks that are away, when it is "
+        "scored, above which all of its blocks come back and stay.",
+    )
+    moves_per_step: Annotated[int, Field(ge=1)] = Field(
+        default=8, description="Most blocks that one step copies off the device, and most that it orders back."
+    )
+    history_decay: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.5, description="Weight of the scores so far against those of a refresh; 0 forgets them, 1 never."
+    )
+    away_ratio: Annotated[float, Field(gt=0, le=64)] = Field(
+        default=2.0,
+        description="Most blocks that have a copy off the device, as a multiple of the blocks of the KV cache.",
+    )
+    store: AnyStore | None = Field(
+        default=None,
+        description="Where the copies are. Without it host memory of the size that `away_ratio` asks for.",
+        json_schema_extra=_STORE,
+    )
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _store_by_kind(cls, value: Any) -> Any:
+        return None if value is None else resolve_store_options(value, "ucm.memory_mode.store")
+
+    def max_away(self, num_blocks: int, block_bytes: int) -> int:
+        """Blocks that may have a copy, of a KV cache of `num_blocks` of `block_bytes` each.
+
+        What a store would evict to make room is never sent to it.
+        """
+        most = max(1, int(self.away_ratio * num_blocks))
+        capacity = getattr(self.store, "capacity", None)
+        return most if capacity is None else min(most, capacity // block_bytes)
+
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether copies lie in this process, where nothing can be brought nearer to the device."""
+        return self.store is None or isinstance(self.store, MemoryStoreOptions)
+
+    def open_options(self, max_away: int, block_bytes: int) -> AnyStore:
+        """The store to open."""
+        return MemoryStoreOptions(capacity=max_away * block_bytes) if self.store is None else self.store

@@ -1,0 +1,93 @@
+"""Block tables and free blocks of vLLM's scheduler, as far as memory mode changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.vllm_api.compat import forget_cached_blocks, kv_block_lists
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+
+class RequestBlocks:
+    """As vLLM's sliding window does it: a block that leaves is replaced by the null block and freed.
+
+    A block is freed by its count of owners, so one that another request or the prefix cache still uses stays theirs.
+    """
+
+    def __init__(self, manager: KVCacheManager, block_size: int) -> None:
+        self._manager = manager
+        self._pool = manager.block_pool
+        self._lists = kv_block_lists(manager)
+        self._size = block_size
+        # hashes of a finer grain are no hashes of blocks
+        self._caching = manager.enable_caching and self._pool.hash_block_size == block_size
+
+    @property
+    def num_free(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self._pool.num_gpu_blocks)
+
+    def table(self, request_id: str) -> list[KVCacheBlock]:
+        """The request's blocks, the null block where one is away; empty for a request that has none."""
+        return self._lists.get(request_id, [])
+
+    def is_owned_alone(self, request_id: str, number: int) -> bool:
+        """Whether releasing the block would free it."""
+        block = self._lists[request_id][number]
+        return not block.is_null and block.ref_cnt == 1
+
+    def release(self, request_id: str, number: int) -> None:
+        """Puts the null block in place of logical block `number`, and frees that."""
+        table = self._lists[request_id]
+        block, table[number] = table[number], self._pool.null_block
+        self._pool.free_blocks([block])
+
+    def put(self, request_id: str, number: int, block: KVCacheBlock) -> None:
+        """Gives logical block `number` a physical block that the caller owns."""
+        self._lists[request_id][number] = block
+
+    def take(self) -> KVCacheBlock:
+        """A free block, which is the caller's now. Raises ValueError where there is none."""
+        (block,) = self._pool.get_new_blocks(1)
+        return block
+
+    def blocks_to_write(self, computed: Iterable[tuple[str, int]]) -> set[int]:
+        """Physical blocks of requests from their first token on that is not computed yet.
+
+        computed: id and computed tokens of each.
+        """
+        tables = ((self.table(request_id), tokens // self._size) for request_id, tokens in computed)
+        return {block.block_id for table, first in tables for block in table[first:]}
+
+    def take_cached(self, request: Request, number: int, unwritten: Set[int] = frozenset()) -> KVCacheBlock | None:
+        """The block that has the content of logical block `number`, if the prefix cache still has it.
+
+        unwritten: physical blocks that do not have their content yet, although the prefix cache says so.
+        """
+        if not self._caching or number >= len(request.block_hashes):
+            return None
+        found = self._pool.get_cached_block(request.block_hashes[number], [0])
+        if found is None or found[0].block_id in unwritten:
+            return None
+        self._pool.touch(found)
+        return found[0]
+
+    def forget_cached(self, request_id: str, first: int) -> None:
+        """The prefix cache has logical blocks `first` and following no more, until the request's next step."""
+        forget_cached_blocks(self._manager, request_id, first)
+
+    def free_all(self, request: Request) -> None:
+        """Frees what the request has: its table is empty then."""
+        self._manager.free(request)
+
+    def give_back(self, blocks: list[KVCacheBlock]) -> None:
+        """Frees blocks that the caller owns."""
+        self._pool.free_blocks(blocks)

@@ -1,0 +1,90 @@
+"""Summaries of consecutive blocks as one record of a store: what is left in the store can be scored all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
+from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
+    from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
+    from vllm_gaudi_ucm.sparse.selection.summary_queue import SummaryQueue
+
+
+def summary_bytes(options: BlockOptions, block_size: int, kv_heads: int, head_size: int, key_bytes: int) -> int:
+    """Bytes of a block's summaries in one layer.
+
+    Args:
+        options: of the method that scores them.
+        block_size: tokens per block.
+        kv_heads, head_size: of the layer.
+        key_bytes: of an element of a key.
+    """
+    kind = SummaryKind(options.summary)
+    width = kind.width(head_size) * (1 if kind is SummaryKind.HASH else key_bytes)
+    return kind.vectors(block_size) * kv_heads * width
+
+
+class SummaryRecords:
+    """Copies between device and host of a fixed shape, by the worker's own thread, between two steps.
+
+    Bytes of a record: [layer that chooses, block, summary], what is beyond the last block undefined.
+
+    Args:
+        scorer: has the summaries, and places for those of blocks that are away.
+        ready: which blocks have a summary.
+        span: most blocks of a record.
+        device: whose recipes are cut.
+    """
+
+    def __init__(self, scorer: BlockScorer, ready: SummaryQueue, span: int, device: Device) -> None:
+        self._scorer = scorer
+        self._ready = ready
+        self._span = span
+        self._device = device
+        self._pad_row = len(scorer.away[0]) - 1
+
+    def are_ready(self, blocks: Sequence[int]) -> bool:
+        """Whether all of these blocks have a summary."""
+        return bool(self._ready.ready[list(blocks)].all())
+
+    @torch.inference_mode()
+    def read(self, blocks: Sequence[int], into: memoryview) -> None:
+        """Device to host; blocks: physical ones that have a summary."""
+        self._device.end_recipe()
+        index = self._padded(blocks, DUMMY_BLOCK)
+        offset = 0
+        for layer in self._scorer.layers:
+            found = layer.summaries.index_select(0, index).cpu().contiguous().view(torch.uint8).flatten()
+            torch.frombuffer(into, dtype=torch.uint8, count=len(found), offset=offset).copy_(found)
+            offset += len(found)
+        self._device.end_recipe()
+
+    @torch.inference_mode()
+    def write(self, record: bytearray, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Host to device. Of each block of the record the row for one that is away, below 0 for others, and the
+        physical block, DUMMY_BLOCK for one that is away."""
+        self._device.end_recipe()
+        to_rows = self._padded([self._pad_row if row < 0 else row for row in rows], self._pad_row)
+        to_blocks = self._padded(blocks, DUMMY_BLOCK)
+        offset = 0
+        for layer, away in zip(self._scorer.layers, self._scorer.away, strict=True):
+            shape = self._span, *away.shape[1:]
+            count = away[0].nbytes * self._span
+            flat = torch.frombuffer(record, dtype=torch.uint8, count=count, offset=offset)
+            # a copy: views of other types ask for offsets that fit
+            data = flat.clone().view(away.dtype).view(shape).to(away.device)
+            away.index_copy_(0, to_rows, data)
+            layer.summaries.index_copy_(0, to_blocks, data)
+            offset += count
+        self._device.end_recipe()
+
+    def _padded(self, numbers: Sequence[int], pad: int) -> torch.Tensor:
+        padded = [*numbers, *[pad] * (self._span - len(numbers))]
+        return torch.tensor(padded, device=self._scorer.away[0].device)

@@ -1,0 +1,182 @@
+"""Memory mode in the worker: carries out a step's orders before its forward, and reports after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
+from vllm_gaudi_ucm.kv_cache.device_blocks import NO_MEMORY
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.protocol.offload_messages import BlockMove, ResidencyOrders, ResidencyReport
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.device import Device, Fence
+    from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
+    from vllm_gaudi_ucm.kv_offload.copy_loads import CopyLoads, Pair
+    from vllm_gaudi_ucm.kv_offload.copy_store import CopyStore
+    from vllm_gaudi_ucm.observability.memory_mode_metrics import MemoryModeMetrics
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
+    from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionState
+
+logger = plugin_logger(__name__)
+
+
+class _Target(NamedTuple):
+    """Where a load is to go, once what was launched before the order has run: the block was another's then."""
+
+    block: int
+    after: Fence
+
+
+class ResidencyWorker:
+    """Blocks of the device are written here between two steps.
+
+    Args:
+        table: block tables of the live requests, which orders change.
+        state: which blocks have a summary, and which requests chose in a step.
+        scorer: scores of blocks.
+        blocks: of the KV cache.
+        copies: where blocks go.
+        device: whose recipes are cut.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        state: SelectionState,
+        scorer: BlockScorer,
+        blocks: DeviceBlocks,
+        copies: CopyStore,
+        device: Device,
+    ) -> None:
+        self._table = table
+        self._state = state
+        self._scorer = scorer
+        self._blocks = blocks
+        self._copies = copies
+        self._device = device
+        # of each life, the summary's row of every block that was saved; and where a load is to go
+        self._rows: dict[int, dict[int, int]] = {}
+        self._targets: dict[Pair, _Target] = {}
+        self._scored: dict[str, int] = {}
+        self._report = ResidencyReport()
+        self._metrics: MemoryModeMetrics | None = None
+        self._stored: tuple[CopyLoads, DeviceBlocks] | None = None
+
+    def load_stored_with(self, loads: CopyLoads, blocks: DeviceBlocks) -> None:
+        """Blocks whose copy is a connector's record come back by its engine, in its order of layers."""
+        self._stored = loads, blocks
+
+    def report_to(self, metrics: StepMetrics) -> None:
+        """Figures of memory mode, and of its copies, reach /metrics."""
+        self._metrics = metrics.memory_mode()
+        self._copies.report_to(metrics)
+
+    def begin_step(self, orders: ResidencyOrders) -> None:
+        """Once the request table knows the step's requests, before the step is planned."""
+        for life in orders.ended:
+            self._copies.end(life)
+            if self._stored is not None:
+                self._stored[0].end(life)
+            self._rows.pop(life, None)
+            self._targets = {pair: target for pair, target in self._targets.items() if pair[0] != life}
+        for life, number, row in orders.stored:
+            self._rows.setdefault(life, {})[number] = row
+        for pair in orders.dropped:
+            self._copies.drop(pair)
+            del self._rows[pair[0]][pair[1]]
+        for patch in orders.patches:
+            self._table.set_block(patch.request_id, patch.number, patch.block)
+        # what was chosen among other blocks is no choice any more
+        self._state.forget({patch.request_id for patch in orders.patches})
+        for move in orders.saves:
+            self._save(move)
+        self._take_finished()
+        for move in orders.loads:
+            self._load(move)
+        self._copies.bring_near(orders.ahead)
+        self._scored = orders.scored
+        if self._metrics is not None:
+            self._metrics.set(orders.totals)
+
+    def report(self) -> ResidencyReport:
+        """After a step: what has happened since the last report. Waits for the device where a request is scored."""
+        for request_id, life in self._scored.items():
+            chosen = self._state.chosen.get(request_id)
+            # a request that did not fit chose nothing, and is asked for again
+            if chosen is not None:
+                self._report.scores[life] = self._score(request_id, life, *chosen)
+        report, self._report, self._scored = self._report, ResidencyReport(), {}
+        return report
+
+    def warm_up(self) -> None:
+        """Has a device that compiles compile now what moves and scores run, apart from each other as later."""
+        self._device.end_recipe()
+        self._scorer.keep_summary(DUMMY_BLOCK, 0)
+        self._device.end_recipe()
+        self._scorer.restore_summary(0, DUMMY_BLOCK)
+        self._device.end_recipe()
+        self._blocks.warm_up()
+        nothing = np.full(1, -1, np.int64)
+        self._scorer.scores(0, nothing, nothing)
+
+    def close(self) -> None:
+        self._copies.close()
+
+    def _save(self, move: BlockMove) -> None:
+        self._rows.setdefault(move.life, {})[move.number] = move.row
+        try:
+            data = self._blocks.allocate(self._blocks.block_bytes)
+        except NO_MEMORY as error:
+            logger.warning("memory mode: no host memory for a copy: %s", error)
+            self._report.unsaved.append((move.life, move.number))
+            return
+        self._scorer.keep_summary(move.block, move.row)
+        self._device.end_recipe()
+        self._blocks.read([(move.block, data)])
+        self._copies.save((move.life, move.number), data)
+
+    def _load(self, move: BlockMove) -> None:
+        self._targets[move.life, move.number] = _Target(move.block, self._device.fence())
+        if not move.key:
+            self._copies.load((move.life, move.number))
+            return
+        assert self._stored is not None, "only a connector leaves blocks in its store"
+        self._stored[0].start((move.life, move.number), move.key)
+
+    def _take_finished(self) -> None:
+        for pair, saved in self._copies.finished_saves():
+            (self._report.saved if saved else self._report.unsaved).append(pair)
+        for pair, data in self._copies.finished_loads():
+            self._put(pair, data, self._blocks)
+        if self._stored is not None:
+            for pair, data in self._stored[0].finished():
+                self._put(pair, data, self._stored[1])
+
+    def _put(self, pair: Pair, data: memoryview | None, blocks: DeviceBlocks) -> None:
+        block, after = self._targets.pop(pair)
+        if data is None:
+            self._report.failed.append(pair)
+            return
+        blocks.write(block, data, after)
+        # its summary has stayed, and need not be made again
+        self._device.end_recipe()
+        self._scorer.restore_summary(self._rows[pair[0]][pair[1]], block)
+        self._device.end_recipe()
+        self._state.summaries.brought(np.array([block]))
+        self._report.loaded.append(pair)
+
+    def _score(self, request_id: str, life: int, slot: int, num_full: int) -> list[float]:
+        blocks: NDArray[np.int64] = self._table.blocks(request_id, num_full).astype(np.int64)
+        rows = np.full(num_full, -1, np.int64)
+        for number, row in self._rows.get(life, {}).items():
+            if blocks[number] == 0:
+                rows[number] = row
+        blocks[(blocks == 0) | ~self._state.summaries.ready[blocks]] = -1
+        self._device.end_recipe()
+        return list(self._scorer.scores(slot, blocks, rows).tolist())

@@ -1,0 +1,253 @@
+"""The phase log: one JSON line per step (`ucm.phase_log`), and running totals by phase that are always kept.
+
+The line format is described in docs/guides/phase-log.md; `read_phase_log` is its only reader.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, phase_string
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
+
+SCHEMA = "gaudi-ucm.phase-log/1"
+COUNTS = ("requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs")
+PHASES = {phase_string(c, s, u) for c in (False, True) for s in (False, True) for u in (False, True)}
+# Written where there are any: a server without a sparse method writes what it always wrote.
+SPARSE_COUNTS = ("selected_pairs", "sparse", "tail")
+TRANSFER_COUNTS = ("loaded_blocks", "saved_blocks")
+TIMES = ("plan_ms", "forward_ms", "sample_ms")
+MOST = 1 << 63  # of a number: sums and sizes are counted in 64 bits
+
+logger = plugin_logger(__name__)
+
+
+class PhaseLogError(ValueError):
+    """A phase log that cannot be written or read; the message names the file, the line and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One executed step: its shape, its size, and where the time went.
+
+    A pair is one (row, token) product of one attention head that a part really computed, so the pair counts
+    compare the attention work of the parts.
+    """
+
+    step: int
+    bucket: Bucket
+    """The true shape of the step."""
+    padded: Bucket
+    """The shape it ran in."""
+    requests: int
+    prompts: int
+    """Requests with more than one scheduled token."""
+    tokens: int
+    causal_pairs: int
+    shared_pairs: int
+    unique_pairs: int
+    plan_ms: float
+    forward_ms: float
+    sample_ms: float
+    selected_pairs: int = 0
+    sparse: int = 0
+    """Requests that attended to a selection of their context."""
+    loaded_blocks: int = 0
+    """Blocks that a connector has filled since the step before."""
+    saved_blocks: int = 0
+    """Blocks that it has stored since then."""
+    transfer_ms: float = 0.0
+    """What its calls took on the step's way since then; no part of the other times."""
+    tail: int = 0
+    """1 if it ran in a graph for tails, not in a bucket."""
+
+
+class PhaseLog:
+    """Appends steps to a file (when there is one) and to `summary`; memory use does not grow with steps."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        header: Mapping[str, Any] | None = None,
+        emit: Callable[[str], None] = logger.info,
+    ) -> None:
+        self.path = path
+        self.summary = PhaseSummary()
+        self._emit = emit
+        self._file = None if path is None else _create(path, header or {})
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps are written; not any more once writing has failed."""
+        return self._file is not None
+
+    def append(self, record: StepRecord) -> None:
+        """Count one step and write its line; a full disk stops the file, never the engine."""
+        self.summary.add(record)
+        if self._file is None:
+            return
+        try:
+            self._file.write(_line(record))
+        except OSError as error:
+            logger.warning("ucm.phase_log: writing %s failed (%s); steps are no longer logged", self.path, error)
+            self._file = None
+
+    def close(self) -> None:
+        """Close the file and emit the summary table, once; does nothing without a file."""
+        if self._file is None:
+            return
+        self._file.close()
+        self._file = None
+        if self.summary.steps:
+            # rich is needed here only: importing it at start would cost every engine start 30 ms.
+            from vllm_gaudi_ucm.observability.phase_table import summary_text
+
+            self._emit(f"phase log {self.path}\n{summary_text(self.summary)}")
+
+
+def read_phase_log(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
+    """(header, steps) of a log; a last line torn by a killed process is dropped, anything else wrong raises."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise PhaseLogError(f"{path}: cannot be read as a phase log: {error.strerror or error}") from error
+    # What follows the last newline is empty in a log that was closed, and a torn line in one that was not.
+    torn = lines.pop()
+    header = _parse_header(path, lines[0] if lines else torn)
+    records = [_parse_line(path, number, line) for number, line in enumerate(lines[1:], start=2)]
+    return header, records
+
+
+def bucket_shapes(records: Iterable[StepRecord]) -> Iterator[Bucket]:
+    """True shapes of the steps that need buckets; one that ran in a graph for tails needs none."""
+    return (record.bucket for record in records if not record.tail)
+
+
+def keep_previous(path: Path) -> None:
+    """Renames a log that is there, and not empty, to `NAME.previous`. Raises OSError."""
+    if path.is_file() and path.stat().st_size:
+        path.replace(path.with_name(path.name + ".previous"))
+
+
+def _create(path: Path, header: Mapping[str, Any]) -> TextIO:
+    """Open a new log with its header; the log of the run before is kept as `NAME.previous`."""
+    try:
+        keep_previous(path)
+        # Line buffering hands each step to the operating system whole: a kill costs at most the last line.
+        file = path.open("w", encoding="utf-8", buffering=1)
+        file.write(json.dumps({"schema": SCHEMA, **header}, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise PhaseLogError(
+            f"ucm.phase_log: cannot write {path}: {error.strerror or error}; "
+            "expected a file name in a folder that exists and is writable"
+        ) from error
+    return file
+
+
+def _line(record: StepRecord) -> str:
+    """The JSON line of a step; formatted by hand because json.dumps costs three times as much per step."""
+    r = record
+    more = ""
+    if r.selected_pairs:
+        more += f',"selected_pairs":{r.selected_pairs}'
+    if r.sparse:
+        more += f',"sparse":{r.sparse}'
+    if r.tail:
+        more += f',"tail":{r.tail}'
+    for name in TRANSFER_COUNTS:
+        if getattr(r, name):
+            more += f',"{name}":{getattr(r, name)}'
+    if r.transfer_ms:
+        more += f',"transfer_ms":{r.transfer_ms:.4f}'
+    return (
+        f'{{"step":{r.step},"bucket":{_bucket_json(r.bucket)},"padded":{_bucket_json(r.padded)},'
+        f'"requests":{r.requests},"prompts":{r.prompts},"tokens":{r.tokens},"causal_pairs":{r.causal_pairs},'
+        f'"shared_pairs":{r.shared_pairs},"unique_pairs":{r.unique_pairs},"plan_ms":{r.plan_ms:.4f},'
+        f'"forward_ms":{r.forward_ms:.4f},"sample_ms":{r.sample_ms:.4f}{more}}}\n'
+    )
+
+
+def _bucket_json(bucket: Bucket) -> str:
+    phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks, causal_reach = bucket
+    more = f",{selected_blocks}" if selected_blocks else ""
+    if causal_reach != ALL_TILES:
+        more = f",{selected_blocks},{causal_reach}"
+    return f'["{phase}",{query_len},{shared_blocks},{unique_blocks},{logits}{more}]'
+
+
+def _parse_header(path: Path, line: str) -> dict[str, Any]:
+    try:
+        header = json.loads(line)
+    except (ValueError, RecursionError):
+        header = None
+    if isinstance(header, dict) and header.get("schema") == SCHEMA:
+        return header
+    raise PhaseLogError(
+        f"{path}:1: found {_what_else(line, header)} where a phase log says {SCHEMA!r}: this is no phase log; "
+        "expected a file that ucm.phase_log or `gaudi-ucm trace` wrote"
+    )
+
+
+def _what_else(line: str, value: Any) -> str:
+    """What a first line that is no header is. value: of its JSON, None where it is none."""
+    if isinstance(value, dict):
+        return ascii(value["schema"])[:60] if "schema" in value else "JSON without the field 'schema'"
+    # with \ufffd in the place of bytes that are no text
+    if line.startswith("\x1f\ufffd"):
+        return "a gzip file (unpack it)"
+    return ascii(line[:40]) if line else "an empty file"
+
+
+def _parse_line(path: Path, number: int, line: str) -> StepRecord:
+    fields = _parse_object(path, number, line)
+    try:
+        bucket, padded = _parse_bucket(fields["bucket"]), _parse_bucket(fields["padded"])
+        sizes: dict[str, Any] = {name: _number(fields, name, int) for name in COUNTS}
+        sizes |= {name: _number(fields, name, int) for name in SPARSE_COUNTS + TRANSFER_COUNTS if name in fields}
+        times = (*TIMES, "transfer_ms") if "transfer_ms" in fields else TIMES
+        sizes |= {name: float(_number(fields, name, int, float)) for name in times}
+        return StepRecord(
+            step=_number(fields, "step", int),
+            bucket=bucket,
+            padded=padded,
+            **sizes,
+        )
+    except KeyError as error:
+        raise PhaseLogError(f"{path}:{number}: the step has no field {error}") from error
+    except ValueError as error:
+        raise PhaseLogError(f"{path}:{number}: {error}") from error
+
+
+def _parse_object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PhaseLogError(f"{path}:{number}: not JSON ({error}); remove the line to read the rest") from error
+    if not isinstance(value, dict):
+        raise PhaseLogError(f"{path}:{number}: found {line[:40]!r}, expected a JSON object")
+    return value
+
+
+def _number(fields: dict[str, Any], name: str, *types: type) -> Any:
+    value = fields[name]
+    # NaN is within no bounds
+    if type(value) not in types or not 0 <= value < MOST:
+        raise ValueError(f"field {name!r} is {value!r}, expected a number from 0 to 2^63")
+    return value
+
+
+def _parse_bucket(value: Any) -> Bucket:
+    if isinstance(value, list) and len(Bucket._fields) - 2 <= len(value) <= len(Bucket._fields):
+        phase, *sizes = value
+        if isinstance(phase, str) and phase in PHASES and all(type(size) is int and 0 <= size < MOST for size in sizes):
+            return Bucket(phase, *sizes)
+    raise ValueError(
+        f"found bucket {value!r}, expected [phase, query_len, shared_blocks, unique_blocks, logits], "
+        "selected_blocks where there are any, causal_reach where it is known"
+    )

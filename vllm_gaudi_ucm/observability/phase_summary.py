@@ -1,0 +1,172 @@
+"""Totals of steps by phase: what the phase log prints at exit, `gaudi-ucm phases` shows, and metrics can export."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.observability.phase_log import StepRecord
+
+# Step times are counted in logarithmic classes, sixteen per doubling: a median within 2.2 % from bounded memory.
+CLASSES_PER_DOUBLING = 16
+SMALLEST_MS = 1e-3
+PAIRS = ("causal_pairs", "shared_pairs", "unique_pairs", "selected_pairs")
+SUMS = ("steps", "requests", "prompts", "tokens", *PAIRS, "sparse", "plan_ms", "forward_ms", "sample_ms")
+
+
+@dataclass(slots=True)
+class PhaseTotals:
+    """Sums over the steps of one phase (or of all phases)."""
+
+    steps: int = 0
+    requests: int = 0
+    prompts: int = 0
+    tokens: int = 0
+    causal_pairs: int = 0
+    shared_pairs: int = 0
+    unique_pairs: int = 0
+    selected_pairs: int = 0
+    sparse: int = 0
+    plan_ms: float = 0.0
+    forward_ms: float = 0.0
+    sample_ms: float = 0.0
+    time_classes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds of all steps together."""
+        return self.plan_ms + self.forward_ms + self.sample_ms
+
+    @property
+    def mean_ms(self) -> float:
+        return self.ms / self.steps if self.steps else 0.0
+
+    @property
+    def p50_ms(self) -> float:
+        """Median step time, exact to the width of a time class."""
+        seen = 0
+        for index in sorted(self.time_classes):
+            seen += self.time_classes[index]
+            if 2 * seen >= self.steps:
+                return 2.0 ** ((index + 0.5) / CLASSES_PER_DOUBLING)
+        return 0.0
+
+    @property
+    def pairs(self) -> int:
+        """Attention work of one head: (row, token) products of all parts."""
+        return self.causal_pairs + self.shared_pairs + self.unique_pairs + self.selected_pairs
+
+    def attention_shares(self) -> dict[str, float]:
+        """Fraction of the attention work that each part did; all zero when there was none.
+
+        The selected part is named where it did any.
+        """
+        pairs = self.pairs or 1
+        shares = {
+            "causal": self.causal_pairs / pairs,
+            "shared": self.shared_pairs / pairs,
+            "unique": self.unique_pairs / pairs,
+        }
+        if self.selected_pairs:
+            shares["selected"] = self.selected_pairs / pairs
+        return shares
+
+    def add(self, record: StepRecord) -> None:
+        """Count one step."""
+        self.steps += 1
+        self.requests += record.requests
+        self.prompts += record.prompts
+        self.tokens += record.tokens
+        self.causal_pairs += record.causal_pairs
+        self.shared_pairs += record.shared_pairs
+        self.unique_pairs += record.unique_pairs
+        self.selected_pairs += record.selected_pairs
+        self.sparse += record.sparse
+        self.plan_ms += record.plan_ms
+        self.forward_ms += record.forward_ms
+        self.sample_ms += record.sample_ms
+        index = _time_class(record.plan_ms + record.forward_ms + record.sample_ms)
+        self.time_classes[index] = self.time_classes.get(index, 0) + 1
+
+    def merge(self, other: PhaseTotals) -> None:
+        """Add the sums of another phase to these."""
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for index, count in other.time_classes.items():
+            self.time_classes[index] = self.time_classes.get(index, 0) + count
+
+
+class PhaseSummary:
+    """Totals for each of the (at most eight) phases seen."""
+
+    def __init__(self, records: Iterable[StepRecord] = ()) -> None:
+        self.by_phase: dict[str, PhaseTotals] = {}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: StepRecord) -> None:
+        """Count one step under its true phase."""
+        totals = self.by_phase.get(record.bucket.phase)
+        if totals is None:
+            totals = self.by_phase[record.bucket.phase] = PhaseTotals()
+        totals.add(record)
+
+    @property
+    def steps(self) -> int:
+        return sum(totals.steps for totals in self.by_phase.values())
+
+    def total(self) -> PhaseTotals:
+        """The sums over all phases."""
+        total = PhaseTotals()
+        for totals in self.by_phase.values():
+            total.merge(totals)
+        return total
+
+    def ranked(self) -> list[tuple[str, PhaseTotals]]:
+        """Phases with their totals, most steps first."""
+        return sorted(self.by_phase.items(), key=lambda item: (-item[1].steps, item[0]))
+
+    def planning_share(self) -> float:
+        """Fraction of the step time that went into planning."""
+        total = self.total()
+        return total.plan_ms / total.ms if total.ms else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as plain values, for `--json`."""
+        total = self.total()
+        return {
+            "steps": total.steps,
+            "tokens": total.tokens,
+            "ms": round(total.ms, 3),
+            "planning_share": round(self.planning_share(), 6),
+            "attention_shares": _rounded(total.attention_shares()),
+            "phases": [_phase_json(phase, totals, total) for phase, totals in self.ranked()],
+        }
+
+
+def _phase_json(phase: str, totals: PhaseTotals, total: PhaseTotals) -> dict[str, Any]:
+    return {
+        "phase": phase,
+        "steps": totals.steps,
+        "step_share": round(totals.steps / total.steps, 6),
+        "tokens": totals.tokens,
+        "mean_ms": round(totals.mean_ms, 4),
+        "p50_ms": round(totals.p50_ms, 4),
+        "time_share": round(totals.ms / total.ms, 6) if total.ms else 0.0,
+        "causal_pairs": totals.causal_pairs,
+        "shared_pairs": totals.shared_pairs,
+        "unique_pairs": totals.unique_pairs,
+        **({"selected_pairs": totals.selected_pairs, "sparse": totals.sparse} if total.selected_pairs else {}),
+        "attention_shares": _rounded(totals.attention_shares()),
+    }
+
+
+def _rounded(shares: dict[str, float]) -> dict[str, float]:
+    return {part: round(share, 6) for part, share in shares.items()}
+
+
+def _time_class(ms: float) -> int:
+    return math.floor(math.log2(max(ms, SMALLEST_MS)) * CLASSES_PER_DOUBLING)

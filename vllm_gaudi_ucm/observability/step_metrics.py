@@ -1,0 +1,186 @@
+"""What the worker counts while it serves, for /metrics."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from vllm_gaudi_ucm.envs import multi_process_metrics
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
+from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
+from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.observability import metric
+from vllm_gaudi_ucm.observability.folder import hold_private, metrics_folder, remove_files, remove_stale
+from vllm_gaudi_ucm.observability.memory_mode_metrics import MemoryModeMetrics
+from vllm_gaudi_ucm.observability.metrics_file import MetricsFile, Series
+from vllm_gaudi_ucm.observability.native_graph_metrics import NativeGraphMetrics
+from vllm_gaudi_ucm.observability.prefetch_metrics import PrefetchMetrics
+from vllm_gaudi_ucm.observability.sparse_metrics import SparseMetrics
+from vllm_gaudi_ucm.observability.store_metrics import StoreMetrics
+from vllm_gaudi_ucm.observability.transfer_metrics import TransferMetrics
+
+DIMENSIONS = ("query", "shared", "unique", "logits", "selected")
+STAGES = ("plan", "forward", "sample")
+PARTS = (False, True)
+
+logger = plugin_logger(__name__)
+
+
+class StepMetrics:
+    """Counts steps, padding, bucket hits, recipes, bypasses and warm-up of one engine.
+
+    A step costs some ten stores to mapped memory (2 us). Not thread-safe: the worker's thread calls it.
+
+    Args:
+        folder: where the API server looks for the figures; None: they are counted and go nowhere.
+        engine: the data-parallel rank, the value of the label `engine`.
+        is_shared: `folder` is prometheus_client's, with files of others that are named after process ids.
+    """
+
+    def __init__(self, folder: Path | None, engine: int = 0, is_shared: bool = False) -> None:
+        self._own_folder = None if is_shared else folder
+        self._lock: int | None = None
+        self._writer = f"ucm{engine}" if is_shared else str(engine)
+        self._file = file = MetricsFile(folder, engine, self._writer)
+        # Series start at 0 where their labels are known: a rate needs the value before the first event.
+        phases = [phase_string(c, s, u) for c in PARTS for s in PARTS for u in PARTS]
+        self._steps = {phase: file.series(metric.STEPS, phase) for phase in phases}
+        self._sizes = [
+            file.series(size, name) for size in (metric.TRUE_SIZE, metric.PADDED_SIZE) for name in DIMENSIONS
+        ]
+        self._seconds = [file.series(metric.STEP_SECONDS, stage) for stage in STAGES]
+        self._recipes = file.series(metric.RECIPES)
+        self._waits = [file.series(waits) for waits in (metric.WAITS, metric.WAIT_SECONDS)]
+        self._graphs: dict[GraphKey, Series] = {}
+        self._bypasses: dict[str, Series] = {}
+        self._native_graphs: NativeGraphMetrics | None = None
+        self._gauges: dict[tuple[str, ...], Series] = {}
+
+    def sparse(self) -> SparseMetrics:
+        """The series of a sparse method; a server without one shows none."""
+        return SparseMetrics(self._file)
+
+    def native_graphs(self) -> NativeGraphMetrics:
+        """The series of graphs of native calls, of all models; only a CPU at true shapes shows them."""
+        if self._native_graphs is None:
+            self._native_graphs = NativeGraphMetrics(self._file)
+        return self._native_graphs
+
+    def store(self, name: str) -> StoreMetrics:
+        """The series of a KV store; `name` is the value of their label `store`."""
+        return StoreMetrics(self._file, name)
+
+    def prefetch(self, use: str) -> PrefetchMetrics:
+        """The series of a prefetch engine; `use` is the value of their label `use`: `connector` or `memory_mode`."""
+        return PrefetchMetrics(self._file, use)
+
+    def transfer(self) -> TransferMetrics:
+        """The series of the blocks that a connector moves."""
+        return TransferMetrics(self._file)
+
+    def memory_mode(self) -> MemoryModeMetrics:
+        """The series of memory mode; a server without it shows none."""
+        return MemoryModeMetrics(self._file)
+
+    @classmethod
+    def of_engine(cls, instance_id: str, engine: int) -> StepMetrics:
+        """Metrics that reach the stat logger of the engine's API server; an engine serves without them if it must."""
+        shared = multi_process_metrics()
+        try:
+            if shared is not None:
+                return cls(shared, engine, is_shared=True)
+            remove_stale()
+            folder = metrics_folder(instance_id)
+            lock = hold_private(folder)
+            metrics = cls(folder, engine)
+            metrics._lock = lock
+            return metrics
+        except OSError as error:
+            logger.warning("No gaudi_ucm metrics on /metrics: %s", error)
+            return cls(None, engine)
+
+    def step(self, true: Bucket, padded: Bucket, tail: bool = False) -> None:
+        """One step of shape `true` that ran at `padded`: a bucket, or `true` itself (the same object) without one.
+
+        tail: its forward graph was one for tails.
+        """
+        self._steps[true.phase].add(1)
+        for series, size in zip(self._sizes, true[1:6] + padded[1:6], strict=True):
+            series.add(size)
+        # Identity, not equality: a step may fill its bucket exactly, and true shapes have no bound on their number.
+        if padded is not true:
+            self._graph(TailShape(padded.forward) if tail else padded.forward).add(1)
+            self._graph(padded.logits).add(1)
+
+    def times(self, plan_ms: float, forward_ms: float, sample_ms: float) -> None:
+        """Host milliseconds of a step's stages."""
+        plan, forward, sample = self._seconds
+        plan.add(plan_ms * 1e-3)
+        forward.add(forward_ms * 1e-3)
+        sample.add(sample_ms * 1e-3)
+
+    def bypass(self, reason: str) -> None:
+        """One execution outside the captured graphs; `reason` is a label, so it names no request."""
+        if reason not in self._bypasses:
+            self._bypasses[reason] = self._file.series(metric.BYPASSES, reason)
+        self._bypasses[reason].add(1)
+
+    def recipe(self) -> None:
+        """One recipe compiled after warm-up."""
+        self._recipes.add(1)
+
+    def warm_up(self, done: int, total: int, seconds: float, skeleton_seconds: float | None) -> None:
+        """Progress: buckets warm of all, seconds so far, and those until the skeleton was warm (None: not yet)."""
+        self._gauge(metric.WARM_UP_BUCKETS, "done").set(done)
+        self._gauge(metric.WARM_UP_BUCKETS, "total").set(total)
+        self._gauge(metric.WARM_UP_SECONDS).set(seconds)
+        if skeleton_seconds is not None:
+            self._gauge(metric.SKELETON_SECONDS).set(skeleton_seconds)
+
+    def waits(self, count: int, seconds: float) -> None:
+        """Steps that have waited for a graph that was being warmed, and for how long: totals since the start."""
+        waits, waited_seconds = self._waits
+        waits.set(count)
+        waited_seconds.set(seconds)
+
+    def close(self) -> None:
+        """Remove the files, so that the metrics leave /metrics; later counts go nowhere. Safe to call twice.
+
+        Those in a shared folder stay: whoever has just listed them would fail on one that is gone.
+        """
+        if self._own_folder is not None:
+            remove_files(self._own_folder, self._writer)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _graph(self, graph: GraphKey) -> Series:
+        """By graph, not by bucket: forward and logits graphs combine freely, so there are fewer of them."""
+        series = self._graphs.get(graph)
+        if series is None:
+            series = self._graphs[graph] = self._file.series(metric.BUCKET_STEPS, *_graph_labels(graph))
+        return series
+
+    def _gauge(self, gauge: metric.Metric, *labels: str) -> Series:
+        """Gauges exist from their first value on: an engine without warm-up shows none."""
+        key = (gauge.name, *labels)
+        if key not in self._gauges:
+            self._gauges[key] = self._file.series(gauge, *labels)
+        return self._gauges[key]
+
+
+def _graph_labels(graph: GraphKey) -> tuple[str, str]:
+    """Its kind, and its sizes."""
+    if isinstance(graph, TailShape):
+        return "tail", forward_label(graph.forward)
+    return ("forward", forward_label(graph)) if isinstance(graph, ForwardShape) else ("logits", f"l{graph}")
+
+
+def forward_label(shape: ForwardShape) -> str:
+    """`csu q512 s8 u64`: phase, rows, shared blocks, unique blocks; ` x16`: selected blocks, ` r2`: a bounded reach."""
+    phase, query_len, shared_blocks, unique_blocks, selected_blocks, causal_reach = shape
+    selected = f" x{selected_blocks}" if selected_blocks else ""
+    reach = f" r{causal_reach}" if causal_reach != ALL_TILES else ""
+    return f"{phase} q{query_len} s{shared_blocks} u{unique_blocks}{selected}{reach}"

@@ -1,0 +1,1 @@
+"""Strict options, their errors, and the reading of configuration files: the ground floor."""

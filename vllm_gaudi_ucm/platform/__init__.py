@@ -1,0 +1,1 @@
+"""The face to vLLM: platform, worker, and what is refused by name."""

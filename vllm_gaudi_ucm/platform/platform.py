@@ -1,0 +1,212 @@
+"""The vLLM platform: names the device, the worker and the attention backend, and refuses what is not supported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config, is_ours_among
+from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.device.detect import detect_device
+from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.features import refuse_unsupported
+from vllm_gaudi_ucm.platform.memory_mode_features import refuse_beside_memory_mode
+from vllm_gaudi_ucm.platform.request_check import check_request
+from vllm_gaudi_ucm.platform.start_check import check_places
+from vllm_gaudi_ucm.scheduler.scheduler_choice import use_planning_scheduler, use_sparse_scheduler
+from vllm_gaudi_ucm.vllm_api.compat import (
+    check_versions,
+    client_error,
+    give_engine_time_to_stop,
+    tolerate_missing_accelerator,
+)
+from vllm_gaudi_ucm.vllm_api.parent_watch import is_engine_process, watch_parent
+from vllm_gaudi_ucm.vllm_api.start_signals import OF_SERVER, end_start_at_sigterm
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = plugin_logger(__name__)
+
+_DEVICE = get_device(detect_device() or "cpu")
+
+GAUDI_BYTES = 96 * 10**9
+
+
+class UcmPlatform(Platform):
+    """Gaudi, or a reference device that stands in for it."""
+
+    _enum = PlatformEnum.OOT
+    device_name = _DEVICE.kind
+    device_type = _DEVICE.kind
+    dispatch_key = {"cpu": "CPU", "cuda": "CUDA", "hpu": "HPU"}[_DEVICE.kind]
+    dist_backend = _DEVICE.dist_backend
+    device_control_env_var = {"cpu": "", "cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}[_DEVICE.kind]
+    # vLLM compiles a few standalone functions (ranks of logprobs) with this: compiling them on a request's path would
+    # make the first such request wait, and on Gaudi the backend is looked up before the bridge has registered it
+    simple_compile_backend = "eager"
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        merge_into_vllm()
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Refuses what is not supported, and sets what this plugin decides."""
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        merge_into_vllm()
+        check_versions()
+        config = resolve_config(vllm_config.additional_config)
+        refuse_unsupported(vllm_config)
+        give_engine_time_to_stop(vllm_config)
+        end_start_at_sigterm(OF_SERVER)
+        # of a forked engine whose worker has a process of its own this is all that runs of ours
+        watch_parent()
+        cls._start_processes_anew()
+        # a user's process cleans up with these calls as a worker does
+        tolerate_missing_accelerator()
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.platform.worker.UcmWorker"
+        if vllm_config.scheduler_config.async_scheduling:
+            logger.info("Asynchronous scheduling is off: a step's tokens are needed to plan the next one.")
+            vllm_config.scheduler_config.async_scheduling = False
+        complete_transfer_config(vllm_config)
+        if is_ours_among(vllm_config.kv_transfer_config):
+            use_planning_scheduler(vllm_config)
+        if config.ucm_sparse_method is not None:
+            use_sparse_scheduler(vllm_config)
+        if config.memory_mode.enabled:
+            refuse_beside_memory_mode(vllm_config, config.memory_mode)
+        if not is_engine_process():
+            check_places(config, vllm_config.kv_transfer_config)
+        compilation = vllm_config.compilation_config
+        if compilation.mode != CompilationMode.NONE:
+            logger.info("torch.compile and CUDA graphs are off, whatever --compilation-config says.")
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.cudagraph_capture_sizes = []
+        cls._warn_of_slow_dtype(vllm_config)
+
+    @classmethod
+    def _start_processes_anew(cls) -> None:
+        """A fork of a process that has computed with several threads sleeps in its first parallel region for ever.
+
+        OpenMP's threads are not forked, and it waits for them. A fork after Gaudi's bridge was loaded always hangs.
+        """
+        is_spawned = spawn_workers(even_if_asked_to_fork=cls.device_type == "hpu")
+        # the engine looks at its configuration, too, and has started
+        if not is_spawned and not is_engine_process():
+            logger.warning(
+                "VLLM_WORKER_MULTIPROC_METHOD asks for fork: the engine will not start if this process has computed "
+                "with torch before; unset the variable, or set it to spawn."
+            )
+
+    @classmethod
+    def _warn_of_slow_dtype(cls, vllm_config: VllmConfig) -> None:
+        model = vllm_config.model_config
+        if cls.device_type != "cpu" or model is None or model.dtype == torch.float32:
+            return
+        if not torch.cpu._is_avx512_bf16_supported():
+            logger.warning(
+                "This CPU has no fast %s arithmetic; --dtype float32 is many times faster here.",
+                str(model.dtype).removeprefix("torch."),
+            )
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum | None,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        asked = selected_backend.name if selected_backend is not None else "CUSTOM"
+        if asked != "CUSTOM":
+            raise UnsupportedFeatureError(f"the attention backend {asked}", "--attention-backend")
+        if attn_selector_config.use_mla or attn_selector_config.use_sparse:
+            raise UnsupportedFeatureError("MLA and model-defined sparse attention", "an attention layer of the model")
+        return "vllm_gaudi_ucm.attention.backend.UnifiedAttentionBackend"
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """Refuses what a request asks for and would not get; the client gets the message, other requests go on."""
+        try:
+            check_request(params)
+        except ValueError as error:
+            raise client_error(str(error)) from error
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """vLLM is built without kernels of its own here; ours are imported where they are used."""
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return "Gaudi" if cls.device_type == "hpu" else _DEVICE.name()
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        # vLLM asks for both while it builds its configuration, in a process that must not start a Gaudi card: the
+        # worker would not get it, and the recipe cache would be set too late. The smallest card's memory will do.
+        return GAUDI_BYTES if cls.device_type == "hpu" else _DEVICE.memory().total
+
+    @classmethod
+    def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
+        free, total = _DEVICE.memory()
+        return float(total - free)
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """One device per worker: nothing to choose."""
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        _DEVICE.seed_all(seed)
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return cls.device_type != "cpu"
+
+    @classmethod
+    @torch.inference_mode()
+    def insert_blocks_to_device(
+        cls,
+        src_cache: torch.Tensor,
+        dst_cache: torch.Tensor,
+        src_block_indices: torch.Tensor,
+        dst_block_indices: torch.Tensor,
+    ) -> None:
+        """Host to device: what connectors with a buffer on the host copy with."""
+        pairs = torch.stack([src_block_indices.cpu(), dst_block_indices.cpu()], 1)
+        swap_blocks([src_cache], [dst_cache], pairs)
+
+    @classmethod
+    def swap_out_blocks_to_host(
+        cls,
+        src_cache: torch.Tensor,
+        dst_cache: torch.Tensor,
+        src_block_indices: torch.Tensor,
+        dst_block_indices: torch.Tensor,
+    ) -> None:
+        """Device to host."""
+        cls.insert_blocks_to_device(src_cache, dst_cache, src_block_indices, dst_block_indices)
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UnsupportedFeatureError(f"dtype {dtype}", "--dtype")
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return False

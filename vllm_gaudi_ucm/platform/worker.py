@@ -1,0 +1,195 @@
+"""The worker that vLLM's executor drives: device, model, KV cache, steps."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.envs import lazy_mode
+from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effect
+from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
+from vllm_gaudi_ucm.graphs.shapes.shared_contexts import default_shared_blocks
+from vllm_gaudi_ucm.kv_cache.budget import kv_cache_budget
+from vllm_gaudi_ucm.layers import register_cpu_layers
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.worker_calls import RefusedCalls
+from vllm_gaudi_ucm.runner.model_runner import ModelRunner
+from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
+from vllm_gaudi_ucm.vllm_api.compat import (
+    abort_at_shutdown,
+    leave_heap_to_the_system,
+    model_loading,
+    tolerate_missing_accelerator,
+)
+from vllm_gaudi_ucm.vllm_api.parent_watch import watch_parent
+from vllm_gaudi_ucm.vllm_api.start_signals import OF_ENGINE, end_start_at_sigterm, start_is_over
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.tasks import SupportedTask
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+logger = plugin_logger(__name__)
+
+
+class UcmWorker(RefusedCalls, WorkerBase):
+    """One device, one model. See WorkerBase for the contract of each method."""
+
+    _is_closed = False
+    model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
+
+    def init_device(self) -> None:
+        watch_parent()
+        end_start_at_sigterm(OF_ENGINE)
+        leave_heap_to_the_system(lambda: self._is_closed)
+        tolerate_missing_accelerator()
+        abort_at_shutdown(self.vllm_config)
+        self._ucm = resolve_config(self.vllm_config.additional_config)
+        self._device = get_device(self.current_platform.device_type)
+        graphs = self._ucm.graphs
+        kind = graph_kind(self._ucm, self._device.kind, lazy_mode(), self.model_config.enforce_eager)
+        for key in options_without_effect(graphs, kind, self._device.kind):
+            logger.warning("%s has no effect on %s with graphs %r", key, self._device.kind, kind)
+        # before the device is started, which reads it once
+        open_recipe_cache(graphs.recipe_cache, self._device, kind)
+        self.device = self._device.torch_device()
+        if self._ucm.cpu.threads is not None:
+            torch.set_num_threads(self._ucm.cpu.threads)
+        parallel = self.parallel_config
+        init_distributed_environment(
+            parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, self._device.dist_backend
+        )
+        ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        set_random_seed(self.model_config.seed)
+        # a recipe is found by its operators, and native calls are none; without graphs nothing looks for recipes
+        if self._device.kind == "cpu" and (kind == "off" or graphs.recipe_check == "off"):
+            register_cpu_layers()
+        self.model_runner = ModelRunner(self.vllm_config, self._ucm, self._device, kind)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        if load_dummy_weights:
+            raise UnsupportedFeatureError("elastic expert parallelism", "load_dummy_weights")
+        with model_loading(self.vllm_config):
+            self.model_runner.load_model()
+
+    def get_model(self) -> nn.Module:
+        return cast(nn.Module, self.model_runner.decoder.model)
+
+    def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return ("generate",)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return self.model_runner.get_kv_cache_spec()
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache, measured after the largest steps have shown what they take."""
+        budget = kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps)
+        if self.cache_config.kv_cache_memory_bytes is not None:
+            return budget
+        # a block's summaries lie beside it
+        return int(budget / (1 + summaries_per_block(self._ucm, self.get_kv_cache_spec())))
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        # the block size is final only now
+        self._phase_log = PhaseLog(self._ucm.phase_log, header=self._describe(kv_cache_config.num_blocks))
+        self._metrics = StepMetrics.of_engine(self.vllm_config.instance_id, self.parallel_config.data_parallel_index)
+        self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics)
+
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], KVConnectorHandshakeMetadata] | None:
+        """What a connector of another engine needs to know of this worker, by (pipeline, tensor-parallel) rank."""
+        transfer = self.model_runner.transfer
+        metadata = None if transfer is None else transfer.connector.get_handshake_metadata()
+        return None if metadata is None else {(0, 0): metadata}
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_config.max_model_len = max_model_len
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Warms the buckets that serving starts with; at true shapes there are none."""
+        seconds = self.model_runner.warm_up()
+        set_random_seed(self.model_config.seed)
+        start_is_over()
+        return CompilationTimes(language_model=seconds, encoder=0.0)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        return self.model_runner.sample_tokens(grammar_output)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return self.model_runner.take_draft_token_ids()
+
+    def synchronize_device(self) -> None:
+        self._device.synchronize()
+
+    def reset_encoder_cache(self) -> None:
+        """No multimodal models, no encoder cache."""
+
+    def list_loras(self) -> set[int]:
+        return set()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """All memory is there already: `sleep` is refused, after vLLM has paused what this call resumes."""
+
+    def get_cache_block_size_bytes(self) -> int:
+        """Bytes of a block of all layers."""
+        return sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+
+    def get_draft_model(self) -> nn.Module | None:
+        return self.model_runner.draft_model
+
+    def get_compilation_match_table(self) -> dict[str, int]:
+        """vLLM's own compilation is off, whose passes would count here."""
+        return {}
+
+    def get_encoder_timing_stats(self) -> dict[str, dict[str, float | int]]:
+        """No multimodal models, no encoder."""
+        return {}
+
+    def shutdown(self) -> None:
+        # each of them, the runner first, whatever becomes of the others
+        with contextlib.ExitStack() as ends:
+            for name in ("_metrics", "_phase_log", "model_runner"):
+                part = getattr(self, name, None)
+                if part is not None:
+                    ends.callback(part.close)
+        # vLLM's way out of a loop that was asked to end; anything else is an error
+        self._is_closed = isinstance(sys.exception(), SystemExit)
+
+    def _describe(self, num_blocks: int) -> dict[str, Any]:
+        """The phase log's header: what a reader needs to compare or replay the log."""
+        static, contiguous = self.model_runner.kind != "off", self._ucm.attention.contiguous_pa
+        shared = self._ucm.graphs.max_shared_blocks
+        if static and shared is None:
+            shared = default_shared_blocks(self.model_config.max_model_len, self.cache_config.block_size)
+        block_size = self.cache_config.block_size
+        selected = max_selected_blocks(self._ucm, self.vllm_config, block_size, num_blocks, static)
+        return {
+            "model": self.model_config.model,
+            "device": self._device.name(),
+            "block_size": self.cache_config.block_size,
+            "num_blocks": num_blocks,
+            "max_model_len": self.model_config.max_model_len,
+            "max_num_seqs": self.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": self.scheduler_config.max_num_batched_tokens,
+            "graphs": self.model_runner.kind,
+            # at true shapes "auto" chooses in every step, and no step is divided; a graph has one form
+            "contiguous": contiguous is True if static else contiguous,
+            "max_shared_blocks": shared if static else None,
+            **({"max_selected_blocks": selected} if selected else {}),
+        }

@@ -1,0 +1,1 @@
+"""What the scheduler and the worker send each other with a step."""

@@ -1,0 +1,72 @@
+"""What the sparse methods read from and attach to vLLM's scheduler objects, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    from vllm_gaudi_ucm.protocol.offload_messages import ResidencyReport
+    from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
+
+_ATTRIBUTE = "ucm_sparse_meta"
+_REPORT = "ucm_residency_report"
+
+
+class VerifiedDrafts(NamedTuple):
+    """A request whose drafts a step has verified."""
+
+    request_id: str
+    num_drafts: int
+    num_accepted: int
+
+
+def attach_sparse_meta(scheduler_output: SchedulerOutput, meta: SparseMeta) -> None:
+    """Sends the selections with the step; an attribute of the object goes wherever the object is pickled to."""
+    setattr(scheduler_output, _ATTRIBUTE, meta)
+
+
+def sparse_meta_of(scheduler_output: SchedulerOutput) -> SparseMeta | None:
+    """The selections of a step; None where another scheduler than ours made it, or no method is on."""
+    meta: SparseMeta | None = getattr(scheduler_output, _ATTRIBUTE, None)
+    return meta
+
+
+def attach_report(output: ModelRunnerOutput, report: ResidencyReport) -> None:
+    """Sends what became of memory mode's orders back with the output of a step."""
+    if report:
+        setattr(output, _REPORT, report)
+
+
+def report_of(output: ModelRunnerOutput) -> ResidencyReport | None:
+    """None where there is nothing to report."""
+    report: ResidencyReport | None = getattr(output, _REPORT, None)
+    return report
+
+
+def computed_tokens(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """Id of each scheduled request, and its tokens that were computed before the step."""
+    cached = scheduler_output.scheduled_cached_reqs
+    new = ((request.req_id, request.num_computed_tokens) for request in scheduler_output.scheduled_new_reqs)
+    return chain(new, zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
+def verified_drafts(
+    scheduler_output: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]
+) -> Iterator[VerifiedDrafts]:
+    """Requests that are still there and whose drafts were verified; to be asked before the scheduler takes `output`.
+
+    Output that was in flight when its request was preempted says nothing about the request as it is now.
+    """
+    for request_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+        request = requests.get(request_id)
+        if request is None or request.is_finished() or request.num_stale_output_tokens:
+            continue
+        index = output.req_id_to_index.get(request_id)
+        tokens = output.sampled_token_ids[index] if index is not None and output.sampled_token_ids else ()
+        yield VerifiedDrafts(request_id, len(drafts), max(len(tokens) - 1, 0))

@@ -1,0 +1,73 @@
+"""What scheduler and worker tell each other about blocks that leave the device and come back: plain data."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vllm_gaudi_ucm.protocol.offload_totals import ResidencyTotals
+
+
+class BlockMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One block of one request on its way.
+
+    life: number of the request's present life; a preempted request, or a later one of the same id, has another.
+    number: logical block. block: physical block that is read or written. row: place of the summary while away.
+    key: of the connector's record of the block, where that is its copy.
+    """
+
+    life: int
+    number: int
+    block: int
+    row: int
+    key: bytes = b""
+
+
+class TablePatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """From this step on, logical block `number` of a request in this life is physical block `block`; 0: it is away."""
+
+    life: int
+    request_id: str
+    number: int
+    block: int
+
+
+class ResidencyOrders(msgspec.Struct):
+    """Of a step, to be carried out before its forward in this order.
+
+    ended: lives that are over: their moves are cancelled and their copies deleted.
+    dropped: copies, by (life, logical block), to delete; the blocks are on the device.
+    stored: (life, logical block, row) of blocks that a connector left in its store, and whose summaries it brings.
+    patches: changes of block tables.
+    saves: blocks to copy off the device. loads: blocks to bring back.
+    ahead: copies, by (life, logical block), to bring to host memory and keep there; those of earlier steps that it does
+        not name any more are not wanted.
+    scored: requests to score after the forward, and their life. totals: for the worker's metrics.
+    """
+
+    ended: list[int] = []
+    dropped: list[tuple[int, int]] = []
+    stored: list[tuple[int, int, int]] = []
+    patches: list[TablePatch] = []
+    saves: list[BlockMove] = []
+    loads: list[BlockMove] = []
+    ahead: list[tuple[int, int]] = []
+    scored: dict[str, int] = {}
+    totals: ResidencyTotals = msgspec.field(default_factory=ResidencyTotals)
+
+
+class ResidencyReport(msgspec.Struct):
+    """What became of orders, of this step or of earlier ones. Pairs are (life, logical block).
+
+    saved, unsaved: blocks whose copy is there, and could not be made.
+    loaded, failed: blocks that are on the device again, and whose copy could not be read.
+    scores: by life, the share of attention of each full block of its context; below 0 for one without a summary.
+    """
+
+    saved: list[tuple[int, int]] = []
+    unsaved: list[tuple[int, int]] = []
+    loaded: list[tuple[int, int]] = []
+    failed: list[tuple[int, int]] = []
+    scores: dict[int, list[float]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.saved or self.unsaved or self.loaded or self.failed or self.scores)

@@ -1,0 +1,66 @@
+"""What the scheduler decides about sparse requests in a step: plain data that travels with the SchedulerOutput."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from vllm_gaudi_ucm.protocol.offload_messages import ResidencyOrders
+
+
+class SelectionMode(IntEnum):
+    """How the worker gets a request's selection in a step.
+
+    SELECT: score anew and store. REUSE: take what is stored. CHECK: score anew, but keep what is stored where no more
+    than `update_threshold` blocks were added or removed.
+    """
+
+    SELECT = 0
+    REUSE = 1
+    CHECK = 2
+
+
+class RequestSelection(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One sparse request in one step. Blocks are logical: block i holds tokens [i * block_size, (i + 1) * block_size).
+
+    mode: where the selection comes from.
+    sink_blocks: blocks [0, sink_blocks) are always attended.
+    window_start: blocks from here to the end of the context, the partial tail and drafts included, are always attended;
+        blocks [sink_blocks, window_start) are the candidates.
+    num_selected: candidates to attend, at most as many as there are.
+    update_threshold: of CHECK: |added| + |removed| up to which the stored selection is kept.
+    """
+
+    mode: SelectionMode
+    sink_blocks: int
+    window_start: int
+    num_selected: int
+    update_threshold: int = 0
+
+
+class SparseMeta(msgspec.Struct):
+    """The sparse requests of a step by id; every other request is dense. residency: orders of memory mode, if on.
+
+    locks: selections that KVStar has locked and unlocked since the start, for the worker's metrics.
+    """
+
+    requests: dict[str, RequestSelection] = {}
+    residency: ResidencyOrders | None = None
+    locks: tuple[int, int] = (0, 0)
+
+    def to_msgpack(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_msgpack(cls, data: bytes) -> SparseMeta:
+        """Raises `msgspec.ValidationError` for anything else than a SparseMeta."""
+        return msgspec.msgpack.decode(data, type=cls)
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> SparseMeta:
+        """Raises `msgspec.ValidationError` for anything else than a SparseMeta."""
+        return msgspec.json.decode(data, type=cls)

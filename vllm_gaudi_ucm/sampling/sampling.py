@@ -1,0 +1,151 @@
+"""vLLM's own sampler over the rows that yield logits: keeps its batch and metadata in step with the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams, SamplingType
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MoveDirectionality, build_logitsprocs
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from vllm_gaudi_ucm.batch.request_table import LiveRequest
+
+
+class SamplingBatch:
+    """The requests that the sampler sees, one slot each, and the metadata made of them.
+
+    Only requests that yield a token in this step have a slot: a partial prompt chunk never samples, so it neither needs
+    its sample thrown away nor its generator turned back. Slots are stable while the set of requests is, which is what
+    vLLM's logits processors, whose state is keyed by slot, need.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        self._device = device
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        custom = vllm_config.model_config.logits_processors
+        self._logitsprocs: LogitsProcessors = build_logitsprocs(
+            vllm_config, device, is_pin_memory=False, is_pooling_model=False, custom_logitsprocs=custom or ()
+        )
+        self._needs_output_tokens = bool(custom)
+        self.slots: list[LiveRequest] = []
+        self.metadata = self._make_metadata()
+
+    @property
+    def req_ids(self) -> list[str]:
+        """Slot order of the request ids, under the name that vLLM's grammar helper reads."""
+        return [request.request_id for request in self.slots]
+
+    def sync(self, wanted: Sequence[LiveRequest]) -> None:
+        """Makes the slots hold exactly `wanted`, moving as few requests as possible.
+
+        Afterwards `slots[i]` is the request of logits row i; the caller orders the rows by it.
+        """
+        wanted_set = set(wanted)
+        update = None
+        if len(wanted) != len(self.slots) or not wanted_set.issuperset(self.slots):
+            update = self._change_slots(wanted, wanted_set)
+            self.metadata = self._make_metadata()
+        for processor in self._logitsprocs.all:
+            processor.update_state(update)
+
+    def _change_slots(self, wanted: Sequence[LiveRequest], wanted_set: set[LiveRequest]) -> BatchUpdate:
+        """Refills freed slots with new requests, then closes the holes that are left from the end."""
+        present = set(self.slots)
+        holes = [slot for slot, request in enumerate(self.slots) if request not in wanted_set]
+        removed = list(holes)
+        added, moved = [], []
+        for request in wanted:
+            if request in present:
+                continue
+            slot = holes.pop(0) if holes else len(self.slots)
+            if slot == len(self.slots):
+                self.slots.append(request)
+            self.slots[slot] = request
+            added.append((slot, request.sampling_params, request.prompt_token_ids, request.output_token_ids))
+            self._seed(request)
+        while holes:
+            last = len(self.slots) - 1
+            if last == holes[-1]:
+                holes.pop()
+            else:
+                slot = holes.pop(0)
+                self.slots[slot] = self.slots[last]
+                moved.append((last, slot, MoveDirectionality.UNIDIRECTIONAL))
+            self.slots.pop()
+        # a slot that was filled again is no removal; processors apply removed, added, moved in this order
+        refilled = {slot for slot, *_ in added} | {slot for _, slot, _ in moved}
+        removed = sorted((slot for slot in removed if slot not in refilled), reverse=True)
+        return BatchUpdate(len(self.slots), removed, added, moved)
+
+    def _seed(self, request: LiveRequest) -> None:
+        """A request's own generator lives as long as the request: across preemption and changes of slot."""
+        params = request.sampling_params
+        if params.seed is not None and params.sampling_type == SamplingType.RANDOM_SEED and request.generator is None:
+            request.generator = torch.Generator(device=self._device).manual_seed(params.seed)
+
+    def _make_metadata(self) -> SamplingMetadata:
+        params = [request.sampling_params for request in self.slots]
+        greedy = [p.sampling_type == SamplingType.GREEDY for p in params]
+        no_penalties = not any(_has_penalty(p) for p in params)
+        bad_words = {slot: p.bad_words_token_ids for slot, p in enumerate(params) if p.bad_words_token_ids}
+        token_ids = {slot: p.logprob_token_ids for slot, p in enumerate(params) if p.logprob_token_ids}
+        needs_output = not no_penalties or bool(bad_words) or self._needs_output_tokens
+        return SamplingMetadata(
+            temperature=None
+            if all(greedy)
+            else self._floats([0.0 if g else p.temperature for g, p in zip(greedy, params, strict=True)]),
+            all_greedy=all(greedy),
+            all_random=not any(greedy),
+            top_p=self._floats([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
+            top_k=self._top_k(params),
+            generators={slot: r.generator for slot, r in enumerate(self.slots) if r.generator is not None},
+            max_num_logprobs=self._max_num_logprobs(params),
+            no_penalties=no_penalties,
+            prompt_token_ids=None if no_penalties else self._prompt_token_ids(),
+            frequency_penalties=self._floats([p.frequency_penalty for p in params]),
+            presence_penalties=self._floats([p.presence_penalty for p in params]),
+            repetition_penalties=self._floats([p.repetition_penalty for p in params]),
+            output_token_ids=[r.output_token_ids for r in self.slots] if needs_output else [],
+            allowed_token_ids_mask=self._disallowed_tokens(params),
+            bad_words_token_ids=bad_words,
+            logitsprocs=self._logitsprocs,
+            logprob_token_ids=token_ids or None,
+            spec_token_ids=[[] for _ in params],
+        )
+
+    def _floats(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+    def _top_k(self, params: list[SamplingParams]) -> torch.Tensor | None:
+        top_k = [p.top_k if 0 < p.top_k < self._vocab_size else self._vocab_size for p in params]
+        if all(k == self._vocab_size for k in top_k):
+            return None
+        return torch.tensor(top_k, dtype=torch.int32, device=self._device)
+
+    def _max_num_logprobs(self, params: list[SamplingParams]) -> int | None:
+        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        return max((self._vocab_size if n == -1 else n for n in wanted), default=None)
+
+    def _prompt_token_ids(self) -> torch.Tensor:
+        """int64 [slots, longest prompt], padded with the vocabulary's size, which is no token."""
+        prompts = [torch.tensor(request.prompt_token_ids, dtype=torch.int64) for request in self.slots]
+        return torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=self._vocab_size).to(
+            self._device
+        )
+
+    def _disallowed_tokens(self, params: list[SamplingParams]) -> torch.Tensor | None:
+        """bool [slots, vocabulary], True where a token must not be sampled (vLLM fills it with -inf)."""
+        if not any(p.allowed_token_ids for p in params):
+            return None
+        mask = torch.zeros(len(params), self._vocab_size, dtype=torch.bool)
+        for slot, p in enumerate(params):
+            if p.allowed_token_ids:
+                mask[slot] = True
+                mask[slot, p.allowed_token_ids] = False
+        return mask.to(self._device)
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1

@@ -1,0 +1,1 @@
+"""Our scheduler class, and what it is composed of."""

@@ -1,0 +1,1 @@
+"""The sparse methods that come with the plugin."""

@@ -1,0 +1,88 @@
+"""The sections of `ucm_sparse_config`: one per method, each checked by the method's own options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown, unknown_key
+from vllm_gaudi_ucm.options.files import read_config_file
+from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.methods.kvstar.options import KVStarOptions
+from vllm_gaudi_ucm.sparse.options import EsaOptions, GsaOptions, MethodOptions
+
+
+class SparseConfig(BaseModel):
+    """Options by method; those of registered methods stand beside ours. Made by `resolve_sparse_config`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    GSA: GsaOptions = Field(default=GsaOptions(), description="GSA.")
+    ESA: EsaOptions = Field(default=EsaOptions(), description="ESA.")
+    KVStar: KVStarOptions = Field(default=KVStarOptions(), description="KVStar.")
+
+    def __hash__(self) -> int:
+        return hash((self.GSA, self.ESA, self.KVStar, *sorted((self.__pydantic_extra__ or {}).items())))
+
+    def options(self, name: str, key: str = "ucm.ucm_sparse_config") -> MethodOptions:
+        """The options that a method is created with: KVStar's include those of its base method.
+
+        Raises `SparseMethodError` for an unknown method, `UcmConfigError` for sections that do not go together.
+        """
+        if name == "KVStar":
+            return self.KVStar.with_base_section(self.options(self.KVStar.base_method, key), f"{key}.KVStar")
+        given: MethodOptions | None = getattr(self, name, None)
+        return UcmSparseFactory.options_class(name)() if given is None else given
+
+
+def resolve_sparse_config(value: Any, key: str) -> SparseConfig:
+    """The sections in a mapping by method name, or in the YAML or JSON file at a path.
+
+    Raises `UcmConfigError` that lists every problem by its full name under `key`.
+    """
+    if isinstance(value, SparseConfig):
+        return value
+    if isinstance(value, str | Path):
+        value = read_config_file(Path(value), key)
+    if not isinstance(value, Mapping):
+        wanted = "a mapping by sparse method, or the path of a YAML or JSON file"
+        raise UcmConfigError([Problem(key, shown(value), wanted)])
+    sections: dict[str, Any] = {}
+    found: list[Problem] = []
+    for name, section in value.items():
+        try:
+            sections[name] = _options_class(name, key).resolve(section, f"{key}.{name}")
+        except UcmConfigError as error:
+            found += error.problems
+    if found:
+        raise UcmConfigError(found)
+    return SparseConfig(**sections)
+
+
+def resolve_sparse_method(name: str | None, key: str) -> str | None:
+    """The name of a method that can be created, or None. Raises `UcmConfigError`."""
+    if name is None:
+        return None
+    known = UcmSparseFactory.known_methods()
+    if name not in known:
+        nearest = unknown_key(name, "", known).expected
+        raise UcmConfigError([Problem(key, repr(name), nearest.replace("valid key", "known method"))])
+    try:
+        UcmSparseFactory.options_class(name)
+    except SparseMethodError as error:
+        raise UcmConfigError([Problem(key, repr(name), f"a method that can be loaded ({error})")]) from error
+    return name
+
+
+def _options_class(name: Any, key: str) -> type[MethodOptions]:
+    known = UcmSparseFactory.known_methods()
+    if name not in known:
+        raise UcmConfigError([unknown_key(str(name), key, known)])
+    try:
+        return UcmSparseFactory.options_class(name)
+    except SparseMethodError as error:
+        problem = Problem(f"{key}.{name}", "options", f"a method that can be loaded ({error})")
+        raise UcmConfigError([problem]) from error

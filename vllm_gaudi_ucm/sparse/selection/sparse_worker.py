@@ -1,0 +1,228 @@
+"""The worker's side of a sparse method: what the runner asks of it in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
+from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.protocol.attachments import attach_report, sparse_meta_of
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
+from vllm_gaudi_ucm.sparse.budget import block_budget
+from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
+from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionState, StepSelection
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+    from vllm_gaudi_ucm.batch.request_table import LiveRequest
+    from vllm_gaudi_ucm.observability.sparse_metrics import SparseMetrics
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.protocol.offload_messages import ResidencyOrders, ResidencyReport
+    from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
+    from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
+    from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
+
+
+# Reading the device's counts waits for the device, which after sampling has nothing left to do but this.
+STEPS_PER_READ = 16
+
+
+class ServerSizes(NamedTuple):
+    """What the tensors of a choice are sized by.
+
+    max_rows: rows of a decode with its drafts. num_blocks: of the KV cache. static: graphs of fixed shapes.
+    some_away: whether memory mode is on. tail_rows: see SelectionLimits.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_rows: int
+    block_size: int
+    num_blocks: int
+    static: bool
+    some_away: bool = False
+    tail_rows: int = 0
+
+
+class BlockMover(Protocol):
+    """Memory mode in the worker: moves blocks off the device and back."""
+
+    def begin_step(self, orders: ResidencyOrders) -> None: ...
+
+    def report(self) -> ResidencyReport: ...
+
+    def report_to(self, metrics: StepMetrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SparseWorker:
+    """Drives the hooks of a method, and for one that chooses blocks its state on host and device.
+
+    Args:
+        method: in the role WORKER.
+        layers: the model's attention layers by name, in the model's order.
+        sizes: of the server.
+    """
+
+    def __init__(self, method: UcmSparseBase, layers: dict[str, SelectionLayer], sizes: ServerSizes) -> None:
+        self.method = method
+        self.limits: SelectionLimits | None = None
+        self.selector: BlockSelector | None = None
+        self.state: SelectionState | None = None
+        self.residency: BlockMover | None = None
+        self._steps = 0
+        self._locks = (0, 0)
+        method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
+        selecting = method.selecting_method
+        if isinstance(selecting, BlockSparse):
+            self._select_blocks(selecting, list(layers.values()), sizes)
+
+    def _select_blocks(self, method: BlockSparse, layers: Sequence[SelectionLayer], sizes: ServerSizes) -> None:
+        options = method.block_options
+        beyond = [layer for layer in method.dense_layers if layer >= len(layers)]
+        if beyond:
+            raise ValueError(
+                f"ucm_sparse_config: dense_layers has {beyond}, expected indices below {len(layers)}, "
+                "the number of the model's attention layers"
+            )
+        self.limits = selection_limits(options, sizes)
+        self.state = SelectionState(sizes.num_blocks, self.limits, sizes.static, sizes.some_away)
+        self.selector = method.selector = BlockSelector(
+            layers,
+            SummaryKind(options.summary),
+            self.limits,
+            method.reuse_layers,
+            method.dense_layers,
+            method.block_scores if type(method).block_scores is not BlockSparse.block_scores else None,
+        )
+
+    def keep_queries(self, num_rows: int, heads: int, dtype: torch.dtype) -> None:
+        """From now on steps keep their queries, to score blocks by. num_rows: blocks that can have a copy."""
+        if self.selector is None:
+            raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
+        self.selector.score_all_blocks(num_rows, heads, dtype)
+
+    @property
+    def scorer(self) -> BlockScorer | None:
+        """In memory mode, what all blocks of a request are scored with."""
+        return None if self.selector is None else self.selector.scorer
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return self.selector is not None and None in self.selector.leaders
+
+    def update(self, scheduler_output: SchedulerOutput) -> None:
+        """Before a step is planned. Requests that finish, begin or resume have no choice stored: ids are used again."""
+        finished = scheduler_output.finished_req_ids
+        for request_id in finished:
+            self.method.request_finished_in_worker(request_id)
+        if self.state is not None:
+            self.state.begin_step()
+            self.state.forget(finished)
+            self.state.forget(scheduler_output.preempted_req_ids or ())
+            self.state.forget(new.req_id for new in scheduler_output.scheduled_new_reqs)
+            self.state.forget(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        self.method.update_states(scheduler_output)
+        meta = sparse_meta_of(scheduler_output)
+        if meta is not None:
+            self._locks = meta.locks
+        if self.residency is not None and meta is not None and meta.residency is not None:
+            self.residency.begin_step(meta.residency)
+
+    def report_to(self, metrics: StepMetrics) -> SparseMetrics:
+        """The series that `report` sets; those of memory mode are reported from now on."""
+        if self.residency is not None:
+            self.residency.report_to(metrics)
+        return metrics.sparse()
+
+    def attach_report(self, output: ModelRunnerOutput) -> None:
+        """After a step: what the scheduler's side of memory mode is to know."""
+        if self.residency is not None:
+            attach_report(output, self.residency.report())
+
+    def close(self) -> None:
+        """Ends the threads of memory mode."""
+        if self.residency is not None:
+            self.residency.close()
+
+    def loaded(self, blocks: NDArray[np.int64], summarised: NDArray[np.int64]) -> None:
+        """A connector has filled these blocks, int64 [n]: whatever summary they had is that of other keys.
+
+        summarised: int64 [n], those among them whose summaries it has brought, too.
+        """
+        if self.state is not None:
+            self.state.summaries.written(blocks)
+            self.state.summaries.brought(summarised)
+
+    def step(
+        self, scheduler_output: SchedulerOutput, drafts: StepDrafts, requests: Sequence[LiveRequest], batch: BatchInput
+    ) -> StepSelection:
+        """What the step, or a division of it, chooses among."""
+        if self.state is None:
+            return DENSE_STEP
+        request_ids = [request.request_id for request in requests]
+        num_drafts = np.fromiter(map(drafts.count, request_ids), np.int64, len(request_ids))
+        meta = sparse_meta_of(scheduler_output)
+        return self.state.step(request_ids, batch, num_drafts, {} if meta is None else meta.requests)
+
+    def tails(
+        self, scheduler_output: SchedulerOutput, requests: Sequence[LiveRequest], batch: BatchInput
+    ) -> NDArray[np.int64]:
+        """Indices of the requests whose rows choose together and are too many for an ordinary graph."""
+        if self.limits is None or not self.limits.tail_rows:
+            return NO_TAILS
+        meta = sparse_meta_of(scheduler_output)
+        sparse = {} if meta is None else meta.requests
+        (many,) = (batch.num_scheduled > self.limits.max_rows).nonzero()
+        tails = [index for index in many.tolist() if requests[index].request_id in sparse]
+        return np.array(tails, np.int64)
+
+    def report(self, metrics: SparseMetrics) -> None:
+        """After a step; what the device has counted is read now and then, because that waits for it."""
+        if self.selector is None or self.state is None:
+            return
+        metrics.totals(self.state.totals)
+        metrics.locks(*self._locks)
+        self._steps += 1
+        if self._steps % STEPS_PER_READ == 0:
+            metrics.device(self.selector.counts())
+
+
+def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimits:
+    """How large the choices of a server can be."""
+    longest = block_budget(max(sizes.max_model_len, options.min_tokens), sizes.block_size, options)
+    most = max(1, 0 if longest is None else longest.num_selected)
+    room = sizes.max_num_seqs * most
+    if sizes.static:
+        # requests that share blocks may choose more than there are; a graph for all of these would hardly ever be used
+        room = max(most, min(room, sizes.num_blocks))
+    return SelectionLimits(
+        sparse_ratio=options.sparse_ratio,
+        # the newest block may become full and the tail begin in the same step
+        live_blocks=options.init_window_sz + options.local_window_sz + 1,
+        most=most,
+        width=-(-sizes.max_model_len // sizes.block_size),
+        max_num_seqs=sizes.max_num_seqs,
+        max_rows=sizes.max_rows,
+        max_selected_blocks=room,
+        block_size=sizes.block_size,
+        tail_rows=sizes.tail_rows if sizes.static else 0,
+    )
+
+
+def summary_share(options: BlockOptions, block_size: int, head_size: int, key_bytes: int) -> float:
+    """Bytes of a block's summaries over the bytes of its keys and values."""
+    kind = SummaryKind(options.summary)
+    width = kind.width(head_size) * (1 if kind is SummaryKind.HASH else key_bytes)
+    return kind.vectors(block_size) * width / (2 * block_size * head_size * key_bytes)

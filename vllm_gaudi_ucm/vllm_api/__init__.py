@@ -1,0 +1,1 @@
+"""What depends on the version of vLLM or torch."""
