@@ -103,7 +103,7 @@ def _costs(tiles: list[Item]) -> Ints:
         return np.zeros(0, np.int64)
     spans = np.concatenate([tile.spans for tile in tiles])
     ends = np.cumsum([len(tile.spans) for tile in tiles])
-    tokens = np.append(0, np.cumsum(spans[:, 2] - spans[:, 1]))[np.append(0, ends)]
+    tokens = np.append(0, np.cumsum(spans[:, 2] - spans[:, 1]))[np.append(0, ends)].astype(np.int64)
     new = [0 if tile.causal_first == NO_CAUSAL else int(tile.rows[-1]) - tile.causal_first + 1 for tile in tiles]
     return np.array([len(tile.rows) for tile in tiles]) * (np.diff(tokens) + new)
 
