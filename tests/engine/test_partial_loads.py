@@ -89,6 +89,16 @@ def memory_store() -> dict[str, Any]:
     return {"kind": "memory", "capacity": "64MiB"}
 
 
+def forget_stored(engine: Engine) -> None:
+    """The device's prefix cache knows nothing any more, once everything is stored."""
+    for _ in range(3):
+        engine.step()
+    assert engine.runner.transfer is not None
+    connector: Any = engine.runner.transfer.connector
+    assert connector.worker_side.saver.flush(5.0)
+    assert engine.core.scheduler.reset_prefix_cache()
+
+
 @pytest.fixture(scope="module")
 def loaded_whole(tiny_llama: Path) -> Iterator[tuple[list[Answer], list[list[int]]]]:
     """GSA alone over a store, with all blocks on the device: greedy answers, and a sampled one."""
@@ -96,13 +106,9 @@ def loaded_whole(tiny_llama: Path) -> Iterator[tuple[list[Answer], list[list[int
     del config["memory_mode"]
     with Engine(tiny_llama, config, **OPTIONS, kv_transfer_config=transfer(memory_store())) as engine:
         engine.greedy([PROMPT, OTHER, *TAILED], 1)
-        for _ in range(3):
-            engine.step()
-        engine.core.scheduler.reset_prefix_cache()
+        forget_stored(engine)
         found = engine.greedy([PROMPT, OTHER, *TAILED], 30)
-        for _ in range(3):
-            engine.step()
-        engine.core.scheduler.reset_prefix_cache()
+        forget_stored(engine)
         yield found, generated(engine.generate([PROMPT], SEEDED))
 
 
