@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -46,12 +47,21 @@ class Steps:
 
     @classmethod
     def of(cls, buckets: Iterable[Bucket]) -> Steps:
-        """Counts shapes; steps without rows run nothing and are left out."""
-        run = [bucket for bucket in buckets if bucket.query_len]
-        shapes, forward_counts = np.unique(graph_array(run), axis=0, return_counts=True)
-        rows = np.array([bucket.logits for bucket in run], np.int64)
-        logits, logits_counts = np.unique(rows[rows > 0], return_counts=True)
-        return cls(shapes[:, :4], forward_counts, logits, logits_counts, shapes[:, 4], shapes[:, 5])
+        """Counts shapes, one step after the other: memory grows with the distinct ones, not with the steps.
+
+        Steps without rows run nothing and are left out.
+        """
+        forward: Counter[tuple[int, ...]] = Counter()
+        rows: Counter[int] = Counter()
+        for bucket in buckets:
+            if bucket.query_len:
+                forward[_row(bucket)] += 1
+                rows[bucket.logits] += 1
+        del rows[0]
+        shapes = np.array(sorted(forward), np.int64).reshape(-1, 6)
+        counts = np.array([count for _, count in sorted(forward.items())], np.int64)
+        logits, logits_counts = np.array(sorted(rows.items()), np.int64).reshape(-1, 2).T
+        return cls(shapes[:, :4], counts, logits, logits_counts, shapes[:, 4], shapes[:, 5])
 
     @property
     def shapes(self) -> Shapes:

@@ -93,7 +93,6 @@ CASES: list[tuple[str, str]] = [
     ("store stat --url x", "store.url: found 'x'"),
     ("store stat --store {", "store: found malformed text"),
     ("config --check digits.json", "value has 5000 digits"),
-    ("fit-attention --threads 0", "--threads is 0"),
 ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm.cli import doctor
+from vllm_gaudi_ucm.cli.doctor import doctor
 from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
 from vllm_gaudi_ucm.cli.main import main
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, describe, markdown_table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,17 +14,19 @@ import pytest
 from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
+from vllm_gaudi_ucm.cli.buckets.tune import read_steps
 from vllm_gaudi_ucm.cli.buckets.tune_report import TuneReport
 from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES
 from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
-from vllm_gaudi_ucm.graphs.shapes.bucket import dominates
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, dominates
 from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies.file import read_bucket_file
 from vllm_gaudi_ucm.graphs.tuning.certify import certify
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader
 
 COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
 STEPS = 10_000
@@ -172,3 +175,24 @@ def test_another_schema_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     other.write_text('{"schema": "gaudi-ucm.phase-log/99"}\n')
     assert run("tune", other) == 2
     assert "gaudi-ucm.phase-log/1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("holdout", [0.0, 0.2])
+def test_memory_follows_distinct_shapes_and_not_lines(tmp_path: Path, holdout: float) -> None:
+    """covers: F11. 20,000 steps of 100 shapes: a list of them takes 25 MB, and a million 1.25 GB."""
+    from tests.observability.records import step, write_log
+
+    path = tmp_path / "phases.jsonl"
+    shapes = [Bucket("--u", 1 + rows, 0, 1 + blocks, 1 + rows) for rows in range(10) for blocks in range(10)]
+    write_log(path, [replace(step(0), bucket=shape, padded=shape) for shape in shapes])
+    header, *lines = path.read_text().splitlines(keepends=True)
+    path.write_text(header + "".join(lines) * 200)
+    tracemalloc.start()
+    try:
+        with PhaseLogReader(path) as log:
+            steps, later = read_steps(log, holdout)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert (steps.count, later.count) == ((16_000, 4_000) if holdout else (20_000, 0))
+    assert len(steps.forward) == 100

@@ -1,4 +1,4 @@
-"""Configuration: every key, every kind of mistake, files, and the table in the README."""
+"""Configuration: every key, every kind of mistake, and files."""
 
 import copy
 import json
@@ -23,7 +23,6 @@ SECTIONS = " or ".join(
         "ucm_sparse_method",
     )
 )
-README = Path(__file__).parents[2] / "README.md"
 
 BLOCK_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
     "sparse_ratio": ([0.05, 1.0], [0.0, 1.5, "0.3", True, None], "number, above 0 and at most 1"),
@@ -242,12 +241,3 @@ def test_table_has_a_description_for_every_key() -> None:
     assert all(row.description.endswith(".") and row.type for row in describe())
     assert len(markdown_table().splitlines()) == len(describe()) + 2
     assert all(row.count("|") == 5 for row in markdown_table().splitlines())
-
-
-def test_table_of_the_readme_is_current() -> None:
-    """`gaudi-ucm config --markdown` stands between two marks in the README."""
-    _, mark, rest = README.read_text(encoding="utf-8").partition("<!-- config-table -->\n")
-    assert mark, "README.md has no mark <!-- config-table -->"
-    table, closing, _ = rest.partition("\n<!-- config-table -->")
-    assert closing, "README.md has no second mark <!-- config-table --> after the table"
-    assert table.strip() == markdown_table(), "paste the output of `gaudi-ucm config --markdown` between the marks"

@@ -94,7 +94,7 @@ def test_each_input_of_the_forward_changes_the_key(model: Path, name: str) -> No
 
 OTHERS: dict[str, dict[str, Any]] = {
     "name": {"served_model_name": "other"},
-    "tokenizer": {"tokenizer": "other", "tokenizer_revision": "v2"},
+    "tokenizer": {"tokenizer_mode": "slow", "tokenizer_revision": "v2"},
     "length": {"max_model_len": 128},
     "batch": {"max_num_seqs": 3, "max_num_batched_tokens": 512},
     "seed": {"seed": 5},

@@ -21,7 +21,8 @@ def test_the_option_has_its_effect(wanted: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(model_runner, "Decoder", lambda model, config: model)
     monkeypatch.setattr(model_runner, "pack_linear_layers", lambda *_: seen.append(matrix_unit.in_use()) or (0, 0))
     runner = object.__new__(ModelRunner)
-    runner._vllm_config = None  # type: ignore[assignment]
+    compilation = SimpleNamespace(static_forward_context={})
+    runner._vllm_config = SimpleNamespace(compilation_config=compilation)  # type: ignore[assignment]
     runner._config = resolve_config({"ucm": {"cpu": {"matrix_unit": wanted}}})
     runner._device = SimpleNamespace(kind="cpu")  # type: ignore[assignment]
     runner.kind = "off"

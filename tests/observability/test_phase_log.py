@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from vllm_gaudi_ucm.observability.phase_log import (
     SCHEMA,
     PhaseLog,
     PhaseLogError,
+    PhaseLogReader,
     StepRecord,
     bucket_shapes,
     read_phase_log,
@@ -106,6 +108,54 @@ def test_times_survive_to_a_tenth_of_a_microsecond(tmp_path: Path) -> None:
     for before, after in zip(written, read_phase_log(path)[1], strict=True):
         assert after.forward_ms == pytest.approx(before.forward_ms, abs=1e-4)
         assert (after.step, after.bucket, after.tokens) == (before.step, before.bucket, before.tokens)
+
+
+def test_steps_are_read_one_by_one(tmp_path: Path) -> None:
+    """What stands behind the line that is asked for is not even looked at; nor is it to count the steps."""
+    path = tmp_path / "phases.jsonl"
+    written = mixed_steps(10)
+    write_log(path, written)
+    path.write_text(path.read_text() + "nonsense\n")
+    with PhaseLogReader(path) as log:
+        steps = log.steps()
+        assert [next(steps).step for _ in written] == list(range(10))
+        assert log.count() == 11
+        with pytest.raises(PhaseLogError, match=r":12: not JSON"):
+            next(steps)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20])
+def test_complete_steps_are_counted(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "phases.jsonl"
+    write_log(path, mixed_steps(10))
+    text = path.read_bytes()
+    path.write_bytes(text[: len(text) - cut])
+    with PhaseLogReader(path) as log:
+        assert log.count() == len(list(log.steps())) == (9 if cut else 10)
+
+
+def test_how_much_is_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_gaudi_ucm.observability.phase_log.REPORTED_BYTES", 1000)
+    path = tmp_path / "phases.jsonl"
+    write_log(path, mixed_steps(100))
+    seen: list[float] = []
+    with PhaseLogReader(path, seen.append) as log:
+        assert len(list(log.steps())) == 100
+    assert len(seen) > 10
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_a_long_line_that_is_no_header_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "phases.jsonl"
+    path.write_bytes(b"\0" * (8 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(PhaseLogError, match=r"phases\.jsonl:1: "):
+            read_phase_log(path)
+        assert tracemalloc.get_traced_memory()[1] < 7 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_every_step_is_on_disk_before_close(tmp_path: Path) -> None:

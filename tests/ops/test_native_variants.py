@@ -23,7 +23,6 @@ FILES = (
     "test_native_elementwise",
     "test_compact_weights",
     "test_packed_linear",
-    "test_unsplit_groups",
     "test_call_list",
     "test_kv_cache",
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config, resolve_value
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.store.options import resolve_store_options
 
@@ -157,7 +157,6 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n -
         ("deep.yaml", "[" * 20_000, "nested too deeply"),
         ("digits.json", '{"cpu": {"threads": ' + "9" * 5000 + "}}", "5000 digits"),
         ("digits.yaml", "cpu: {threads: " + "9" * 5000 + "}", "5000 digits"),
-        ("date.yaml", "phase_log: 2026-13-45", "month must be in"),
         ("bomb.yaml", BOMB, "more than 100,000 values"),
         ("merges.yaml", MERGES, "more than 100,000 values"),
         ("self.yaml", "graphs: &a {mode: *a}", "an alias inside of its own anchor"),
@@ -190,3 +189,9 @@ def test_a_cut_parts_no_password() -> None:
 
     text = shown("redis://user:" + "secret" * 100 + "@host/0")
     assert "secret" not in text
+
+
+@pytest.mark.parametrize("name", ["2026-01-02", "2026-13-45"])
+def test_a_path_may_look_like_a_date(tmp_path: Path, name: str) -> None:
+    """Other packages of the process change what plain YAML makes of dates; here they are text."""
+    assert resolve_value(write(tmp_path, "date.yaml", f"phase_log: {name}")).phase_log == Path(name)

@@ -13,8 +13,8 @@ import pytest
 
 from tests.store.blocks import block, key
 from tests.store.redis_server import RedisServer, needs_redis
-from vllm_gaudi_ucm.cli import doctor
 from vllm_gaudi_ucm.cli import main as cli
+from vllm_gaudi_ucm.cli.doctor import doctor
 from vllm_gaudi_ucm.cli.doctor.store import store_checks
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions

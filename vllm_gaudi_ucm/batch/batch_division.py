@@ -48,11 +48,14 @@ def _divide_by_blocks(batch: BatchInput, block_size: int, max_shared_blocks: int
     for index in everything.tolist():
         blocks = set(batch.block_tables[index, : num_blocks[index]].tolist())
         rows = int(batch.num_scheduled[index])
-        if groups[-1] and len(use.shared_with(blocks, rows)) > max_shared_blocks:
+        shared = use.newly_shared(blocks, rows)
+        if groups[-1] and len(use.shared) + len(shared) > max_shared_blocks:
             groups.append([])
             use = _Use(set(), set())
+            shared = use.newly_shared(blocks, rows)
         groups[-1].append(index)
-        use = _Use(use.any | blocks, use.shared_with(blocks, rows))
+        use.shared.update(shared)
+        use.any.update(blocks)
     return [np.array(group) for group in groups]
 
 
@@ -62,9 +65,9 @@ class _Use(NamedTuple):
     any: set[int]
     shared: set[int]
 
-    def shared_with(self, blocks: set[int], rows: int) -> set[int]:
-        """The shared ones once a request of so many rows uses `blocks` as well."""
-        return self.shared | (blocks if rows > 1 else blocks & self.any)
+    def newly_shared(self, blocks: set[int], rows: int) -> set[int]:
+        """Which become shared once a request of so many rows uses `blocks` as well."""
+        return (blocks if rows > 1 else blocks & self.any) - self.shared
 
 
 def _shared_blocks(batch: BatchInput, num_blocks: NDArray[np.int32]) -> int:

@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.graphs.strategies.grid import coarsest_grid
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.observability.phase_log import bucket_shapes, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, bucket_shapes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,7 +116,8 @@ def _warn_of_one_bucket(strategy: str, request: BucketRequest, max_graphs: int, 
 
 def _usage(trace: Path, limits: Limits) -> Steps:
     """The steps of a phase log, of this server or of another one whose steps were no larger."""
-    steps = steps_within(Steps.of(bucket_shapes(read_phase_log(trace)[1])), limits)
+    with PhaseLogReader(trace) as log:
+        steps = steps_within(Steps.of(bucket_shapes(log.steps())), limits)
     try:
         check_steps(steps, limits)
     except LimitsError as error:

@@ -1,12 +1,14 @@
 """The phase log: one JSON line per step (`ucm.phase_log`), and running totals by phase that are always kept.
 
-The line format is described in docs/guides/phase-log.md; `read_phase_log` is its only reader.
+The line format is described in docs/guides/phase-log.md; `PhaseLogReader` is its only reader.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,6 +26,8 @@ SPARSE_COUNTS = ("selected_pairs", "sparse", "tail")
 TRANSFER_COUNTS = ("loaded_blocks", "saved_blocks")
 TIMES = ("plan_ms", "forward_ms", "sample_ms")
 MOST = 1 << 63  # of a number: sums and sizes are counted in 64 bits
+REPORTED_BYTES = 1 << 20  # read between two reports of how far it is
+LONGEST_HEADER = 1 << 20  # a file that is no log may be one line
 
 logger = plugin_logger(__name__)
 
@@ -111,17 +115,71 @@ class PhaseLog:
             self._emit(f"phase log {self.path}\n{summary_text(self.summary)}")
 
 
+class PhaseLogReader:
+    """A log as it is read, line by line: memory does not grow with its length. A context manager, for one pass.
+
+    Args:
+        path: of the log.
+        report: called with the share of the file that has been read, now and then.
+
+    Raises:
+        PhaseLogError: it cannot be read, or is no phase log.
+    """
+
+    def __init__(self, path: Path, report: Callable[[float], None] = lambda done: None) -> None:
+        self.path = path
+        self._report = report
+        with self._errors():
+            self._file = path.open("rb")
+        try:
+            self.header = _parse_header(path, self._first_line())
+        except PhaseLogError:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> PhaseLogReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def steps(self) -> Iterator[StepRecord]:
+        """Those not read yet; a last line torn by a killed process is dropped, anything else wrong raises."""
+        seen, told = self._file.tell(), 0
+        with self._errors():
+            size = max(1, os.fstat(self._file.fileno()).st_size)
+            for number, line in enumerate(self._file, start=2):
+                if not line.endswith(b"\n"):
+                    break
+                yield _parse_line(self.path, number, line.decode(errors="replace").rstrip("\r\n"))
+                seen += len(line)
+                if seen - told > REPORTED_BYTES:
+                    told = seen
+                    self._report(min(1.0, seen / size))
+        self._report(1.0)
+
+    def count(self) -> int:
+        """How many steps there are, read or not, without looking at them."""
+        with self._errors(), self.path.open("rb") as file:
+            ends = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(REPORTED_BYTES), b""))
+        return max(0, ends - 1)
+
+    def _first_line(self) -> str:
+        with self._errors():
+            return self._file.readline(LONGEST_HEADER).decode(errors="replace").rstrip("\r\n")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise PhaseLogError(f"{self.path}: cannot be read as a phase log: {error.strerror or error}") from error
+
+
 def read_phase_log(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
-    """(header, steps) of a log; a last line torn by a killed process is dropped, anything else wrong raises."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as error:
-        raise PhaseLogError(f"{path}: cannot be read as a phase log: {error.strerror or error}") from error
-    # What follows the last newline is empty in a log that was closed, and a torn line in one that was not.
-    torn = lines.pop()
-    header = _parse_header(path, lines[0] if lines else torn)
-    records = [_parse_line(path, number, line) for number, line in enumerate(lines[1:], start=2)]
-    return header, records
+    """(header, steps) of a log, all at once; see `PhaseLogReader`."""
+    with PhaseLogReader(path) as log:
+        return log.header, list(log.steps())
 
 
 def bucket_shapes(records: Iterable[StepRecord]) -> Iterator[Bucket]:

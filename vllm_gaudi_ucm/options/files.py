@@ -3,7 +3,7 @@
 import json
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -18,6 +18,12 @@ class _Loader(yaml.SafeLoader):
 
     An alias counts as all that its anchor holds: a few lines of aliases of aliases stand for billions of values.
     """
+
+    # a date is text here: no option is one, and a path may look like one
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)

@@ -102,10 +102,12 @@ def _costs(tiles: list[Item]) -> Ints:
     if not tiles:
         return np.zeros(0, np.int64)
     spans = np.concatenate([tile.spans for tile in tiles])
+    seen = np.zeros(len(spans) + 1, np.int64)
+    np.cumsum(spans[:, 2] - spans[:, 1], out=seen[1:])
     ends = np.cumsum([len(tile.spans) for tile in tiles])
-    tokens = np.append(0, np.cumsum(spans[:, 2] - spans[:, 1]))[np.append(0, ends)].astype(np.int64)
+    tokens = np.diff(seen[ends], prepend=0).astype(np.int64)
     new = [0 if tile.causal_first == NO_CAUSAL else int(tile.rows[-1]) - tile.causal_first + 1 for tile in tiles]
-    return np.array([len(tile.rows) for tile in tiles]) * (np.diff(tokens) + new)
+    return np.array([len(tile.rows) for tile in tiles], np.int64) * (tokens + np.array(new, np.int64))
 
 
 def _partials(rows: Ints) -> tuple[Ints, Ints]:

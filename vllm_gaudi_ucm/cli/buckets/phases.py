@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_ucm.cli.buckets.log_reading import open_log
 from vllm_gaudi_ucm.cli.output_file import check_output
-from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
 from vllm_gaudi_ucm.options.counted import counted
 
@@ -29,13 +30,16 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; 0, or 2 when the log or the picture's path is unusable."""
     try:
         check_output("--plot", args.plot, PICTURES)
-        header, records = read_phase_log(args.log)
-        if args.plot is not None:
+        with open_log(args.log) as log:
+            header = log.header
+            # a picture needs all steps at once
+            records = list(log.steps()) if args.plot is not None else None
+            summary = PhaseSummary(log.steps() if records is None else records)
+        if records is not None:
             write_plot(records, args.plot, header)
     except (PhaseLogError, RuntimeError, ValueError, OSError) as error:
         print(f"gaudi-ucm phases: {error}", file=sys.stderr)
         return 2
-    summary = PhaseSummary(records)
     if args.json:
         print(json.dumps({"header": header, **summary.to_json()}, indent=2))
     else:

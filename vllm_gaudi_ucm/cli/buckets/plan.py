@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     limits_of,
     read_model,
 )
+from vllm_gaudi_ucm.cli.buckets.log_reading import open_log
 from vllm_gaudi_ucm.cli.buckets.plan_memory import blocks_that_fit, plan_memory
 from vllm_gaudi_ucm.cli.buckets.plan_report import PlanReport, show
 from vllm_gaudi_ucm.cli.buckets.plan_sparse import add_sparse_arguments, with_sparse_method
@@ -33,7 +35,7 @@ from vllm_gaudi_ucm.graphs.shapes.steps_within import steps_within
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
-from vllm_gaudi_ucm.observability.phase_log import bucket_shapes, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, StepRecord, bucket_shapes
 
 # vLLM's defaults for a server, and Gaudi's natural block size; num_blocks is what the device's memory holds.
 DEFAULT_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_model_len": 8192, "block_size": 128}
@@ -97,19 +99,32 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
         cost = cost_model(args, mix.limits.block_size)
         return _report(args, _as_served(mix.limits), cost, _simulate(mix, args.mix, cost))
     if args.log is not None:
-        header, records = read_phase_log(args.log)
-        where = f"the first line of {args.log}"
-        check_block_size(args, header, where)
-        # a log of true shapes says "auto" where each step read what was cheaper; a graph has one form, and gathers
-        said = {**header, "contiguous": header.get("contiguous") is True}
-        limits = _as_served(limits_of(args, said, where))
-        steps, num_tails = Steps.of(bucket_shapes(records)), sum(record.tail for record in records)
+        with open_log(args.log) as log:
+            where = f"the first line of {args.log}"
+            check_block_size(args, log.header, where)
+            # a log of true shapes says "auto" where each step read what was cheaper; a graph has one form, and gathers
+            said = {**log.header, "contiguous": log.header.get("contiguous") is True}
+            limits = _as_served(limits_of(args, said, where))
+            steps, num_tails = _steps_and_tails(log)
         return _report(args, limits, cost_model(args, limits.block_size), steps, num_tails)
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
     known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
     if args.num_blocks is None:
         known["num_blocks"] = blocks_that_fit(cost)
     return _report(args, _as_served(limits_of(args, known, "the defaults")), cost, None)
+
+
+def _steps_and_tails(log: PhaseLogReader) -> tuple[Steps, int]:
+    """The steps that need buckets, and how many ran in graphs for tails."""
+    num_tails = 0
+
+    def counted() -> Iterator[StepRecord]:
+        nonlocal num_tails
+        for record in log.steps():
+            num_tails += record.tail
+            yield record
+
+    return Steps.of(bucket_shapes(counted())), num_tails
 
 
 def _as_served(limits: Limits) -> Limits:

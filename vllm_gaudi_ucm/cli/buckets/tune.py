@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     limits_of,
     read_model,
 )
+from vllm_gaudi_ucm.cli.buckets.log_reading import open_log
 from vllm_gaudi_ucm.cli.buckets.tune_report import TuneReport, show
 from vllm_gaudi_ucm.cli.output_file import check_output, written_whole
 from vllm_gaudi_ucm.cli.task_progress import task_progress
@@ -24,7 +26,7 @@ from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.graphs.tuning.certify import GOOD_GAP, MAX_ROUNDS, certify
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
-from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes, read_phase_log
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, bucket_shapes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,13 +74,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--gap is {args.gap}, expected a share from 0 to 1")
     check_max_graphs(args.max_graphs)
     check_output("--output", args.output)
-    header, records = read_phase_log(args.log)
-    if not records:
+    with open_log(args.log) as log:
+        where = f"the first line of {args.log}"
+        check_block_size(args, log.header, where)
+        limits = limits_of(args, log.header, where)
+        cost = cost_model(args, limits.block_size)
+        steps, later = read_steps(log, args.holdout)
+    if not steps.count:
         raise ValueError(f"{args.log}: holds no steps to tune to")
-    where = f"the first line of {args.log}"
-    check_block_size(args, header, where)
-    limits = limits_of(args, header, where)
-    report = make_report(args, records, cost_model(args, limits.block_size), limits)
+    report = make_report(args, steps, later, cost, limits)
     if args.output is not None:
         with written_whole(args.output) as path:
             write_bucket_file(path, report.buckets, _made_for(args, report))
@@ -91,11 +95,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_report(args: argparse.Namespace, records: list[StepRecord], cost: Any, limits: Any) -> TuneReport:
-    """Tunes on the log, less what is held out."""
-    seen = len(records) - int(len(records) * args.holdout)
-    steps = Steps.of(bucket_shapes(records[:seen]))
-    later = Steps.of(bucket_shapes(records[seen:]))
+def read_steps(log: PhaseLogReader, holdout: float) -> tuple[Steps, Steps]:
+    """The steps of a log, counted by shape, and those of the share of it that is held out."""
+    count = log.count() if holdout else 0
+    seen = count - int(count * holdout) if holdout else None
+    records = log.steps()
+    return Steps.of(bucket_shapes(islice(records, seen))), Steps.of(bucket_shapes(records))
+
+
+def make_report(args: argparse.Namespace, steps: Steps, later: Steps, cost: Any, limits: Any) -> TuneReport:
+    """Tunes on steps; later: those that were held out."""
     if not limits.causal_reach:
         steps, later = steps.without_reach(), later.without_reach()
     with task_progress("tuning") as progress:
