@@ -86,6 +86,7 @@ def test_warming_up_changes_nothing() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="what is launched on a CPU has run")
+@torch.inference_mode()
 def test_a_load_comes_after_steps_that_still_compute() -> None:
     """covers: F6"""
     caches = make_caches(tokens_first=True)
