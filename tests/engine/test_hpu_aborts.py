@@ -33,12 +33,15 @@ def serve(model: str, store: str) -> dict[str, Any]:
     rng = random.Random(5)
     stored, *prompts = ([rng.randrange(3, VOCAB) for _ in range(size)] for size in (STORED, *[OTHER] * PROMPTS))
     graphs = {"graphs": {"warm_up": "full", "max_graphs": 8}}
-    config = transfer(file_store(Path(store)))
+    # a busy machine must not make a miss of a slow answer
+    config = transfer({**file_store(Path(store)), "deadline": 30.0}, lookup_deadline=30.0, load_deadline=30.0)
     with Engine(Path(model), graphs, kv_transfer_config=config, **OPTIONS) as engine:
         manager = engine.core.scheduler.kv_cache_manager
         answers, taken = [engine.greedy([stored], OUTPUTS)[0]], []
-        loads = engine.runner.transfer.connector.worker_side.loads  # type: ignore[union-attr]
+        side = engine.runner.transfer.connector.worker_side  # type: ignore[union-attr]
+        loads = side.loads
         for _ in range(ROUNDS):
+            assert side.saver.flush(30.0)
             assert engine.core.scheduler.reset_prefix_cache()
             names = [engine.new_id() for _ in prompts]
             for name, prompt in zip(names, prompts, strict=True):
