@@ -1,0 +1,37 @@
+"""The walks of docs/architecture.md name files and functions that are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMED = re.compile(r"`([\w/]+\.py)` `([\w.]+)`")
+
+
+def walks() -> list[tuple[str, str]]:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return NAMED.findall(text)
+
+
+def names_in(file: Path) -> set[str]:
+    """Functions, classes and `Class.method` of a file."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return names
+
+
+def test_there_is_a_walk() -> None:
+    assert len(walks()) >= 12
+
+
+@pytest.mark.parametrize(("file", "name"), walks())
+def test_what_a_walk_names_is_there(file: str, name: str) -> None:
+    assert name in names_in(ROOT / file)
