@@ -48,9 +48,7 @@ class StepClock:
             plan_ms=plan_ms,
             forward_ms=forward_ms,
             sample_ms=sample_ms,
-            selected_pairs=0
-            if plan.selection is None
-            else int(plan.selection.counts @ plan.selection.num_rows) * block_size,
+            selected_pairs=_selected_pairs(plan.selection, block_size),
             sparse=0 if plan.selection is None else len(plan.selection.counts),
             tail=int(shape.tail),
         )
