@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import memory_mode
-from vllm_gaudi_ucm.cli.task_progress import task_progress
+from vllm_gaudi_ucm.cli.output import task_progress
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -91,7 +91,7 @@ def _compute_prompts(llm: LLM, prompts: list[list[int]], new_tokens: int) -> Non
 
 
 def _totals(llm: LLM) -> Any:
-    from vllm_gaudi_ucm.protocol.offload_totals import ResidencyTotals
+    from vllm_gaudi_ucm.protocol.offload import ResidencyTotals
 
     residency = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "residency", None)
     return ResidencyTotals() if residency is None else residency.totals

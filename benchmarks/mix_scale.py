@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_gaudi_ucm.cli.buckets.trace_mix import Lengths, Mix
+from vllm_gaudi_ucm.cli.buckets.trace_simulation import Lengths, Mix
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 
 # A step then takes a millisecond or two, and has as many blocks per request as before.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta
-from vllm_gaudi_ucm.scheduler.scheduler_role import scheduler_role
-from vllm_gaudi_ucm.sparse.request_options import read_extra_args
+from vllm_gaudi_ucm.scheduler.setup import scheduler_role
+from vllm_gaudi_ucm.sparse.options import read_extra_args
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
     from benchmarks.mix_sparse import MixSparse
-    from vllm_gaudi_ucm.cli.buckets.trace_mix import Mix
+    from vllm_gaudi_ucm.cli.buckets.trace_simulation import Mix
     from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, CausalPlan, UnifiedPlan, UniquePlan
-from vllm_gaudi_ucm.batch.shared_plan import SharedPlan
+from vllm_gaudi_ucm.batch.sharing import SharedPlan
 
 
 def plan_plainly(batch: BatchInput, block_size: int, causal_slice: int = 512) -> UnifiedPlan:

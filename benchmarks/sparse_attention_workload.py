@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks
-from vllm_gaudi_ucm.ops.block_selection.impl.native_selection import Candidates, NativeSelection
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.impl.native import Candidates, NativeSelection
 from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import (

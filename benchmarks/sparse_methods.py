@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.sparse_budget import Budget
 from benchmarks.sparse_step import Step
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, new_summaries, write_summaries
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 
 ORACLE = "oracle"
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.sparse_step import Step
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, write_summaries
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.sparse.budget import Budget, block_budget
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 

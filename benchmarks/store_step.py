@@ -22,8 +22,7 @@ import torch
 from benchmarks.store_bandwidth import copy_block
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
-from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 from vllm_gaudi_ucm.store.factory import open_store
 from vllm_gaudi_ucm.store.options import resolve_store_options
 

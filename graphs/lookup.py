@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.cost.step_cost import Cost
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import flat_tiles
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, graph_array, shape_seconds
 
 

@@ -8,11 +8,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vllm_gaudi_ucm.graphs.cost.device_figures import DeviceFigures
-from vllm_gaudi_ucm.graphs.cost.model_figures import ModelFigures
-from vllm_gaudi_ucm.graphs.shapes import causal_tiles
+from vllm_gaudi_ucm.graphs.cost.specs import DeviceFigures, ModelFigures
+from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 
 Floats = NDArray[np.float64]
 
@@ -102,7 +101,7 @@ class CostModel:
         return m.layers * self._roofline(2.0 * q * m.layer_weights, bytes_moved)
 
     def _causal(self, q: Floats, reach: Floats) -> Floats:
-        longest = np.minimum(q, reach * causal_tiles.TILE_ROWS)
+        longest = np.minimum(q, reach * prompt_tiles.TILE_ROWS)
         keys = 0.5 * (longest + np.minimum(longest, CAUSAL_SLICE))
         m = self.model
         bytes_moved = q * (2 * m.kv_heads * m.dtype_bytes + m.heads * PARTIAL_BYTES) * m.head_dim

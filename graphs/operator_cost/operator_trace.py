@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +13,33 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from vllm_gaudi_ucm.graphs.operator_cost.operation import Access, Operation
-from vllm_gaudi_ucm.graphs.recipes.description import tensors_in
-from vllm_gaudi_ucm.graphs.recipes.operator import operator_of
+from vllm_gaudi_ucm.graphs.recipes.operator_stream import operator_of
+from vllm_gaudi_ucm.graphs.recipes.recipe import tensors_in
+
+
+class Access(NamedTuple):
+    """Bytes [begin, end) of a memory that an operator touches.
+
+    used: bytes of these that it needs. chosen: an index chooses those, so nobody knows where they are.
+    """
+
+    memory: int
+    begin: int
+    end: int
+    used: int
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """matrix: FLOPs of a matrix product. vector: elements that other arithmetic goes over, in units of two bytes."""
+
+    name: str
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    matrix: int
+    vector: float
+
 
 # An index chooses among the rows of the first argument: only those are touched.
 _GATHERS = frozenset(("aten::index_select", "aten::index", "aten::embedding", "aten::gather"))

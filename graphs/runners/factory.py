@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
-from vllm_gaudi_ucm.graphs.runners.eager import EagerRunner
+from vllm_gaudi_ucm.graphs.runners.base import EagerRunner, GraphRunner, StaticFunction
 
 
 def runner_maker(kind: str) -> Callable[[StaticFunction], GraphRunner]:

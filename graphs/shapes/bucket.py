@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES, flat_tiles, is_bounded
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, flat_tiles, is_bounded
 
 
 def phase_string(causal: bool, shared: bool, unique: bool) -> str:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, least_reach
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import flat_tiles
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles
 
 Shapes = NDArray[np.int64]
 """[n, 4]: causal (0 or 1), query_len, shared_blocks, unique_blocks. A shape dominates another one exactly if it is
@@ -119,3 +120,17 @@ def _row(shape: ForwardShape | Bucket) -> tuple[int, ...]:
 def _all_rows(shapes: Shapes) -> NDArray[np.int64]:
     """[n] the reach of steps that say nothing of it."""
     return np.where(shapes[:, 0] > 0, flat_tiles(shapes[:, 1]), 0)
+
+
+def steps_within(steps: Steps, limits: Limits) -> Steps:
+    """The steps, their blocks cut to what `limits` allow.
+
+    They may be those of a larger cache, of one that was read in slices, which cover blocks that nobody uses, or of a
+    server that did not divide steps with many shared blocks. Rows and requests stay as they are: more than the limits
+    allow are another server's (see `check_steps`). How far rows look back is left out where buckets do not bound it.
+    """
+    most = limits.maximum
+    shapes = steps.shapes
+    shapes[:, 2:5] = np.minimum(shapes[:, 2:5], [most.shared_blocks, most.unique_blocks, most.selected_blocks])
+    cut = steps.with_shapes(shapes)
+    return cut if limits.causal_reach else cut.without_reach()

@@ -14,9 +14,9 @@ if TYPE_CHECKING:  # the configuration knows the names, and is light
 STRATEGIES: Registry[Callable[[BucketRequest], BucketSet]] = Registry(
     "bucket strategy",
     "vllm_gaudi_ucm.bucket_strategies",
-    exponential="vllm_gaudi_ucm.graphs.strategies.exponential:exponential",
-    linear="vllm_gaudi_ucm.graphs.strategies.linear:linear",
-    padding_aware="vllm_gaudi_ucm.graphs.strategies.padding_aware:padding_aware",
+    exponential="vllm_gaudi_ucm.graphs.strategies.grid:exponential",
+    linear="vllm_gaudi_ucm.graphs.strategies.grid:linear",
+    padding_aware="vllm_gaudi_ucm.graphs.strategies.grid:padding_aware",
     file="vllm_gaudi_ucm.graphs.strategies.file:from_file",
     trace="vllm_gaudi_ucm.graphs.strategies.trace:from_trace",
 )

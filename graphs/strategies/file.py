@@ -12,9 +12,9 @@ import yaml
 
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.shapes.reach import without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 
 SCHEMA = "gaudi-ucm.buckets/1"

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
+import numpy as np
+
+from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES, flat_tiles
-from vllm_gaudi_ucm.graphs.shapes.ladder import with_reaches, with_rungs
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.shapes.reach import without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, flat_tiles
+from vllm_gaudi_ucm.graphs.shapes.size_levels import with_reaches, with_rungs
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 
 AXES = ("decode", "prompt", "shared", "unique", "logits", "selected", "reach")
@@ -100,3 +104,50 @@ def _shapes(limits: Limits, grid: Grid, ladder: Ladder) -> Iterator[ForwardShape
     for causal, s, u in product((False, True), shared, unique):
         if causal or s or u:
             yield from (ForwardShape.of(causal, q, s, u) for q in rows[causal])
+
+
+def exponential(request: BucketRequest) -> BucketSet:
+    """Few buckets and a padding that is bounded by the factor, whatever the traffic."""
+    return grid_buckets(request, exponential_ladder)
+
+
+def exponential_ladder(axis: str, maximum: int, n: int) -> list[int]:
+    """n values whose neighbours differ by the n-th root of the maximum."""
+    return sorted({max(1, round(maximum ** (step / n))) for step in range(1, n + 1)} | {maximum})
+
+
+def linear(request: BucketRequest) -> BucketSet:
+    """Little padding near the limits, much of it far below them."""
+    return grid_buckets(request, linear_ladder)
+
+
+def linear_ladder(axis: str, maximum: int, n: int) -> list[int]:
+    """n values at distances of maximum / n."""
+    return sorted({-(-maximum * step // n) for step in range(1, n + 1)})
+
+
+def padding_aware(request: BucketRequest) -> BucketSet:
+    """Every step of one dimension multiplies the cost by the same factor, the smallest that the graphs allow."""
+    return grid_buckets(request, partial(padding_aware_ladder, request.cost))
+
+
+def padding_aware_ladder(cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
+    """n values that divide the growth of the cost along an axis, the other dimensions being small, in equal factors."""
+    sizes = np.unique(np.geomspace(1, maximum, min(maximum, 2048)).astype(np.int64))
+    seconds = _along(cost, axis, sizes)
+    wanted = seconds[0] * (seconds[-1] / seconds[0]) ** (np.arange(1, n + 1) / n)
+    # The largest size that a wanted cost still pays for: where size is free, one value covers it all.
+    chosen = np.clip(np.searchsorted(seconds, wanted * (1 + 1e-12), side="right") - 1, 0, None)
+    return sorted({*sizes[chosen].tolist(), maximum})
+
+
+def _along(cost: Cost, axis: str, sizes: np.ndarray) -> Floats:
+    if axis == "logits":
+        return cost.logits_seconds(sizes)
+    if axis == "shared":
+        return cost.forward_seconds(False, 2, sizes, 0)
+    if axis == "selected":
+        return cost.forward_seconds(False, 1, 0, 0, sizes)
+    if axis == "unique":
+        return cost.forward_seconds(False, 1, 0, sizes)
+    return cost.forward_seconds(axis == "prompt", sizes, 0, 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import flat_tiles
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps
 
 # A step a little beyond every bucket that was made for a log falls to the configured maximum, which can cost a hundred

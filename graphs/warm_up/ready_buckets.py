@@ -9,8 +9,8 @@ from typing import NamedTuple
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey, graph_name
 from vllm_gaudi_ucm.graphs.warm_up.order import WarmUpOrder
+from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey, graph_name
 
 
 class NotWarmError(RuntimeError):

@@ -3,10 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
 
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
-from vllm_gaudi_ucm.graphs.warm_up.progress import Stage, WarmUpProgress
-from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+
+BucketKey = ForwardShape | int
+"""The buckets: forward shapes, and rows of logits and sampling."""
+GraphKey = BucketKey | TailShape
+
+
+def graph_name(key: GraphKey) -> str:
+    """The key in words, for a log or an error."""
+    if isinstance(key, TailShape):
+        return f"tail {' '.join(map(str, key.forward.to_list()))}"
+    if isinstance(key, ForwardShape):
+        return f"bucket {' '.join(map(str, key.to_list()))}"
+    return f"{key} logits row{'s' if key != 1 else ''}"
+
+
+class GraphState(StrEnum):
+    """`dropped`: left out on purpose, e.g. for memory; `failed`: an error while it was warmed."""
+
+    COLD = "cold"
+    WARM = "warm"
+    DROPPED = "dropped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class GraphRecord:
+    """One graph: what its warm-up took, and why it is not warm if it is not.
+
+    seconds: of its warm-up, also where that failed. size: bytes of device memory that it took.
+    """
+
+    key: GraphKey
+    state: GraphState
+    seconds: float = 0.0
+    size: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class WarmUpSummary:
+    """All graphs: forward shapes, those for tails, and logits rows, each in ascending order of cost.
+
+    skeleton_graphs: those with which serving started. skeleton_seconds: what they took.
+    seconds: spent on all graphs, the skeleton included.
+    """
+
+    records: tuple[GraphRecord, ...]
+    skeleton_graphs: int
+    skeleton_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(record.seconds for record in self.records)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all warm graphs."""
+        return sum(record.size for record in self.records)
+
+    def count(self, state: GraphState) -> int:
+        return sum(record.state is state for record in self.records)
+
+
+Stage = Literal["skeleton", "rest"]
+
+
+@dataclass(frozen=True)
+class WarmUpProgress:
+    """One report.
+
+    stage: before serving starts at the earliest, or what comes after it.
+    done, total: graphs of the stage that are settled (warm, dropped or failed), and all of it.
+    current: the graph that starts now, or None where one has ended.
+    ended: the record of the graph that has just ended or been dropped, or None where one starts.
+    seconds: spent on graphs so far, the skeleton included.
+    seconds_left: expected for the graphs of the stage that are left, from those before them; None without any.
+    free_memory: bytes that are free on the device.
+    """
+
+    stage: Stage
+    done: int
+    total: int
+    current: GraphKey | None
+    ended: GraphRecord | None
+    seconds: float
+    seconds_left: float | None
+    free_memory: int
 
 
 class WarmUpRecords:

@@ -6,15 +6,20 @@ import time
 from collections.abc import Callable, Sequence
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey, GraphKey
-from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory
-from vllm_gaudi_ucm.graphs.warm_up.memory_fit import GIB, fit_to_memory
-from vllm_gaudi_ucm.graphs.warm_up.progress import Stage, WarmUpProgress
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GIB, GraphMemory, fit_to_memory
+from vllm_gaudi_ucm.graphs.warm_up.order import Skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.graphs.warm_up.records import WarmUpRecords
-from vllm_gaudi_ucm.graphs.warm_up.skeleton import Skeleton
-from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
+from vllm_gaudi_ucm.graphs.warm_up.records import (
+    BucketKey,
+    GraphKey,
+    GraphRecord,
+    GraphState,
+    Stage,
+    WarmUpProgress,
+    WarmUpRecords,
+    WarmUpSummary,
+)
 
 
 class WarmUp:

@@ -12,9 +12,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, projection
 from vllm_gaudi_ucm.ops.block_selection.impl import native, reference
-from vllm_gaudi_ucm.ops.block_selection.projection import projection
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 from vllm_gaudi_ucm.ops.triton_support import why_not_triton
 
 IMPLEMENTATIONS = ("auto", "reference", "cuda")

@@ -9,11 +9,70 @@ each a box of its own. What makes a block stand out for a query is mostly a sing
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.projection import projection
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import BITS_PER_BYTE, SummaryKind
+BITS_PER_BYTE = 8
+# Boxes of a block, all but one of a single key: at least so many, and more in larger blocks. With a fixed number a
+# look-up in a block of 128 tokens failed in a quarter of cases; with one for eight tokens in none of 128.
+_LEAST_BOXES = {"box_mean": 4, "hash": 8}
+_TOKENS_PER_BOX = 8
+
+
+class SummaryKind(StrEnum):
+    """How a block is summarised; the value is the option's.
+
+    MEAN: the mean key. MINMAX: the smallest and the largest value of each element (Quest). BOX_MEAN: the keys that are
+    farthest from the mean, one by one, and the mean of the rest. HASH: more of these, as a sign code and a gain each.
+    """
+
+    MEAN = "mean"
+    MINMAX = "minmax"
+    BOX_MEAN = "box_mean"
+    HASH = "hash"
+
+    def vectors(self, block_size: int) -> int:
+        """Vectors per block and kv head; a small block has no more than keys."""
+        if self is SummaryKind.MEAN:
+            return 1
+        if self is SummaryKind.MINMAX:
+            return 2
+        return min(block_size, max(_LEAST_BOXES[self.value], block_size // _TOKENS_PER_BOX))
+
+    def width(self, dim: int) -> int:
+        """Elements per vector: those of a key, or the bytes of a code and one for its gain."""
+        return -(-dim // BITS_PER_BYTE) + 1 if self is SummaryKind.HASH else dim
+
+    def shape(self, num_blocks: int, block_size: int, kv_heads: int, dim: int) -> tuple[int, int, int, int]:
+        """[num_blocks, vectors, kv_heads, width] of the summaries of one layer."""
+        return num_blocks, self.vectors(block_size), kv_heads, self.width(dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What summaries are computed in; those of floats may be kept in a narrower float, as the keys are."""
+        return torch.uint8 if self is SummaryKind.HASH else torch.float32
+
+
+_SEED = 20_250_117
+_made: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def projection(dim: int, device: torch.device) -> Tensor:
+    """fp32 [bits, dim] with orthonormal columns, bits = dim rounded up to whole bytes.
+
+    The first call for a device copies to it, so it must not be in a captured graph: `new_summaries` makes it.
+    Orthonormal directions estimate a product with less noise than independent ones (RaBitQ, arXiv 2405.12497).
+    """
+    key = dim, device
+    if key not in _made:
+        bits = -(-dim // BITS_PER_BYTE) * BITS_PER_BYTE
+        gaussian = torch.randn(bits, bits, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
+        rotation, _ = torch.linalg.qr(gaussian)
+        _made[key] = rotation[:, :dim].float().contiguous().to(device)
+    return _made[key]
+
 
 # The byte of a gain: steps of 2^(1/16), so an error of 2 %; the sign code's own error is larger.
 _STEPS_PER_OCTAVE = 16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -55,3 +57,95 @@ def _validate(name: str, tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
             f"write_kv: {name} is on {tokens.device}, its cache on {cache.device}, slots on {slots.device}; "
             "expected one device"
         )
+
+
+def copy_blocks(caches: Sequence[Tensor], source_ids: Tensor, target_ids: Tensor) -> None:
+    """Copies blocks within each cache: afterwards block `target_ids[i]` holds what `source_ids[i]` holds.
+
+    caches: one per layer, each [blocks, ...] of any strides, of one shape, dtype and device.
+    source_ids, target_ids: int64 [n] on the host. No block is a target twice, or a target and a source.
+    Raises ValueError for what does not fit together, IndexError for a block outside of the caches.
+    """
+    pairs = torch.stack([source_ids, target_ids], 1) if source_ids.shape == target_ids.shape else source_ids
+    both = set(source_ids.tolist()) & set(target_ids.tolist())
+    if both:
+        raise ValueError(f"copy_blocks: found blocks {sorted(both)} as source and as target, expected either")
+    _swap("copy_blocks", caches, caches, pairs, non_blocking=False)
+
+
+def swap_blocks(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, *, non_blocking: bool = False
+) -> None:
+    """Copies blocks of `sources` over blocks of `targets`, which are other tensors and may be on another device.
+
+    Layers that lie evenly spaced in one allocation are copied in one launch per direction, whatever their number.
+
+    sources, targets: one per layer, each [blocks, ...] of any strides; the shape of a block and the dtype agree.
+    pairs: int64 [n, 2] on the host, (block of the source, block of the target); no block is a target twice.
+    non_blocking: a copy between a device and pinned host memory may still run when this returns: the caller waits for
+        the current stream before it reads the target on the host, or changes the source there.
+    Raises ValueError for what does not fit together, IndexError for a block outside of a cache.
+    """
+    _swap("swap_blocks", sources, targets, pairs, non_blocking)
+
+
+def _swap(
+    operation: str, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool
+) -> None:
+    _validate_blocks(operation, sources, targets, pairs)
+    if not len(pairs):
+        return
+    pairs = pairs.contiguous()
+    if native.can_swap(sources, targets):
+        native.swap(sources, targets, pairs)
+    elif not _swap_on_cuda(sources, targets, pairs):
+        reference.swap(sources, targets, pairs, non_blocking)
+
+
+def _swap_on_cuda(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) -> bool:
+    """Copies within one GPU in one launch; False where the kernel does not cover the caches."""
+    device = sources[0].device
+    if device != targets[0].device or device.type == "cpu" or why_not_triton(device.type) is not None:
+        return False
+    # imported on first use: triton is not everywhere
+    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+
+    source, target = reference.stacked(sources), reference.stacked(targets)
+    if source is None or target is None or not cuda.can_copy(source, target):
+        return False
+    cuda.copy(source, target, pairs.to(device))
+    return True
+
+
+def _validate_blocks(operation: str, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) -> None:
+    if not sources or len(sources) != len(targets):
+        raise ValueError(
+            f"{operation}: {len(sources)} sources and {len(targets)} targets, expected one of each per layer"
+        )
+    source, target = sources[0], targets[0]
+    for name, caches, first in (("source", sources, source), ("target", targets, target)):
+        for cache in caches:
+            if cache.shape != first.shape or cache.dtype != first.dtype or cache.device != first.device:
+                raise ValueError(
+                    f"{operation}: {name}s are {_kind(first)} and {_kind(cache)}, expected the same of each layer"
+                )
+    if source.dim() < 2 or source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
+        raise ValueError(
+            f"{operation}: sources are {_kind(source)}, targets {_kind(target)}, expected blocks of one shape and dtype"
+        )
+    if pairs.dtype != torch.int64 or pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.device.type != "cpu":
+        raise ValueError(f"{operation}: block ids are {_kind(pairs)}, expected pairs of torch.int64 on the CPU")
+    if not len(pairs):
+        return
+    least, most = pairs.amin(0).tolist(), pairs.amax(0).tolist()
+    for column, (name, cache) in enumerate((("source", source), ("target", target))):
+        if least[column] < 0 or most[column] >= cache.shape[0]:
+            raise IndexError(
+                f"{operation}: {name} blocks {least[column]} to {most[column]}, expected 0 to {cache.shape[0] - 1}"
+            )
+    if len(pairs) > 1 and len(pairs[:, 1].unique()) < len(pairs):
+        raise ValueError(f"{operation}: a block is a target twice, expected each once")
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"

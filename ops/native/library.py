@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import torch  # noqa: F401  # torch's OpenMP must be in the process before the library asks for its symbols
+import torch  # torch's OpenMP must be in the process before the library asks for its symbols
+from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native.build import build
-from vllm_gaudi_ucm.ops.native.compiler import BuildError, CacheError
+from vllm_gaudi_ucm.ops.native.build import BuildError, CacheError, build
 
 logger = logging.getLogger(__name__)
 
@@ -118,3 +118,8 @@ def _open_library() -> ctypes.CDLL:
             return ctypes.CDLL(str(build(Path(folder))))
         except CacheError as error:
             raise BuildError(f"{unusable}; {error}") from error
+
+
+def is_rows(x: Tensor) -> bool:
+    """Whether x is fp32 [rows, columns] on the CPU with dense rows; the rows may lie apart."""
+    return x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1 and x.is_cpu

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.native import matrix_unit
-from vllm_gaudi_ucm.ops.native.library import native
-from vllm_gaudi_ucm.ops.native.tensor import is_rows
-from vllm_gaudi_ucm.ops.packed_linear.compact import Compact, find_compact
-from vllm_gaudi_ucm.ops.packed_linear.panels import Panels, find_panels
+from vllm_gaudi_ucm.ops.native.library import is_rows, native
+from vllm_gaudi_ucm.ops.packed_linear.packing import Compact, Panels, find_compact, find_panels
 
 # oneDNN chooses the block layout for a number of rows; of 1, 16, 256 and unknown, 16 was the best over 1 to 1024 rows.
 PACK_FOR_ROWS = 16

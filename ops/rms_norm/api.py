@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native.library import native
-from vllm_gaudi_ucm.ops.native.tensor import is_rows
+from vllm_gaudi_ucm.ops.native.library import is_rows, native
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, residual: Tensor | None = None) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native.library import native
-from vllm_gaudi_ucm.ops.native.tensor import is_rows
+from vllm_gaudi_ucm.ops.native.library import is_rows, native
 
 
 def can_rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor) -> bool:

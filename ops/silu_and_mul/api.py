@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from vllm_gaudi_ucm.ops.native.library import native
-from vllm_gaudi_ucm.ops.native.tensor import is_rows
+from vllm_gaudi_ucm.ops.native.library import is_rows, native
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

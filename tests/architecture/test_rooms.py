@@ -101,3 +101,37 @@ def test_rooms_without_torch_or_vllm(room: str, packages: tuple[str, ...]) -> No
         if name.partition(".")[0] in packages
     }
     assert not found
+
+
+PUBLIC = {"vllm", "vllm.config", "vllm.envs", "vllm.platforms", "vllm.sampling_params"}
+"""Modules of vLLM that any room may import: what its documentation tells users and plugins to import."""
+
+
+def test_internals_of_vllm_are_imported_in_one_room() -> None:
+    """Types included. `vllm_api` has a module for each subject; a room imports vLLM's names from there."""
+    internals = {}
+    for room, file in sources():
+        modules = {name.rpartition(".")[0] for name in imported(file) if name.partition(".")[0] == "vllm"}
+        if room != "vllm_api" and modules - PUBLIC - {""}:
+            internals[str(file.relative_to(ROOT))] = sorted(modules - PUBLIC)
+    assert not internals
+
+
+FEWEST_INTERNALS = 20
+
+
+def test_the_room_of_vllm_is_not_empty() -> None:
+    """The test above would pass where nothing is found."""
+    found = {
+        name for room, file in sources() if room == "vllm_api" for name in imported(file) if name.startswith("vllm.")
+    }
+    assert len(found) > FEWEST_INTERNALS
+
+
+MOST_LINES = 400
+
+
+def test_files_can_be_read_in_one_sitting() -> None:
+    """One noun per file, and none above this."""
+    long = {str(file): n for _, file in sources() if (n := len(file.read_text("utf-8").splitlines())) > MOST_LINES}
+    assert not long

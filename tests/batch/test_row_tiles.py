@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_gaudi_ucm.batch.row_tiles import RowTiles, cut_rows
-from vllm_gaudi_ucm.graphs.shapes import causal_tiles
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import TILE_ROWS, flat_tiles, is_bounded, levels
+from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import TILE_ROWS, flat_tiles, is_bounded, levels
 
 LENGTHS = st.lists(st.one_of(st.integers(2, 12), st.integers(2, 700), st.sampled_from([256, 512, 500])), max_size=30)
 
@@ -26,7 +26,7 @@ def check(tiles: RowTiles, bounds: list[int], rows: int, reach: int) -> None:
     first, last = tiles.places(rows, room[0])
     owner = np.repeat(np.arange(len(bounds)), np.diff([0, *bounds]))
     begins = np.array([0, *bounds[:-1]])
-    size = causal_tiles.TILE_ROWS
+    size = prompt_tiles.TILE_ROWS
     seen = np.zeros(rows, np.int64)
     depths = [sum(count > place for count in room) - 1 for place in range(len(first))]
     for place, (lo, hi, depth) in enumerate(zip(first.tolist(), last.tolist(), depths, strict=True)):
@@ -57,7 +57,7 @@ def test_a_step_fits_every_bucket_that_is_no_smaller(
 @given(st.integers(0, 9), st.lists(st.integers(2, 23), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 30))
 def test_tiles_of_a_few_rows(single: int, lengths: list[int], size: int, more: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(causal_tiles, "TILE_ROWS", size)
+        patch.setattr(prompt_tiles, "TILE_ROWS", size)
         bounds = bounds_of(single, lengths)
         tiles = cut_rows(bounds)
         check(tiles, bounds, bounds[-1] + more, tiles.reach)

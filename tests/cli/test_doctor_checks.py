@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm import PLATFORM_CLASS, envs
-from vllm_gaudi_ucm.cli.doctor import doctor, machine, plugins, probe, versions
+from vllm_gaudi_ucm.cli.doctor import doctor, machine
+from vllm_gaudi_ucm.cli.doctor import store as probe
 from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
 from vllm_gaudi_ucm.cli.doctor.configuration import configuration_checks
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.device.base import Memory
-from vllm_gaudi_ucm.device.cores import Cores
 from vllm_gaudi_ucm.device.detect import Decision
+from vllm_gaudi_ucm.device.host_limits import Cores
 from vllm_gaudi_ucm.ops.native import matrix_unit
 
 
@@ -46,9 +47,9 @@ class FakeProbe:
 def quick(monkeypatch: pytest.MonkeyPatch) -> type[FakeProbe]:
     """No child process: vLLM resolves our platform, detection chooses the CPU."""
     FakeProbe.answers = {"value": PLATFORM_CLASS}
-    monkeypatch.setattr(plugins, "Probe", FakeProbe)
-    monkeypatch.setattr(plugins, "register", lambda: PLATFORM_CLASS)
-    monkeypatch.setattr(plugins, "decide", lambda: Decision("cpu", "asked for"))
+    monkeypatch.setattr(machine, "Probe", FakeProbe)
+    monkeypatch.setattr(machine, "register", lambda: PLATFORM_CLASS)
+    monkeypatch.setattr(machine, "decide", lambda: Decision("cpu", "asked for"))
     monkeypatch.setattr(doctor, "detect_device", lambda: "cpu")
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.delenv(envs.DEVICE, raising=False)
@@ -106,7 +107,7 @@ def test_detection_that_crashes(quick: type[FakeProbe], monkeypatch: pytest.Monk
         raise ImportError("libcuda.so.1")
 
     monkeypatch.setattr(doctor, "detect_device", crash)
-    monkeypatch.setattr(plugins, "register", crash)
+    monkeypatch.setattr(machine, "register", crash)
     examination = doctor.examine(None)
     assert examination.device is None
     (register,) = [check for check in examination.checks if check.name == "register()"]
@@ -116,9 +117,9 @@ def test_detection_that_crashes(quick: type[FakeProbe], monkeypatch: pytest.Monk
 def test_inactive_plugin_is_a_warning(quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch) -> None:
     """Staying out of the way is right on such a machine, so it is no failure; the reason is shown."""
     quick.answers = {"value": "vllm.platforms.cuda.CudaPlatform"}
-    monkeypatch.setattr(plugins, "register", lambda: None)
-    monkeypatch.setattr(plugins, "decide", lambda: Decision(None, "vLLM has a platform of its own (cuda)"))
-    rows = {check.name: check for check in plugins.PluginChecks().rows()}
+    monkeypatch.setattr(machine, "register", lambda: None)
+    monkeypatch.setattr(machine, "decide", lambda: Decision(None, "vLLM has a platform of its own (cuda)"))
+    rows = {check.name: check for check in machine.PluginChecks().rows()}
     assert (rows["register()"].status, rows["platform of vLLM"].status) == ("warn", "warn")
     assert rows["register()"].found == "not active: vLLM has a platform of its own (cuda)"
     assert envs.DEVICE in rows["register()"].advice
@@ -126,7 +127,7 @@ def test_inactive_plugin_is_a_warning(quick: type[FakeProbe], monkeypatch: pytes
 
 def test_vllm_that_resolves_another_platform(quick: type[FakeProbe]) -> None:
     quick.answers = {"error": "RuntimeError: two"}
-    rows = {check.name: check for check in plugins.PluginChecks().rows()}
+    rows = {check.name: check for check in machine.PluginChecks().rows()}
     assert (rows["platform of vLLM"].status, rows["platform of vLLM"].found) == ("fail", "error: RuntimeError: two")
 
 
@@ -144,8 +145,8 @@ def test_matrix_unit(monkeypatch: pytest.MonkeyPatch, why_not: str, wanted: bool
 
 
 def test_missing_entry_point(quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [])
-    found = next(plugins.PluginChecks().rows())
+    monkeypatch.setattr(machine, "entry_points", lambda group: [])
+    found = next(machine.PluginChecks().rows())
     assert (found.name, found.status, found.found) == ("entry point", "fail", "no such entry point")
 
 
@@ -163,8 +164,8 @@ def test_probe_that_does_not_answer() -> None:
     ("version", "status"), [("0.32.0+empty", "ok"), ("0.31.0", "fail"), ("0.33.0", "fail"), (None, "fail")]
 )
 def test_version_rows(monkeypatch: pytest.MonkeyPatch, version: str | None, status: str) -> None:
-    monkeypatch.setattr(versions, "installed_version", lambda name: version if name == "vllm" else "2.13.0")
-    rows = {check.name: check for check in versions.version_checks()}
+    monkeypatch.setattr(machine, "installed_version", lambda name: version if name == "vllm" else "2.13.0")
+    rows = {check.name: check for check in machine.version_checks()}
     assert rows["vllm"].status == status
     assert rows["vllm"].expected == ">=0.32.0,<0.33"
     assert rows["vllm"].found == (version or "not installed")
@@ -172,21 +173,21 @@ def test_version_rows(monkeypatch: pytest.MonkeyPatch, version: str | None, stat
 
 
 def test_transformers_outside_vllms_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed_version", lambda name: "4.0.0")
-    rows = {check.name: check for check in versions.version_checks()}
+    monkeypatch.setattr(machine, "installed_version", lambda name: "4.0.0")
+    rows = {check.name: check for check in machine.version_checks()}
     assert rows["transformers"].status == "warn"
     assert "vLLM asks for it" in rows["transformers"].advice
 
     def missing(name: str) -> list[str]:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions.metadata, "requires", missing)
-    assert {check.name: check for check in versions.version_checks()}["transformers"].status == "ok"
+    monkeypatch.setattr(machine.metadata, "requires", missing)
+    assert {check.name: check for check in machine.version_checks()}["transformers"].status == "ok"
 
 
 def test_unsupported_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions.platform, "python_version", lambda: "3.9.1")
-    rows = {check.name: check for check in versions.version_checks()}
+    monkeypatch.setattr(machine.platform, "python_version", lambda: "3.9.1")
+    rows = {check.name: check for check in machine.version_checks()}
     assert (rows["Python"].status, rows["Python"].found) == ("fail", "3.9.1")
 
 

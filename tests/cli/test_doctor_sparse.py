@@ -10,7 +10,7 @@ import pytest
 
 from vllm_gaudi_ucm.cli.doctor import doctor
 from vllm_gaudi_ucm.cli.doctor.check import Check
-from vllm_gaudi_ucm.cli.doctor.sparse import SECTION, sparse_checks
+from vllm_gaudi_ucm.cli.doctor.configuration import SPARSE, sparse_checks
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 
 
@@ -85,7 +85,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def section_of(text: str) -> list[Check]:
-    return [check for check in doctor.examine(text).checks if check.section == SECTION]
+    return [check for check in doctor.examine(text).checks if check.section == SPARSE]
 
 
 @pytest.mark.usefixtures("quick")

@@ -11,7 +11,7 @@ from tests.graphs.shapes import COST, LIMITS
 from tests.observability.records import mixed_steps, write_log
 from vllm_gaudi_ucm.cli.doctor import doctor
 from vllm_gaudi_ucm.cli.doctor.check import Check
-from vllm_gaudi_ucm.cli.doctor.static_shapes import static_shape_checks
+from vllm_gaudi_ucm.cli.doctor.configuration import static_shape_checks
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape

@@ -8,14 +8,14 @@ import pytest
 
 from tests.observability.records import mixed_steps, write_log
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.cli.buckets import log_reading
+from vllm_gaudi_ucm.cli.buckets import phases
 
 
 @pytest.mark.parametrize("least", [0, 1 << 30])
 def test_a_bar_is_shown_while_a_long_log_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], least: int
 ) -> None:
-    monkeypatch.setattr(log_reading, "LONG_BYTES", least)
+    monkeypatch.setattr(phases, "LONG_BYTES", least)
     path = tmp_path / "phases.jsonl"
     write_log(path, mixed_steps(20))
     assert cli.main(["phases", str(path), "--json"]) == 0

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.cli.op_cost.batches import BATCHES, Batch, full_work, least_work
-from vllm_gaudi_ucm.cli.op_cost.kernels import kernels_of
-from vllm_gaudi_ucm.graphs.cost.device_figures import device_figures
-from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.cli.op_cost.op_cost import BATCHES, Batch, full_work, least_work
+from vllm_gaudi_ucm.cli.op_cost.row import kernels_of
+from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_figures
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import trace

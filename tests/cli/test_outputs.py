@@ -15,7 +15,7 @@ import pytest
 from tests.observability.records import mixed_steps, write_log
 from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
-from vllm_gaudi_ucm.cli.output_file import check_output, written_whole
+from vllm_gaudi_ucm.cli.output import check_output, written_whole
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog, read_phase_log
 
 # With input that does not exist: who looks at it first has begun to work.

@@ -14,12 +14,12 @@ from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, resolve_config
 from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
 from vllm_gaudi_ucm.execution.tail_graphs import tail_shapes
-from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
+from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.sparse.options import EsaOptions
-from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 
 SMALL_MODEL = {

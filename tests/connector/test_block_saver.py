@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.connector.fault_store import FaultStore
-from vllm_gaudi_ucm.connector.block_saver import BlockSaver
+from vllm_gaudi_ucm.connector.block_saver import BlockSaver, SaveQueue
 from vllm_gaudi_ucm.connector.metadata import BlockSave
-from vllm_gaudi_ucm.connector.save_queue import SaveQueue
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.step_activity import StepActivity
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks

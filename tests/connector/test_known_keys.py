@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_gaudi_ucm.connector.known_keys import SAVE_SECONDS, KnownKeys
+from vllm_gaudi_ucm.connector.lookup import SAVE_SECONDS, KnownKeys
 
 
 def test_the_oldest_are_forgotten() -> None:

@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.protocol.offload_messages import BlockMove, ResidencyOrders
+from vllm_gaudi_ucm.protocol.offload import BlockMove, ResidencyOrders
 from vllm_gaudi_ucm.store.factory import open_store
 from vllm_gaudi_ucm.store.options import MemoryStoreOptions
 

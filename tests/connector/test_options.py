@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 
-from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
-from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config
+from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions, complete_transfer_config
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 MEMORY = {"store": {"kind": "memory"}}

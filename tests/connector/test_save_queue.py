@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_gaudi_ucm.connector.save_queue import POLL_SECONDS, SaveQueue
+from vllm_gaudi_ucm.connector.block_saver import POLL_SECONDS, SaveQueue
 from vllm_gaudi_ucm.device.step_activity import IDLE_SECONDS, StepActivity
 
 

@@ -15,8 +15,8 @@ from vllm_gaudi_ucm.connector.lookup import LookupThread
 from vllm_gaudi_ucm.connector.waiting_prefetch import OPEN_LOOKUPS, WaitingPrefetch, apply_plan
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
 from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome
 
 
 @dataclass

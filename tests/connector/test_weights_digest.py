@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_gaudi_ucm.connector.weights_digest import weights_digest
+from vllm_gaudi_ucm.connector.forward_inputs import weights_digest
 
 
 def make(folder: Path, content: bytes, name: str = "model.safetensors") -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_gaudi_ucm.connector.weights_digest import weights_digest
+from vllm_gaudi_ucm.connector.forward_inputs import weights_digest
 
 Tensors = dict[str, torch.Tensor]
 PER_TENSOR = 16 << 10

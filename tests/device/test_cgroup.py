@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.device import cores as cores_module
-from vllm_gaudi_ucm.device.cgroup import Cgroup, MemoryLimit
-from vllm_gaudi_ucm.device.cores import Cores, find_cores
+from vllm_gaudi_ucm.device import host_limits
 from vllm_gaudi_ucm.device.cpu import host_memory
+from vllm_gaudi_ucm.device.host_limits import Cgroup, Cores, MemoryLimit, find_cores
 
 MIB = 1 << 20
 UNLIMITED_V1 = 9223372036854771712
@@ -98,5 +97,5 @@ def test_cores_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     cores = find_cores(Cgroup(tmp_path))
     assert cores.affinity == len(os.sched_getaffinity(0)) <= cores.machine
     assert cores.quota is None
-    monkeypatch.delattr(cores_module.os, "sched_getaffinity")
+    monkeypatch.delattr(host_limits.os, "sched_getaffinity")
     assert find_cores(Cgroup(tmp_path)).affinity == cores.machine

@@ -10,10 +10,10 @@ import pytest
 from tests.engine.hpu_process import Finished, run_on_card
 from tests.engine.serving import Engine
 from tests.engine.test_connector import transfer
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import graph_name
-from vllm_gaudi_ucm.graphs.warm_up.memory_fit import fit_to_memory
-from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.warm_up.graph_memory import fit_to_memory
+from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
+from vllm_gaudi_ucm.graphs.warm_up.records import graph_name
 
 MIB = 1 << 20
 CARD = 64 * MIB

@@ -9,16 +9,15 @@ from typing import Any
 
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
-from vllm_gaudi_ucm.graphs.cost.device_figures import device_figures
-from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_figures
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.shapes import causal_tiles
+from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_sizes
+from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_tile
 
 TILE = 32
 REACHES = (1, 2, 4)
@@ -42,7 +41,7 @@ def serve(model: str, files: str) -> dict[str, Any]:
     """Answers and what ran where, with tiles of a few rows so that small steps have many."""
     from habana_frameworks.torch.simulator import card
 
-    causal_tiles.TILE_ROWS, hpu_sizes.TILE = TILE, TILE // 2
+    prompt_tiles.TILE_ROWS, hpu_tile.TILE = TILE, TILE // 2
     file, log = Path(files, "buckets.yaml"), Path(files, "phases.jsonl")
     limits = Limits(512, 16, 512, 16, 200, False, causal_reach=True)
     shapes = [ForwardShape.of(True, 512, *blocks) for blocks in ((0, 0), (40, 100))]
@@ -67,5 +66,5 @@ def test_answers_are_those_of_true_shapes_and_nothing_is_compiled(tiny_llama: Pa
         assert_same([Answer(**answer) for answer in answers], wanted, near_ties=0)
     assert found["served"] == found["warm"]
     used = {padded for _, padded in found["ran"]}
-    assert used >= {*REACHES, causal_tiles.ALL_TILES}, "a chunk of a long prompt reaches beyond the bounds"
-    assert all(true <= padded for true, padded in found["ran"] if true != causal_tiles.ALL_TILES)
+    assert used >= {*REACHES, prompt_tiles.ALL_TILES}, "a chunk of a long prompt reaches beyond the bounds"
+    assert all(true <= padded for true, padded in found["ran"] if true != prompt_tiles.ALL_TILES)

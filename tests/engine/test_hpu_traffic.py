@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.hpu_process import run_on_card
-from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES
+from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES
 
 STEPS, SPARSE_STEPS = 120, 40
 # with selected blocks there are twice as many phases

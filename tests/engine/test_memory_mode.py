@@ -13,8 +13,8 @@ from vllm import RequestOutput
 from tests.engine.resident_blocks import WatchedEngine
 from tests.engine.serving import Engine, greedy_params
 from tests.engine.test_sparse import COMMON, OPTIONS, STATIC, tokens
-from vllm_gaudi_ucm.kv_offload.copy_store import CopyStore
-from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
+from vllm_gaudi_ucm.kv_offload.copies import CopyStore
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 WINDOWS = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
 PROMPTS = [tokens(count) for count in (20, 130, 200, 260)] + [COMMON + tokens(60), COMMON + tokens(61)]

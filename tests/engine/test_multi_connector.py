@@ -14,7 +14,7 @@ from tests.engine.test_any_connector import OPTIONS, PROMPTS, SHAPES
 from tests.engine.test_connector import file_store, gsa
 from vllm_gaudi_ucm.connector.connector import our_connector
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
-from vllm_gaudi_ucm.observability.transfer_totals import TransferTotals
+from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
 from vllm_gaudi_ucm.scheduler.scheduler import UcmScheduler
 
 OUTPUTS = 12

@@ -17,8 +17,8 @@ from tests.engine.test_connector import transfer
 from tests.engine.test_memory_mode import check_finite, generated, ucm
 from tests.engine.test_memory_mode_transfer import Served, store_options
 from tests.engine.test_sparse import OPTIONS, tokens
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
-from vllm_gaudi_ucm.graphs.warm_up.summary import GraphState
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.warm_up.records import GraphState
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 BLOCK = 16

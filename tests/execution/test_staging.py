@@ -15,7 +15,7 @@ from tests.ops.oracle import IMPLEMENTATIONS, assert_matches
 from vllm_gaudi_ucm.batch.batch_plan import UniquePlan, plan_batch
 from vllm_gaudi_ucm.execution.staging import SLICE_READ_LIMIT, ContiguousPa, StagedStep, Staging
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES, is_bounded
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, is_bounded
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 
 CPU = torch.device("cpu")

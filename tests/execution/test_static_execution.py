@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.execution.static_execution import StaticExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.runners.eager import EagerRunner
+from vllm_gaudi_ucm.graphs.runners.base import EagerRunner
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import NotWarmError, ReadyBuckets

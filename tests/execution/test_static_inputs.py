@@ -20,12 +20,12 @@ from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.execution.staging import true_shape
 from vllm_gaudi_ucm.execution.static_inputs import ForwardInputs, StaticInputs
-from vllm_gaudi_ucm.graphs.shapes import causal_tiles
+from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_sizes
+from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_tile
 
 CPU = torch.device("cpu")
 # As an index it is far outside of everything.
@@ -110,9 +110,9 @@ def _static(requests: list[Request], more: int = 0, contiguous: bool = False, se
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of a few rows, so that small steps have many."""
-    monkeypatch.setattr(causal_tiles, "TILE_ROWS", 3)
-    monkeypatch.setattr(hpu_sizes, "TILE", 2)
-    monkeypatch.setattr(hpu_sizes, "SCORE_BYTES", 4 * 4 * 2 * 8)
+    monkeypatch.setattr(prompt_tiles, "TILE_ROWS", 3)
+    monkeypatch.setattr(hpu_tile, "TILE", 2)
+    monkeypatch.setattr(hpu_tile, "SCORE_BYTES", 4 * 4 * 2 * 8)
 
 
 @settings(max_examples=100)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import MOST_TAILS, TailShapes, tail_rows
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import MOST_TAILS, TailShapes, tail_rows
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 
 BLOCK = 16

@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES
-from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B
+from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 
 COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)

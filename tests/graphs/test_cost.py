@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES, device_figures
-from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B, ModelFigures
+from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B, ModelFigures, device_figures
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 
 BLOCKS = st.integers(0, 9000)
 SIZES = st.tuples(st.booleans(), st.integers(1, 9000), BLOCKS, BLOCKS, BLOCKS, st.integers(1, 40))

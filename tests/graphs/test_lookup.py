@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, forward_shapes, limits, steps
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.steps import graph_array
 
 

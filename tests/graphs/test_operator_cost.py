@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.graphs.cost.device_figures import device_figures
-from vllm_gaudi_ucm.graphs.operator_cost.on_chip_memory import LINE, memory_traffic
+from vllm_gaudi_ucm.graphs.cost.specs import device_figures
 from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import OperatorTrace, trace
-from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS, StreamCost, Work
+from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS, LINE, StreamCost, Work, memory_traffic
 
 MB = 1 << 20
 MANY = 1 << 40

@@ -11,15 +11,13 @@ from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, SPARSE_LIMITS
 from vllm_gaudi_ucm.config.ucm_config import resolve_value
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.shapes.reach import reaching_step, without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import reaching_step, without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, STRATEGIES, build_buckets
-from vllm_gaudi_ucm.graphs.strategies.exponential import exponential_ladder
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, write_bucket_file
-from vllm_gaudi_ucm.graphs.strategies.linear import linear_ladder
-from vllm_gaudi_ucm.graphs.strategies.padding_aware import padding_aware_ladder
+from vllm_gaudi_ucm.graphs.strategies.grid import exponential_ladder, linear_ladder, padding_aware_ladder
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 
@@ -262,7 +260,7 @@ def test_a_file_with_too_many_graphs_or_no_file(bucket_file: Path, tmp_path: Pat
 def test_a_strategy_from_outside() -> None:
     """Its name can stand in the configuration, and errors name it."""
     with STRATEGIES.scope():
-        STRATEGIES.register("mine", "vllm_gaudi_ucm.graphs.strategies.linear:linear")
+        STRATEGIES.register("mine", "vllm_gaudi_ucm.graphs.strategies.grid:linear")
         assert resolve_value({"graphs": {"strategy": "mine"}}).graphs.strategy == "mine"
         with pytest.raises(UcmConfigError, match='"mine"'):
             resolve_value({"graphs": {"strategy": "min"}})

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, random_log
 from vllm_gaudi_ucm.graphs.lookup import cheapest_fit
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_array, shape_seconds
-from vllm_gaudi_ucm.graphs.tuning.certify import certify
-from vllm_gaudi_ucm.graphs.tuning.exchange import price_table
+from vllm_gaudi_ucm.graphs.tuning.certificate import certify
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.quantise import quantise
 from vllm_gaudi_ucm.graphs.tuning.rows import best_rows
-from vllm_gaudi_ucm.graphs.tuning.search import Search
+from vllm_gaudi_ucm.graphs.tuning.search import Search, price_table
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
 
 MAXIMUM = shape_array([LIMITS.maximum.forward])

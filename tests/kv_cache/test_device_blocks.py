@@ -9,7 +9,7 @@ import torch
 
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
-from vllm_gaudi_ucm.ops.kv_cache.impl import native_blocks
+from vllm_gaudi_ucm.ops.kv_cache.impl import native
 
 BLOCKS, TOKENS = 5, 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,7 +52,7 @@ def test_a_block_moves_between_caches_of_any_layout(
 ) -> None:
     """covers: D7. The bytes that are stored do not depend on the layout, and no other block changes."""
     if not is_native:
-        monkeypatch.setattr(native_blocks, "can_swap", lambda sources, targets: False)
+        monkeypatch.setattr(native, "can_swap", lambda sources, targets: False)
     source = make_caches(source_tokens_first)
     target = make_caches(target_tokens_first, fill=torch.nan)
     device = get_device(DEVICE)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_gaudi_ucm.kv_cache import host_pages
-from vllm_gaudi_ucm.kv_cache.host_pages import zeroed_pages
+from vllm_gaudi_ucm.kv_cache import allocation
+from vllm_gaudi_ucm.kv_cache.allocation import zeroed_pages
 
 SIZE = 64 << 20
 
@@ -69,7 +69,7 @@ def test_nothing_is_provided_while_it_may_not_be() -> None:
 
 def test_a_kernel_that_provides_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux before 5.14: they come when they are used."""
-    monkeypatch.setattr(host_pages, "_POPULATE_WRITE", 12345)
+    monkeypatch.setattr(allocation, "_POPULATE_WRITE", 12345)
     before = resident()
     zeros = zeroed_pages(SIZE)
     wait_for_threads()

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
-from vllm_gaudi_ucm.protocol.offload_messages import BlockMove, ResidencyReport
+from vllm_gaudi_ucm.protocol.offload import BlockMove, ResidencyReport
 
 Content = tuple[int, ...]
 

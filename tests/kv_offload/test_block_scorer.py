@@ -8,7 +8,7 @@ import torch
 
 from tests.ops.selection import KINDS
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, write_summaries
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 

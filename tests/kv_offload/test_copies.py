@@ -14,12 +14,12 @@ import pytest
 
 from tests.observability.exposition import scrape
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.kv_offload.copy_store import CopyStore
+from vllm_gaudi_ucm.kv_offload.copies import CopyStore
 from vllm_gaudi_ucm.observability.folder import make_private
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import host_memory
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.runner.offload_setup import open_copies
+from vllm_gaudi_ucm.runner.setup import open_copies
 from vllm_gaudi_ucm.store.factory import open_store
 from vllm_gaudi_ucm.store.options import MemoryStoreOptions
 

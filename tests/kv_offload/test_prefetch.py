@@ -14,9 +14,8 @@ import pytest
 from tests.kv_offload.fake_worker import FakeWorker
 from tests.kv_offload.test_scheduler_side import run_step, scheduler_of
 from tests.scheduler.schedulers import request
-from vllm_gaudi_ucm.config.prefetch_sections import blocks_ahead, idle_options, memory_mode_prefetch
-from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.kv_offload.copy_store import CopyStore
+from vllm_gaudi_ucm.config.ucm_config import blocks_ahead, idle_options, memory_mode_prefetch, resolve_config
+from vllm_gaudi_ucm.kv_offload.copies import CopyStore
 from vllm_gaudi_ucm.prefetch.engine import host_memory
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.stats import PrefetchStats

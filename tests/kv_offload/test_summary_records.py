@@ -10,9 +10,9 @@ from tests.kv_offload.test_block_scorer import DIM, KV_HEADS, ROWS, SIZE, Scored
 from tests.ops.selection import KINDS
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords, summary_bytes
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.sparse.options import GsaOptions
-from vllm_gaudi_ucm.sparse.selection.summary_queue import SummaryQueue
+from vllm_gaudi_ucm.sparse.selection.block_scorer import SummaryQueue
 
 SPAN = 4
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.kv_offload.target import Target, resident_target
+from vllm_gaudi_ucm.kv_offload.targets import Target, resident_target
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.observability.exposition import scrape
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
-from vllm_gaudi_ucm.protocol.offload_totals import ResidencyTotals
+from vllm_gaudi_ucm.protocol.offload import ResidencyTotals
 
 
 def test_totals_of_the_scheduler(folder: Path) -> None:

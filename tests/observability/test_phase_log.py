@@ -15,7 +15,7 @@ import pytest
 
 from tests.observability.records import HEADER, mixed_steps, step, write_log
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.observability.phase_log import (
     SCHEMA,
     PhaseLog,

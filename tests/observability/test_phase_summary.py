@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.observability.records import mixed_steps, step
-from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary, PhaseTotals
-from vllm_gaudi_ucm.observability.phase_table import BAR_WIDTH, phase_bars, summary_text
+from vllm_gaudi_ucm.observability.phase_summary import BAR_WIDTH, PhaseSummary, PhaseTotals, phase_bars, summary_text
 
 
 def test_totals_are_the_sums_of_the_steps() -> None:

@@ -12,8 +12,7 @@ from vllm_gaudi_ucm.observability.reporter import MetricsReporter
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
-from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 from vllm_gaudi_ucm.store.base import StoreStats
 
 

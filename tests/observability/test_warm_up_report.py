@@ -9,12 +9,17 @@ import pytest
 from rich.console import Console
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey, graph_name
-from vllm_gaudi_ucm.graphs.warm_up.progress import Stage, WarmUpProgress
-from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
-from vllm_gaudi_ucm.observability.warm_up_report import WarmUpReport
-from vllm_gaudi_ucm.observability.warm_up_table import summary_line, warm_up_text
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.warm_up.records import (
+    GraphKey,
+    GraphRecord,
+    GraphState,
+    Stage,
+    WarmUpProgress,
+    WarmUpSummary,
+    graph_name,
+)
+from vllm_gaudi_ucm.observability.warm_up_report import WarmUpReport, summary_line, warm_up_text
 
 GIB = 2**30
 DECODE = ForwardShape("-su", 16, 20, 1000)

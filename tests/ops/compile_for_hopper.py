@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.ops.batch import Batch, Request, Shape, build
 from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
-from vllm_gaudi_ucm.ops.unified_attention.impl import cuda, cuda_causal, cuda_tiles
+from vllm_gaudi_ucm.ops.unified_attention.impl import cuda, cuda_parts, cuda_plan
 
 
 class Hopper:
@@ -45,8 +45,8 @@ def compile_instead_of_launching(found: dict[str, int]) -> None:
 
 def attend(requests: list[Request], dtype: torch.dtype, block_size: int = 128) -> Batch:
     """Also what only a Hopper does: kernels that start before the one ahead of them has ended."""
-    cuda_tiles.multiprocessors = lambda device: 132
-    cuda_tiles.starts_early = cuda_causal.starts_early = lambda device: True  # type: ignore[assignment]
+    cuda_plan.multiprocessors = lambda device: 132
+    cuda_plan.starts_early = cuda_parts.starts_early = lambda device: True  # type: ignore[assignment]
     shape = Shape(32, 8, 128, 128, block_size, dtype, poison=0.0, memory="pairs by token")
     batch = build(requests, shape)
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)

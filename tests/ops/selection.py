@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, write_summaries
-from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT
-from vllm_gaudi_ucm.ops.block_selection.projection import projection
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, projection
 
 KINDS = tuple(SummaryKind)
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from tests.ops.selection import KINDS, Case, build, expected_scores, true_mass
 from tests.ops.test_cold_import import PROBE
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, write_summaries
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, projection
 from vllm_gaudi_ucm.ops.block_selection.impl import reference
-from vllm_gaudi_ucm.ops.block_selection.projection import projection
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 
 COMMON = settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=list(HealthCheck))
 CPU = torch.device("cpu")
@@ -165,7 +164,7 @@ def test_hashes_are_the_same_in_every_process() -> None:
     """covers: C23. The projection does not depend on the state of any generator, process or rank."""
     script = (
         "import sys, torch; torch.manual_seed(int(sys.argv[1])); torch.rand(7); "
-        "from vllm_gaudi_ucm.ops.block_selection.projection import projection; "
+        "from vllm_gaudi_ucm.ops.block_selection.features import projection; "
         "print(projection(20, torch.device('cpu')).numpy().tobytes().hex())"
     )
     torch.manual_seed(3)

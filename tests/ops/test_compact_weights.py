@@ -8,9 +8,9 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.native.library import native
-from vllm_gaudi_ucm.ops.packed_linear import compact
+from vllm_gaudi_ucm.ops.packed_linear import packing
 from vllm_gaudi_ucm.ops.packed_linear.api import ALONE_INPUTS, ALONE_LANES, NATIVE_ROWS, pack, packed_linear
-from vllm_gaudi_ucm.ops.packed_linear.compact import GROUP, Form, find_compact
+from vllm_gaudi_ucm.ops.packed_linear.packing import GROUP, Form, find_compact
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no native kernels on this machine")
 EPSILON = torch.finfo(torch.float32).eps
@@ -120,10 +120,10 @@ def test_panels_of_other_widths(form: Form, outputs: int) -> None:
     weight, x = MAKERS[form](outputs, 64), torch.randn(5, 64)
     found = find_compact(weight)
     assert found is not None
-    assert found.width in compact.WIDTHS
+    assert found.width in packing.COMPACT_WIDTHS
     torch.testing.assert_close(packed_linear(x, pack(weight, compact=True)), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 def test_without_native_kernels_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "native", lambda: None)
+    monkeypatch.setattr(packing, "native", lambda: None)
     assert find_compact(four_bits(64, 64)) is None

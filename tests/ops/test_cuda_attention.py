@@ -68,12 +68,12 @@ def test_heads_blocks_and_memory(
 @pytest.mark.parametrize("programs", [1, 3, 40])
 def test_steps_of_one_block(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
     """covers: A13, A22. One loop over all entries of a program, whose spans begin and end anywhere in it."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_spans
-    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_tiles import Tile
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Tile
 
-    monkeypatch.setattr(cuda_spans, "MANY_SPANS", 1)
-    monkeypatch.setattr(cuda_spans, "flat_spans_tile", lambda *_: Tile(16, 16, 2, 4))
-    monkeypatch.setattr(cuda_spans, "programs_of", lambda *_: programs)
+    monkeypatch.setattr(cuda_parts, "MANY_SPANS", 1)
+    monkeypatch.setattr(cuda_parts, "flat_spans_tile", lambda *_: Tile(16, 16, 2, 4))
+    monkeypatch.setattr(cuda_parts, "programs_of", lambda *_: programs)
     assert_matches(build([*_scaled(32), Request(70, 1), Request(40, 1)], Shape(block_size=32)), "cuda", prepared=True)
 
 
@@ -81,9 +81,9 @@ def test_steps_of_one_block(monkeypatch: pytest.MonkeyPatch, programs: int) -> N
 @pytest.mark.parametrize("block_size", [4, 128])
 def test_decodes_alone(monkeypatch: pytest.MonkeyPatch, tokens: int, block_size: int) -> None:
     """covers: A5, A11, A13. In one launch and with a merge; with rows that have no block, and one row."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda, cuda_spans
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda, cuda_parts
 
-    monkeypatch.setattr(cuda_spans, "FINAL_TOKENS", tokens)
+    monkeypatch.setattr(cuda_parts, "FINAL_TOKENS", tokens)
     merged, merge = [], cuda.merge
     monkeypatch.setattr(cuda, "merge", lambda *args, **named: (merged.append(1), merge(*args, **named)))
     shape, pads = Shape(block_size=block_size), Pads(rows=3, unique=5, singles=9, phase="--u")
@@ -104,9 +104,9 @@ def test_a_cache_of_another_dtype() -> None:
 @pytest.mark.parametrize("loose", [False, True])
 def test_any_number_of_programs_is_the_same(monkeypatch: pytest.MonkeyPatch, programs: int, loose: bool) -> None:
     """covers: A13, A22. Shares that cut a row's blocks, more programs than entries, programs without a share."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_shared, cuda_spans
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts
 
-    for module in (cuda_shared, cuda_spans):
+    for module in (cuda_parts, cuda_parts):
         monkeypatch.setattr(module, "programs_of", lambda *_: programs)
     assert_matches(build([*MIXED, Request(90, 1), Request(61, 3)], Shape(loose=loose)), "cuda", prepared=True)
 

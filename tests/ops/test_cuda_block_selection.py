@@ -17,8 +17,8 @@ from tests.ops.selection import Candidates, Case, build, expected_scores
 from tests.ops.test_block_selection import COMMON, assert_scores, cases
 from tests.ops.test_block_selection_choice import SCORES
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, keep_or_replace
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl import cuda
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

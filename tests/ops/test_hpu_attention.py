@@ -23,7 +23,7 @@ from vllm_gaudi_ucm.ops.unified_attention.api import (
     prepare,
     unified_attention,
 )
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_sizes
+from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_tile
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_causal import Rows, causal_tiles
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, CausalSlice
 
@@ -44,12 +44,12 @@ MIXED = [
 def small_tiles(tile: int = 2) -> Iterator[None]:
     """Tiles of a few rows, tokens and blocks, so that small batches have many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hpu_sizes, "TILE", tile)
-        patch.setattr(hpu_sizes, "SCORE_BYTES", 4 * 4 * tile * 4 * tile)
-        patch.setattr(hpu_sizes, "KV_BYTES", 1 << 10)
-        patch.setattr(hpu_sizes, "SLICE_BYTES", 1 << 10)
-        patch.setattr(hpu_sizes, "PIECE_BYTES", 1 << 10)
-        patch.setattr(hpu_sizes, "MOST_ROWS", 2 * tile)
+        patch.setattr(hpu_tile, "TILE", tile)
+        patch.setattr(hpu_tile, "SCORE_BYTES", 4 * 4 * tile * 4 * tile)
+        patch.setattr(hpu_tile, "KV_BYTES", 1 << 10)
+        patch.setattr(hpu_tile, "SLICE_BYTES", 1 << 10)
+        patch.setattr(hpu_tile, "PIECE_BYTES", 1 << 10)
+        patch.setattr(hpu_tile, "MOST_ROWS", 2 * tile)
         yield
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_gaudi_ucm.ops.kv_cache.blocks_api import copy_blocks, swap_blocks
-from vllm_gaudi_ucm.ops.kv_cache.impl import blocks_reference, native_blocks
+from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks, swap_blocks
+from vllm_gaudi_ucm.ops.kv_cache.impl import native as native_blocks
+from vllm_gaudi_ucm.ops.kv_cache.impl import reference as blocks_reference
 from vllm_gaudi_ucm.ops.native.library import native
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 6, 2, 4, 10

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_gaudi_ucm.ops.native import build, compiler, library
+from vllm_gaudi_ucm.ops.native import build, library
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, UniquePart
 
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, compiler.COMPILERS)), reason="no C++ compiler here")
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 PARTS = AttentionParts(unique=UniquePart(torch.tensor([1]), torch.tensor([0]), torch.tensor([0]), torch.tensor([2]), 1))
 
 
@@ -35,7 +35,7 @@ def test_builds_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 @pytest.mark.parametrize("change", ["source", "flags", "cpu"])
 def test_what_decides_the_code_decides_the_key(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = compiler.find_compiler()
+    found = build.find_compiler()
     before = build._key(found)
     assert build._key(found) == before
     if change == "source":
@@ -56,7 +56,7 @@ def test_what_an_editor_leaves_beside_the_source_is_no_source(
 ) -> None:
     shutil.copytree(build.SOURCE, tmp_path / "source")
     monkeypatch.setattr(build, "SOURCE", tmp_path / "source")
-    found = compiler.find_compiler()
+    found = build.find_compiler()
     before = build._key(found)
     if left.startswith(".#"):
         (tmp_path / "source" / left).symlink_to("nobody@nowhere")
@@ -112,11 +112,11 @@ def test_a_compiler_that_fails_ends_the_others(cache: Path, tmp_path: Path, monk
     command = ["/bin/sh", "-c", "exec sleep 60"]
     begin = time.monotonic()
     with pytest.raises(build.BuildError, match="/bin/sh failed: broken"):
-        compiler.run([command, ["/bin/sh", "-c", "echo broken >&2; exit 1"]], tmp_path)
+        build.run([command, ["/bin/sh", "-c", "echo broken >&2; exit 1"]], tmp_path)
     assert time.monotonic() - begin < 30
-    monkeypatch.setattr(compiler, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(build, "TIMEOUT_S", 0.1)
     with pytest.raises(build.BuildError, match="/bin/sh did not finish"):
-        compiler.run([command], tmp_path)
+        build.run([command], tmp_path)
 
 
 @needs_compiler
@@ -129,7 +129,7 @@ constexpr Codes whole{{codes, nullptr, nullptr}}, second = panel_of<BFloat16>(wh
 static_assert(second.codes == codes + 32 * 16 * 2 && !second.scales && !second.offsets);
 """)
     flags = [flag for flag in build.FLAGS if not flag.startswith("-O")]
-    compiler.run([[compiler.find_compiler(), *flags, "-fsyntax-only", str(tmp_path / "panels.cpp")]], tmp_path)
+    build.run([[build.find_compiler(), *flags, "-fsyntax-only", str(tmp_path / "panels.cpp")]], tmp_path)
 
 
 def test_without_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

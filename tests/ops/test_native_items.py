@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planning import Workload
 from vllm_gaudi_ucm.execution.staging import Staging
-from vllm_gaudi_ucm.ops.unified_attention.impl.native_items import Item, make_items
-from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import make_jobs
+from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import Item, make_items, make_jobs
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SharedGroup, SharedPart, UniquePart
 
 BLOCK = 4

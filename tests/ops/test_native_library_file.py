@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from vllm_gaudi_ucm.ops import private_folder
-from vllm_gaudi_ucm.ops.native import build, compiler, library
+from vllm_gaudi_ucm.ops.native import build, library
 
-REAL = next((found for name in compiler.COMPILERS if (found := shutil.which(name))), None)
+REAL = next((found for name in build.COMPILERS if (found := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(REAL is None, reason="no C++ compiler here")
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 # Two of them, in processes of their own, as two servers that start on a new machine.

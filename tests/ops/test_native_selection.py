@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl import native as operations
 from vllm_gaudi_ucm.ops.block_selection.impl import reference
-from vllm_gaudi_ucm.ops.block_selection.impl.native_selection import Candidates, NativeSelection
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.impl.native import Candidates, NativeSelection
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 
 pytestmark = pytest.mark.skipif(native() is None, reason=why_not_native())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.ops.native_variant import VARIANTS, why_not
-from vllm_gaudi_ucm.ops.native import compiler
+from vllm_gaudi_ucm.ops.native import build
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (
@@ -29,7 +29,7 @@ FILES = (
 # Tests of the matrix unit, which are skipped without one.
 MATRIX_FILES = ("test_native_attention_matrix", "test_tile_linear", "test_matrix_unit")
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, compiler.COMPILERS)), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.packed_linear import panels
+from vllm_gaudi_ucm.ops.packed_linear import packing
 from vllm_gaudi_ucm.ops.packed_linear.api import NATIVE_ROWS, can_pack, pack, packed_linear
 
 EPSILON = torch.finfo(torch.float32).eps
@@ -89,8 +89,8 @@ def test_a_few_rows_are_multiplied_natively(threads: int, rows: int, monkeypatch
 @needs_panels
 def test_another_format_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release or a CPU whose oneDNN packs otherwise must not give wrong numbers."""
-    monkeypatch.setattr(panels, "_widths", {})
-    monkeypatch.setattr(panels, "WIDTHS", (8,))
+    monkeypatch.setattr(packing, "_widths", {})
+    monkeypatch.setattr(packing, "PANEL_WIDTHS", (8,))
     weight, x = torch.randn(64, 16), torch.randn(3, 16)
     packed = pack(weight)
     assert packed.panels is None
@@ -114,9 +114,9 @@ def test_outputs_that_onednn_pads() -> None:
 
 @needs_panels
 def test_a_format_is_compared_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "_widths", {})
+    monkeypatch.setattr(packing, "_widths", {})
     first = pack(torch.randn(128, 48)).panels
-    monkeypatch.setattr(panels, "_fitting_widths", lambda *_: pytest.fail("compared again"))
+    monkeypatch.setattr(packing, "_fitting_widths", lambda *_: pytest.fail("compared again"))
     second = pack(torch.randn(128, 48)).panels
     assert first is not None
     assert second is not None
@@ -126,9 +126,9 @@ def test_a_format_is_compared_once_per_shape(monkeypatch: pytest.MonkeyPatch) ->
 @needs_panels
 def test_zeros_say_nothing_about_the_format_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """They look alike in panels of any width, and would be read in the first one that is tried."""
-    monkeypatch.setattr(panels, "_widths", {})
+    monkeypatch.setattr(packing, "_widths", {})
     weight, x = torch.randn(192, 48), torch.randn(3, 48)
-    monkeypatch.setattr(panels, "WIDTHS", (32, 64))
+    monkeypatch.setattr(packing, "PANEL_WIDTHS", (32, 64))
     zeros = pack(torch.zeros(192, 48))
     assert not packed_linear(x, zeros).any()
     torch.testing.assert_close(packed_linear(x, pack(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)
@@ -141,7 +141,7 @@ def test_a_broken_weight_says_nothing_about_others(
     monkeypatch: pytest.MonkeyPatch, bad: float, place: tuple[int | slice, ...]
 ) -> None:
     """covers: D8. It stays visible, and other layers of its shape run as they would without it."""
-    monkeypatch.setattr(panels, "_widths", {})
+    monkeypatch.setattr(packing, "_widths", {})
     broken, weight, x = torch.randn(192, 48), torch.randn(192, 48), torch.rand(3, 48) + 0.1
     broken[place] = bad
     first = pack(broken)
@@ -160,8 +160,8 @@ def test_a_broken_weight_says_nothing_about_others(
 def test_a_weight_that_fits_every_format_proves_none(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     """Also where its outputs divide into panels of one width only: in plain memory it would look the same."""
     kept: dict[torch.Size, int] = {}
-    monkeypatch.setattr(panels, "_widths", kept)
-    monkeypatch.setattr(panels, "WIDTHS", (64,))
+    monkeypatch.setattr(packing, "_widths", kept)
+    monkeypatch.setattr(packing, "PANEL_WIDTHS", (64,))
     pack(torch.full((192, 48), value))
     assert not kept
     pack(torch.randn(192, 48))

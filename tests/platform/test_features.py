@@ -17,8 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from tests.engine.model_classes import import_class
 from tests.engine.tiny_models import FAMILIES, make_config
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
-from vllm_gaudi_ucm.options.errors import UcmConfigError
-from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
+from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.features import most_experts
 from vllm_gaudi_ucm.platform.platform import UcmPlatform
 

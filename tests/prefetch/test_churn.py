@@ -13,10 +13,9 @@ import pytest
 from tests.prefetch.stores import BLOCK_BYTES, content, key
 from tests.prefetch.test_lent_blocks import LendingStore
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
-from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
-from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
+from vllm_gaudi_ucm.prefetch.stats import PrefetchHandle
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 
 KEYS = 60
 IDS = 24

@@ -6,8 +6,7 @@ import threading
 
 from tests.prefetch.conftest import MakeEngine
 from tests.prefetch.stores import ScriptedStore, content, eventually, key, keys
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
-from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 
 
 class Receiver:

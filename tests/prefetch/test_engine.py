@@ -11,8 +11,7 @@ from tests.prefetch.conftest import MakeEngine
 from tests.prefetch.stores import BLOCK_BYTES, ScriptedStore, content, eventually, key, keys
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
-from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 
 READY, FAILED, TIMEOUT, CANCELLED, UNKNOWN = PrefetchOutcome
 

@@ -11,7 +11,7 @@ import pytest
 from tests.prefetch.stores import BLOCK_BYTES, content, eventually, key, keys
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine, host_memory
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome
 from vllm_gaudi_ucm.store.memory import MemoryStore
 
 BLOCKS = 4

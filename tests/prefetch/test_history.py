@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.prefetch.stores import key, keys
-from vllm_gaudi_ucm.prefetch.history import AccessHistory
+from vllm_gaudi_ucm.prefetch.plan import AccessHistory
 
 
 def test_counts_lose_half_of_their_weight_in_a_half_life() -> None:

@@ -12,10 +12,8 @@ import pytest
 from tests.prefetch.conftest import MakeEngine
 from tests.prefetch.stores import ScriptedStore, eventually, keys
 from tests.prefetch.test_lent_blocks import LendingStore
-from vllm_gaudi_ucm.prefetch.idle_threads import IdleThreads
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
-from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
-from vllm_gaudi_ucm.prefetch.task import Deliver
+from vllm_gaudi_ucm.prefetch.dispatcher import IdleThreads
+from vllm_gaudi_ucm.prefetch.tasks import Deliver, PrefetchOutcome, PrefetchPriority
 
 
 @pytest.fixture(autouse=True)

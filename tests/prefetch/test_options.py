@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from vllm_gaudi_ucm.config.prefetch_sections import connector_prefetch, idle_options
-from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.options.problems import expected
+from vllm_gaudi_ucm.config.ucm_config import connector_prefetch, idle_options, resolve_config
+from vllm_gaudi_ucm.options.errors import expected
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.sparse.options import GsaOptions
 

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from tests.prefetch.stores import keys
-from vllm_gaudi_ucm.prefetch.history import AccessHistory
-from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan, PrefetchPlanner, QueuedRequest, plan_prefetch
-from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
+from vllm_gaudi_ucm.prefetch.plan import AccessHistory, PrefetchPlan, PrefetchPlanner, QueuedRequest, plan_prefetch
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchPriority
 
 URGENT, HIGH, NORMAL, LOW = PrefetchPriority
 

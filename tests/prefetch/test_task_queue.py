@@ -6,9 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.prefetch.stores import keys
-from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
-from vllm_gaudi_ucm.prefetch.task import PrefetchTask
-from vllm_gaudi_ucm.prefetch.task_queue import TaskQueue
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchPriority, PrefetchTask, TaskQueue
 
 PRIORITIES = st.sampled_from(PrefetchPriority)
 

@@ -14,7 +14,7 @@ from tests.prefetch.conftest import MakeEngine
 from tests.prefetch.stores import BLOCK_BYTES, ScriptedStore, eventually, key, keys
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome
 
 
 def engine_threads() -> int:

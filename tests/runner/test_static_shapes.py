@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
-from vllm_gaudi_ucm.graphs.warm_up.progress import WarmUpProgress
-from vllm_gaudi_ucm.graphs.warm_up.summary import GraphRecord, GraphState, WarmUpSummary
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.warm_up.records import GraphRecord, GraphState, WarmUpProgress, WarmUpSummary
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 
 

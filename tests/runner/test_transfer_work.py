@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from tests.observability.records import step
-from vllm_gaudi_ucm.observability.transfer_totals import TransferTotals
-from vllm_gaudi_ucm.runner.transfer_work import TransferWork
+from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
+from vllm_gaudi_ucm.runner.kv_transfer import TransferWork
 
 
 def test_totals_become_the_work_of_a_step() -> None:

@@ -26,7 +26,7 @@ from tests.scheduler.schedulers import (
 from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.scheduler.scheduler import UcmAsyncScheduler, UcmScheduler
-from vllm_gaudi_ucm.sparse.methods.kvstar.kvstar import KVStar
+from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
 
 SELECT, REUSE, CHECK = SelectionMode
 GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"min_tokens": 20}}}

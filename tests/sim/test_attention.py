@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.oracle import assert_matches, attend, budget, oracle
 from vllm_gaudi_ucm.batch.row_tiles import cut_rows
-from vllm_gaudi_ucm.graphs.shapes import causal_tiles
+from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, prepare, unified_attention
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels, hpu_sizes
+from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels, hpu_tile
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalTiles
 
 MIXED = [
@@ -106,8 +106,8 @@ def test_packed_prompts_in_tiles(
     dtype: torch.dtype, poison: float, gaudi3: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """covers: A2 A9 A11. Tiles that data places, with the fused kernels of a card (bfloat16) and without."""
-    monkeypatch.setattr(causal_tiles, "TILE_ROWS", 4)
-    monkeypatch.setattr(hpu_sizes, "TILE", 2)
+    monkeypatch.setattr(prompt_tiles, "TILE_ROWS", 4)
+    monkeypatch.setattr(hpu_tile, "TILE", 2)
     fused, softmax = (count_calls(monkeypatch, name) for name in ("FUSED_SDPA", "SOFTMAX_FA2"))
     for requests in ([Request(0, 7)] * 6, [Request(0, 9), *[Request(0, 2)] * 8, Request(0, 4)]):
         batch = build(requests, Shape(dtype=dtype, poison=poison, pads=5))
@@ -121,7 +121,7 @@ def test_packed_prompts_in_tiles(
 
 def test_tiles_are_one_graph_of_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """covers: B1. Nothing is read on the host, no shape depends on data."""
-    monkeypatch.setattr(causal_tiles, "TILE_ROWS", 4)
+    monkeypatch.setattr(prompt_tiles, "TILE_ROWS", 4)
     batch = build([Request(9, 1, prefix=2), *[Request(0, 6)] * 5], Shape(pads=5, poison=1e4))
     parts = prepare(in_tiles(batch), batch.key_cache.shape[1], implementation="hpu")
     compiled = torch.compile(unified_attention, backend="eager", fullgraph=True)
@@ -137,10 +137,10 @@ def in_tiles(batch: Batch) -> AttentionParts:
     starts = [row for row, group in enumerate(groups) if group >= 0 and (row == 0 or groups[row - 1] != group)]
     end = 1 + max(row for row, group in enumerate(groups) if group >= 0)
     tiles = cut_rows([*starts, end])
-    assert causal_tiles.is_bounded(end, tiles.reach)
-    tops = causal_tiles.levels(len(groups), tiles.reach)
+    assert prompt_tiles.is_bounded(end, tiles.reach)
+    tops = prompt_tiles.levels(len(groups), tiles.reach)
     first, last = map(torch.from_numpy, tiles.places(len(groups), tops[0]))
-    return batch.parts._replace(causal=part._replace(tiles=CausalTiles(first, last, causal_tiles.TILE_ROWS, tops)))
+    return batch.parts._replace(causal=part._replace(tiles=CausalTiles(first, last, prompt_tiles.TILE_ROWS, tops)))
 
 
 @pytest.mark.parametrize("which", ["key", "value", "query"])

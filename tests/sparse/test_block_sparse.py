@@ -9,8 +9,7 @@ from tests.sparse.steps import BLOCK_SIZE, Live, decode, step_of
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.methods.esa import ESA
-from vllm_gaudi_ucm.sparse.methods.gsa import GSA
+from vllm_gaudi_ucm.sparse.methods.gsa import ESA, GSA
 from vllm_gaudi_ucm.sparse.options import MethodOptions
 
 SELECT, REUSE = SelectionMode.SELECT, SelectionMode.REUSE

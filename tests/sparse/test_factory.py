@@ -15,9 +15,8 @@ from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import ENTRY_POINTS, SPARSE_METHODS, SparseMethodError, UcmSparseFactory
-from vllm_gaudi_ucm.sparse.methods.esa import ESA
-from vllm_gaudi_ucm.sparse.methods.gsa import GSA
-from vllm_gaudi_ucm.sparse.methods.kvstar.kvstar import KVStar
+from vllm_gaudi_ucm.sparse.methods.gsa import ESA, GSA
+from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
 from vllm_gaudi_ucm.sparse.options import GsaOptions
 
 HERE = "tests.sparse.third_party"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi_ucm.sparse.request_options import read_extra_args
+from vllm_gaudi_ucm.sparse.options import read_extra_args
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from tests.graphs.shapes import COST
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.runners.eager import EagerRunner
+from vllm_gaudi_ucm.graphs.runners.base import EagerRunner
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.speculation.draft_model_graphs import DraftModelGraphs
+from vllm_gaudi_ucm.speculation.draft_model import DraftModelGraphs
 
 BLOCK_SIZE = 4
 LIMITS = Limits(16, 4, 32, BLOCK_SIZE, 20, contiguous=False, max_selected_blocks=12)

@@ -9,8 +9,7 @@ from vllm import SamplingParams
 
 from tests.batch.scheduling import Known, new_request, step_output
 from vllm_gaudi_ucm.batch.request_table import RequestTable
-from vllm_gaudi_ucm.speculation.ngram import NgramProposer
-from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
+from vllm_gaudi_ucm.speculation.proposer import NgramProposer, SampledStep, wanted_drafts
 
 MAX_MODEL_LEN = 24
 

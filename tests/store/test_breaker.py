@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_gaudi_ucm.store.breaker import Breaker
+from vllm_gaudi_ucm.store.guarded import Breaker
 
 
 class Clock:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.options.byte_size import show_bytes
-from vllm_gaudi_ucm.options.problems import expected, section
+from vllm_gaudi_ucm.options.errors import expected, section
+from vllm_gaudi_ucm.options.values import show_bytes
 from vllm_gaudi_ucm.store.options import KINDS
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "guides" / "stores.md"

@@ -14,7 +14,7 @@ from tests.store.blocks import BLOCK_BYTES, block, key
 from tests.store.redis_server import RedisServer, needs_redis
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome
 
 COUNT = 600  # more than one call takes
 MakeEngine = Callable[..., PrefetchEngine]

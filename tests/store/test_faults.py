@@ -18,12 +18,11 @@ import pytest
 
 from tests.store.blocks import BLOCK_BYTES, block, holds, key, loaded
 from tests.store.fault_injector import FaultInjector, read_only
+from vllm_gaudi_ucm.store.base import HEADER_BYTES, seal
 from vllm_gaudi_ucm.store.file import FileMedium
 from vllm_gaudi_ucm.store.folder import Folder
 from vllm_gaudi_ucm.store.medium import StoredBlock
-from vllm_gaudi_ucm.store.memory import MemoryStore
-from vllm_gaudi_ucm.store.record import HEADER_BYTES, seal
-from vllm_gaudi_ucm.store.slot_pool import SlotPool
+from vllm_gaudi_ucm.store.memory import MemoryStore, SlotPool
 
 BLOCKS = 3
 CAPACITY = BLOCKS * BLOCK_BYTES

@@ -17,7 +17,7 @@ from tests.store.blocks import BLOCK_BYTES, block, holds, key, loaded
 from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.store.folder import Folder
-from vllm_gaudi_ucm.store.folder_marker import MARKER
+from vllm_gaudi_ucm.store.held_folder import MARKER
 from vllm_gaudi_ucm.store.medium import StoredBlock
 
 SOMEBODY = 12345

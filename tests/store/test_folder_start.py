@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 from vllm_gaudi_ucm.store import folder as module
 from vllm_gaudi_ucm.store.folder import Folder
-from vllm_gaudi_ucm.store.folder_marker import MARKER
+from vllm_gaudi_ucm.store.held_folder import MARKER
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 
 from tests.store.blocks import BLOCK_BYTES, block, key, loaded
 from tests.store.faulty_medium import FaultyMedium
+from vllm_gaudi_ucm.store.base import HEADER_BYTES
 from vllm_gaudi_ucm.store.guarded import GuardedStore
 from vllm_gaudi_ucm.store.options import RedisStoreOptions
-from vllm_gaudi_ucm.store.record import HEADER_BYTES
 
 DEADLINE = 0.1
 FAILURES = 3

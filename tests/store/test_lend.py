@@ -13,11 +13,11 @@ import pytest
 from tests.store.blocks import BLOCK_BYTES, block, key, loaded
 from tests.store.faulty_medium import FaultyMedium
 from tests.store.redis_server import RedisServer, needs_redis
+from vllm_gaudi_ucm.store.base import HEADER_BYTES
 from vllm_gaudi_ucm.store.guarded import GuardedStore
 from vllm_gaudi_ucm.store.medium import REFUSED
 from vllm_gaudi_ucm.store.options import RedisStoreOptions
-from vllm_gaudi_ucm.store.record import HEADER_BYTES
-from vllm_gaudi_ucm.store.record_pool import RecordPool
+from vllm_gaudi_ucm.store.records import RecordPool
 
 DEADLINE = 0.1
 

@@ -11,8 +11,7 @@ import pytest
 from tests.store.blocks import BLOCK_BYTES, block, holds, key, loaded
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.store import memory as module
-from vllm_gaudi_ucm.store.memory import MemoryStore
-from vllm_gaudi_ucm.store.slot_pool import SlotPool
+from vllm_gaudi_ucm.store.memory import MemoryStore, SlotPool
 
 
 def test_capacity_evicts_the_least_recently_used() -> None:

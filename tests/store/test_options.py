@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from vllm_gaudi_ucm.options.byte_size import parse_bytes, show_bytes
 from vllm_gaudi_ucm.options.errors import UcmConfigError
+from vllm_gaudi_ucm.options.values import parse_bytes, show_bytes
 from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions, StoreOptions, resolve_store_options
 
 

@@ -17,9 +17,9 @@ from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.cli.doctor import doctor
 from vllm_gaudi_ucm.cli.doctor.store import store_checks
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
+from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
-from vllm_gaudi_ucm.options.hidden_text import shown_url
+from vllm_gaudi_ucm.options.values import shown_url
 from vllm_gaudi_ucm.store.factory import open_medium, open_store
 from vllm_gaudi_ucm.store.options import RedisStoreOptions, resolve_store_options
 

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import (
+
+from vllm_gaudi_ucm.kv_cache.allocation import split_key_value
+from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
+from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.attention import (
     AttentionBackend,
     AttentionImpl,
     AttentionLayer,
@@ -18,12 +23,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
-
-from vllm_gaudi_ucm.kv_cache.allocation import split_key_value
-from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
-from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
-from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheLayout, KVCacheSpec
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase

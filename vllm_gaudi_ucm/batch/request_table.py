@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
 
 if TYPE_CHECKING:
     import torch
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-    from vllm.v1.outputs import LogprobsTensors
+
+    from vllm_gaudi_ucm.vllm_api.steps import CachedRequestData, LogprobsTensors, NewRequestData, SchedulerOutput
 
 # A preempted request keeps its row until it is resumed or finished, so more requests than max_num_seqs can be live.
 GROWTH = 2
@@ -185,3 +185,18 @@ class RequestTable:
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros((size * (GROWTH - 1), *array.shape[1:]), array.dtype)]))
         self._free_rows = list(range(size, size * GROWTH))[::-1]
+
+
+def in_slot_order(
+    plan: UnifiedPlan, members: Sequence[LiveRequest], sampled: Sequence[LiveRequest]
+) -> tuple[UnifiedPlan, NDArray[np.int64]]:
+    """The plan with its logits rows in the order of the sampler's slots, and these slots, int64 [logits].
+
+    members: requests of the plan. sampled: those that the whole step samples, by slot.
+    """
+    slot_of = {request: slot for slot, request in enumerate(sampled)}
+    yielding = (slot_of[members[index]] for index in plan.logits_requests.tolist())
+    slots = np.fromiter(yielding, np.int64, len(plan.logits_requests))
+    order = np.argsort(slots)
+    requests, rows = plan.logits_requests[order], plan.logits_rows[order]
+    return plan._replace(logits_requests=requests, logits_rows=rows), slots[order]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.graphs.shapes import causal_tiles
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import flat_tiles, levels, spare_tiles
+from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles, levels, spare_tiles
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
@@ -34,7 +34,7 @@ class RowTiles(NamedTuple):
         Rows beyond the step's are in tiles, too, so that every row is written. A place that is left has row 0 alone,
         which looks back on nothing: whoever computes it gets what its own tile gets.
         """
-        size = causal_tiles.TILE_ROWS
+        size = prompt_tiles.TILE_ROWS
         starts = np.concatenate([self.starts, np.arange(int(self.starts[-1]) + size, rows, size)])
         last = np.minimum(np.append(starts[1:], rows), starts + size) - 1
         order = np.argsort(-self.depths, kind="stable")
@@ -60,7 +60,7 @@ def cut_rows(bounds: list[int]) -> RowTiles:
     if most <= 1:
         return RowTiles(np.zeros(1, np.int64), np.zeros(1, np.int64), 1)
     longest = max((flat_tiles(end - begin) for begin, end in pairwise(bounds)), default=1)
-    aligned = _cut(bounds, longest, spare_tiles(rows) * causal_tiles.TILE_ROWS)
+    aligned = _cut(bounds, longest, spare_tiles(rows) * prompt_tiles.TILE_ROWS)
     reach = _least_reach(aligned[1], rows, longest, most)
     if reach == longest:
         return _tiles(aligned, reach)
@@ -80,7 +80,7 @@ def _cut(bounds: list[int], longest: int, spare: int) -> tuple[list[int], list[i
         while at < end:
             starts.append(at)
             depths.append(0 if single else flat_tiles(at - begin))
-            at += causal_tiles.TILE_ROWS
+            at += prompt_tiles.TILE_ROWS
     return starts, depths
 
 

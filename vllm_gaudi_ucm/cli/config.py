@@ -60,9 +60,7 @@ def _check(file: str, as_json: bool) -> int:
 def _problems_of_files(config: UcmConfig) -> list[str]:
     """What the doctor finds wrong with the files, folders and stores that the options name, here and now."""
     from vllm_gaudi_ucm.cli.doctor.check import guarded
-    from vllm_gaudi_ucm.cli.doctor.places import place_checks
-    from vllm_gaudi_ucm.cli.doctor.sparse import sparse_checks
-    from vllm_gaudi_ucm.cli.doctor.static_shapes import static_shape_checks
+    from vllm_gaudi_ucm.cli.doctor.configuration import place_checks, sparse_checks, static_shape_checks
 
     found: list[Check] = []
     # vLLM's logger and plugins write to stdout, which belongs to the report.

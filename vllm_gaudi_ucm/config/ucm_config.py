@@ -1,5 +1,7 @@
 """Configuration: what may stand under `ucm` in vLLM's `--additional-config`, typed, checked and documented once."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -7,15 +9,47 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from vllm_gaudi_ucm.config.memory_mode_check import check_memory_mode
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
-from vllm_gaudi_ucm.options.choice import NameOf
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown, unknown_key
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, expected, problems, section, shown, unknown_key
 from vllm_gaudi_ucm.options.files import read_config_file
-from vllm_gaudi_ucm.options.problems import expected, problems, section
 from vllm_gaudi_ucm.options.section import Section
+from vllm_gaudi_ucm.options.values import NameOf
+from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+from vllm_gaudi_ucm.sparse.base import UcmSparseRole
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions
+from vllm_gaudi_ucm.sparse.options import BlockOptions, GsaOptions
 from vllm_gaudi_ucm.sparse.sections import SparseConfig, resolve_sparse_config, resolve_sparse_method
+
+
+def block_options(config: UcmConfig) -> BlockOptions | None:
+    """Those of `ucm_sparse_method`, or of its base method; None where nothing chooses blocks."""
+    if config.ucm_sparse_method is None:
+        return None
+    method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
+    selecting = method.selecting_method
+    return selecting.block_options if isinstance(selecting, BlockSparse) else None
+
+
+def check_memory_mode(
+    memory_mode: MemoryModeOptions, method: str | None, sparse_config: SparseConfig, key: str
+) -> None:
+    """Raises `UcmConfigError` for memory mode without a method that chooses blocks, or with room for fewer than it
+    attends to."""
+    if method is None:
+        raise UcmConfigError([Problem(f"{key}.enabled", "true", "false without ucm.ucm_sparse_method")])
+    options = sparse_config.options(method)
+    if isinstance(options, KVStarOptions):
+        options = options.base_options()
+    if not isinstance(options, BlockOptions):
+        wanted = f"false with {method!r}, which does not choose blocks by their scores"
+        raise UcmConfigError([Problem(f"{key}.enabled", "true", wanted)])
+    if memory_mode.resident_ratio < options.sparse_ratio:
+        wanted = f"at least the method's sparse_ratio {options.sparse_ratio}"
+        raise UcmConfigError([Problem(f"{key}.resident_ratio", str(memory_mode.resident_ratio), wanted)])
+
 
 ROOT = "ucm"
 
@@ -238,3 +272,52 @@ def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInf
 
 def _show(default: Any) -> str:
     return "null" if default is None else str(default)
+
+
+def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchOptions:
+    """The connector's options, over those in the section of GSA where that method selects; what was given stands."""
+    section = _gsa_section(config)
+    if section is None:
+        return options
+    shared = {name for name in PrefetchOptions.model_fields if name in GsaOptions.model_fields}
+    return options.model_copy(update={name: getattr(section, name) for name in shared - options.model_fields_set})
+
+
+def memory_mode_prefetch(config: UcmConfig) -> PrefetchOptions:
+    """Those of GSA where that method selects, else the defaults; never more host memory than what is on its way."""
+    options = connector_prefetch(PrefetchOptions(), config)
+    useful = 2 * config.memory_mode.moves_per_step + blocks_ahead(config)
+    return options.model_copy(update={"prefetch_cache_size": min(options.prefetch_cache_size, useful)})
+
+
+def blocks_ahead(config: UcmConfig) -> int:
+    """Blocks that wait for their turn to come back, and may be brought to host memory meanwhile.
+
+    `prefetch_ahead` counts steps' worth of them. Copies in host memory are near enough.
+    """
+    if config.memory_mode.is_in_host_memory:
+        return 0
+    return connector_prefetch(PrefetchOptions(), config).prefetch_ahead * config.memory_mode.moves_per_step
+
+
+def idle_options(config: UcmConfig) -> list[str]:
+    """Prefetch options in GSA's section that are not the defaults, and do nothing without our connector.
+
+    Memory mode uses them: with copies in host memory their threads only, else all.
+    """
+    section, memory_mode = _gsa_section(config), config.memory_mode
+    if section is None or (memory_mode.enabled and not memory_mode.is_in_host_memory):
+        return []
+    used = {"prefetch_workers"} if memory_mode.enabled else set()
+    shared = [name for name in GsaOptions.model_fields if name in PrefetchOptions.model_fields and name not in used]
+    return [name for name in shared if getattr(section, name) != GsaOptions.model_fields[name].default]
+
+
+def _gsa_section(config: UcmConfig) -> GsaOptions | None:
+    """The options of GSA, also where it is KVStar's base method; None where it does not select."""
+    if config.ucm_sparse_method is None:
+        return None
+    options = config.ucm_sparse_config.options(config.ucm_sparse_method)
+    base = getattr(options, "base_options", None)
+    selecting = options if base is None else base()
+    return selecting if isinstance(selecting, GsaOptions) else None

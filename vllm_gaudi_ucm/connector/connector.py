@@ -6,33 +6,31 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from vllm_gaudi_ucm.connector.metadata import UcmMetadata, UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
 from vllm_gaudi_ucm.connector.setup import ConnectorSetup
 from vllm_gaudi_ucm.connector.worker_side import WorkerSide
-from vllm_gaudi_ucm.observability.transfer_totals import TransferTotals
+from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
+from vllm_gaudi_ucm.vllm_api.kv_transfer import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    MultiConnector,
+    SupportsHMA,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
+    from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorMetadata
+    from vllm_gaudi_ucm.vllm_api.model import ForwardContext
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks
+    from vllm_gaudi_ucm.vllm_api.steps import KVConnectorOutput, Request, SchedulerOutput
 
 
 class UcmConnector(KVConnectorBase_V1, SupportsHMA):

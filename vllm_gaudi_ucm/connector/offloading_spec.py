@@ -9,14 +9,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from vllm_gaudi_ucm.device import get_device
-from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
+from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
+from vllm_gaudi_ucm.vllm_api.kv_offload import (
+    BlockIDsLoadStoreSpec,
+    CPUOffloadingSpec,
+    GPULoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import CanonicalKVCaches, LoadStoreSpec
+    from vllm_gaudi_ucm.vllm_api.kv_offload import CanonicalKVCaches, LoadStoreSpec
 
 
 class UcmOffloadingSpec(CPUOffloadingSpec):

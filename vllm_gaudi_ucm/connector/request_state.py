@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_ucm.connector.metadata import BlockSave, RecordSave
+from vllm_gaudi_ucm.store.block_key import chain_keys
+from vllm_gaudi_ucm.vllm_api.scheduling import generate_block_hash_extra_keys
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
-    from vllm_gaudi_ucm.connector.lookup import Lookup
+    from vllm_gaudi_ucm.connector.block_loads import PartialLoads
+    from vllm_gaudi_ucm.connector.lookup import KnownKeys, Lookup
     from vllm_gaudi_ucm.connector.metadata import BlockLoad
-    from vllm_gaudi_ucm.connector.request_keys import RequestKeys
+    from vllm_gaudi_ucm.vllm_api.steps import Request
 
 
 @dataclass
@@ -34,3 +38,102 @@ class RequestState:
         if self.lookup is not None:
             self.lookup.is_wanted = False
         self.lookup = None
+
+
+class RequestKeys:
+    """Keys of the full blocks, each made once.
+
+    Args:
+        request: whose tokens only grow.
+        namespace: digest of all else that the KV depends on.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, request: Request, namespace: bytes, block_size: int) -> None:
+        self._request = request
+        self._namespace = namespace
+        self._block_size = block_size
+        self._keys: list[bytes] = []
+        self._next_feature = 0
+
+    @property
+    def known(self) -> list[bytes]:
+        """Those that were asked for so far."""
+        return self._keys
+
+    def first(self, blocks: int) -> list[bytes]:
+        """Keys of the first so many blocks.
+
+        Raises ValueError where there is no key: an extra key of the request is not plain data, or the request has
+        fewer full blocks.
+        """
+        known, size = len(self._keys), self._block_size
+        if known < blocks:
+            extras: list[tuple[Any, ...] | None] = []
+            for block in range(known, blocks):
+                extra, self._next_feature = generate_block_hash_extra_keys(
+                    self._request, block * size, (block + 1) * size, self._next_feature
+                )
+                extras.append(extra)
+            parent = self._keys[-1] if self._keys else None
+            tokens = self._request.all_token_ids[known * size : blocks * size]
+            self._keys += chain_keys(self._namespace, parent, tokens, size, extras)
+        return self._keys[:blocks]
+
+
+class SavePlan:
+    """In the scheduler, once a step is scheduled.
+
+    Args:
+        known: keys that the store has, or is about to have.
+        block_size: tokens per block.
+        block_table: block ids of a live request.
+        keys: of the first so many blocks of a request, None where it has none.
+    """
+
+    def __init__(
+        self,
+        known: KnownKeys,
+        block_size: int,
+        block_table: Callable[[str], list[int]],
+        keys: Callable[[RequestState, int], list[bytes] | None],
+    ) -> None:
+        self.known = known
+        self.partial: PartialLoads | None = None
+        self._block_size = block_size
+        self._block_table = block_table
+        self._keys = keys
+
+    def blocks(self, state: RequestState, num_scheduled: int) -> list[BlockSave]:
+        """Blocks that this step fills, and those before that nobody has stored. Drafts may turn out wrong: they do not
+        count, as they are no tokens of the request yet."""
+        request = state.request
+        if self.partial is not None and self.partial.may_be_repeated(request.request_id):
+            return []
+        end = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+        full = end // self._block_size
+        if full <= state.saved:
+            return []
+        keys = self._keys(state, full)
+        if keys is None:
+            return []
+        block_ids = self._block_table(request.request_id)
+        # memory mode may have put the null block in the place of one that has left the device
+        new = [index for index in range(state.saved, full) if block_ids[index] and keys[index] not in self.known]
+        self.known.add(keys[index] for index in new)
+        state.saved = full
+        return [BlockSave(keys[index], block_ids[index]) for index in new]
+
+    def records(self, state: RequestState, num_scheduled: int) -> list[RecordSave]:
+        """Summaries of a prompt whose last token this step computes."""
+        request = state.request
+        if self.partial is None or state.has_records:
+            return []
+        if request.num_computed_tokens + num_scheduled < request.num_prompt_tokens:
+            return []
+        state.has_records = True
+        keys = state.keys.known[: (request.num_prompt_tokens - 1) // self._block_size]
+        found = self.partial.record_saves(request, keys, self._block_table(request.request_id))
+        new = [record for record in found if record.key not in self.known]
+        self.known.add(record.key for record in new)
+        return new

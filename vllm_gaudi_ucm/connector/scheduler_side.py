@@ -9,24 +9,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_gaudi_ucm.connector.known_keys import KnownKeys
-from vllm_gaudi_ucm.connector.lookup import Lookup, LookupThread
+from vllm_gaudi_ucm.connector.block_loads import PartialLoads
+from vllm_gaudi_ucm.connector.lookup import KnownKeys, Lookup, LookupThread
 from vllm_gaudi_ucm.connector.metadata import BlockLoad, BlockSave, RecordSave, UcmMetadata
-from vllm_gaudi_ucm.connector.partial_load import PartialLoads
-from vllm_gaudi_ucm.connector.request_keys import RequestKeys
-from vllm_gaudi_ucm.connector.request_state import RequestState
-from vllm_gaudi_ucm.connector.save_plan import SavePlan
+from vllm_gaudi_ucm.connector.request_state import RequestKeys, RequestState, SavePlan
 from vllm_gaudi_ucm.connector.waiting_prefetch import WaitingPrefetch
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan
-from vllm_gaudi_ucm.sparse.request_options import read_extra_args
+from vllm_gaudi_ucm.sparse.options import read_extra_args
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
 
 logger = plugin_logger(__name__)
 

@@ -8,24 +8,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import AttentionSpec
-
-from vllm_gaudi_ucm.config.prefetch_sections import connector_prefetch
-from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, connector_prefetch, resolve_config
 from vllm_gaudi_ucm.connector.forward_inputs import forward_inputs
-from vllm_gaudi_ucm.connector.options import EXTRA_CONFIG, ConnectorOptions
+from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import open_store
+from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.store.base import KvStore
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
 
 # of the prefetch engine: they decide when a block comes, not what is in it
 _NO_PART_OF_KV = {

@@ -7,14 +7,12 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.connector.lookup import Lookup, LookupThread
-from vllm_gaudi_ucm.prefetch.history import AccessHistory
-from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan, PrefetchPlanner, QueuedRequest
+from vllm_gaudi_ucm.prefetch.plan import AccessHistory, PrefetchPlan, PrefetchPlanner, QueuedRequest
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
     from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+    from vllm_gaudi_ucm.vllm_api.steps import Request
 
 # Lookups of requests that have come to the front of the queue go through the same thread.
 OPEN_LOOKUPS = 4

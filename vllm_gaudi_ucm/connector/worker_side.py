@@ -2,32 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.platforms import current_platform
 
 from vllm_gaudi_ucm.connector.block_loads import BlockLoads, LoadCounts
-from vllm_gaudi_ucm.connector.block_saver import BlockSaver
+from vllm_gaudi_ucm.connector.block_saver import BlockSaver, SaveQueue
 from vllm_gaudi_ucm.connector.metadata import RecordSave, UcmMetadata, UcmWorkerMetadata
-from vllm_gaudi_ucm.connector.save_queue import SaveQueue
 from vllm_gaudi_ucm.connector.waiting_prefetch import apply_plan
-from vllm_gaudi_ucm.connector.worker_metrics import WorkerMetrics
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.step_activity import StepActivity
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
-from vllm_gaudi_ucm.kv_offload.copy_loads import CopyLoads
+from vllm_gaudi_ucm.kv_offload.copies import CopyLoads
 from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords
 from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
-from vllm_gaudi_ucm.observability.transfer_totals import TransferTotals
+from vllm_gaudi_ucm.observability.reporter import MetricsReporter
+from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
+from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.store.base import KvStore
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
-    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
+
+USE = "connector"
+
+
+class WorkerMetrics:
+    """Reads totals of objects that count by themselves, until `close`.
+
+    metrics: of the worker. totals: of the connector's blocks.
+    """
+
+    def __init__(
+        self,
+        metrics: StepMetrics,
+        store: KvStore,
+        engine: PrefetchEngine,
+        totals: Callable[[], TransferTotals],
+    ) -> None:
+        self._store, self._engine, self._totals = store, engine, totals
+        self._store_series = metrics.store(store.stats().kind)
+        self._engine_series = metrics.prefetch(USE)
+        self._transfer_series = metrics.transfer()
+        self.lookups = (0, 0, 0, 0)
+        """As the scheduler's side last told them."""
+        self._reporter = MetricsReporter(self._report)
+
+    def _report(self) -> None:
+        self._store_series.set(self._store.stats())
+        self._engine_series.set(self._engine.stats())
+        self._transfer_series.set(*self._totals())
+        self._transfer_series.set_lookups(*self.lookups)
+
+    def close(self) -> None:
+        """To be called before what is counted is closed."""
+        self._reporter.close()
 
 
 class WorkerSide:

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from vllm_gaudi_ucm.device.base import Fence, Memory
-from vllm_gaudi_ucm.device.cgroup import Cgroup
+from vllm_gaudi_ucm.device.host_limits import Cgroup
 
 
 class _Behind:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES, DeviceFigures, device_figures
-from vllm_gaudi_ucm.graphs.cost.model_figures import ModelFigures
+from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, DeviceFigures, ModelFigures, device_figures
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.shapes.shared_contexts import default_shared_blocks
-from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.shapes.steps_within import steps_within
+from vllm_gaudi_ucm.graphs.shapes.padding import default_shared_blocks
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.grid import coarsest_grid
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from vllm.forward_context import set_forward_context
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.graphs.runners.compiled import compile_static
+from vllm_gaudi_ucm.vllm_api.model import set_forward_context
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

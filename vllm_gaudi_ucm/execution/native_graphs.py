@@ -9,14 +9,14 @@ import torch
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.native.call_graph.call_graph import CpuGraph, capture
-from vllm_gaudi_ucm.ops.native.call_graph.memory_pool import MemoryPool
+from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
 from vllm_gaudi_ucm.ops.unified_attention.impl.native import Plan, RecordedPlan
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.execution.staging import StagedStep
-    from vllm_gaudi_ucm.observability.native_graph_metrics import NativeGraphMetrics
+    from vllm_gaudi_ucm.observability.room_metrics import NativeGraphMetrics
 
 # Python is little of a larger step, and its linear layers may be oneDNN's.
 MOST_ROWS = 64

@@ -6,10 +6,14 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from vllm_gaudi_ucm.ops.packed_linear.api import PackedWeight, can_pack, pack, packed_linear
+from vllm_gaudi_ucm.vllm_api.model import (
+    LinearBase,
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+)
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):

@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.batch.batch_plan import CausalPlan, SharedPlan, UnifiedPlan,
 from vllm_gaudi_ucm.batch.row_tiles import row_tiles
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, phase_string
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES, is_bounded
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, is_bounded
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
     CausalPart,
@@ -22,9 +22,8 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     SharedPart,
     UniquePart,
 )
-from vllm_gaudi_ucm.sparse.selection.selection_arrays import SelectionArrays
-from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
-from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
+from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionArrays, SelectionTensors
 
 ContiguousPa = Literal["auto"] | bool
 

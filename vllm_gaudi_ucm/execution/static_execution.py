@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShapes
-    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+    from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShapes
+    from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 Stage = Callable[[str], AbstractContextManager[None]]

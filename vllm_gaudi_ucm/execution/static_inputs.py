@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.batch_plan import SharedPlan, UnifiedPlan, UniquePlan
 from vllm_gaudi_ucm.batch.row_tiles import RowTiles, row_tiles
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
-from vllm_gaudi_ucm.graphs.shapes import causal_tiles
+from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import is_bounded, levels
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import is_bounded, levels
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
@@ -26,15 +26,15 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     SharedPart,
     UniquePart,
 )
-from vllm_gaudi_ucm.sparse.selection.selection_arrays import (
+from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
     CANDIDATE_ARRAYS,
     CHOICE_ARRAYS,
     SPAN_ARRAYS,
     SelectionArrays,
+    SelectionTensors,
     pad_values,
 )
-from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
-from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 
 NO_GROUP = -1
 # Rows that Gaudi's matrix engine multiplies at once.
@@ -258,7 +258,7 @@ class StaticInputs:
         )
         tiles = None
         if "tile_first" in tensors:
-            rows, tops = causal_tiles.TILE_ROWS, levels(q, shape.causal_reach)
+            rows, tops = prompt_tiles.TILE_ROWS, levels(q, shape.causal_reach)
             tiles = CausalTiles(tensors["tile_first"], tensors["tile_last"], rows, tops)
         return CausalPart(tensors["groups"], tuple(slices), tiles)
 

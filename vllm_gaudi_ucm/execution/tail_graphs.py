@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShapes
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShapes
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+    from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 
 
 def tail_shapes(limits: Limits, choices: SelectionLimits | None) -> TailShapes | None:

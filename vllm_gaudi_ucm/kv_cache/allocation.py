@@ -2,12 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheLayout, KVCacheSpec, create_kv_cache_views
 
-from vllm_gaudi_ucm.kv_cache.host_pages import zeroed_pages
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.vllm_api.kv_cache import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheLayout,
+    KVCacheSpec,
+    create_kv_cache_views,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.device.base import Device
+
+_POPULATE_WRITE = 23  # of madvise, Linux 5.14: pages as if they had been written, values as they are
+_PIECE = 4 << 20  # bytes provided per call, so that the thread ends soon after the memory is no longer wanted
+_LOWEST_PRIORITY = 19
+_PAUSE_SECONDS = 0.05
+
+
+def zeroed_pages(size: int, may_provide: Callable[[], bool] = lambda: True) -> torch.Tensor:
+    """Zeros, int8 [size], whose pages a thread of lowest priority provides while nothing else is to be done.
+
+    Why: writing zeros to a KV cache of 4 GiB took 4 to 10 of the 23 seconds of a start, and most of such a cache is not
+    used soon. A page that is written before the thread came to it costs a page fault then.
+
+    may_provide: asked before every piece. Lowest priority alone is not enough where every core has a thread that
+        computes: one that waits for the others waits for the kernel's zeros, and decode steps of 17 ms took 27.
+    """
+    if size == 0:
+        return torch.zeros(0, dtype=torch.int8)
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # a decode reads runs of some hundred KB: 51 GB/s in place of 32 of two threads of a Zen 5
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    zeros = torch.frombuffer(pages, dtype=torch.int8)
+    arguments = (weakref.ref(pages), zeros.data_ptr(), size, may_provide)
+    threading.Thread(target=_provide, args=arguments, name="ucm-pages", daemon=True).start()
+    return zeros
+
+
+def _provide(pages: weakref.ref[mmap.mmap], address: int, size: int, may_provide: Callable[[], bool]) -> None:
+    """Until all pages are there, nobody holds the memory any more, or the kernel refuses: then uses provide them."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    # unlike mmap's own method this lets other threads run meanwhile
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for start in range(0, size, _PIECE):
+        while not may_provide():
+            time.sleep(_PAUSE_SECONDS)
+            if pages() is None:
+                return
+        held = pages()
+        if held is None or madvise(address + start, min(_PIECE, size - start), _POPULATE_WRITE):
+            return
+        del held
+
 
 # vLLM's block pool keeps block 0 for itself (the null block) and never hands it to a request: pads point at it.
 DUMMY_BLOCK = 0
@@ -73,3 +136,37 @@ def _spec_of(specs: dict[str, KVCacheSpec], layer: str) -> KVCacheSpec:
     spec = specs[layer]
     per_layer = getattr(spec, "kv_cache_specs", None)
     return spec if per_layer is None else per_layer[layer]
+
+
+logger = plugin_logger(__name__)
+
+GIB = 1 << 30
+# A CPU's memory belongs to everybody on the machine: take what a demo or a test needs, and more only when asked.
+CPU_DEFAULT = 4 * GIB
+
+
+def kv_cache_budget(device: Device, vllm_config: VllmConfig, measure_steps: Callable[[], int]) -> int:
+    """Bytes for the KV cache: `--kv-cache-memory-bytes` as given, else what the device has left.
+
+    On an accelerator the memory that steps take beside the cache is taken off (`--gpu-memory-utilization` bounds the
+    whole). On a CPU the default is 4 GiB or half of the free memory.
+
+    measure_steps: runs the largest steps and returns the bytes to keep for them.
+    """
+    explicit = vllm_config.cache_config.kv_cache_memory_bytes
+    free, total = device.memory()
+    if explicit is not None:
+        if explicit > free:
+            raise ValueError(
+                f"--kv-cache-memory-bytes {explicit}: only {free} bytes are free on {device.name()}; "
+                f"give at most that, or free some memory"
+            )
+        return explicit
+    if device.kind == "cpu":
+        budget = min(CPU_DEFAULT, free // 2)
+    else:
+        kept = measure_steps()
+        budget = free - kept - int(total * (1 - vllm_config.cache_config.gpu_memory_utilization))
+        logger.info("%.2f GiB are kept for steps and their graphs", kept / GIB)
+    logger.info("KV cache: %.2f GiB of %.2f GiB free on %s", budget / GIB, free / GIB, device.name())
+    return max(budget, 0)

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
-from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
+from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device, Fence

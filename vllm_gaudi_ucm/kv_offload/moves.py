@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.kv_offload.rows import Rows
-from vllm_gaudi_ucm.protocol.offload_messages import BlockMove, ResidencyOrders, TablePatch
+from vllm_gaudi_ucm.kv_offload.summary_records import Rows
+from vllm_gaudi_ucm.protocol.offload import BlockMove, ResidencyOrders, TablePatch
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.request import Request
-
-    from vllm_gaudi_ucm.kv_offload.life import Life
-    from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
-    from vllm_gaudi_ucm.protocol.offload_totals import ResidencyTotals
+    from vllm_gaudi_ucm.kv_offload.request_blocks import Life, RequestBlocks
+    from vllm_gaudi_ucm.protocol.offload import ResidencyTotals
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
+    from vllm_gaudi_ucm.vllm_api.steps import Request
 
 
 class Moves:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from vllm_gaudi_ucm.options.problems import WORDS
+from vllm_gaudi_ucm.options.errors import WORDS
 from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.store.options import (
     FileStoreOptions,

@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from vllm_gaudi_ucm.kv_offload.first_blocks import dispensable_blocks
-from vllm_gaudi_ucm.kv_offload.life import Life
 from vllm_gaudi_ucm.kv_offload.moves import Moves
-from vllm_gaudi_ucm.kv_offload.score_book import ScoreBook
-from vllm_gaudi_ucm.kv_offload.target import wanted_blocks
-from vllm_gaudi_ucm.protocol.offload_messages import ResidencyOrders, ResidencyReport
-from vllm_gaudi_ucm.protocol.offload_totals import ResidencyTotals
+from vllm_gaudi_ucm.kv_offload.request_blocks import Life, dispensable_blocks
+from vllm_gaudi_ucm.kv_offload.targets import ScoreBook, wanted_blocks
+from vllm_gaudi_ucm.protocol.offload import ResidencyOrders, ResidencyReport, ResidencyTotals
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from vllm.v1.request import Request
 
     from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
     from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
     from vllm_gaudi_ucm.sparse.options import BlockOptions
+    from vllm_gaudi_ucm.vllm_api.steps import Request
 
 # Moves that may be under way, in steps' worth of them.
 STEPS_UNDER_WAY = 4

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.sparse.options import BlockOptions
-    from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
-    from vllm_gaudi_ucm.sparse.selection.summary_queue import SummaryQueue
+    from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, SummaryQueue
 
 
 def summary_bytes(options: BlockOptions, block_size: int, kv_heads: int, head_size: int, key_bytes: int) -> int:
@@ -88,3 +87,27 @@ class SummaryRecords:
     def _padded(self, numbers: Sequence[int], pad: int) -> torch.Tensor:
         padded = [*numbers, *[pad] * (self._span - len(numbers))]
         return torch.tensor(padded, device=self._scorer.away[0].device)
+
+
+class Rows:
+    """Numbers 0 to `num_rows`, each free or taken."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._free = list(range(num_rows))[::-1]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A free row, None where all are taken."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, rows: Iterable[int]) -> None:
+        self._free.extend(rows)
+
+    def check_integrity(self, taken: Iterable[int]) -> None:
+        """Conservation: every row is free or taken, once."""
+        if sorted([*self._free, *taken]) != list(range(self.num_rows)):
+            raise AssertionError(f"rows of blocks that are away: free {sorted(self._free)}, taken {sorted(taken)}")

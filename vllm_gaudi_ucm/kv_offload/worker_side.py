@@ -10,15 +10,14 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.kv_cache.device_blocks import NO_MEMORY
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.protocol.offload_messages import BlockMove, ResidencyOrders, ResidencyReport
+from vllm_gaudi_ucm.protocol.offload import BlockMove, ResidencyOrders, ResidencyReport
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.device import Device, Fence
     from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
-    from vllm_gaudi_ucm.kv_offload.copy_loads import CopyLoads, Pair
-    from vllm_gaudi_ucm.kv_offload.copy_store import CopyStore
-    from vllm_gaudi_ucm.observability.memory_mode_metrics import MemoryModeMetrics
+    from vllm_gaudi_ucm.kv_offload.copies import CopyLoads, CopyStore, Pair
+    from vllm_gaudi_ucm.observability.room_metrics import MemoryModeMetrics
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionState

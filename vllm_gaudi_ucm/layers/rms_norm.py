@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.layernorm import RMSNorm
 
 from vllm_gaudi_ucm.ops.rms_norm.api import rms_norm
+from vllm_gaudi_ucm.vllm_api.model import RMSNorm, op_registry_oot
 
 
 class FusedRMSNorm(RMSNorm):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
-from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from vllm_gaudi_ucm.ops.rotary.api import can_rotate, rotate
+from vllm_gaudi_ucm.vllm_api.model import (
+    ForwardContext,
+    RotaryEmbedding,
+    get_forward_context,
+    is_forward_context_available,
+    op_registry_oot,
+)
 
 
 class _Angles(NamedTuple):

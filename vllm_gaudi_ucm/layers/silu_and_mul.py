@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.activation import SiluAndMul
 
 from vllm_gaudi_ucm.ops.silu_and_mul.api import silu_and_mul
+from vllm_gaudi_ucm.vllm_api.model import SiluAndMul, op_registry_oot
 
 
 class FusedSiluAndMul(SiluAndMul):

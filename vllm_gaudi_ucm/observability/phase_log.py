@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, phase_string
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
 
@@ -110,7 +110,7 @@ class PhaseLog:
         self._file = None
         if self.summary.steps:
             # rich is needed here only: importing it at start would cost every engine start 30 ms.
-            from vllm_gaudi_ucm.observability.phase_table import summary_text
+            from vllm_gaudi_ucm.observability.phase_summary import summary_text
 
             self._emit(f"phase log {self.path}\n{summary_text(self.summary)}")
 

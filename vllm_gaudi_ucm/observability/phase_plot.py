@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
-from vllm_gaudi_ucm.options.counted import counted
+from vllm_gaudi_ucm.options.errors import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

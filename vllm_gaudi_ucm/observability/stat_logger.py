@@ -6,14 +6,15 @@ import atexit
 from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY
-from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from vllm_gaudi_ucm.observability.collector import MetricsCollector
 from vllm_gaudi_ucm.observability.folder import metrics_folder, remove_files
+from vllm_gaudi_ucm.observability.reporter import MetricsCollector
+from vllm_gaudi_ucm.vllm_api.metrics import AggregateStatLoggerBase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
+    from vllm_gaudi_ucm.vllm_api.metrics import IterationStats, MultiModalCacheStats, SchedulerStats
 
 
 class UcmStatLogger(AggregateStatLoggerBase):

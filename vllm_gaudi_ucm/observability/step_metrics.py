@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_gaudi_ucm.envs import multi_process_metrics
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability import metric
 from vllm_gaudi_ucm.observability.folder import hold_private, metrics_folder, remove_files, remove_stale
-from vllm_gaudi_ucm.observability.memory_mode_metrics import MemoryModeMetrics
 from vllm_gaudi_ucm.observability.metrics_file import MetricsFile, Series
-from vllm_gaudi_ucm.observability.native_graph_metrics import NativeGraphMetrics
-from vllm_gaudi_ucm.observability.prefetch_metrics import PrefetchMetrics
-from vllm_gaudi_ucm.observability.sparse_metrics import SparseMetrics
-from vllm_gaudi_ucm.observability.store_metrics import StoreMetrics
-from vllm_gaudi_ucm.observability.transfer_metrics import TransferMetrics
+from vllm_gaudi_ucm.observability.room_metrics import (
+    MemoryModeMetrics,
+    NativeGraphMetrics,
+    PrefetchMetrics,
+    SparseMetrics,
+    StoreMetrics,
+    TransferMetrics,
+)
 
 DIMENSIONS = ("query", "shared", "unique", "logits", "selected")
 STAGES = ("plan", "forward", "sample")
@@ -184,3 +188,30 @@ def forward_label(shape: ForwardShape) -> str:
     selected = f" x{selected_blocks}" if selected_blocks else ""
     reach = f" r{causal_reach}" if causal_reach != ALL_TILES else ""
     return f"{phase} q{query_len} s{shared_blocks} u{unique_blocks}{selected}{reach}"
+
+
+class BucketColumns(NamedTuple):
+    """names: of the columns, as `ForwardShape` calls them."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, shapes: Iterable[ForwardShape], selected: bool | None = None) -> BucketColumns:
+        """selected: whether there is a sparse method; None: whether any shape has selected blocks."""
+        listed = list(shapes)
+        names = ["query_len", "shared_blocks", "unique_blocks"]
+        if selected or (selected is None and any(shape.selected_blocks for shape in listed)):
+            names.append("selected_blocks")
+        if any(shape.causal_reach != ALL_TILES for shape in listed):
+            names.append("causal_reach")
+        return cls(tuple(names))
+
+    @property
+    def headings(self) -> list[str]:
+        """One short word for each column."""
+        return [name.removesuffix("_blocks").removesuffix("_len").removeprefix("causal_") for name in self.names]
+
+    def cells(self, shape: ForwardShape) -> list[str]:
+        """The sizes of one shape; a reach that is no bound is left empty."""
+        sizes = (getattr(shape, name) for name in self.names)
+        return ["" if size == ALL_TILES else f"{size:,}" for size in sizes]

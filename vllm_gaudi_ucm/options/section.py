@@ -7,8 +7,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown
-from vllm_gaudi_ucm.options.problems import problems, section
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, problems, section, shown
 
 
 class Section(BaseModel):

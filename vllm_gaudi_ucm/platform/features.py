@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
-from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
+from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, OURS, ConnectorOptions, configured_connectors
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
+from vllm_gaudi_ucm.store.options import FileStoreOptions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+
+    from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
@@ -170,3 +173,33 @@ def _expert_counts(value: Any) -> Iterator[int]:
             if str(key).endswith(_EXPERT_COUNTS) and not str(key).startswith("mtp_"):
                 yield from (item for item in (inner if isinstance(inner, list) else [inner]) if type(item) is int)
             yield from _expert_counts(inner)
+
+
+_MODE = "with ucm.memory_mode"
+
+
+def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:
+    """Raises UnsupportedFeatureError for what reads block tables and does not know of blocks that are away: a KV
+    connector that is not ours, and a draft model, whose layers share the tables.
+
+    Raises UcmConfigError for copies in the folder of the connector, which either would fill up to its own capacity.
+    """
+    speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
+    if transfer is not None:
+        _check_connector(transfer, options)
+    if speculation is not None and speculation.method == "draft_model":
+        raise UnsupportedFeatureError(f"a draft model {_MODE}", "--speculative-config")
+
+
+def _check_connector(transfer: KVTransferConfig, options: MemoryModeOptions) -> None:
+    if transfer.kv_connector != OURS:
+        # vLLM names that of the flag later
+        asked_by = "--kv-transfer-config" if transfer.kv_connector else "--kv-offloading-size"
+        name = transfer.kv_connector or "OffloadingConnector"
+        raise UnsupportedFeatureError(f"the KV connector {name} {_MODE}", asked_by)
+    store = ConnectorOptions.resolve(transfer.kv_connector_extra_config, EXTRA_CONFIG).store
+    both = (store, options.store)
+    paths = [one.path.resolve() for one in both if isinstance(one, FileStoreOptions)]
+    if len(paths) == 2 and paths[0] == paths[1]:
+        wanted = f"another folder than that of {EXTRA_CONFIG}.store"
+        raise UcmConfigError([Problem("ucm.memory_mode.store.path", str(paths[1]), wanted)])

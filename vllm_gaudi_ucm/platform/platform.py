@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.platforms.interface import Platform, PlatformEnum
+from vllm.platforms import Platform, PlatformEnum
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config, is_ours_among
@@ -13,13 +13,11 @@ from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.ops.kv_cache.blocks_api import swap_blocks
-from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
-from vllm_gaudi_ucm.platform.features import refuse_unsupported
-from vllm_gaudi_ucm.platform.memory_mode_features import refuse_beside_memory_mode
-from vllm_gaudi_ucm.platform.request_check import check_request
-from vllm_gaudi_ucm.platform.start_check import check_places
-from vllm_gaudi_ucm.scheduler.scheduler_choice import use_planning_scheduler, use_sparse_scheduler
+from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.checks import check_places, check_request
+from vllm_gaudi_ucm.platform.features import refuse_beside_memory_mode, refuse_unsupported
+from vllm_gaudi_ucm.scheduler.setup import use_planning_scheduler, use_sparse_scheduler
 from vllm_gaudi_ucm.vllm_api.compat import (
     check_versions,
     client_error,
@@ -31,8 +29,8 @@ from vllm_gaudi_ucm.vllm_api.start_signals import OF_SERVER, end_start_at_sigter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from vllm_gaudi_ucm.vllm_api.attention import AttentionBackendEnum, AttentionSelectorConfig
 
 logger = plugin_logger(__name__)
 

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.envs import lazy_mode
 from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effect
 from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
-from vllm_gaudi_ucm.graphs.shapes.shared_contexts import default_shared_blocks
-from vllm_gaudi_ucm.kv_cache.budget import kv_cache_budget
+from vllm_gaudi_ucm.graphs.shapes.padding import default_shared_blocks
+from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_budget
 from vllm_gaudi_ucm.layers import register_cpu_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
-from vllm_gaudi_ucm.options.unsupported import UnsupportedFeatureError
-from vllm_gaudi_ucm.platform.worker_calls import RefusedCalls
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
-from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
+from vllm_gaudi_ucm.runner.setup import max_selected_blocks, summaries_per_block
 from vllm_gaudi_ucm.vllm_api.compat import (
     abort_at_shutdown,
     leave_heap_to_the_system,
@@ -35,13 +32,92 @@ from vllm_gaudi_ucm.vllm_api.compat import (
 )
 from vllm_gaudi_ucm.vllm_api.parent_watch import watch_parent
 from vllm_gaudi_ucm.vllm_api.start_signals import OF_ENGINE, end_start_at_sigterm, start_is_over
+from vllm_gaudi_ucm.vllm_api.worker import (
+    CompilationTimes,
+    WorkerBase,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+    set_random_seed,
+)
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-    from vllm.tasks import SupportedTask
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
+    from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
+    from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+    from vllm_gaudi_ucm.vllm_api.worker import SupportedTask
+
+
+class UnsupportedCallError(UnsupportedFeatureError):
+    """A call to a worker for a feature that this plugin does not have; the caller gets it, the engine goes on."""
+
+    def __init__(self, call: str, feature: str, instead: str) -> None:
+        NotImplementedError.__init__(
+            self,
+            f"vllm-gaudi-ucm does not support {feature} (asked for by the call {call}); {instead}. "
+            "README.md lists what is supported.",
+        )
+        self.feature = feature
+
+
+class Refusal(NamedTuple):
+    """What the call is for, and what to do instead."""
+
+    feature: str
+    instead: str
+
+
+# They are packed when they are loaded, and their digest is in the keys of stored blocks.
+_WEIGHTS = Refusal("weights that change while it serves", "start the engine again with the new weights")
+_SLEEP = Refusal("sleep mode above level 0", "end the engine to free its memory; `wake_up` lets a paused one go on")
+_CHECKPOINT = Refusal("checkpoints of a running engine", "start another engine")
+_LORA = Refusal("LoRA", "merge the adapter into the model's weights")
+_EXPERTS = Refusal("elastic expert parallelism", "start the engine again with the new size")
+_SAVE = Refusal("saving weights, which are packed", "copy the model's own files")
+
+REFUSED: dict[str, Refusal] = {
+    "add_lora": _LORA,
+    "remove_lora": _LORA,
+    "pin_lora": _LORA,
+    "sleep": _SLEEP,
+    "discard": _SLEEP,
+    "checkpoint_prepare": _CHECKPOINT,
+    "checkpoint_restore": _CHECKPOINT,
+    "reload_weights": _WEIGHTS,
+    "reset_weights": _WEIGHTS,
+    "update_weights": _WEIGHTS,
+    "start_weight_update": _WEIGHTS,
+    "start_draft_weight_update": _WEIGHTS,
+    "finish_weight_update": _WEIGHTS,
+    "init_weight_transfer_engine": _WEIGHTS,
+    "shutdown_weight_transfer_engine": _WEIGHTS,
+    "compute_weight_checksums": Refusal("checksums of weights, which are packed", "take those of the model's files"),
+    "save_sharded_state": _SAVE,
+    "save_tensorized_model": _SAVE,
+    "update_config": Refusal("a configuration that changes while it serves", "start the engine again with the new one"),
+    "execute_dummy_batch": Refusal("data parallelism, whose idle engines run steps without requests", "send a request"),
+    "elastic_ep_execute": _EXPERTS,
+    "reinitialize_distributed": _EXPERTS,
+    "handle_ft_command": Refusal("vLLM's fault tolerance", "start the engine again"),
+    "profile": Refusal("profiling", "read the phase log (ucm.phase_log), which has the milliseconds of every step"),
+}
+
+
+def _refusal(call: str, refused: Refusal) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedCallError(call, *refused)
+
+    refuse.__name__ = call
+    refuse.__doc__ = f"Refused: {refused.feature}."
+    return refuse
+
+
+class RefusedCalls:
+    """A method for every call of `REFUSED`; a worker takes them before vLLM's own."""
+
+
+for _call, _refused in REFUSED.items():
+    setattr(RefusedCalls, _call, _refusal(_call, _refused))
+
 
 logger = plugin_logger(__name__)
 

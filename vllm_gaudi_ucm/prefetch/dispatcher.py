@@ -2,15 +2,156 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import threading
 from collections.abc import Callable, Sequence
 
-from vllm_gaudi_ucm.prefetch.idle_threads import IdleThreads
-from vllm_gaudi_ucm.prefetch.load import Load
+from vllm_gaudi_ucm.prefetch.cache import HostCache
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
-from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
-from vllm_gaudi_ucm.prefetch.settlement import Settlement
-from vllm_gaudi_ucm.prefetch.task import DONE, LOST, Deliver, PrefetchTask
+from vllm_gaudi_ucm.prefetch.stats import PrefetchCounters
+from vllm_gaudi_ucm.prefetch.tasks import (
+    DONE,
+    LOST,
+    Deliver,
+    Ledger,
+    Load,
+    PrefetchOutcome,
+    PrefetchPriority,
+    PrefetchTask,
+    TaskQueue,
+)
+
+
+class Settlement:
+    """Requests, queue, cache and totals under one lock; `settled` is notified when an outcome stands."""
+
+    def __init__(self, options: PrefetchOptions, clock: Callable[[], float]) -> None:
+        self.options = options
+        self.clock = clock
+        self.lock = threading.Lock()
+        self.settled = threading.Condition(self.lock)
+        self.cache = HostCache(options.prefetch_cache_size)
+        self.queue = TaskQueue(options.ageing)
+        self.ledger = Ledger(self.cache)
+        self.counters = PrefetchCounters()
+        self.drains = 0
+        """Callers that wait for the end of `deliver` calls, on `settled` too."""
+
+    def settle(self, task: PrefetchTask, outcome: PrefetchOutcome) -> bool:
+        """Ends a task that is pending, with the lock held; its outcome stands when no `deliver` of it runs."""
+        if not task.is_open:
+            return False
+        self.queue.remove(task)
+        task.settle(outcome)
+        self.finish_if_quiet(task)
+        return True
+
+    def finish_if_quiet(self, task: PrefetchTask) -> None:
+        """Makes a settled task's outcome final once no `deliver` of it runs; with the lock held."""
+        if task.settling is not None and task.outcome is None and not task.delivering:
+            self.ledger.finish(task, task.settling)
+            self.settled.notify_all()
+
+    def mark(self, task: PrefetchTask, index: int, state: int) -> None:
+        """A block has arrived (DONE) or not (LOST), with the lock held; the last one settles the task."""
+        task.mark(index, state)
+        if task.is_open and not task.remaining:
+            self.settle(task, PrefetchOutcome.FAILED if task.failed() else PrefetchOutcome.READY)
+
+    def expire(self, task: PrefetchTask) -> None:
+        """Ends a task whose deadline has passed, with the lock held."""
+        if task.is_open and self.clock() >= task.expires:
+            self.settle(task, PrefetchOutcome.TIMEOUT)
+
+    def cancel(self, task: PrefetchTask) -> bool:
+        with self.lock:
+            return self.settle(task, PrefetchOutcome.CANCELLED)
+
+    def outcome_of(self, task: PrefetchTask) -> PrefetchOutcome | None:
+        with self.lock:
+            self.expire(task)
+            return task.outcome
+
+    def failed_of(self, task: PrefetchTask) -> frozenset[int]:
+        with self.lock:
+            return task.failed()
+
+    def drained(self, request_id: str, timeout: float) -> bool:
+        """Waits until no `deliver` of this id runs; False after `timeout` seconds."""
+        with self.lock:
+            self.drains += 1
+            try:
+                return self.settled.wait_for(lambda: request_id not in self.ledger.delivering, timeout)
+            finally:
+                self.drains -= 1
+
+    def wait(self, task: PrefetchTask, timeout: float | None) -> PrefetchOutcome:
+        """The outcome, or TIMEOUT when `timeout` seconds or the task's deadline have passed first."""
+        with self.lock:
+            start = self.clock()
+            limit = task.expires if timeout is None else min(task.expires, start + timeout)
+            self.counters.waits += 1
+            while task.outcome is None and (left := limit - self.clock()) > 0:
+                self.settled.wait(left)
+            self.expire(task)
+            self.counters.wait_seconds += self.clock() - start
+            self.counters.wait_timeouts += task.outcome in (None, PrefetchOutcome.TIMEOUT)
+            return task.outcome or PrefetchOutcome.TIMEOUT
+
+
+class IdleThreads:
+    """All but `wait` and `call` are to be called with the dispatcher's lock held.
+
+    Args:
+        count: threads of the engine.
+        store_waits: whether loads wait for something else than a processor. Where they do not, they take one each, and
+            all processors at once for urgent requests alone: the model computes on one while others are prefetched.
+    """
+
+    def __init__(self, count: int, store_waits: bool) -> None:
+        self._count = count
+        self._store_waits = store_waits
+        self._cores = len(os.sched_getaffinity(0))
+        self._idle = 0
+        # In C, unlike a condition: after a step of the model each line of Python comes from memory, not from a cache.
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def join(self) -> None:
+        """The calling thread is about to `wait`."""
+        self._idle += 1
+
+    def leave(self) -> None:
+        """The calling thread has waited."""
+        self._idle -= 1
+
+    def wait(self) -> None:
+        """Returns after a call, which may have been meant for another thread."""
+        self._calls.get()
+
+    def call(self, count: int = 1) -> None:
+        """Has so many threads look for work, or for their end."""
+        for _ in range(count):
+            self._calls.put(None)
+
+    def call_for_work(self, is_urgent: bool, is_any_busy: bool) -> None:
+        """Calls a thread unless none is idle, or as many as should work at once are at it: they will come to it.
+
+        is_any_busy: whether blocks are on their way; where threads are missing, those that are not idle are too few.
+
+        One thread calls the next: all at once would be in each other's way.
+        """
+        is_enough = is_any_busy and not self._store_waits and self._count - self._idle >= self._most(is_urgent)
+        if self._idle and not is_enough:
+            self.call()
+
+    def share(self, blocks: int, is_urgent: bool) -> int:
+        """How many of so many blocks the calling thread should take, so that idle ones have their part."""
+        return -(-blocks // min(self._idle + 1, self._most(is_urgent)))
+
+    def _most(self, is_urgent: bool) -> int:
+        """Threads that can work at once without being in each other's way."""
+        return self._cores if is_urgent or self._store_waits else max(1, self._cores - 1)
 
 
 class Dispatcher(Settlement):

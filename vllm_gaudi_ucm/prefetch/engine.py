@@ -7,17 +7,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from vllm_gaudi_ucm.prefetch.block_reader import Allocate, BlockReader
 from vllm_gaudi_ucm.prefetch.dispatcher import Dispatcher
-from vllm_gaudi_ucm.prefetch.handle import PrefetchHandle
-from vllm_gaudi_ucm.prefetch.integrity import broken_law
-from vllm_gaudi_ucm.prefetch.lifetime import end_with
-from vllm_gaudi_ucm.prefetch.load_runner import LoadRunner
+from vllm_gaudi_ucm.prefetch.loads import Allocate, BlockReader, LoadRunner, broken_law
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
-from vllm_gaudi_ucm.prefetch.priority import PrefetchPriority
-from vllm_gaudi_ucm.prefetch.stats import PrefetchStats
-from vllm_gaudi_ucm.prefetch.task import Deliver
+from vllm_gaudi_ucm.prefetch.plan import end_with
+from vllm_gaudi_ucm.prefetch.stats import PrefetchHandle, PrefetchStats
+from vllm_gaudi_ucm.prefetch.tasks import Deliver, PrefetchOutcome, PrefetchPriority
 from vllm_gaudi_ucm.prefetch.threads import EngineThreads
 from vllm_gaudi_ucm.store.base import KvStore
 

@@ -6,16 +6,39 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.errors import NOTE, Problem, UcmConfigError
 from vllm_gaudi_ucm.options.section import Section
-from vllm_gaudi_ucm.prefetch.fields import (
-    DEFAULT_CACHE_BYTES,
-    MaxPendingPrefetch,
-    PrefetchAhead,
-    PrefetchCacheBytes,
-    PrefetchCacheSize,
-    PrefetchWorkers,
-)
+from vllm_gaudi_ucm.options.values import BYTES_NOTE, ByteSize
+
+PrefetchWorkers = Annotated[
+    int, Field(ge=1, le=64, description="Threads of the prefetch engine, each with a few blocks at a time.")
+]
+MaxPendingPrefetch = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=65536,
+        description="Most requests whose prefetch is not complete; beyond it the lowest priority is given up, "
+        "counted, and loaded when its request runs.",
+    ),
+]
+PrefetchAhead = Annotated[
+    int,
+    Field(ge=0, le=64, description="Batches ahead of the running one that are prefetched for; 0 prefetches nothing."),
+]
+PrefetchCacheSize = Annotated[
+    int, Field(ge=1, description="Blocks in host memory, of all layers, that prefetches may fill; the oldest go first.")
+]
+PrefetchCacheBytes = Annotated[
+    ByteSize,
+    Field(
+        description="Bytes of host memory, page-locked where the device copies faster from such, that these blocks may "
+        "take: the smaller of the two bounds holds.",
+        json_schema_extra={NOTE: BYTES_NOTE},
+    ),
+]
+DEFAULT_CACHE_BYTES = 4 << 30
+"""That of a memory store. A thousand blocks of 16 MiB would be 16 GiB of memory that nothing else can use."""
 
 
 class PrefetchOptions(Section):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.prefetch.dispatcher import Dispatcher
-from vllm_gaudi_ucm.prefetch.load_runner import LoadRunner
-from vllm_gaudi_ucm.prefetch.outcome import PrefetchOutcome
+from vllm_gaudi_ucm.prefetch.loads import LoadRunner
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome
 
 logger = plugin_logger(__name__)
 

@@ -7,12 +7,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
-
-    from vllm_gaudi_ucm.protocol.offload_messages import ResidencyReport
+    from vllm_gaudi_ucm.protocol.offload import ResidencyReport
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
+    from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
 
 _ATTRIBUTE = "ucm_sparse_meta"
 _REPORT = "ucm_residency_report"

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import msgspec
 
-from vllm_gaudi_ucm.protocol.offload_messages import ResidencyOrders
+from vllm_gaudi_ucm.protocol.offload import ResidencyOrders
 
 
 class SelectionMode(IntEnum):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.v1.structured_output.utils import strip_speculative_padding
+from vllm_gaudi_ucm.vllm_api.sampling import strip_speculative_padding
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
 
 
 class StepDrafts(NamedTuple):

@@ -14,16 +14,15 @@ from vllm_gaudi_ucm.execution.bucket_choice import cost_model, server_limits
 from vllm_gaudi_ucm.execution.static_execution import StaticExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.factory import runner_maker
-from vllm_gaudi_ucm.graphs.warm_up.memory_fit import check_budget
+from vllm_gaudi_ucm.graphs.warm_up.graph_memory import check_budget
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.kv_cache.allocation import dummy_kv_cache
 from vllm_gaudi_ucm.kv_cache.attention_layers import bind_kv_caches, kv_cache_specs
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
-from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
+from vllm_gaudi_ucm.runner.setup import make_sparse_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
 
 GIB = 1 << 30
 # Where `ucm.graphs.memory_budget` is not given: this share of the device, or what the largest graphs take and as much

@@ -2,38 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.distributed.kv_transfer import (
+
+from vllm_gaudi_ucm.connector.connector import our_connector
+from vllm_gaudi_ucm.observability.phase_log import StepRecord
+from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
+from vllm_gaudi_ucm.vllm_api.attention import AttentionMetadata
+from vllm_gaudi_ucm.vllm_api.kv_transfer import (
+    KVConnectorFactory,
+    KVConnectorRole,
+    copy_kv_blocks,
     ensure_kv_transfer_initialized,
     ensure_kv_transfer_shutdown,
     get_kv_transfer_group,
 )
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.forward_context import get_forward_context, set_forward_context
-from vllm.v1.attention.backend import AttentionMetadata
-from vllm.v1.outputs import KVConnectorOutput
-
-from vllm_gaudi_ucm.connector.connector import our_connector
-from vllm_gaudi_ucm.observability.transfer_totals import TransferTotals
-from vllm_gaudi_ucm.runner.transfer_work import TransferWork
+from vllm_gaudi_ucm.vllm_api.model import get_forward_context, set_forward_context
+from vllm_gaudi_ucm.vllm_api.steps import KVConnectorOutput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
+    from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorBase_V1
+    from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
+
+NOTHING = TransferTotals()
+
+
+class TransferWork:
+    """Filled by KvTransfer, taken by the runner when it writes a step."""
+
+    def __init__(self, totals: TransferTotals = NOTHING, moved: TransferTotals = NOTHING, ms: float = 0.0) -> None:
+        self._totals = totals
+        self.moved = moved
+        self.ms = ms
+        self.last_seconds = 0.0
+        """Of the last call that was timed."""
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        """Times a call of the connector."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.last_seconds = time.perf_counter() - start
+            self.ms += 1e3 * self.last_seconds
+
+    def take(self, totals: TransferTotals) -> TransferWork:
+        """What has come since the last call, of which nothing stays here."""
+        taken = TransferWork(totals, totals.since(self._totals), self.ms)
+        self._totals, self.ms = totals, 0.0
+        return taken
+
+    def noted_in(self, record: StepRecord) -> StepRecord:
+        return replace(record, loaded_blocks=self.moved.loaded, saved_blocks=self.moved.saved, transfer_ms=self.ms)
+
 
 REST_SECONDS = 0.002
 """Of a step without tokens, at most: so late a request that arrives meanwhile may be seen."""

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from vllm.model_executor.model_loader import get_model
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.sample.sampler import Sampler
 
 from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
@@ -32,23 +29,20 @@ from vllm_gaudi_ucm.ops.host_memory.api import keep_all_freed_memory
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
 from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
-from vllm_gaudi_ucm.runner.proposer_setup import make_proposer
-from vllm_gaudi_ucm.runner.served_layers import refuse_other_layers
-from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
+from vllm_gaudi_ucm.runner.setup import make_proposer, make_sparse_worker, refuse_other_layers
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
-from vllm_gaudi_ucm.sampling.nan_logits import NanCounter
 from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
-from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
+from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch
 from vllm_gaudi_ucm.sampling.token_sampler import TokenSampler, VllmSampler
-from vllm_gaudi_ucm.speculation.draft_layers import load_draft_model
+from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.speculation.verification import Verification
+from vllm_gaudi_ucm.vllm_api.model import get_model
+from vllm_gaudi_ucm.vllm_api.sampling import Sampler
+from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
@@ -56,6 +50,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
+    from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 logger = plugin_logger(__name__)
 

@@ -14,16 +14,15 @@ from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
 from vllm_gaudi_ucm.graphs.runners.factory import runner_maker
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
+from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
-from vllm_gaudi_ucm.graphs.warm_up.summary import GraphState
+from vllm_gaudi_ucm.graphs.warm_up.records import GraphState
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.observability.warm_up_report import WarmUpReport
-from vllm_gaudi_ucm.observability.warm_up_table import summary_line, warm_up_text
+from vllm_gaudi_ucm.observability.warm_up_report import WarmUpReport, summary_line, warm_up_text
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
 from vllm_gaudi_ucm.sampling.static_sampling import StaticSampler
-from vllm_gaudi_ucm.speculation.draft_model_graphs import DraftModelGraphs
+from vllm_gaudi_ucm.speculation.draft_model import DraftModelGraphs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.lookup import BucketSet
     from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-    from vllm_gaudi_ucm.graphs.warm_up.progress import WarmUpProgress
-    from vllm_gaudi_ucm.graphs.warm_up.summary import WarmUpSummary
+    from vllm_gaudi_ucm.graphs.warm_up.records import WarmUpProgress, WarmUpSummary
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 

@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
 
 from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, BatchInput, UnifiedPlan
-from vllm_gaudi_ucm.batch.logits_order import in_slot_order
-from vllm_gaudi_ucm.batch.request_table import LiveRequest
+from vllm_gaudi_ucm.batch.request_table import LiveRequest, in_slot_order
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.runner.step_record import StepClock
 from vllm_gaudi_ucm.sampling.token_sampler import Grammar, SampledTokens
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP
 from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
 from vllm_gaudi_ucm.speculation.step_logits import StepLogits
+from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
     from vllm_gaudi_ucm.execution.execution import Execution, StepShape
@@ -30,12 +27,12 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-    from vllm_gaudi_ucm.sampling.nan_logits import NanCounter
     from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
-    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
+    from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
     from vllm_gaudi_ucm.speculation.verification import Verification
+    from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
 
 PARTIAL_LOAD = "what is left of a prompt that was loaded in part runs alone"
 

@@ -6,11 +6,11 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.sampler import Sampler
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest
 from vllm_gaudi_ucm.execution.execution import Execution
+from vllm_gaudi_ucm.vllm_api.sampling import Sampler
+from vllm_gaudi_ucm.vllm_api.steps import LogprobsTensors
 
 
 class PromptLogprobs:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
-from vllm.v1.outputs import LogprobsLists
-from vllm.v1.sample.sampler import Sampler
-from vllm.v1.structured_output.utils import apply_grammar_bitmask
+
+from vllm_gaudi_ucm.vllm_api.sampling import Sampler, apply_grammar_bitmask
+from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.worker.gpu_input_batch import InputBatch
-
     from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
+    from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
+    from vllm_gaudi_ucm.vllm_api.worker import InputBatch
 
 
 class SampledTokens(NamedTuple):

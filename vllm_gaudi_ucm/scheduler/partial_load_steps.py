@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
-
 from vllm_gaudi_ucm.protocol.attachments import computed_tokens, report_of
-from vllm_gaudi_ucm.protocol.offload_messages import ResidencyReport
-from vllm_gaudi_ucm.vllm_api.compat import step_never_was, wait_for_blocks_again
+from vllm_gaudi_ucm.protocol.offload import ResidencyReport
+from vllm_gaudi_ucm.vllm_api.blocks import step_never_was, wait_for_blocks_again
+from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.outputs import ModelRunnerOutput
-
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
+    from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 
 class PartialLoadSteps:

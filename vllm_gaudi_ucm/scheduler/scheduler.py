@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
-
-from vllm_gaudi_ucm.config.prefetch_sections import idle_options
-from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.config.ucm_config import idle_options, resolve_config
 from vllm_gaudi_ucm.connector.connector import our_connector
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta, computed_tokens, verified_drafts
-from vllm_gaudi_ucm.scheduler.offload_setup import residency_role
 from vllm_gaudi_ucm.scheduler.partial_load_steps import PartialLoadSteps
-from vllm_gaudi_ucm.scheduler.scheduler_role import scheduler_role
+from vllm_gaudi_ucm.scheduler.setup import residency_role, scheduler_role
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
-from vllm_gaudi_ucm.sparse.request_options import read_extra_args
-from vllm_gaudi_ucm.vllm_api.compat import forget_uncomputed_blocks, set_blocks_apart
+from vllm_gaudi_ucm.sparse.options import read_extra_args
+from vllm_gaudi_ucm.vllm_api.blocks import forget_uncomputed_blocks, set_blocks_apart
+from vllm_gaudi_ucm.vllm_api.scheduling import AsyncScheduler, Scheduler
+from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
+    from vllm_gaudi_ucm.vllm_api.scheduling import EngineCoreOutputs
+    from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
 
 logger = plugin_logger(__name__)
 

@@ -13,10 +13,9 @@ from vllm_gaudi_ucm.sparse.options import MethodOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
+    from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
 
 INVALID_SLOT = -1
 """`estimate_num_slots_sparsed`: the method does not change how many slots a request needs."""

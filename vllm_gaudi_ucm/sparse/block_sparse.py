@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
-from vllm_gaudi_ucm.sparse.budget import Budget, block_budget
-from vllm_gaudi_ucm.sparse.decode_rows import HasGaps, decode_rows, no_gaps
+from vllm_gaudi_ucm.sparse.budget import Budget, HasGaps, block_budget, decode_rows, no_gaps
 from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
+
+    from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
 
 
 class Selector(Protocol):

@@ -19,8 +19,8 @@ SPARSE_METHODS: Registry[type[UcmSparseBase]] = Registry(
     "sparse method",
     ENTRY_POINTS,
     GSA="vllm_gaudi_ucm.sparse.methods.gsa:GSA",
-    ESA="vllm_gaudi_ucm.sparse.methods.esa:ESA",
-    KVStar="vllm_gaudi_ucm.sparse.methods.kvstar.kvstar:KVStar",
+    ESA="vllm_gaudi_ucm.sparse.methods.gsa:ESA",
+    KVStar="vllm_gaudi_ucm.sparse.methods.kvstar:KVStar",
 )
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown, unknown_key
 from vllm_gaudi_ucm.options.files import read_config_file
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
-from vllm_gaudi_ucm.sparse.methods.kvstar.options import KVStarOptions
+from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions
 from vllm_gaudi_ucm.sparse.options import EsaOptions, GsaOptions, MethodOptions
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,10 +13,16 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput
 from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
+from vllm_gaudi_ucm.vllm_api.model import get_model
 
 if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.execution.execution import Execution
+    from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
+    from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.speculation.proposer import SampledStep
 
 
@@ -123,3 +131,58 @@ class DraftModelProposer:
         # all rows of the bucket: cutting them to those in use would be a shape of its own
         likeliest = self._likeliest(self._execution.logits(plan.logits_rows)).tolist()
         return list(zip(plan.logits_requests.tolist(), likeliest[: len(plan.logits_rows)], strict=True))
+
+
+DRAFT_PREFIX = "draft_model"
+"""What the names of a draft model's layers begin with."""
+
+
+def load_draft_model(vllm_config: VllmConfig) -> nn.Module | None:
+    """The model of `speculative_config.draft_model_config`; None without one.
+
+    It shares the target's compilation configuration, where attention layers register themselves: so vLLM sizes and
+    allocates the KV cache of both at once, in one group, and a request's block table serves both. Both must be in one
+    group for that, which layers with full attention and one block size are.
+    """
+    config = vllm_config.speculative_config
+    if config is None or config.method != "draft_model":
+        return None
+    own = copy.copy(vllm_config)
+    own.model_config = config.draft_model_config
+    own.quant_config = None
+    return get_model(vllm_config=own, prefix=DRAFT_PREFIX, load_config=config.draft_load_config)
+
+
+def is_draft_layer(name: str) -> bool:
+    """Whether an attention layer is the draft model's."""
+    return name.startswith(f"{DRAFT_PREFIX}.")
+
+
+class DraftModelGraphs:
+    """Forward and logits graphs, and the choice of drafts from the logits of a bucket: all of it a function of the
+    bucket alone, so a pass compiles nothing once its bucket is warm.
+
+    Args:
+        make_execution: makes the draft model's execution, given what to enter around its device work.
+        stage: the target's; the labels of a draft model's work say that it is the draft model's.
+    """
+
+    def __init__(self, make_execution: Callable[[Stage], StaticExecution], stage: Stage) -> None:
+        self._target_stage = stage
+        self.execution = make_execution(self._stage)
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """int64 [rows] on the device; logits: float32 [rows of a bucket, vocabulary]."""
+        with self._stage("greedy"):
+            return likeliest_tokens(logits)
+
+    def warm_forward(self, shape: ForwardShape) -> None:
+        """See StaticExecution."""
+        self.execution.warm_forward(shape)
+
+    def warm_logits(self, rows: int) -> None:
+        """The graph of so many logits rows, and the choice among them."""
+        self.likeliest(self.execution.warm_logits(rows))
+
+    def _stage(self, label: str) -> AbstractContextManager[None]:
+        return self._target_stage(f"{label}, draft model")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.vllm_api.compat import propose_ngram
+
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
@@ -51,3 +53,35 @@ def wanted_drafts(
             room = min(room, request.sampling_params.max_tokens - len(request.output_token_ids) - 1)
         wanted[index] = max(0, min(num_drafts, room))
     return wanted
+
+
+class NgramProposer:
+    """See DraftProposer.
+
+    Source: https://github.com/apoorvumang/prompt-lookup-decoding, as vLLM computes it.
+
+    Args:
+        table: the tokens.
+        num_drafts: most drafts per request.
+        min_n, max_n: lengths of the n-grams that are looked up.
+
+    Raises:
+        ImportError: numba is not installed.
+    """
+
+    def __init__(self, table: RequestTable, num_drafts: int, min_n: int, max_n: int) -> None:
+        self._table = table
+        self._lengths = min_n, max_n
+        # numba compiles now, and not in a request's step
+        propose_ngram(table.token_ids[0, :1], *self._lengths, table.max_model_len, num_drafts)
+
+    def propose(self, step: SampledStep) -> list[list[int]]:
+        return [
+            self._search(request.row, most) if most else []
+            for request, most in zip(step.requests, step.wanted.tolist(), strict=True)
+        ]
+
+    def _search(self, row: int, most: int) -> list[int]:
+        table = self._table
+        tokens = table.token_ids[row, : table.num_tokens[row]]
+        return propose_ngram(tokens, *self._lengths, table.max_model_len, most).tolist()

@@ -7,8 +7,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.sampling.token_sampler import Grammar, SampledTokens
-from vllm_gaudi_ucm.speculation.grammar_rows import grammar_at
-from vllm_gaudi_ucm.speculation.joined_logprobs import join_logprobs
+from vllm_gaudi_ucm.speculation.step_logits import grammar_at, join_logprobs
 
 if TYPE_CHECKING:
     import torch

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import struct
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
+import crc32c
 import msgspec
+
+from vllm_gaudi_ucm.store.block_key import KEY_BYTES
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,3 +99,96 @@ class KvStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends its threads and connections; blocks that outlast the process stay. A second call does nothing."""
+
+
+class Counts:
+    """Named totals, safe between threads; the names are fields of `StoreStats`."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._totals: dict[str, float] = {}
+
+    def add(self, **amounts: float) -> None:
+        """Adds to several totals in one piece."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._totals[name] = self._totals.get(name, 0) + amount
+
+    def stats(self, **state: object) -> StoreStats:
+        """The totals, and the state that the store itself knows."""
+        with self._lock:
+            return StoreStats(kind=self._kind, **self._totals, **state)  # type: ignore[arg-type]
+
+
+HEADER_BYTES = 64
+_MAGIC, _VERSION = b"UCMBLOCK", 1
+_BEFORE_CRC, _AFTER_CRC = struct.Struct("<8sI"), struct.Struct("<Q32s8x")
+_CRC = struct.Struct("<I")
+
+
+def seal(record: memoryview, key: bytes) -> None:
+    """Writes the header over the first 64 bytes of `record`, whose rest is the block."""
+    _BEFORE_CRC.pack_into(record, 0, _MAGIC, _VERSION)
+    _AFTER_CRC.pack_into(record, _BEFORE_CRC.size + _CRC.size, len(record) - HEADER_BYTES, key)
+    _CRC.pack_into(record, _BEFORE_CRC.size, _checksum(record))
+
+
+def is_intact(record: memoryview, key: bytes) -> bool:
+    """Whether `record` is a whole record of this key, as it was sealed."""
+    if len(record) < HEADER_BYTES:
+        return False
+    magic, version = _BEFORE_CRC.unpack_from(record, 0)
+    (crc,) = _CRC.unpack_from(record, _BEFORE_CRC.size)
+    length, echo = _AFTER_CRC.unpack_from(record, _BEFORE_CRC.size + _CRC.size)
+    if (magic, version, length, echo) != (_MAGIC, _VERSION, len(record) - HEADER_BYTES, key):
+        return False
+    return bool(crc == _checksum(record))
+
+
+def _checksum(record: memoryview) -> int:
+    head = crc32c.crc32c(record[: _BEFORE_CRC.size])
+    return int(crc32c.crc32c(record[_BEFORE_CRC.size + _CRC.size :], head))
+
+
+class Loan:
+    """A context, for one use. block: what is lent. end: called once it is given back."""
+
+    __slots__ = ("_block", "_end")
+
+    def __init__(self, block: memoryview, end: Callable[[], None]) -> None:
+        self._block = block
+        self._end = end
+
+    def __enter__(self) -> memoryview:
+        return self._block
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+
+
+def check_keys(keys: Iterable[bytes]) -> None:
+    """Raises ValueError unless every key has 32 bytes."""
+    for key in keys:
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            found = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise ValueError(f"key: found {found}, expected {KEY_BYTES} bytes")
+
+
+def check_block_bytes(block_bytes: int, capacity: int | None) -> None:
+    """Raises ValueError for a block of no size, or one that would not fit alone."""
+    if block_bytes < 1:
+        raise ValueError(f"block_bytes: found {block_bytes}, expected at least 1")
+    if capacity is not None and capacity < block_bytes:
+        raise ValueError(f"store.capacity: found {capacity} bytes, expected room for one block of {block_bytes} bytes")
+
+
+def block_view(name: str, buffer: memoryview, block_bytes: int, *, writable: bool) -> memoryview:
+    """The buffer as bytes. Raises ValueError unless it is contiguous, of the block's size and, if asked, writable."""
+    view = memoryview(buffer)
+    if not view.c_contiguous or view.nbytes != block_bytes or (writable and view.readonly):
+        found = f"{view.nbytes} bytes" + (", read-only" if view.readonly else "")
+        found += "" if view.c_contiguous else ", not contiguous"
+        expected = f"{block_bytes} contiguous{' writable' if writable else ''} bytes"
+        raise ValueError(f"{name}: found {found}, expected {expected}")
+    return view.cast("B")

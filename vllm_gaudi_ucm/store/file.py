@@ -14,12 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.store.folder import Folder
-from vllm_gaudi_ucm.store.folder_index import FolderIndex
-from vllm_gaudi_ucm.store.folder_listing import FolderListing
+from vllm_gaudi_ucm.store.base import HEADER_BYTES
+from vllm_gaudi_ucm.store.folder import Folder, FolderIndex, FolderListing
 from vllm_gaudi_ucm.store.held_folder import HeldFolder, leaf_name
 from vllm_gaudi_ucm.store.medium import FullError, Medium, RefusedError, StoredBlock, Usage
-from vllm_gaudi_ucm.store.record import HEADER_BYTES
 
 logger = plugin_logger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.store.entries import PRIVATE_FOLDER, kind_of, make_folder, make_part, open_folder
-from vllm_gaudi_ucm.store.folder_marker import MARKER, NotAStoreError, is_marked, write_mark
-from vllm_gaudi_ucm.store.held_folder import BLOCKS, TMP, HeldFolder, record_name
+from vllm_gaudi_ucm.store.held_folder import (
+    BLOCKS,
+    MARKER,
+    TMP,
+    HeldFolder,
+    NotAStoreError,
+    Strangers,
+    is_marked,
+    record_name,
+    write_mark,
+)
 from vllm_gaudi_ucm.store.medium import StoredBlock
-from vllm_gaudi_ucm.store.strangers import Strangers
 
 _OTHERS_MAY_WRITE = 0o022
 
@@ -139,3 +152,124 @@ def _open_ours(path: Path, opened: ExitStack, at: int | None = None) -> int:
         expected = f"a folder that this process's user ({user}) owns: run as its owner, or name another"
         raise UnusableFolderError(path, f"owned by user {owner}", expected)
     return descriptor
+
+
+@dataclass
+class Entry:
+    """leaf: the folder that the record lies in. used: mtime in ns. added: the index's own count, for `replace`."""
+
+    leaf: str
+    used: int
+    added: int
+
+
+class FolderIndex:
+    """Not safe between threads by itself: its owner holds a lock."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[StoredBlock, Entry] = OrderedDict()
+        self._leaves: dict[str, set[StoredBlock]] = {}
+        self._bytes = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        return self._bytes
+
+    @property
+    def moment(self) -> int:
+        """Says of entries whether they were added before or after now."""
+        return self._count
+
+    def leaves(self) -> list[str]:
+        """The folders that hold blocks."""
+        return list(self._leaves)
+
+    def use(self, block: StoredBlock, leaf: str, used: int) -> None:
+        """The block is there and was used at `used`: it becomes the newest."""
+        if block not in self._entries:
+            self._bytes += block.block_bytes
+            self._leaves.setdefault(leaf, set()).add(block)
+        self._count += 1
+        self._entries[block] = Entry(leaf, used, self._count)
+        self._entries.move_to_end(block)
+
+    def drop(self, block: StoredBlock) -> None:
+        """The block is not there any more."""
+        entry = self._entries.pop(block, None)
+        if entry is not None:
+            self._bytes -= block.block_bytes
+            blocks = self._leaves[entry.leaf]
+            blocks.remove(block)
+            if not blocks:
+                del self._leaves[entry.leaf]
+
+    def oldest(self) -> tuple[StoredBlock, int] | None:
+        """The least recently used block, and when that was."""
+        for block, entry in self._entries.items():
+            return block, entry.used
+        return None
+
+    def replace(self, leaf: str, found: Iterable[tuple[StoredBlock, int]], moment: int) -> None:
+        """A leaf was listed: only what was `found` (with mtimes) is there.
+
+        Entries younger than `moment`, when the listing began, stay: the listing may have missed them.
+        """
+        there = dict(found)
+        for block in list(self._leaves.get(leaf, ())):
+            if block not in there and self._entries[block].added <= moment:
+                self.drop(block)
+        for block, used in there.items():
+            if block not in self._entries:
+                self.use(block, leaf, used)
+
+    def sort(self) -> None:
+        """Puts entries in the order of use; after `replace` those of others stand where they were found."""
+        self._entries = OrderedDict(sorted(self._entries.items(), key=lambda item: item[1].used))
+
+    def check_integrity(self) -> None:
+        """The bytes are those of the entries, and each entry is in its leaf."""
+        assert self._bytes == sum(block.block_bytes for block in self._entries)
+        assert sum(map(len, self._leaves.values())) == len(self._entries)
+        assert all(block in self._leaves[entry.leaf] for block, entry in self._entries.items())
+
+
+_SETTLED_NS = 100_000_000
+"""A folder's mtime may miss a change that follows within one tick of the clock: younger ones are not relied on."""
+
+
+class FolderListing:
+    """What each part of the folder held when it was last listed. One thread at a time may refresh it.
+
+    lock: held around every use of `index`, and never while the disk is asked.
+    """
+
+    def __init__(self, folder: Folder, index: FolderIndex, lock: threading.Lock) -> None:
+        self._folder = folder
+        self._index = index
+        self._lock = lock
+        self._mtimes: dict[str, int] = {}  # of each leaf when it was listed, in ns; 0: not relied on
+
+    def refresh(self) -> None:
+        """Lists the parts of the folder that have changed since they were last listed."""
+        with self._lock:
+            moment, known = self._index.moment, self._index.leaves()
+        begin = time.time_ns()
+        held = self._folder.hold()
+        leaves = {} if held is None else dict(held.leaves())
+        changed = {leaf for leaf in leaves.keys() | self._mtimes.keys() if leaves.get(leaf) != self._mtimes.get(leaf)}
+        changed.update(leaf for leaf in known if leaf not in leaves)  # removed with what was saved since the last look
+        for leaf in changed:
+            found = held.records(leaf) if held is not None and leaf in leaves else []
+            with self._lock:
+                self._index.replace(leaf, found, moment)
+            self._mtimes.pop(leaf, None)
+            if leaf in leaves:
+                self._mtimes[leaf] = leaves[leaf] if leaves[leaf] < begin - _SETTLED_NS else 0
+        if changed:
+            with self._lock:
+                self._index.sort()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import json
 import os
 import re
 import stat
@@ -17,11 +18,15 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.store.base import HEADER_BYTES
 from vllm_gaudi_ucm.store.entries import (
     create_file,
     entries,
     folder_below,
+    kind_of,
     open_file,
     read_whole,
     remove_file,
@@ -29,8 +34,87 @@ from vllm_gaudi_ucm.store.entries import (
     write_whole,
 )
 from vllm_gaudi_ucm.store.medium import REFUSED, StoredBlock
-from vllm_gaudi_ucm.store.record import HEADER_BYTES
-from vllm_gaudi_ucm.store.strangers import Strangers
+
+MARKER = "gaudi-ucm-store.json"
+_MARK = f"{json.dumps({'format': 1})}\n".encode()
+
+
+class NotAStoreError(Exception):
+    """The folder holds something else; the text says what was found."""
+
+
+def is_marked(folder: int) -> bool:
+    """True for a store's folder, False for an empty one. Raises NotAStoreError for any other."""
+    mark = _read(folder)
+    if mark is None:
+        names = os.listdir(folder)
+        if not names:
+            return False
+        # another engine may have marked it since
+        mark = _read(folder) if MARKER in names else None
+        if mark is None:
+            raise NotAStoreError("not the folder of a store")
+    if mark.strip() not in (b"", _MARK.strip()):  # empty: another engine is just writing it, or lost power then
+        raise NotAStoreError(f"made by another version: {mark.decode(errors='replace').strip()!r}")
+    return True
+
+
+def write_mark(folder: int) -> None:
+    """Marks the folder, for good; several engines may do so at once."""
+    if _read(folder) == _MARK:
+        return
+    descriptor = open_file(MARKER, folder, os.O_WRONLY | os.O_CREAT)
+    try:
+        os.pwrite(descriptor, _MARK, 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.fsync(folder)
+
+
+def _read(folder: int) -> bytes | None:
+    try:
+        mode = os.stat(MARKER, dir_fd=folder, follow_symlinks=False).st_mode
+        if not stat.S_ISREG(mode):
+            raise NotAStoreError(f"{MARKER} in it is {kind_of(mode)}")
+        descriptor = open_file(MARKER, folder)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)
+
+
+_MOST = 1000
+logger = plugin_logger(__name__)
+
+
+class Strangers:
+    """Those that were met, which are left alone: never opened, never removed. The first one is logged."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._met: dict[str, str] = {}
+
+    def meet(self, name: str, mode: int) -> None:
+        """name: below the folder. mode: `st_mode`."""
+        if name in self._met or len(self._met) == _MOST:
+            return
+        if not self._met:
+            logger.warning(
+                "file store %s: %s is %s where the store has a part of its own; it is left alone, and so are others, "
+                "which `gaudi-ucm store verify` names",
+                self._folder,
+                name,
+                kind_of(mode),
+            )
+        self._met[name] = kind_of(mode)
+
+    def names(self) -> list[str]:
+        """Each with its path and what it is."""
+        return [f"{self._folder / name} ({kind})" for name, kind in self._met.items()]
+
 
 BLOCKS, TMP = "blocks", "tmp"
 _LEVELS = [re.compile(pattern) for pattern in (r"[1-9][0-9]*", r"[0-9a-f]{2}", r"[0-9a-f]")]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+from vllm_gaudi_ucm.store.base import HEADER_BYTES, is_intact
 
 REFUSED = -1
 """In place of a record's length: the medium answers, but not with this record."""
@@ -110,3 +112,48 @@ class Medium(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends connections. A second call does nothing."""
+
+
+Progress = Callable[[float], None]
+"""Called with the fraction that is done."""
+_BATCH = 256
+
+
+class Verified(NamedTuple):
+    """How many blocks were what they should be; the others are removed."""
+
+    intact: int
+    corrupt: int
+
+
+def verify_blocks(medium: Medium, blocks: Sequence[StoredBlock], progress: Progress | None = None) -> Verified:
+    """Reads every block; removes the corrupt ones. One that has gone, or cannot be read, counts as neither.
+
+    Order of use and time to live stay what they are.
+    """
+    intact = corrupt = 0
+    buffer = bytearray()
+    for done, block in enumerate(blocks, start=1):
+        size = HEADER_BYTES + block.block_bytes
+        if len(buffer) < size:
+            buffer = bytearray(size)
+        record = memoryview(buffer)[:size]
+        found = medium.peek(block.key, block.block_bytes, record)
+        if found == size and is_intact(record, block.key):
+            intact += 1
+        elif found is not None and found != REFUSED:
+            corrupt += medium.delete([block])
+        if progress is not None:
+            progress(done / len(blocks))
+    return Verified(intact, corrupt)
+
+
+def clear_blocks(medium: Medium, blocks: Sequence[StoredBlock], progress: Progress | None = None) -> int:
+    """Removes the blocks; returns how many were there."""
+    removed = 0
+    for start in range(0, len(blocks), _BATCH):
+        batch = blocks[start : start + _BATCH]
+        removed += medium.delete(batch)
+        if progress is not None:
+            progress((start + len(batch)) / len(blocks))
+    return removed

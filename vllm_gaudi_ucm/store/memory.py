@@ -7,15 +7,97 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.store.arguments import block_view, check_block_bytes, check_keys
-from vllm_gaudi_ucm.store.base import KvStore, StoreStats
-from vllm_gaudi_ucm.store.counts import Counts
-from vllm_gaudi_ucm.store.memory_loan import Entry, MemoryLoan
-from vllm_gaudi_ucm.store.slot_pool import SlotPool
+from vllm_gaudi_ucm.store.base import Counts, KvStore, StoreStats, block_view, check_block_bytes, check_keys
+
+
+@dataclass
+class Entry:
+    """A block of the store. view: of its slot, read-only. readers: loans of it."""
+
+    slot: int
+    view: memoryview
+    readers: int = 0
+    removed: bool = False
+    """While it was lent: the last reader gives its slot back."""
+
+
+class MemoryLoan:
+    """A context, for one use. Small: it is made and ended between copies, with nothing left in the caches."""
+
+    __slots__ = ("_begin", "_entry", "_pool", "_store")
+
+    def __init__(self, store: MemoryStore, entry: Entry, pool: SlotPool) -> None:
+        self._store = store
+        self._entry = entry
+        self._pool = pool
+        self._begin = time.perf_counter()
+
+    def __enter__(self) -> memoryview:
+        return self._entry.view
+
+    def __exit__(self, *exception: object) -> None:
+        self._store.end_read(self._entry, self._pool, time.perf_counter() - self._begin)
+
+
+_SLAB_BYTES = 64 << 20
+
+
+class SlotPool:
+    """At most `capacity` bytes in slots of `block_bytes`. Not safe between threads by itself.
+
+    pinned: page-locked memory of torch, which a device can copy beside the host's own work.
+    """
+
+    def __init__(self, block_bytes: int, capacity: int, pinned: bool) -> None:
+        self._block_bytes = block_bytes
+        self._pinned = pinned
+        self._most = capacity // block_bytes
+        self._slab_slots = max(1, min(_SLAB_BYTES // block_bytes, self._most))
+        self._slabs: list[np.ndarray] = []
+        self._free: list[int] = []
+        self._allocated = 0
+
+    @property
+    def allocated(self) -> int:
+        """Slots that memory was taken for."""
+        return self._allocated
+
+    @property
+    def free(self) -> int:
+        """Slots of these that nobody has."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A slot, None where all are taken. Raises MemoryError or RuntimeError where the system gives no memory."""
+        if not self._free and self._allocated < self._most:
+            count = min(self._slab_slots, self._most - self._allocated)
+            self._slabs.append(self._new_slab(count * self._block_bytes))
+            self._free.extend(range(self._allocated + count - 1, self._allocated - 1, -1))
+            self._allocated += count
+        return self._free.pop() if self._free else None
+
+    def give(self, slot: int) -> None:
+        """The slot is nobody's again."""
+        self._free.append(slot)
+
+    def view(self, slot: int) -> np.ndarray:
+        """uint8 [block_bytes]: the memory of a slot."""
+        slab, place = divmod(slot, self._slab_slots)
+        return self._slabs[slab][place * self._block_bytes : (place + 1) * self._block_bytes]
+
+    def _new_slab(self, size: int) -> np.ndarray:
+        if not self._pinned:
+            return np.empty(size, np.uint8)
+        import torch
+
+        pinned: np.ndarray = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        return pinned
+
 
 logger = plugin_logger(__name__)
 

@@ -8,10 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.store.base import HEADER_BYTES
 from vllm_gaudi_ucm.store.medium import REFUSED, FullError, Medium, RefusedError, StoredBlock, Usage
-from vllm_gaudi_ucm.store.options import RedisStoreOptions
-from vllm_gaudi_ucm.store.record import HEADER_BYTES
-from vllm_gaudi_ucm.store.redis_url import place_of
+from vllm_gaudi_ucm.store.options import RedisStoreOptions, place_of
 
 PREFIX = b"gaudi-ucm:1:"
 _KEY_BYTES = 32

@@ -10,13 +10,16 @@ from math import log
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, TOWARDS_BOUND
+from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, TOWARDS_BOUND, SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
-from vllm_gaudi_ucm.ops.block_selection.impl.triton.checkpoint import keep_or_replace_spans
-from vllm_gaudi_ucm.ops.block_selection.impl.triton.choice import place_scores, rank_blocks
-from vllm_gaudi_ucm.ops.block_selection.impl.triton.estimates import estimate_blocks
-from vllm_gaudi_ucm.ops.block_selection.impl.triton.scores import block_shares, span_sums
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.impl.triton.selection import (
+    block_shares,
+    estimate_blocks,
+    keep_or_replace_spans,
+    place_scores,
+    rank_blocks,
+    span_sums,
+)
 
 LARGEST_HEAD = 512
 LARGEST_GROUP = 32  # query heads per kv head

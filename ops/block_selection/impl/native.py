@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 from math import log
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, query_features
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, query_features
 from vllm_gaudi_ucm.ops.native.library import native
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -106,3 +106,120 @@ def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int
             f"choose_blocks: a place is outside of 0 to {num_spans * width}, of {num_spans} x {width} blocks"
         )
     return out
+
+
+class Candidates(NamedTuple):
+    """What all layers of a step choose among; int64 on CPU.
+
+    blocks, spans, places: [candidates] physical block, request, and span * width + logical number; pads: spans * width.
+    first_rows, num_rows, modes, counts, thresholds, slots: [spans]; modes as of `keep_or_replace`.
+    choice_places, choice_spans, choice_hi: [selected] span * most + rank, span, and whether it is seen (not 0).
+    table: [spans * width + 1] physical block of each place.
+    """
+
+    blocks: Tensor
+    spans: Tensor
+    places: Tensor
+    first_rows: Tensor
+    num_rows: Tensor
+    modes: Tensor
+    counts: Tensor
+    thresholds: Tensor
+    slots: Tensor
+    choice_places: Tensor
+    choice_spans: Tensor
+    choice_hi: Tensor
+    table: Tensor
+    width: int
+    most: int
+
+
+class _Selecting(ctypes.Structure):
+    """`Selecting` of source/block_selection.h."""
+
+    _fields_ = (
+        ("scoring", Scoring),
+        ("choosing", Choosing),
+        ("step", c_void_p * 8),  # modes, counts, thresholds, slots, choice_places, choice_spans, choice_hi, table
+        ("stored", c_void_p),
+        ("checks", c_void_p),
+        ("recall", c_void_p),
+        ("chosen", c_void_p),
+        ("num_slots", c_int64),
+        ("selected", c_int64),
+    )
+
+
+class NativeSelection:
+    """The choices of a step's layers, one after the other: they share the room for results.
+
+    Args:
+        candidates: of the step. The tensors may get new contents later, for another step of the same shapes.
+    """
+
+    def __init__(self, candidates: Candidates) -> None:
+        c = Candidates._make(item.contiguous() if isinstance(item, Tensor) else item for item in candidates)
+        self._candidates = c
+        self._layer: tuple[object, ...] | None = None
+        spans, selected = len(c.first_rows), len(c.choice_spans)
+        if len(c.table) < spans * c.width:
+            raise ValueError(f"block table has {len(c.table)} places, expected {spans} x {c.width} and a pad")
+        self._scores = torch.zeros(len(c.blocks), dtype=torch.float32)
+        self._ranking = torch.full((spans, c.most), -1, dtype=torch.int64)
+        self._chosen = torch.zeros(selected, dtype=torch.int64)
+        task = self._task = _Selecting(num_slots=0, selected=selected)
+        ids = [tensor.data_ptr() for tensor in (c.blocks, c.spans, c.first_rows, c.num_rows)]
+        task.scoring.first_more = log(REST_WEIGHT)
+        task.scoring.tensors = (c_void_p * 7)(None, None, *ids, self._scores.data_ptr())
+        sizes = (c_int64 * 4)(len(c.places), spans, c.width, c.most)
+        task.choosing = Choosing(self._scores.data_ptr(), c.places.data_ptr(), sizes, self._ranking.data_ptr())
+        step = c.modes, c.counts, c.thresholds, c.slots, c.choice_places, c.choice_spans, c.choice_hi, c.table
+        task.step = (c_void_p * 8)(*(tensor.data_ptr() for tensor in step))
+        task.chosen = self._chosen.data_ptr()
+
+    def choose(
+        self,
+        query: Tensor,
+        summaries: Tensor,
+        stored: Tensor,
+        scale: float,
+        kind: SummaryKind,
+        checks: Tensor,
+        recall: Tensor | None = None,
+    ) -> Tensor | None:
+        """int64 [selected] physical blocks of a layer, valid until the next choice; None: the kernel does not cover it.
+
+        query: [rows, heads, dim]. summaries: [num_blocks, vectors, kv_heads, width].
+        stored: int64 [slots, most], dense: rankings of the layer, which are used or replaced as the modes say.
+        checks: int64 [2], rankings that a check kept and replaced, added to.
+        recall: float64 [2], estimated mass of the chosen and of all candidates, added to; None: not asked for.
+        Raises IndexError for an id outside of its tensor.
+        """
+        query, task, library = readable(query, kind), self._task, native()
+        # the layers of a model are mostly alike
+        layer = (kind, summaries.dtype, *((t.shape, t.stride()) for t in (query, summaries, stored)))
+        if layer != self._layer:
+            if library is None or not covers(summaries, kind):
+                return None
+            self._check(stored)
+            sizes = layer_sizes(query, summaries, len(self._scores), len(self._ranking), kind)
+            task.scoring.sizes = (c_int64 * 12)(*sizes)
+            self._layer = layer
+        assert library is not None, "the layer before had one"
+        task.scoring.tensors[0], task.scoring.tensors[1] = query.data_ptr(), summaries.data_ptr()
+        task.scoring.scale = scale
+        task.stored, task.num_slots, task.checks = stored.data_ptr(), stored.shape[0], checks.data_ptr()
+        task.recall = None if recall is None else recall.data_ptr()
+        if library.ucm_select_blocks(ctypes.byref(task)) == OUTSIDE:
+            raise IndexError(
+                f"block selection: a block, span, row, place or slot is outside of {summaries.shape[0]} blocks, "
+                f"{len(self._ranking)} spans, {query.shape[0]} rows, {self._candidates.width} places per span "
+                f"or {stored.shape[0]} slots"
+            )
+        return self._chosen
+
+    def _check(self, stored: Tensor) -> None:
+        if stored.shape[1] != self._candidates.most or not stored.is_contiguous():
+            raise ValueError(
+                f"stored rankings are {tuple(stored.shape)}, expected dense [slots, {self._candidates.most}]"
+            )

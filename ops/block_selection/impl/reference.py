@@ -7,8 +7,13 @@ from math import log
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, block_features, query_features, summarise
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import (
+    REST_WEIGHT,
+    SummaryKind,
+    block_features,
+    query_features,
+    summarise,
+)
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum_
 
 NEG_INF = float("-inf")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.kv_cache.impl.triton.copy import copy_pairs
-from vllm_gaudi_ucm.ops.kv_cache.impl.triton.write import write_rows
+from vllm_gaudi_ucm.ops.kv_cache.impl.triton.blocks import copy_pairs, write_rows
 
 ROW_PIECE = 1024  # elements of a row that a program copies at once
 BLOCK_PIECE = 4096  # elements of a block that one program copies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import Array, c_int64
 from functools import lru_cache
 
@@ -56,3 +57,50 @@ def _bytes(strides: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> Arra
     """Strides of elements as one array of bytes, without those inside a head; the layers of a model are alike."""
     found = [size * number for stride, size in zip(strides, sizes, strict=True) for number in stride[:-1]]
     return (c_int64 * len(found))(*found)
+
+
+def can_swap(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
+    """Whether `swap` covers these: on a CPU, a block one run of bytes in one order on both sides, kernels built."""
+    source, target = sources[0], targets[0]
+    return (
+        source.device.type == "cpu"
+        and target.device.type == "cpu"
+        and source.stride()[1:] == target.stride()[1:]
+        and _is_dense(source)
+        and all(cache.stride() == source.stride() for cache in sources)
+        and all(cache.stride() == target.stride() for cache in targets)
+        and native() is not None
+    )
+
+
+def swap(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) -> None:
+    """Validated caches for which `can_swap` holds; pairs: int64 [n, 2], contiguous."""
+    kernels = native()
+    assert kernels is not None, "can_swap said no"
+    source, target = sources[0], targets[0]
+    size, layers = source.element_size(), len(sources)
+    addresses = c_int64 * layers
+    kernels.ucm_swap_blocks(
+        addresses(*[cache.data_ptr() for cache in sources]),
+        addresses(*[cache.data_ptr() for cache in targets]),
+        layers,
+        pairs.data_ptr(),
+        len(pairs),
+        source[0].numel() * size,
+        source.stride(0) * size,
+        target.stride(0) * size,
+        source.shape[0],
+        target.shape[0],
+    )
+
+
+def _is_dense(cache: Tensor) -> bool:
+    """Whether the elements of a block lie in one run, in whatever order of axes."""
+    expected = 1
+    for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -4,13 +4,162 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from ctypes import Structure
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-from vllm_gaudi_ucm.ops.native.call_graph.capture import Capture, Operation
-from vllm_gaudi_ucm.ops.native.call_graph.memory_pool import MemoryPool
-from vllm_gaudi_ucm.ops.native.call_list import Call, CallList
+from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
+from vllm_gaudi_ucm.ops.native.call_list import KERNELS, Call, CallList, record_call
+from vllm_gaudi_ucm.ops.native.library import native, standing_in
+
+_ALLOCATIONS = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format)
+# A function that computes more than this with torch gains nothing from a graph.
+MOST_OPERATIONS = 16
+# Kernels that answer a question about the process and compute nothing.
+_QUESTIONS = frozenset({"ucm_lanes", "ucm_matrix_tiles", "ucm_uses_matrix_tiles"})
+
+
+class Operation(NamedTuple):
+    """An operation of torch; `result` is None where it writes to its arguments only."""
+
+    function: OpOverload
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    result: Tensor | None
+
+    def run(self) -> None:
+        """Runs it again, with the result in the same memory."""
+        found = self.function(*self.arguments, **self.named)
+        if self.result is not None:
+            self.result.copy_(found)
+
+
+class Capture:
+    """Runs a function and records it.
+
+    recorded: calls and operations in their order. refused: why it cannot be replayed, or empty. stopped: a kernel did
+    not do its work, so another run may be recorded. kept: what the calls' addresses point into.
+
+    Args:
+        pool: where the tensors that the function allocates lie.
+        stand_ins: see `record_call`.
+    """
+
+    def __init__(self, pool: MemoryPool, stand_ins: Mapping[int, Structure]) -> None:
+        self.recorded: list[Call | Operation] = []
+        self.kept: list[object] = []
+        self.refused = ""
+        self.stopped = False
+        self._pool = pool
+        self._stand_ins = stand_ins
+        self._operations = 0
+
+    def run(self, function: Callable[[], Tensor]) -> Tensor:
+        """The function's result. What it raises leaves no graph behind."""
+        with standing_in(_RecordingLibrary(self)), _Operations(self, self._pool):
+            return function()
+
+    def call(self, name: str, arguments: tuple[Any, ...], returned: int | None) -> None:
+        """A kernel ran."""
+        if name not in KERNELS:
+            self.refuse(f"it calls the kernel {name}")
+            return
+        if (returned or 0) != KERNELS[name].done:
+            self.stopped = True
+            self.refuse(f"{name} returned {returned}")
+        call, kept = record_call(name, arguments, self._stand_ins)
+        self.recorded.append(call)
+        self.kept += kept
+
+    def operation(self, operation: Operation) -> None:
+        """An operation of torch ran that is neither a view nor an allocation."""
+        self.recorded.append(operation)
+        self._operations += 1
+        if self._operations > MOST_OPERATIONS:
+            self.refuse(f"it has more than {MOST_OPERATIONS} operations of torch, {operation.function} among them")
+
+    def refuse(self, reason: str) -> None:
+        self.refused = self.refused or reason
+
+
+class _RecordingLibrary:
+    """The kernels, each of which is recorded as it runs."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._library = native()
+
+    def __getattr__(self, name: str) -> Callable[..., int | None]:
+        function: Callable[..., int | None] = getattr(self._library, name)
+        if name in _QUESTIONS:
+            return function
+
+        def call(*arguments: Any) -> int | None:
+            returned = function(*arguments)
+            self._capture.call(name, arguments, returned)
+            return returned
+
+        return call
+
+
+class _Operations(TorchDispatchMode):
+    """Sees every operation of torch: what allocates gets memory of the pool, what computes is recorded."""
+
+    def __init__(self, capture: Capture, pool: MemoryPool) -> None:
+        super().__init__()
+        self._capture = capture
+        self._pool = pool
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        named = named or {}
+        found = function(*arguments, **named)
+        if function in _ALLOCATIONS and found.is_cpu and found.is_contiguous():
+            return self._pool.tensor(found.shape, found.dtype)
+        return self._note(function, arguments, named, found)
+
+    def _note(self, function: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any], found: Any) -> Any:
+        """What the operation gives to the function."""
+        results = found if isinstance(found, (tuple, list)) else (found,)
+        if not all(isinstance(result, Tensor) for result in results):
+            self._capture.refuse(f"it reads values on the host: {function}")
+        elif function._schema.is_mutable:
+            self._record(function, arguments, named, None)
+        elif not _are_views(results, arguments):
+            if len(results) == 1:
+                found = self._in_pool(results[0])
+                self._record(function, arguments, named, found)
+            else:
+                self._capture.refuse(f"it has an operation with several results: {function}")
+        return found
+
+    def _record(
+        self, function: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any], result: Tensor | None
+    ) -> None:
+        """Where the operands are is recorded; a graph keeps no memory of the pool."""
+        arguments, named, result = tree_map_only(Tensor, self._pool.unkept, (arguments, named, result))
+        self._capture.operation(Operation(function, arguments, named, result))
+
+    def _in_pool(self, result: Tensor) -> Tensor:
+        """A result that torch has allocated, as memory that other graphs may use."""
+        if not (result.layout is torch.strided and result.is_cpu and result.is_contiguous()):
+            return result
+        return self._pool.tensor(result.shape, result.dtype).copy_(result)
+
+
+def _are_views(results: Any, arguments: tuple[Any, ...]) -> bool:
+    given = {_memory(tensor) for tensor in arguments if isinstance(tensor, Tensor)} - {None}
+    return all(_memory(result) in given for result in results)
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """None where torch does not say: oneDNN's packed weights."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 class CpuGraph:

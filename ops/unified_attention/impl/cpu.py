@@ -14,8 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cpu_call import BlockCall, CausalCall, Plan, Rows
-from vllm_gaudi_ucm.ops.unified_attention.impl.cpu_plan import plan
+from vllm_gaudi_ucm.ops.unified_attention.impl.cpu_plan import BlockCall, CausalCall, Plan, Rows, plan
 
 __all__ = ["attend", "plan"]
 

@@ -15,13 +15,9 @@ import math
 
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_causal import causal
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, why_not
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_merge import merge
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Plan, make_plan
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_shared import listed_pairs, shared
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_spans import selected, unique
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Work, run_side_by_side
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import causal, listed_pairs, merge, selected, shared, unique
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Plan, Work, make_plan, run_side_by_side
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 
 logger = logging.getLogger(__name__)

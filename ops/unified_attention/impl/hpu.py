@@ -12,14 +12,24 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_blocks import selected, unique
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_causal import Rows, attend_causal, causal_tiles
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_causal_tiles import attend_causal_tiles, gather
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_fused_causal import fused_causal
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_shared import shared
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_blocks import selected, shared, unique
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_causal import (
+    Rows,
+    attend_causal,
+    attend_causal_tiles,
+    causal_tiles,
+    fused_causal,
+    gather,
+)
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import Scaling
-from vllm_gaudi_ucm.ops.unified_attention.partial import NEG_INF, combine
-from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, CausalTiles, Partial
+from vllm_gaudi_ucm.ops.unified_attention.parts import (
+    NEG_INF,
+    AttentionParts,
+    CausalPart,
+    CausalTiles,
+    Partial,
+    combine,
+)
 
 
 def plan(parts: AttentionParts, block_size: int) -> AttentionParts:

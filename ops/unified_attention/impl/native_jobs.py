@@ -7,11 +7,202 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.native_items import NO_CAUSAL, Ints, Item, make_items
-from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, SelectedPart, SharedPart, UniquePart
+
+Ints = NDArray[np.int64]
+
+NO_CAUSAL = -1
+NO_ENTRY = -1
+
+
+@dataclass
+class Item:
+    """Rows that see the same spans.
+
+    spans: [..., 4] block, lo, hi, entry of the selected part or NO_ENTRY.
+    causal_first: the rows are consecutive and also see the new tokens from there on.
+    """
+
+    rows: Ints
+    spans: Ints
+    causal_first: int = NO_CAUSAL
+
+
+def make_items(parts: AttentionParts, block_size: int) -> list[Item]:
+    """The items of a step; every (row, token) pair of the parts is in exactly one of them."""
+    chunks = {} if parts.causal is None else {item.causal_first: item for item in _chunks(parts.causal)}
+    singles = {} if parts.unique is None else {int(i.rows[0]): i for i in _unique_items(parts.unique, block_size)}
+    items = []
+    for item in _shared_items(parts.shared, block_size) if parts.shared is not None else ():
+        # a prompt chunk and its own context: one pass over both
+        if not _joined(chunks, item):
+            items.append(item)
+    for item in _selected_items(parts.selected, block_size) if parts.selected is not None else ():
+        # with a decode's live blocks, with a verification's drafts
+        if not _joined(singles, item) and not _joined(chunks, item):
+            items.append(item)
+    return [*chunks.values(), *items, *singles.values()]
+
+
+def _joined(others: dict[int, Item], item: Item) -> bool:
+    """Adds the item's spans to the one of the others, keyed by first row, that has the same rows; False if none has."""
+    other = others.get(int(item.rows[0]))
+    if other is None or not np.array_equal(other.rows, item.rows):
+        return False
+    other.spans = np.concatenate((other.spans, item.spans))
+    return True
+
+
+def _chunks(part: CausalPart) -> Iterator[Item]:
+    """One item per group, without cached tokens so far."""
+    groups = part.groups.numpy()
+    starts = np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1))
+    for first, stop in zip(starts, np.append(starts, len(groups))[1:], strict=True):
+        if groups[first] >= 0:
+            yield Item(np.arange(first, stop), np.zeros((0, 4), np.int64), int(first))
+
+
+def _shared_items(part: SharedPart, block_size: int) -> Iterator[Item]:
+    """The rows of each group by what they see: mostly all of them see the same.
+
+    A step of prompt chunks or verifications has a group for each request, so all groups are looked at together.
+    """
+    uses = _uses(part)
+    if not len(uses.group):
+        return
+    seen = _seen(part, uses, block_size)
+    alike = _first_alike(uses, seen)
+    of_rows = alike.repeat(uses.rows_end - uses.rows_start)
+    order = _by_owner(of_rows)
+    items, starts, stops = zip(*_runs(of_rows[order]), strict=True)
+    rows = uses.rows[order]
+    chosen = np.zeros(len(alike), bool)
+    chosen[list(items)] = True
+    visible = np.flatnonzero(chosen.repeat(seen.width) & (seen.hi > seen.lo))
+    spans = _spans(part.blocks.numpy()[seen.column[visible]], seen.lo[visible], seen.hi[visible])
+    ends = np.searchsorted(visible, seen.end[list(items)]).tolist()
+    for start, stop, first, last in zip(starts, stops, [0, *ends], ends, strict=False):
+        if last > first:
+            yield Item(rows[start:stop], spans[first:last])
+
+
+class _Uses(NamedTuple):
+    """Runs of rows of a group with one span. Rows are those of all groups, one after the other.
+
+    group: [uses] place of the group. span: [uses]. rows_start, rows_end: [uses] in `rows`.
+    """
+
+    group: Ints
+    span: Ints
+    rows: Ints
+    rows_start: Ints
+    rows_end: Ints
+
+
+class _Seen(NamedTuple):
+    """What the rows of each use see of its group's blocks, use by use; 0 to 0 where it is nothing.
+
+    column, lo, hi: [entries]. width, end: [uses] how many entries each has, and where they end.
+    """
+
+    column: Ints
+    lo: Ints
+    hi: Ints
+    width: Ints
+    end: Ints
+
+
+def _uses(part: SharedPart) -> _Uses:
+    groups = [index for index, group in enumerate(part.groups) if len(group.rows) and group.block_hi > group.block_lo]
+    if not groups:
+        return _Uses(*[np.zeros(0, np.int64)] * 5)
+    rows = np.concatenate([part.groups[index].rows.numpy() for index in groups])
+    of_group = np.array(groups).repeat([len(part.groups[index].rows) for index in groups])
+    spans = part.row_spans.numpy()[rows]
+    starts = np.flatnonzero(np.append(True, (spans[1:] != spans[:-1]) | (of_group[1:] != of_group[:-1])))
+    return _Uses(of_group[starts], spans[starts], rows, starts, np.append(starts[1:], len(rows)))
+
+
+def _seen(part: SharedPart, uses: _Uses, block_size: int) -> _Seen:
+    bounds = np.array([(group.block_lo, group.block_hi) for group in part.groups])[uses.group]
+    width = bounds[:, 1] - bounds[:, 0]
+    end = width.cumsum()
+    column = (bounds[:, 0] - (end - width)).repeat(width) + np.arange(end[-1])
+    place = (uses.span * len(part.blocks)).repeat(width) + column
+    lo = np.maximum(part.lo.numpy().take(place), 0)
+    hi = np.minimum(part.hi.numpy().take(place), block_size)
+    empty = hi <= lo
+    lo[empty], hi[empty] = 0, 0
+    return _Seen(column, lo, hi, width, end)
+
+
+def _first_alike(uses: _Uses, seen: _Seen) -> Ints:
+    """[uses] the first use of the group whose rows see the same."""
+    index = np.arange(len(uses.group))
+    head = index[np.append(True, uses.group[1:] != uses.group[:-1])]
+    alike = head.repeat(np.diff(head, append=len(index)))
+    if len(head) == len(index):
+        return alike
+    start = seen.end - seen.width
+    first = np.arange(seen.end[-1]) - (start - start[alike]).repeat(seen.width)
+    differs = np.logical_or.reduceat((seen.lo != seen.lo[first]) | (seen.hi != seen.hi[first]), start)
+    known: dict[tuple[int, bytes, bytes], int] = {}
+    for use in differs.nonzero()[0].tolist():
+        entries = slice(start[use], seen.end[use])
+        what = (int(alike[use]), seen.lo[entries].tobytes(), seen.hi[entries].tobytes())
+        alike[use] = known.setdefault(what, use)
+    return alike
+
+
+def _unique_items(part: UniquePart, block_size: int) -> Iterator[Item]:
+    """One item per single row."""
+    rows = part.rows.numpy()
+    blocks = np.arange(len(rows)) if part.blocks is None else part.blocks.numpy()
+    lo, hi = np.maximum(part.lo.numpy(), 0), np.minimum(part.hi.numpy(), block_size)
+    chosen = np.flatnonzero(hi > lo)
+    chosen = chosen[_by_owner(rows[chosen])]
+    spans = _spans(blocks[chosen], lo[chosen], hi[chosen])
+    for row, first, stop in _runs(rows[chosen]):
+        yield Item(np.array([row]), spans[first:stop])
+
+
+def _selected_items(part: SelectedPart, block_size: int) -> Iterator[Item]:
+    """One item per span that has rows and blocks; the blocks are named by their entries."""
+    owners, hi = part.spans.numpy(), np.minimum(part.hi.numpy(), block_size)
+    first_rows, num_rows = part.first_rows.numpy(), part.num_rows.numpy()
+    entries = np.flatnonzero((hi > 0) & (num_rows[owners] > 0))
+    entries = entries[_by_owner(owners[entries])]
+    spans = _spans(part.blocks.numpy()[entries], np.zeros_like(entries), hi[entries], entries)
+    for owner, first, stop in _runs(owners[entries]):
+        yield Item(np.arange(first_rows[owner], first_rows[owner] + num_rows[owner]), spans[first:stop])
+
+
+def _spans(blocks: Ints, lo: Ints, hi: Ints, entries: Ints | None = None) -> Ints:
+    if entries is None:
+        entries = np.full(len(blocks), NO_ENTRY)
+    return np.stack((blocks, lo, hi, entries), 1).astype(np.int64)
+
+
+def _by_owner(owners: Ints) -> Ints | slice:
+    """What orders these non-negative numbers, stably."""
+    if (owners[1:] >= owners[:-1]).all():
+        return slice(None)
+    # numpy sorts numbers of 16 bits by their digits, six times as fast
+    small = owners.max() <= np.iinfo(np.uint16).max
+    return np.argsort(owners.astype(np.uint16) if small else owners, kind="stable")
+
+
+def _runs(owners: Ints) -> Iterator[tuple[int, int, int]]:
+    """Each owner of a sorted array with its range."""
+    if len(owners):
+        starts = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))
+        yield from zip(owners[starts].tolist(), starts.tolist(), [*starts[1:].tolist(), len(owners)], strict=True)
+
 
 # Rows of a job: keys are prepared once per tile of them, and the jobs of a step have to keep all cores busy. Where
 # there are many new rows there are enough jobs of twice the size.

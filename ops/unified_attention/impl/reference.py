@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.partial import NEG_INF, combine, merge, nothing, reduce_to_rows, shift
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
+    NEG_INF,
     AttentionParts,
     CausalPart,
     Partial,
@@ -25,6 +25,11 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     SharedGroup,
     SharedPart,
     UniquePart,
+    combine,
+    merge,
+    nothing,
+    reduce_to_rows,
+    shift,
 )
 
 # A tile of scores is at most ROW_TILE x TOKEN_TILE per head: memory is bounded however many rows share how many blocks.

@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
+from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey
 
 SERVER = Limits(2048, 64, 8192, 128, 3000)
 

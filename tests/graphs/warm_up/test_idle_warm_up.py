@@ -14,12 +14,10 @@ from tests.graphs.shapes import COST, LIMITS
 from tests.graphs.warm_up.sets import keys_of
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
-from vllm_gaudi_ucm.graphs.warm_up.idle_rule import IdleRule
-from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
+from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleRule, IdleWarmUp
+from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
-from vllm_gaudi_ucm.graphs.warm_up.summary import GraphState
+from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey, GraphState
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 
 TIMEOUT = 30
@@ -241,7 +239,7 @@ sys.path.insert(0, {root!r})
 from tests.graphs.warm_up.test_idle_warm_up import AT_ONCE, BUCKETS
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
+from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 entered, slow = threading.Event(), False
 def run(key):

@@ -10,11 +10,10 @@ from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, steps
 from tests.graphs.warm_up.sets import bucket_sets, keys_of, server_buckets
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape, dominates
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
-from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory
-from vllm_gaudi_ucm.graphs.warm_up.memory_fit import MemoryBudgetError, fit_to_memory
-from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory, MemoryBudgetError, fit_to_memory
+from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
+from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey
 
 MIB = 2**20
 

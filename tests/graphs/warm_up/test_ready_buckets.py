@@ -14,8 +14,8 @@ from tests.graphs.warm_up.sets import SERVER, bucket_sets, cheapest_warm, keys_o
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
+from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import NotWarmError, ReadyBuckets
-from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
 
 DECODE = ForwardShape("--u", 16, 0, 100)
 PROMPT = ForwardShape("c--", 200, 0, 0)

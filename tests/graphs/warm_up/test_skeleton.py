@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.warm_up.skeleton import Skeleton, choose_skeleton
+from vllm_gaudi_ucm.graphs.warm_up.order import Skeleton, choose_skeleton
 
 
 def modelled_seconds(shapes: list[ForwardShape], logits: list[int]) -> float:

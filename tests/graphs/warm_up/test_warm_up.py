@@ -12,15 +12,13 @@ from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
 from tests.graphs.warm_up.sets import bucket_sets, keys_of, server_buckets, usages
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.reach import reaching_step
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShape
+from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import reaching_step
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import GraphKey
-from vllm_gaudi_ucm.graphs.warm_up.memory_fit import MemoryBudgetError
-from vllm_gaudi_ucm.graphs.warm_up.progress import WarmUpProgress
+from vllm_gaudi_ucm.graphs.warm_up.graph_memory import MemoryBudgetError
+from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.graphs.warm_up.skeleton import choose_skeleton
-from vllm_gaudi_ucm.graphs.warm_up.summary import GraphState
+from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey, GraphState, WarmUpProgress
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 
 GIB = 2**30

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from vllm_gaudi_ucm.ops.native import library
-from vllm_gaudi_ucm.ops.native.call_graph.call_graph import CpuGraph, capture
-from vllm_gaudi_ucm.ops.native.call_graph.capture import MOST_OPERATIONS, Operation
-from vllm_gaudi_ucm.ops.native.call_graph.memory_pool import MemoryPool
+from vllm_gaudi_ucm.ops.native.call_graph.call_graph import MOST_OPERATIONS, CpuGraph, Operation, capture
+from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
 from vllm_gaudi_ucm.ops.packed_linear.api import can_pack, pack, packed_linear
 from vllm_gaudi_ucm.ops.rms_norm.api import rms_norm
 from vllm_gaudi_ucm.ops.rotary.api import rotate

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
-from vllm_gaudi_ucm.sparse.methods.kvstar.kvstar import KVStar
+from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
 
 
 def kvstar(**options: Any) -> KVStar:

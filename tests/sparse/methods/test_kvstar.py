@@ -7,9 +7,8 @@ import pytest
 from tests.sparse.steps import BLOCK_SIZE, Live, decode, step_of
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
-from vllm_gaudi_ucm.sparse.methods.esa import ESA
-from vllm_gaudi_ucm.sparse.methods.gsa import GSA
-from vllm_gaudi_ucm.sparse.methods.kvstar.kvstar import KVStar
+from vllm_gaudi_ucm.sparse.methods.gsa import ESA, GSA
+from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
 
 SELECT, REUSE, CHECK = SelectionMode
 

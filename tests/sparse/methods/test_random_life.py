@@ -10,7 +10,7 @@ from tests.sparse.steps import BLOCK_SIZE, Live, step_of
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode, SparseMeta
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.sparse.methods.kvstar.kvstar import KVStar
+from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
 
 IDS = ("a", "b", "c")
 

@@ -17,14 +17,13 @@ from vllm_gaudi_ucm.execution.static_inputs import ForwardInputs, StaticInputs
 from vllm_gaudi_ucm.execution.step_metadata import step_metadata
 from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.api import unified_attention
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
-from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
-from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionState
+from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits, SelectionState
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

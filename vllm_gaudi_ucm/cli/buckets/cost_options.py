@@ -9,8 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_ucm.graphs.cost.device_figures import DEVICES, device_figures
-from vllm_gaudi_ucm.graphs.cost.model_figures import LLAMA_8B, ModelFigures
+from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B, ModelFigures, device_figures
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError

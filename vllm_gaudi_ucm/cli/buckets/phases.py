@@ -5,14 +5,32 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm_gaudi_ucm.cli.buckets.log_reading import open_log
-from vllm_gaudi_ucm.cli.output_file import check_output
-from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, StepRecord
+from vllm_gaudi_ucm.cli.output import check_output
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, PhaseLogReader, StepRecord
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
-from vllm_gaudi_ucm.options.counted import counted
+from vllm_gaudi_ucm.options.errors import counted
+
+LONG_BYTES = 32 << 20  # about 100,000 steps, read in two seconds
+
+
+@contextmanager
+def open_log(path: Path) -> Iterator[PhaseLogReader]:
+    """The log while the block runs. Raises PhaseLogError, see `PhaseLogReader`."""
+    if not path.is_file() or path.stat().st_size < LONG_BYTES:
+        with PhaseLogReader(path) as log:
+            yield log
+        return
+    # imported here: short logs are read before rich could be loaded
+    from vllm_gaudi_ucm.cli.output import task_progress
+
+    with task_progress("reading") as progress, PhaseLogReader(path, progress) as log:
+        yield log
+
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -59,7 +77,7 @@ def show(summary: PhaseSummary, header: dict[str, Any], plot: Path | None = None
     """Print the histogram, the table and the attention shares."""
     from rich.console import Console
 
-    from vllm_gaudi_ucm.observability.phase_table import attention_sentence, phase_bars, summary_table
+    from vllm_gaudi_ucm.observability.phase_summary import attention_sentence, phase_bars, summary_table
 
     console = Console(highlight=False)
     facts = ", ".join(f"{name} {value}" for name, value in header.items() if name != "schema" and value is not None)

@@ -17,21 +17,19 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     limits_of,
     read_model,
 )
-from vllm_gaudi_ucm.cli.buckets.log_reading import open_log
+from vllm_gaudi_ucm.cli.buckets.phases import open_log
 from vllm_gaudi_ucm.cli.buckets.plan_memory import blocks_that_fit, plan_memory
 from vllm_gaudi_ucm.cli.buckets.plan_report import PlanReport, show
 from vllm_gaudi_ucm.cli.buckets.plan_sparse import add_sparse_arguments, with_sparse_method
 from vllm_gaudi_ucm.cli.buckets.trace import mix_within
-from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES, Mix
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
-from vllm_gaudi_ucm.cli.task_progress import task_progress
+from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Mix, Simulation
+from vllm_gaudi_ucm.cli.output import task_progress
 from vllm_gaudi_ucm.config.ucm_config import GraphsConfig
 from vllm_gaudi_ucm.execution.bucket_choice import most_buckets
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.shapes.shared_contexts import default_shared_blocks
-from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.shapes.steps_within import steps_within
+from vllm_gaudi_ucm.graphs.shapes.padding import default_shared_blocks
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps

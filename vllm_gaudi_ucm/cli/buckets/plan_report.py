@@ -13,10 +13,10 @@ from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.warm_up.graph_key import BucketKey
-from vllm_gaudi_ucm.graphs.warm_up.skeleton import Skeleton, choose_skeleton
-from vllm_gaudi_ucm.observability.bucket_columns import BucketColumns
-from vllm_gaudi_ucm.options.counted import counted
+from vllm_gaudi_ucm.graphs.warm_up.order import Skeleton, choose_skeleton
+from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey
+from vllm_gaudi_ucm.observability.step_metrics import BucketColumns
+from vllm_gaudi_ucm.options.errors import counted
 
 MOST_ROWS = 12
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vllm_gaudi_ucm.cli.doctor.configuration import resolve_text
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.shapes.tail_shapes import TailShapes, tail_rows
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShapes, tail_rows
 
 
 def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits
     if args.max_selected_blocks is not None:
         raise ValueError("--max-selected-blocks and --sparse both say how many blocks are selected; leave one out")
     # torch and vLLM take seconds, which a plan without a sparse method need not
-    from vllm_gaudi_ucm.config.block_options import block_options
+    from vllm_gaudi_ucm.config.ucm_config import block_options
     from vllm_gaudi_ucm.execution.tail_graphs import tail_shapes
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from vllm_gaudi_ucm.cli.buckets.cost_options import (
     add_cost_arguments,
@@ -12,14 +16,19 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     cost_model,
     limits_of,
 )
-from vllm_gaudi_ucm.cli.output_file import check_output
+from vllm_gaudi_ucm.cli.output import check_output
 from vllm_gaudi_ucm.graphs.shapes.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
 from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes, read_phase_log
-from vllm_gaudi_ucm.options.counted import counted
+from vllm_gaudi_ucm.observability.phase_plot import PHASE_COLOURS
+from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
+from vllm_gaudi_ucm.options.errors import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PICTURES = (".png", ".svg", ".pdf")
 PAGES = (".html", ".htm")
@@ -51,8 +60,6 @@ def run(args: argparse.Namespace) -> int:
 
         args.output.write_text(page(records, padding, title), encoding="utf-8")
     else:
-        from vllm_gaudi_ucm.cli.buckets.plot_picture import draw
-
         draw(records, padding, title, args.output)
     print(f"written to {args.output}")
     return 0
@@ -68,3 +75,87 @@ def bucket_padding(args: argparse.Namespace, header: dict[str, object], records:
     steps = Steps.of(bucket_shapes(records))
     check_steps(steps, limits)
     return measure_padding(buckets, steps)
+
+
+MOST_BARS = 24
+# A ratio above which bars of the others would vanish on a linear axis.
+MOST_LINEAR = 4.0
+
+
+def draw(records: Sequence[StepRecord], padding: Padding | None, title: str, path: Path) -> None:
+    """Write the picture; raises a ValueError where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        advice = "a picture needs matplotlib: pip install 'vllm-gaudi-ucm[demo]', or write a page (.html)"
+        raise ValueError(f"--output {path}: {advice}") from error
+    figure = Figure(figsize=(12, 8), dpi=130, layout="constrained")
+    if padding is not None:
+        title += f", {counted(padding.buckets.num_graphs, 'graph')}, padded / true cost {padding.ratio:.3f} (modelled)"
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    (unique, shared), (bars, times) = figure.subplots(2, 2, height_ratios=(1.3, 1))
+    _draw_sizes(unique, records, padding, "unique_blocks")
+    _draw_sizes(shared, records, padding, "shared_blocks")
+    _draw_padding(bars, padding)
+    _draw_times(times, PhaseSummary(records))
+    figure.savefig(path)
+
+
+def _draw_sizes(axes: Axes, records: Sequence[StepRecord], padding: Padding | None, blocks: str) -> None:
+    """Steps as dots coloured by phase, buckets as squares, lighter where no step ran in them."""
+    widest, highest = 1, 1
+    for phase, totals in PhaseSummary(records).ranked():
+        mine = [record.bucket for record in records if record.bucket.phase == phase]
+        sizes = np.array([(bucket.query_len, getattr(bucket, blocks)) for bucket in mine])
+        widest, highest = max(widest, sizes[:, 0].max()), max(highest, sizes[:, 1].max())
+        label = f"{phase}  {counted(totals.steps, 'step')}"
+        axes.scatter(sizes[:, 0], sizes[:, 1], s=7, alpha=0.35, linewidths=0, color=PHASE_COLOURS[phase], label=label)
+    if padding is not None:
+        used = [shape for shape, _, _ in padding.by_bucket()]
+        for shapes, label, colour in ((padding.unused(), "buckets not used", "#aaaaaa"), (used, "buckets", "black")):
+            if shapes:
+                places = np.array([(shape.query_len, getattr(shape, blocks)) for shape in shapes])
+                axes.scatter(
+                    places[:, 0], places[:, 1], s=34, marker="s", facecolors="none", edgecolors=colour, label=label
+                )
+                widest, highest = max(widest, places[:, 0].max()), max(highest, places[:, 1].max())
+    # room for a mark; what matplotlib chooses on such axes cuts them
+    axes.set_xlim(0.8, widest * 1.25)
+    axes.set_ylim(-0.5, highest * 1.5)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("symlog", base=2, linthresh=1)
+    axes.set(xlabel="query_len", ylabel=blocks)
+    axes.set_title(f"steps by query_len and {blocks}", loc="left", fontsize=10)
+    axes.legend(frameon=False, prop={"family": "monospace", "size": 8})
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_padding(axes: Axes, padding: Padding | None) -> None:
+    axes.set_title("padded / true cost by bucket, the most time first", loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    if padding is None:
+        axes.text(0.5, 0.5, "no buckets given", ha="center", va="center", transform=axes.transAxes)
+        axes.set_axis_off()
+        return
+    rows = padding.by_bucket()[:MOST_BARS]
+    places = np.arange(len(rows))
+    axes.bar(places, [ratio for _, _, ratio in rows], color=[PHASE_COLOURS[shape.phase] for shape, _, _ in rows])
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    labels = [f"{shape.phase} {'/'.join(map(str, shape.to_list()[1:]))}" for shape, _, _ in rows]
+    axes.set_xticks(places, labels, rotation=90, family="monospace", fontsize=7)
+    axes.set_ylim(0.9, max(ratio for _, _, ratio in rows) * 1.05)
+    if axes.get_ylim()[1] > MOST_LINEAR:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+
+
+def _draw_times(axes: Axes, summary: PhaseSummary) -> None:
+    total = summary.total().ms or 1.0
+    ranked = sorted(summary.ranked(), key=lambda item: item[1].ms)
+    names = [phase for phase, _ in ranked]
+    bars = axes.barh(names, [t.ms / total for _, t in ranked], color=[PHASE_COLOURS[name] for name in names])
+    axes.bar_label(bars, [f" {t.ms / total:.1%}, {t.mean_ms:.2f} ms per step" for _, t in ranked], fontsize=8)
+    axes.set_yticks(range(len(names)), names, family="monospace")
+    axes.set_xlim(0, 1.5 * max(t.ms / total for _, t in ranked) + 0.01)
+    axes.set_title("share of the step time by phase", loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)

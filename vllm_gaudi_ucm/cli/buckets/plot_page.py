@@ -9,11 +9,11 @@ from html import escape
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.padding import Padding
-from vllm_gaudi_ucm.observability.bucket_columns import BucketColumns
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.phase_plot import PHASE_COLOURS
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
-from vllm_gaudi_ucm.options.counted import counted
+from vllm_gaudi_ucm.observability.step_metrics import BucketColumns
+from vllm_gaudi_ucm.options.errors import counted
 
 WIDTH, HEIGHT, EDGE = 560, 400, 44
 # More dots than this make a page slow; the commonest shapes are drawn.

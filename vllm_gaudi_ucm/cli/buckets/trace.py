@@ -14,13 +14,11 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
     limits_of,
     read_model,
 )
-from vllm_gaudi_ucm.cli.buckets.trace_mix import MIXES, Mix
-from vllm_gaudi_ucm.cli.buckets.trace_simulation import Simulation
-from vllm_gaudi_ucm.cli.output_file import check_output, written_whole
-from vllm_gaudi_ucm.cli.task_progress import task_progress
+from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Mix, Simulation
+from vllm_gaudi_ucm.cli.output import check_output, task_progress, written_whole
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog, PhaseLogError, keep_previous
 from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
-from vllm_gaudi_ucm.options.counted import counted
+from vllm_gaudi_ucm.options.errors import counted
 
 REPORT_EVERY = 100
 
@@ -50,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from vllm_gaudi_ucm.observability.phase_table import phase_bars, summary_table
+    from vllm_gaudi_ucm.observability.phase_summary import phase_bars, summary_table
 
     console = Console(highlight=False)
     console.print(

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.cli.demo.load import DemoRequest
 from vllm_gaudi_ucm.device.detect import detect_device
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm_gaudi_ucm.vllm_api.engine import AsyncLLM
 
 MAX_MODEL_LEN = 4096
 NEEDED_MODEL_LEN = 3072
@@ -72,10 +72,8 @@ def check_model(model: Path) -> int:
 def start_engine(model: Path, phase_log: Path, seed: int, log_level: str) -> AsyncLLM:
     """The engine as `vllm serve` would start it, writing its phase log; only the sizes are small."""
     max_model_len = check_model(model)
-    from vllm.config.logging import LoggingConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.logger import configure_logging
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm_gaudi_ucm.vllm_api.engine import AsyncEngineArgs, AsyncLLM
+    from vllm_gaudi_ucm.vllm_api.logging import LoggingConfig, configure_logging
 
     logging_config = LoggingConfig(log_level=log_level)  # type: ignore[arg-type]  # a Literal, checked by pydantic
     configure_logging(logging_config)
@@ -117,7 +115,7 @@ async def serve(
             _collect(answer, output)
             on_change(answers)
 
-    from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm_gaudi_ucm.vllm_api.engine import EngineDeadError
 
     try:
         # The first failure ends the demo; asyncio.run cancels the other requests.

@@ -16,9 +16,8 @@ from rich.text import Text
 from vllm_gaudi_ucm.cli.demo.engine import Answer
 from vllm_gaudi_ucm.cli.demo.load import GUIDE, LONG, SAMPLED, SHORT
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
-from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
-from vllm_gaudi_ucm.observability.phase_table import attention_sentence, phase_bars, summary_table
-from vllm_gaudi_ucm.options.counted import counted
+from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary, attention_sentence, phase_bars, summary_table
+from vllm_gaudi_ucm.options.errors import counted
 
 LINE = 76
 ANSWER_LINES = 3

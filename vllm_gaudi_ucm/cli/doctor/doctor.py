@@ -20,18 +20,24 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
-from vllm_gaudi_ucm.cli.doctor.configuration import configuration_checks, resolve_text
-from vllm_gaudi_ucm.cli.doctor.machine import device_checks, matrix_unit_checks, thread_checks
-from vllm_gaudi_ucm.cli.doctor.places import place_checks
-from vllm_gaudi_ucm.cli.doctor.plugins import PluginChecks
-from vllm_gaudi_ucm.cli.doctor.sparse import sparse_checks
-from vllm_gaudi_ucm.cli.doctor.static_shapes import static_shape_checks
+from vllm_gaudi_ucm.cli.doctor.configuration import (
+    configuration_checks,
+    place_checks,
+    resolve_text,
+    sparse_checks,
+    static_shape_checks,
+)
+from vllm_gaudi_ucm.cli.doctor.machine import (
+    PluginChecks,
+    device_checks,
+    matrix_unit_checks,
+    thread_checks,
+    version_checks,
+)
 from vllm_gaudi_ucm.cli.doctor.store import store_checks
-from vllm_gaudi_ucm.cli.doctor.versions import version_checks
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.device.detect import detect_device
-from vllm_gaudi_ucm.options.counted import counted
-from vllm_gaudi_ucm.options.errors import UcmConfigError
+from vllm_gaudi_ucm.options.errors import UcmConfigError, counted
 
 logger = logging.getLogger(__name__)
 

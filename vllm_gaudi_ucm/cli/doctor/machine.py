@@ -1,15 +1,23 @@
 """Doctor's section on the machine: the device that was chosen, its memory, CPU threads, huge pages and matrix unit."""
 
+import platform
 from collections.abc import Iterator
+from importlib import metadata
+from importlib.metadata import EntryPoint, entry_points
 
-from vllm_gaudi_ucm import envs
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from vllm_gaudi_ucm import PLATFORM_CLASS, envs, register
 from vllm_gaudi_ucm.cli.doctor.check import Check, Status
+from vllm_gaudi_ucm.cli.doctor.store import GROUP, Probe
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.device import get_device
-from vllm_gaudi_ucm.device.cores import Cores, find_cores
-from vllm_gaudi_ucm.device.detect import gaudi_cards
+from vllm_gaudi_ucm.device.detect import decide, gaudi_cards
+from vllm_gaudi_ucm.device.host_limits import Cores, find_cores
+from vllm_gaudi_ucm.vllm_api.compat import WINDOWS, Window, installed_version
 
-SECTION = "device"
+DEVICE = "device"
 GIB = 1 << 30
 # Below this the demo model (0.5 GiB in float32), its KV cache and torch itself do not fit.
 LITTLE_MEMORY = 2 * GIB
@@ -18,14 +26,14 @@ LITTLE_MEMORY = 2 * GIB
 def device_checks(kind: str) -> Iterator[Check]:
     """Rows on the chosen device. A card is started by this, as serving would."""
     device = get_device(kind)
-    yield Check(SECTION, "device", "ok", f"{kind} ({device.name()})")
+    yield Check(DEVICE, "device", "ok", f"{kind} ({device.name()})")
     if kind == "hpu":
         yield _cards()
     free, total = device.memory()
     status: Status = "ok" if free >= LITTLE_MEMORY else "warn"
     found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
     advice = "" if status == "ok" else "end other processes, or raise the container's limit"
-    yield Check(SECTION, "memory", status, found, f"{LITTLE_MEMORY / GIB:.0f} GiB free or more", advice)
+    yield Check(DEVICE, "memory", status, found, f"{LITTLE_MEMORY / GIB:.0f} GiB free or more", advice)
 
 
 def thread_checks() -> Iterator[Check]:
@@ -37,7 +45,7 @@ def thread_checks() -> Iterator[Check]:
     yield _threads(torch.get_num_threads(), cores.usable)
     huge = envs.observed("THP_MEM_ALLOC_ENABLE")
     advice = "" if huge == "1" else "THP_MEM_ALLOC_ENABLE=1 makes large CPU tensors faster"
-    yield Check(SECTION, "THP_MEM_ALLOC_ENABLE", "info", "unset" if huge is None else repr(huge), advice=advice)
+    yield Check(DEVICE, "THP_MEM_ALLOC_ENABLE", "info", "unset" if huge is None else repr(huge), advice=advice)
 
 
 def matrix_unit_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
@@ -48,31 +56,179 @@ def matrix_unit_checks(config: UcmConfig, device: str | None) -> Iterator[Check]
         return
     wanted, why_not = config.cpu.matrix_unit, matrix_unit.why_not()
     if why_not:
-        yield Check(SECTION, "matrix unit", "info", f"not used: {why_not}")
+        yield Check(DEVICE, "matrix unit", "info", f"not used: {why_not}")
     elif wanted:
-        yield Check(SECTION, "matrix unit", "ok", "used for float32, as sums of bfloat16")
+        yield Check(DEVICE, "matrix unit", "ok", "used for float32, as sums of bfloat16")
     else:
-        yield Check(SECTION, "matrix unit", "info", "there, but ucm.cpu.matrix_unit is false", "true")
+        yield Check(DEVICE, "matrix unit", "info", "there, but ucm.cpu.matrix_unit is false", "true")
 
 
 def _cards() -> Check:
     cards = gaudi_cards()
     if cards:
-        return Check(SECTION, "Gaudi cards", "ok", ", ".join(cards))
+        return Check(DEVICE, "Gaudi cards", "ok", ", ".join(cards))
     advice = "load the habanalabs driver, or pass the card into the container"
-    return Check(SECTION, "Gaudi cards", "warn", "no device node", "/dev/accel/accel0 or /dev/hl0", advice)
+    return Check(DEVICE, "Gaudi cards", "warn", "no device node", "/dev/accel/accel0 or /dev/hl0", advice)
 
 
 def _cores(cores: Cores) -> Check:
     quota = "no quota" if cores.quota is None else f"a quota of {cores.quota:g}"
     found = f"{cores.usable} usable: {cores.machine} in the machine, {cores.affinity} by affinity, {quota}"
-    return Check(SECTION, "cores", "info", found)
+    return Check(DEVICE, "cores", "info", found)
 
 
 def _threads(threads: int, usable: int) -> Check:
     omp = envs.observed("OMP_NUM_THREADS")
     found = f"torch uses {threads}, OMP_NUM_THREADS is {'unset' if omp is None else repr(omp)}"
     if threads <= usable:
-        return Check(SECTION, "threads", "ok", found, f"at most {usable}")
+        return Check(DEVICE, "threads", "ok", found, f"at most {usable}")
     advice = f"set OMP_NUM_THREADS={usable} or ucm.cpu.threads: {usable}; more threads than cores slow each other down"
-    return Check(SECTION, "threads", "warn", found, f"at most {usable}", advice)
+    return Check(DEVICE, "threads", "warn", found, f"at most {usable}", advice)
+
+
+VERSIONS = "versions"
+DISTRIBUTION = "vllm-gaudi-ucm"
+
+
+def version_checks() -> Iterator[Check]:
+    """The section's rows."""
+    yield Check(VERSIONS, DISTRIBUTION, "info", installed_version(DISTRIBUTION) or "not installed as a distribution")
+    yield _python()
+    for window in WINDOWS:
+        yield _windowed(window)
+    yield _transformers()
+    yield Check(VERSIONS, "triton", "info", installed_version("triton") or "not installed (optional)")
+
+
+def _python() -> Check:
+    found = platform.python_version()
+    expected = metadata.metadata(DISTRIBUTION)["Requires-Python"] or ""
+    if SpecifierSet(expected).contains(found, prereleases=True):
+        return Check(VERSIONS, "Python", "ok", found, expected)
+    return Check(VERSIONS, "Python", "fail", found, expected, "make the environment with a supported Python")
+
+
+def _windowed(window: Window) -> Check:
+    found = installed_version(window.distribution)
+    if found is None:
+        advice = f"install {window.distribution}; the README says which build"
+        return Check(VERSIONS, window.distribution, "fail", "not installed", window.versions, advice)
+    if window.holds(found):
+        return Check(VERSIONS, window.distribution, "ok", found, window.versions)
+    advice = f"install a supported {window.distribution}, or a release of {DISTRIBUTION} that supports {found}"
+    return Check(VERSIONS, window.distribution, "fail", found, window.versions, advice)
+
+
+def _transformers() -> Check:
+    """The window of transformers is vLLM's, so it is read from vLLM's own requirements."""
+    found = installed_version("transformers")
+    expected = _required_by_vllm("transformers")
+    if found is None:
+        return Check(VERSIONS, "transformers", "fail", "not installed", str(expected), "pip install transformers")
+    if expected.contains(found, prereleases=True):
+        return Check(VERSIONS, "transformers", "ok", found, str(expected))
+    advice = f"pip install 'transformers{expected}': vLLM asks for it"
+    return Check(VERSIONS, "transformers", "warn", found, str(expected), advice)
+
+
+def _required_by_vllm(distribution: str) -> SpecifierSet:
+    try:
+        requirements = metadata.requires("vllm") or []
+    except metadata.PackageNotFoundError:
+        return SpecifierSet()  # that vLLM is missing has a row of its own
+    parsed = (Requirement(text) for text in requirements)
+    return next((item.specifier for item in parsed if item.name == distribution), SpecifierSet())
+
+
+PLUGIN = "platform plugin"
+OURS = "gaudi_ucm"
+
+
+class PluginChecks:
+    """Starts the child processes at once (they take seconds) and reports when asked."""
+
+    def __init__(self) -> None:
+        found = list(entry_points(group=GROUP))
+        self.ours = [entry for entry in found if entry.name == OURS]
+        self.rivals = {entry: Probe("plugin", entry.name, entry.value) for entry in found if entry.name != OURS}
+        self.resolved = Probe("platform")
+        self.active = False
+        # Whether register() says by itself that the plugin should not be used here.
+        self.stays_out = False
+        self.active_rivals: list[str] = []
+
+    def rows(self) -> Iterator[Check]:
+        """The section's rows."""
+        yield self._found()
+        yield _allowed()
+        yield self._registered()
+        for entry, probe in self.rivals.items():
+            yield self._rival(entry, probe)
+        yield self._competition()
+        yield self._resolved()
+
+    def _found(self) -> Check:
+        found = ", ".join(entry.value for entry in self.ours) or "no such entry point"
+        if len(self.ours) == 1:
+            return Check(PLUGIN, "entry point", "ok", f"{OURS} = {found}")
+        advice = "reinstall vllm-gaudi-ucm in this environment: pip install --force-reinstall --no-deps vllm-gaudi-ucm"
+        return Check(PLUGIN, "entry point", "fail", found, f"{OURS}, once, in the group {GROUP}", advice)
+
+    def _registered(self) -> Check:
+        # Called bare: vLLM swallows what register() raises, and then silently takes another device.
+        try:
+            self.active = register() is not None
+            reason = decide().reason
+            self.stays_out = not self.active
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+            return Check(PLUGIN, "register()", "fail", found, PLATFORM_CLASS, "vLLM would run without the plugin")
+        if self.active:
+            return Check(PLUGIN, "register()", "ok", f"active: {reason}")
+        advice = f"set {envs.DEVICE} to hpu, cuda or cpu if the plugin should be used here"
+        return Check(PLUGIN, "register()", "warn", f"not active: {reason}", PLATFORM_CLASS, advice)
+
+    def _rival(self, entry: EntryPoint, probe: Probe) -> Check:
+        origin = f" of {entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
+        name = f"other plugin {entry.name}{origin}"
+        answer = probe.answer()
+        if not _may_load(entry.name):
+            return Check(PLUGIN, name, "info", "left out by VLLM_PLUGINS")
+        if "error" in answer:
+            return Check(PLUGIN, name, "warn", answer["error"], "no error", "vLLM ignores it; uninstall or repair it")
+        if answer["value"] is None:
+            return Check(PLUGIN, name, "info", "not active")
+        self.active_rivals.append(entry.name)
+        return Check(PLUGIN, name, "info", f"active: {answer['value']}")
+
+    def _competition(self) -> Check:
+        active = [OURS] * (self.active and _may_load(OURS)) + self.active_rivals
+        found = ", ".join(active) or "none"
+        if len(active) < 2:
+            return Check(PLUGIN, "active plugins", "ok", found, "at most one")
+        advice = f"vLLM raises at start: uninstall {', '.join(self.active_rivals)}, or set VLLM_PLUGINS={OURS}"
+        return Check(PLUGIN, "active plugins", "fail", found, "at most one", advice)
+
+    def _resolved(self) -> Check:
+        answer = self.resolved.answer()
+        found = answer.get("value") or f"error: {answer.get('error')}"
+        if found == PLATFORM_CLASS:
+            return Check(PLUGIN, "platform of vLLM", "ok", found)
+        if self.stays_out and "error" not in answer:
+            return Check(PLUGIN, "platform of vLLM", "warn", found, PLATFORM_CLASS, "see register() above")
+        advice = "vLLM cannot use the plugin: see the rows above"
+        if (envs.observed("VLLM_TARGET_DEVICE") or "").lower() == "cpu":
+            advice = "unset VLLM_TARGET_DEVICE: with the value cpu vLLM asks no plugin at all"
+        return Check(PLUGIN, "platform of vLLM", "fail", found, PLATFORM_CLASS, advice)
+
+
+def _may_load(name: str) -> bool:
+    allowed = envs.allowed_plugins()
+    return allowed is None or name in allowed
+
+
+def _allowed() -> Check:
+    status: Status = "ok" if _may_load(OURS) else "fail"
+    found = "unset: all plugins" if (value := envs.observed("VLLM_PLUGINS")) is None else repr(value)
+    advice = "" if status == "ok" else f"add {OURS} to VLLM_PLUGINS, or unset it"
+    return Check(PLUGIN, "VLLM_PLUGINS", status, found, f"unset, or a list with {OURS}", advice)

@@ -2,25 +2,166 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
-from vllm_gaudi_ucm.cli.op_cost.batches import Batch, full_work, least_work
-from vllm_gaudi_ucm.cli.op_cost.layer import IMPLEMENTATIONS, LayerCost, bucket_parts, layer_cost, step_parts
-from vllm_gaudi_ucm.execution.staging import true_shape
-from vllm_gaudi_ucm.graphs.cost.device_figures import device_figures
-from vllm_gaudi_ucm.graphs.cost.model_figures import ModelFigures
+from vllm_gaudi_ucm.cli.op_cost.op_cost import Batch, full_work, least_work
+from vllm_gaudi_ucm.execution.staging import Staging, true_shape
+from vllm_gaudi_ucm.execution.static_inputs import StaticInputs
+from vllm_gaudi_ucm.graphs.cost.specs import ModelFigures, device_figures
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS, Work
+from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import VECTOR_WORK, OperatorTrace, trace
+from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS, StreamCost, Work
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.causal_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
+from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+
+SOFTMAX_OPERATIONS = 4
+# softmax_fa2 is a Gaudi 3's, FusedSDPA both have.
+WITH_SOFTMAX = ("gaudi3",)
+
+_library = torch.library.Library("gaudi_ucm_op_cost", "DEF")
+_library.define("fused_sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal) -> Tensor")
+_library.define("softmax_fa2(Tensor scores, Tensor before, Tensor total) -> (Tensor, Tensor, Tensor, Tensor)")
+
+
+@contextmanager
+def kernels_of(device: str) -> Iterator[None]:
+    """While it is entered, the hpu implementation finds the kernels that such a card has."""
+    softmax = _softmax if device in WITH_SOFTMAX else None
+    with patch.object(hpu_kernels, "FUSED_SDPA", _sdpa), patch.object(hpu_kernels, "SOFTMAX_FA2", softmax):
+        yield
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False, *_: Any
+) -> Tensor:
+    """As `FusedSDPA.apply` is called."""
+    result: Tensor = torch.ops.gaudi_ucm_op_cost.fused_sdpa(q, k, v, mask, causal)
+    return result
+
+
+def _softmax(scores: Tensor, inputM: Tensor, inputL: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `torch.ops.hpu.softmax_fa2` is called."""
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.gaudi_ucm_op_cost.softmax_fa2(scores, inputM, inputL)
+    return result
+
+
+def _sdpa_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+def _softmax_shape(scores: Tensor, before: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    top, summed, fixup = (torch.empty_like(before) for _ in range(3))
+    return torch.empty_like(scores), top, summed, fixup
+
+
+_library.impl("fused_sdpa", _sdpa_shape, "Meta")
+_library.impl("softmax_fa2", _softmax_shape, "Meta")
+
+
+@register_flop_formula(torch.ops.gaudi_ucm_op_cost.fused_sdpa)
+def _sdpa_flops(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, out_shape: Any = None, **_: Any) -> int:
+    """Of shapes: [batch, heads, rows, dim], [batch, kv_heads, keys, dim]."""
+    batch, heads, rows, dim = q
+    return int(2 * batch * heads * rows * k[2] * (dim + v[3])) // (2 if is_causal else 1)
+
+
+def _sdpa_vector(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> float:
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] / (2 if is_causal else 1)
+    return float(scores * (SOFTMAX_OPERATIONS + (mask is not None)))
+
+
+def _softmax_vector(scores: Tensor, before: Tensor, total: Tensor) -> float:
+    return float(SOFTMAX_OPERATIONS * scores.numel())
+
+
+VECTOR_WORK[torch.ops.gaudi_ucm_op_cost.fused_sdpa] = _sdpa_vector
+VECTOR_WORK[torch.ops.gaudi_ucm_op_cost.softmax_fa2] = _softmax_vector
+
+
+IMPLEMENTATIONS = ("reference", "hpu")
+CAUSAL_SLICE = 512
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """A stream on both cards: what it costs, by device."""
+
+    by_device: dict[str, StreamCost]
+
+    @property
+    def flops(self) -> float:
+        return self.by_device["gaudi2"].work.flops
+
+    def bytes(self, device: str) -> float:
+        """To and from the device's memory."""
+        return self.by_device[device].work.bytes
+
+    def seconds(self, device: str) -> float:
+        """Modelled."""
+        return self.by_device[device].work.seconds(device_figures(device))
+
+    @classmethod
+    def of(cls, streams: Mapping[str, OperatorTrace]) -> LayerCost:
+        """The operators of each card, with as much on the chip as it has."""
+        return cls({name: StreamCost.of(streams[name], chip.on_chip) for name, chip in CHIPS.items()})
+
+
+def step_parts(plan: UnifiedPlan) -> AttentionParts:
+    """A step at its true shape."""
+    return Staging(META, False).stage(plan, np.zeros(plan.num_rows, np.int64)).parts
+
+
+def bucket_parts(shape: ForwardShape, limits: Limits) -> AttentionParts:
+    """A bucket, whatever step runs in it."""
+    inputs = StaticInputs(limits.dense, CAUSAL_SLICE, META)
+    return inputs.split(inputs.fill_pads(shape), shape).parts
+
+
+def layer_cost(
+    parts: AttentionParts, rows: int, num_blocks: int, block_size: int, model: ModelFigures, implementation: str
+) -> LayerCost:
+    """The cost of attention in one layer, with the fused kernels of each card.
+
+    rows: of the flat batch. num_blocks: of the KV cache.
+    """
+    dtype = torch.float32 if model.dtype_bytes == 4 else torch.bfloat16
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, model.head_dim, dtype=dtype, device=META)
+
+    query, out = tensor(rows, model.heads), tensor(rows, model.heads)
+    key, value = tensor(rows, model.kv_heads), tensor(rows, model.kv_heads)
+    caches = [tensor(num_blocks, block_size, model.kv_heads) for _ in range(2)]
+    ready = prepare(parts, block_size, implementation=implementation)
+
+    def stream() -> OperatorTrace:
+        return trace(unified_attention, query, key, value, *caches, ready, model.head_dim**-0.5, out)
+
+    if implementation != "hpu":
+        return LayerCost.of(dict.fromkeys(CHIPS, stream()))
+    streams = {}
+    for name in CHIPS:
+        with kernels_of(name):
+            streams[name] = stream()
+    return LayerCost.of(streams)
+
 
 Progress = Callable[[float], None]
 

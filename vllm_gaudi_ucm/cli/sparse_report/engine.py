@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 if TYPE_CHECKING:
-    from vllm.engine.arg_utils import EngineArgs
-
     from vllm_gaudi_ucm.runner.model_runner import ModelRunner
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
+    from vllm_gaudi_ucm.vllm_api.engine import EngineArgs
 
 PROMPT_CHUNK = 512
 # of the prefix cache: the blocks of a request that has ended are the prompt of the next
@@ -58,8 +57,7 @@ class SparseEngine:
     """
 
     def __init__(self, settings: EngineSettings, ucm: Mapping[str, Any], true_shapes: bool) -> None:
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.executor import Executor
+        from vllm_gaudi_ucm.vllm_api.engine import Executor, LLMEngine
 
         try:
             config = _engine_args(settings, ucm, true_shapes).create_engine_config()
@@ -138,11 +136,9 @@ class SparseEngine:
 
 
 def _engine_args(settings: EngineSettings, ucm: Mapping[str, Any], true_shapes: bool) -> EngineArgs:
-    from vllm.config.logging import LoggingConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.logger import configure_logging
-
-    from vllm_gaudi_ucm.cli.sparse_report.forced_tokens import ForcedTokens
+    from vllm_gaudi_ucm.cli.sparse_report.cases import ForcedTokens
+    from vllm_gaudi_ucm.vllm_api.engine import EngineArgs
+    from vllm_gaudi_ucm.vllm_api.logging import LoggingConfig, configure_logging
 
     logging_config = LoggingConfig(log_level=settings.log_level)  # type: ignore[arg-type]  # checked by pydantic
     configure_logging(logging_config)

@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-from vllm_gaudi_ucm.cli.output_file import check_output
+from vllm_gaudi_ucm.cli.output import check_output, task_progress
 from vllm_gaudi_ucm.cli.sparse_report.cases import Case, check_length, make_cases
 from vllm_gaudi_ucm.cli.sparse_report.engine import PROMPT_CHUNK, EngineSettings
 from vllm_gaudi_ucm.cli.sparse_report.measurement import Measurement, measure, num_steps
-from vllm_gaudi_ucm.cli.sparse_report.table import SparseReport, write_text
-from vllm_gaudi_ucm.cli.task_progress import task_progress
+from vllm_gaudi_ucm.cli.sparse_report.report import SparseReport, write_text
 from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 
@@ -107,7 +106,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
     if args.output is not None:
         for path in _output_files(args.output):
             check_output("-o", path)
-        from vllm_gaudi_ucm.cli.sparse_report.plot import figure_class
+        from vllm_gaudi_ucm.cli.sparse_report.report import figure_class
 
         figure_class()
 
@@ -142,7 +141,7 @@ def _write_files(args: argparse.Namespace, report: SparseReport) -> None:
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     if args.output is not None:
-        from vllm_gaudi_ucm.cli.sparse_report.plot import draw
+        from vllm_gaudi_ucm.cli.sparse_report.report import draw
 
         table, picture = _output_files(args.output)
         write_text(report, table)

@@ -11,18 +11,45 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from vllm_gaudi_ucm.cli.store.options import add_store_arguments, store_options
-from vllm_gaudi_ucm.cli.task_progress import task_progress
-from vllm_gaudi_ucm.options.byte_size import show_bytes
+from vllm_gaudi_ucm.cli.output import task_progress
+from vllm_gaudi_ucm.options.files import parse_json
+from vllm_gaudi_ucm.options.values import show_bytes
 from vllm_gaudi_ucm.store.factory import open_medium
-from vllm_gaudi_ucm.store.medium import Medium, StoredBlock
-from vllm_gaudi_ucm.store.medium_check import Progress, clear_blocks, verify_blocks
-from vllm_gaudi_ucm.store.options import MemoryStoreOptions
+from vllm_gaudi_ucm.store.medium import Medium, Progress, StoredBlock, clear_blocks, verify_blocks
+from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions, RedisStoreOptions, resolve_store_options
+
+AnyStoreOptions = MemoryStoreOptions | FileStoreOptions | RedisStoreOptions
+
+
+def add_store_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the three options, of which exactly one has to be given."""
+    store = parser.add_mutually_exclusive_group(required=True)
+    store.add_argument("--store", metavar="FILE|JSON", help="options of the store, as in kv_connector_extra_config")
+    store.add_argument(
+        "--path", type=Path, metavar="FOLDER", help="a file store; short for its other options' defaults"
+    )
+    store.add_argument("--url", metavar="URL", help="a Redis store, such as redis://127.0.0.1:6379/0")
+
+
+def store_options(args: argparse.Namespace) -> AnyStoreOptions:
+    """The options given. Raises `UcmConfigError`."""
+    if args.path is not None:
+        return resolve_store_options({"kind": "file", "path": str(args.path)})
+    if args.url is not None:
+        return resolve_store_options({"kind": "redis", "url": args.url})
+    return resolve_store_text(args.store)
+
+
+def resolve_store_text(text: str) -> AnyStoreOptions:
+    """The options in JSON text or in the file at a path. Raises `UcmConfigError`."""
+    return resolve_store_options(parse_json(text, key="store") if text.lstrip().startswith("{") else text)
+
 
 Result = TypeVar("Result")
 EXIT_CORRUPT = 1

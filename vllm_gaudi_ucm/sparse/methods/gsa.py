@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, cast
 
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.options import GsaOptions, MethodOptions
+from vllm_gaudi_ucm.sparse.options import EsaOptions, GsaOptions, MethodOptions
 
 
 class GSA(BlockSparse):
@@ -24,3 +24,9 @@ class GSA(BlockSparse):
     @property
     def dense_layers(self) -> tuple[int, ...]:
         return cast(GsaOptions, self.options).dense_layers
+
+
+class ESA(BlockSparse):
+    """The simplest method: nothing is kept between steps or layers."""
+
+    Options: ClassVar[type[MethodOptions]] = EsaOptions

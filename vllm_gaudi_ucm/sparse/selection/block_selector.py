@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_gaudi_ucm.observability.selection_totals import DeviceCounts
+from vllm_gaudi_ucm.observability.room_metrics import DeviceCounts
 from vllm_gaudi_ucm.ops.block_selection.api import (
     block_scores,
     choose_blocks,
@@ -15,9 +15,9 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     new_summaries,
     write_summaries,
 )
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
-from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import LayerSelection, SelectionTensors
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,15 +12,51 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.selection_plan import DENSE, SelectionInput
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
-from vllm_gaudi_ucm.observability.selection_totals import SelectionTotals
+from vllm_gaudi_ucm.observability.room_metrics import SelectionTotals
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
-from vllm_gaudi_ucm.sparse.selection.choice_slots import ChoiceSlots
-from vllm_gaudi_ucm.sparse.selection.summary_queue import SummaryQueue
+from vllm_gaudi_ucm.sparse.selection.block_scorer import SummaryQueue
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection
-    from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
+
+
+class ChoiceSlots:
+    """A slot per request whose choice may be used again. A request that loses its slot chooses anew.
+
+    Args:
+        num_slots: requests that can be running at once.
+        width: logical blocks of the longest request.
+    """
+
+    def __init__(self, num_slots: int, width: int) -> None:
+        # bool [slots, width]: the blocks that competed; int64 [slots]: how many ranks are stored, 0 without a choice
+        self.candidates = np.zeros((num_slots, width), np.bool_)
+        self.num_stored = np.zeros(num_slots, np.int64)
+        self._slots: dict[str, int] = {}
+        self._free = list(range(num_slots))[::-1]
+
+    def slot(self, request_id: str, scheduled: Collection[str]) -> int:
+        """The request's slot; a new one is taken from a request that is not scheduled where none is free."""
+        slot = self._slots.get(request_id)
+        if slot is None:
+            if not self._free:
+                self.forget([next(owner for owner in self._slots if owner not in scheduled)])
+            slot = self._slots[request_id] = self._free.pop()
+            self.num_stored[slot] = 0
+        return slot
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Frees the slots of requests that have ended, or whose cache is gone; others are ignored."""
+        for request_id in request_ids:
+            slot = self._slots.pop(request_id, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def check_integrity(self) -> None:
+        """Conservation: every slot is free or owned by exactly one request."""
+        if sorted([*self._slots.values(), *self._free]) != list(range(len(self.num_stored))):
+            raise AssertionError(f"choice slots: owned {self._slots}, free {self._free}")
 
 
 class StepSelection(NamedTuple):
@@ -189,3 +227,53 @@ def _all_dense(batch: BatchInput, absent: NDArray[np.bool_] | None) -> Selection
     candidates = np.zeros((requests, width), np.bool_)
     modes = np.full(requests, DENSE, np.int64)
     return SelectionInput(modes, counts, thresholds, slots, candidates, absent)
+
+
+@dataclass(frozen=True)
+class SelectionLimits:
+    """Sizes that bound every choice.
+
+    sparse_ratio: at least this part of a context's full blocks is attended.
+    live_blocks: most blocks of a request that are attended in any case: sinks, local window and the tail.
+    most: blocks chosen for the longest request.
+    width: logical blocks of the longest request.
+    max_num_seqs: requests of a step.
+    max_rows: rows of a request with a choice: one, and its drafts.
+    max_selected_blocks: blocks chosen in a step; a request that would exceed it is dense in that step.
+    block_size: tokens per block.
+    tail_rows: rows of a prompt's tail that choose together in a graph of their own; 0: there is no such graph.
+    max_spans: requests with a choice that a graph has room for; None: all of a step.
+    """
+
+    sparse_ratio: float
+    live_blocks: int
+    most: int
+    width: int
+    max_num_seqs: int
+    max_rows: int
+    max_selected_blocks: int
+    block_size: int
+    tail_rows: int = 0
+    max_spans: int | None = None
+
+    def most_candidates(self, selected: int) -> int:
+        """Candidates of a request that chooses so many: what is chosen and live is `sparse_ratio` of its blocks."""
+        return min(self.width, max(selected, math.floor((selected + self.live_blocks) / self.sparse_ratio)))
+
+    def candidates(self, query_len: int, selected: int) -> int:
+        """Candidates of all requests of a step with so many rows and chosen blocks."""
+        spans = min(self.spans(query_len) - 1, selected)
+        bound = math.floor((selected + spans * self.live_blocks) / self.sparse_ratio)
+        return min(spans * self.width, max(selected, bound))
+
+    def spans(self, query_len: int) -> int:
+        """Requests of a step with a choice, and one more without rows, for pads."""
+        return min(query_len, self.max_spans or self.max_num_seqs) + 1
+
+    def summaries(self, query_len: int) -> int:
+        """Blocks that are summarised in a step: on average rows / block size become full in it."""
+        return -(-query_len // self.block_size) + 1
+
+    def of_tail(self) -> SelectionLimits:
+        """Those of the graphs for tails: one request, whose rows are many."""
+        return replace(self, max_rows=self.tail_rows, max_spans=1)

@@ -9,28 +9,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
-from vllm_gaudi_ucm.ops.block_selection.summary_kind import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.protocol.attachments import attach_report, sparse_meta_of
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
-from vllm_gaudi_ucm.sparse.selection.selection_limits import SelectionLimits
-from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionState, StepSelection
+from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionLimits, SelectionState, StepSelection
 
 if TYPE_CHECKING:
     import torch
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
 
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
-    from vllm_gaudi_ucm.observability.sparse_metrics import SparseMetrics
+    from vllm_gaudi_ucm.observability.room_metrics import SparseMetrics
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.protocol.offload_messages import ResidencyOrders, ResidencyReport
+    from vllm_gaudi_ucm.protocol.offload import ResidencyOrders, ResidencyReport
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
+    from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 
 # Reading the device's counts waits for the device, which after sampling has nothing left to do but this.

@@ -69,3 +69,149 @@ def share_of(program, programs, entries):
         first = entries
         end = entries
     return first, end
+
+
+@triton.jit
+def find_tokens(first, stop, blocks, lo, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tokens [first, first + BLOCK_N) of a list that ends before entry `stop`: block, place in it, bool whether it is
+    seen; [BLOCK_N] each, but one block where a step is of one. blocks int64, lo, hi int32 [entries]."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        entry = first // BLOCK_SIZE
+        token = first % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+        seen = (token >= tl.load(lo + entry)) & (token < tl.load(hi + entry))
+        block = tl.load(blocks + entry)
+    else:
+        entry = (first + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
+        token = (first + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
+        inside = entry < stop
+        lowest = tl.load(lo + entry, mask=inside, other=0)
+        seen = (token >= lowest) & (token < tl.load(hi + entry, mask=inside, other=0))
+        block = tl.load(blocks + entry, mask=inside, other=0)
+    return block, token, seen
+
+
+@triton.jit(do_not_specialize=["num_columns", "lo_span", "hi_span"])
+def list_columns(
+    order,
+    row_spans,
+    blocks,
+    lo,
+    hi,
+    columns,
+    column_blocks,
+    counts,
+    whole_counts,
+    num_columns,
+    lo_span,
+    lo_column,
+    hi_span,
+    hi_column,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One tile per program. order: int32 [tiles * ROWS] rows, or -1; row_spans, blocks, lo, hi as in SharedPart.
+
+    columns, column_blocks: int32 [tiles, num_columns], the first `counts[tile]` are written; of these the first
+    `whole_counts[tile]` are seen whole.
+    """
+    tile = tl.program_id(0)
+    lane = tl.arange(0, ROWS_PAD)
+    row = tl.load(order + tile * ROWS + lane, mask=lane < ROWS, other=-1)
+    real = row >= 0
+    span = tl.load(row_spans + row, mask=real, other=0).to(tl.int64)
+    lists = tile.to(tl.int64) * num_columns
+    found = 0
+    whole_found = 0
+    for partly in tl.static_range(2):
+        for first in range(0, num_columns, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            inside = column < num_columns
+            mask = real[:, None] & inside[None, :]
+            begin = tl.load(lo + span[:, None] * lo_span + column[None, :] * lo_column, mask=mask, other=0)
+            end = tl.load(hi + span[:, None] * hi_span + column[None, :] * hi_column, mask=mask, other=0)
+            begin, end = tl.maximum(begin, 0), tl.minimum(end, BLOCK_SIZE)
+            seen = tl.max(tl.where(mask & (end > begin), 1, 0), 0)
+            whole = tl.min(tl.where(real[:, None] & ((begin > 0) | (end < BLOCK_SIZE)), 0, 1), 0)
+            taken = seen * (1 - whole) if partly else seen * whole
+            place = found + tl.cumsum(taken, 0) - taken
+            block = tl.load(blocks + column, mask=inside, other=0).to(tl.int32)
+            keep = inside & (taken > 0)
+            tl.store(columns + lists + place, column, mask=keep)
+            tl.store(column_blocks + lists + place, block, mask=keep)
+            found += tl.sum(taken, 0)
+        if partly == 0:
+            whole_found = found
+    tl.store(counts + tile, found)
+    tl.store(whole_counts + tile, whole_found)
+
+
+@triton.jit(do_not_specialize=["num_spans"])
+def attend_rows(
+    query,
+    key_cache,
+    value_cache,
+    blocks,
+    lo,
+    hi,
+    offsets,
+    out,
+    scale,
+    num_spans,
+    q_row,
+    q_head,
+    k_block,
+    k_token,
+    k_head,
+    v_block,
+    v_token,
+    v_head,
+    o_row,
+    o_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (rows, kv heads); arguments as of `attend_spans`, span i being row i. Rows without a block become zeros."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    begin = tl.load(offsets + tl.minimum(row, num_spans))
+    end = tl.load(offsets + tl.minimum(row + 1, num_spans))
+    m = tl.arange(0, BLOCK_M)
+    real, head = m < GROUP, kv_head * GROUP + m % GROUP
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    keys = key_cache + kv_head.to(tl.int64) * k_head
+    values = value_cache + kv_head.to(tl.int64) * v_head
+    q = tl.load(
+        query + row.to(tl.int64) * q_row + head[:, None] * q_head + d[None, :],
+        mask=real[:, None] & (d < DIM)[None, :],
+        other=0.0,
+    ).to(COMPUTE)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for first in tl.range(begin * BLOCK_SIZE, end * BLOCK_SIZE, BLOCK_N, num_stages=STAGES):
+        block, token, seen = find_tokens(first, end, blocks, lo, hi, BLOCK_SIZE, BLOCK_N)
+        k_place = block * k_block + token * k_token
+        v_place = block * v_block + token * v_token
+        k = tl.load(keys + k_place[:, None] + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        v = tl.load(values + v_place[:, None] + e[None, :], mask=seen[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
+        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+    result = finish(acc, total)
+    tl.store(
+        out + row.to(tl.int64) * o_row + head[:, None] * o_head + e[None, :],
+        result.to(out.dtype.element_ty),
+        mask=real[:, None] & (e < VALUE_DIM)[None, :],
+    )

@@ -1,0 +1,258 @@
+"""The highest surplus of any shape at all, between two figures: branch and bound over boxes of shapes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, graph_array, shape_seconds
+from vllm_gaudi_ucm.graphs.tuning.dual_prices import Ascent, Bids, first_bids, surpluses
+from vllm_gaudi_ucm.graphs.tuning.objective import Objective
+from vllm_gaudi_ucm.graphs.tuning.rows import least_rows_seconds
+from vllm_gaudi_ucm.graphs.tuning.search import Report, Search, to_shapes
+
+Indices = NDArray[np.int64]
+
+CHUNK = 64
+MAX_BOXES = 150_000
+
+
+class Ceiling(NamedTuple):
+    """most: no shape earns more. shapes: [found, d] ones that earn more than the fee. surplus: [found] theirs."""
+
+    most: float
+    shapes: Shapes
+    surplus: Floats
+
+
+class Boxes(NamedTuple):
+    """Sets of shapes: every shape from the lowest to the highest of a box, as indices of the sizes on each axis."""
+
+    low: Indices
+    high: Indices
+
+    def take(self, which: NDArray[Any]) -> Boxes:
+        return Boxes(self.low[which], self.high[which])
+
+
+class CeilingSearch:
+    """Boxes that may hold a shape with a surplus above the fee, cut in two until none is left.
+
+    Only joins of steps need to be looked at (another shape costs no less than the join of its steps), so the sizes
+    on each axis are those of steps. In a box a step pays at least what the join of the box's lowest shape and the step
+    costs; the sum over steps is at least the surplus of any shape in it.
+
+    Args:
+        bids: [n] for each of the objective's shapes.
+        fee: a surplus that is known to be reached.
+        tolerance: boxes that can exceed the fee by no more than this share are not looked into.
+    """
+
+    def __init__(self, objective: Objective, bids: Floats, fee: float, tolerance: float) -> None:
+        self._objective, self._bids, self._fee, self._tolerance = objective, bids, fee, tolerance
+        self._axes = [np.unique(objective.shapes[:, axis]) for axis in range(objective.shapes.shape[1])]
+        self._places = np.stack(
+            [np.searchsorted(sizes, objective.shapes[:, axis]) for axis, sizes in enumerate(self._axes)], axis=1
+        )
+        self._shapes: list[Shapes] = []
+        self._surplus: list[Floats] = []
+
+    def run(self) -> Ceiling:
+        """The ceiling; it is loose where the count of boxes was not enough."""
+        boxes = Boxes(np.zeros((1, len(self._axes)), np.int64), np.array([[len(sizes) - 1 for sizes in self._axes]]))
+        seen, highest, most = 0, self._fee, 0.0
+        while len(boxes.low):
+            seen += len(boxes.low)
+            limits, boxes = self._limits(boxes)
+            highest = max(highest, self._look_at(boxes.take(limits > self._allowed(highest))))
+            is_open = limits > self._allowed(highest)
+            # A box of one shape is no estimate: its limit is the surplus.
+            is_open &= (boxes.low < boxes.high).any(axis=1) & (seen < MAX_BOXES)
+            most = max(most, float(limits[~is_open].max(initial=0.0)))
+            boxes = self._halves(boxes.take(is_open))
+        shapes = np.concatenate([self._objective.shapes[:0], *self._shapes])
+        shapes, first = np.unique(shapes, axis=0, return_index=True)
+        return Ceiling(max(most, highest), shapes, np.concatenate([np.zeros(0), *self._surplus])[first])
+
+    def _allowed(self, highest: float) -> float:
+        return highest * (1.0 + self._tolerance)
+
+    def _limits(self, boxes: Boxes) -> tuple[Floats, Boxes]:
+        """(no shape of a box earns more, the boxes in ascending cost without their useless upper parts)."""
+        lowest = self._seconds(boxes.low)
+        order = np.argsort(lowest, kind="stable")
+        boxes, lowest = boxes.take(order), lowest[order]
+        limits, high = np.zeros(len(order)), boxes.low.copy()
+        for start in range(0, len(order), CHUNK):
+            chunk = slice(start, start + CHUNK)
+            low, top = boxes.low[chunk], boxes.high[chunk]
+            steps = np.flatnonzero((self._bids > lowest[start]) & (self._places <= top.max(axis=0)).all(axis=1))
+            fits = np.ones((len(low), len(steps)), bool)
+            for axis in range(len(self._axes)):
+                fits &= self._places[None, steps, axis] <= top[:, axis, None]
+            box, place = np.nonzero(fits)
+            joins = np.maximum(low[box], self._places[steps[place]])
+            gain = np.clip(self._bids[steps[place]] - self._seconds(joins), 0.0, None)
+            limits[chunk] = np.bincount(box, gain * self._objective.weights[steps[place]], len(low))
+            paid = np.flatnonzero(gain > 0.0)
+            some, first = np.unique(box[paid], return_index=True)
+            if some.size:
+                high[start + some] = np.maximum.reduceat(joins[paid], first, axis=0)
+        return limits, Boxes(boxes.low, high)
+
+    def _look_at(self, boxes: Boxes) -> float:
+        """The highest surplus among the highest shapes of boxes; those above the fee are remembered."""
+        shapes = self._sizes(boxes.high)
+        surplus = surpluses(self._objective, self._bids, shapes)
+        better = surplus > self._fee
+        self._shapes.append(shapes[better])
+        self._surplus.append(surplus[better])
+        return float(surplus.max(initial=0.0))
+
+    def _halves(self, boxes: Boxes) -> Boxes:
+        """Each box cut in two on the axis along which its cost grows most."""
+        rows = np.arange(len(boxes.low))
+        growth = np.full((len(rows), len(self._axes)), -1.0)
+        highest = self._seconds(boxes.high)
+        for axis in range(len(self._axes)):
+            lower = boxes.high.copy()
+            lower[:, axis] = boxes.low[:, axis]
+            width = boxes.high[:, axis] - boxes.low[:, axis]
+            # Where cost does not grow, the wider axis is cut; an axis without width never is.
+            grown = highest - self._seconds(lower) + 1e-12 * width
+            growth[:, axis] = np.where(width > 0, grown, -1.0)
+        axis = growth.argmax(axis=1)
+        middle = (boxes.low[rows, axis] + boxes.high[rows, axis]) // 2
+        high, low = boxes.high.copy(), boxes.low.copy()
+        high[rows, axis], low[rows, axis] = middle, middle + 1
+        return Boxes(np.concatenate([boxes.low, low]), np.concatenate([high, boxes.high]))
+
+    def _sizes(self, places: Indices) -> Shapes:
+        return np.stack([sizes[places[:, axis]] for axis, sizes in enumerate(self._axes)], axis=1)
+
+    def _seconds(self, places: Indices) -> Floats:
+        return shape_seconds(self._objective.cost, self._sizes(places))
+
+
+# Rounds end when the gap is no more than this, or after so many: a round of 10,000 steps takes 2 to 5 seconds.
+GOOD_GAP = 0.025
+MAX_ROUNDS = 6
+# Candidates that go from a round to the next, and as many that the ceiling adds.
+MAX_CANDIDATES = 600
+FIRST_CANDIDATES = 1200
+# Rounds look at no more shapes than this. Sizes of a larger log are rounded down for the bound, which the gap includes,
+# and its buckets stay what they were.
+MAX_SHAPES = 20_000
+SWEEPS = 8
+# How far above the fee the ceiling may stay, by round: it costs less to look closely once the bids are good.
+TOLERANCES = (0.2, 0.15, 0.1)
+
+
+class Certified(NamedTuple):
+    """Buckets, what they cost the objective, and what no set of as many graphs undercuts; seconds."""
+
+    buckets: BucketSet
+    seconds: float
+    bound: float
+    true_seconds: float
+
+    @property
+    def gap(self) -> float:
+        """The buckets cost at most this share more than the best possible ones."""
+        return self.seconds / self.bound - 1.0
+
+
+def certify(
+    objective: Objective,
+    buckets: BucketSet,
+    max_graphs: int,
+    gap: float = GOOD_GAP,
+    report: Report = lambda done: None,
+) -> Certified:
+    """Buckets at least as good as `buckets`, and a lower bound of what `max_graphs` graphs can cost the objective.
+
+    Args:
+        objective: what `buckets` were tuned to.
+        gap: rounds end once it is reached; if it is not, the gap is what the last one led to.
+        report: called with the fraction of the rounds that is done.
+    """
+    rounds = _Rounds(objective, buckets, max_graphs)
+    for number in range(MAX_ROUNDS):
+        if rounds.now().gap <= gap:
+            break
+        report(number / MAX_ROUNDS)
+        rounds.next()
+    report(1.0)
+    return rounds.now()
+
+
+class _Rounds:
+    """Rounds of: climb the dual over some candidates, find shapes that earn too much, exchange buckets for them."""
+
+    def __init__(self, objective: Objective, buckets: BucketSet, max_graphs: int) -> None:
+        self._objective, self._coarse = objective, objective.coarse(MAX_SHAPES)
+        self._buckets = buckets
+        self._graphs, self._k = max_graphs, max_graphs - len(buckets.logits) - 1
+        self._rows = least_rows_seconds(objective, max_graphs - 1)
+        coarse = self._coarse
+        self._search = Search(coarse.shapes, coarse.weights, coarse.cost, coarse.maximum)
+        chosen = graph_array(buckets.forward)[:, : objective.shapes.shape[1]]
+        self._chosen, _ = self._search.settle(chosen[(chosen != objective.maximum).any(axis=1)])
+        self._seconds = objective.padded_seconds(buckets)
+        self._bound = self._bound_of(self._coarse.seconds, 0.0)
+        self._number = 0
+
+    def now(self) -> Certified:
+        """Where the rounds have come to."""
+        return Certified(self._buckets, self._seconds, self._bound, self._objective.true_seconds)
+
+    def next(self) -> None:
+        """One more round: a better bound, better buckets, or both."""
+        if not self._number:
+            self._begin()
+        tolerance = TOLERANCES[min(self._number, len(TOLERANCES) - 1)]
+        self._number += 1
+        bids = Ascent(self._coarse, self._candidates, self._k, self._most).run(self._bids, SWEEPS)
+        fee = float(surpluses(self._coarse, bids.seconds, self._candidates).max(initial=0.0))
+        ceiling = CeilingSearch(self._coarse, bids.seconds, fee, tolerance).run()
+        self._bound = max(self._bound, self._bound_of(bids.seconds, ceiling.most))
+        best = self._candidates[np.argsort(-bids.shares, kind="stable")[:MAX_CANDIDATES]]
+        self._exchange(best)
+        self._carry_over(bids, best, ceiling)
+
+    def _begin(self) -> None:
+        seconds, self._most = first_bids(self._coarse, self._chosen)
+        near = np.unique(np.concatenate([self._search.neighbours(self._chosen), self._chosen]), axis=0)
+        order = np.argsort(-surpluses(self._coarse, seconds, near), kind="stable")
+        self._candidates = near[order[:FIRST_CANDIDATES]]
+        self._bids = Bids(seconds, np.full(len(self._candidates), 1.0 / max(1, len(self._candidates))))
+
+    def _carry_over(self, bids: Bids, best: Shapes, ceiling: Ceiling) -> None:
+        """The candidates of the next round with their shares: the best so far, those that earn too much, the chosen."""
+        new = ceiling.shapes[np.argsort(-ceiling.surplus, kind="stable")[:MAX_CANDIDATES]]
+        shares = dict(zip(map(tuple, self._candidates.tolist()), bids.shares.tolist(), strict=True))
+        self._candidates = np.unique(np.concatenate([best, new, self._chosen]), axis=0)
+        old = np.array([shares.get(tuple(shape), 0.0) for shape in self._candidates.tolist()])
+        self._bids = Bids(bids.seconds, 0.98 * old / max(old.sum(), 1e-300) + 0.02 / max(1, len(old)))
+
+    def _exchange(self, candidates: Shapes) -> None:
+        """Keeps the buckets that exchanging chosen shapes for candidates leads to, if they cost less."""
+        if not len(self._chosen) or self._coarse is not self._objective:
+            return
+        objective = self._objective
+        shapes = self._search.exchanged(self._chosen, self._k, candidates, objective.shapes, objective.weights)
+        shapes, _ = self._search.settle(shapes)
+        buckets = BucketSet(to_shapes(shapes), self._buckets.logits, self._buckets.limits, self._objective.cost)
+        seconds = self._objective.padded_seconds(buckets)
+        if seconds < self._seconds:
+            self._buckets, self._seconds, self._chosen = buckets, seconds, shapes
+
+    def _bound_of(self, bids: Floats, most: float) -> float:
+        """For every division of the graphs between forward shapes and logits rows; the least of them."""
+        forward = float(bids @ self._coarse.weights)
+        others = np.arange(len(self._rows))[::-1]
+        return float((forward - others * most + self._rows).min())

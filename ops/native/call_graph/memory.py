@@ -1,0 +1,123 @@
+"""A range of addresses that memory is lent from, the lowest that is free first."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# a line of the cache, and the width of the widest vectors
+_ALIGNMENT = 64
+
+
+class Arena:
+    """The kernel provides a page when it is written to: an arena takes as much memory as was ever reached in it.
+
+    Args:
+        size: bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        pages = mmap.mmap(-1, _aligned(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)
+        self.reached = 0
+        """Bytes from the beginning to the end of the last byte that was ever lent."""
+        self._address: int = self.memory.ctypes.data
+        self._lent: dict[int, int] = {}
+        # in order, and apart from each other
+        self._gaps = [(0, len(self.memory))]
+
+    def take(self, size: int) -> int | None:
+        """Lends so many bytes from the start that is returned; None where no gap is large enough."""
+        size = _aligned(size)
+        for index, (start, end) in enumerate(self._gaps):
+            if end - start >= size:
+                self._gaps[index : index + 1] = [(start + size, end)] if end - start > size else []
+                self._lent[start] = start + size
+                self.reached = max(self.reached, start + size)
+                return start
+        return None
+
+    def give_back(self, start: int) -> None:
+        """Of what `take` returned."""
+        joined: list[tuple[int, int]] = []
+        for begin, end in sorted([*self._gaps, (start, self._lent.pop(start))]):
+            if joined and joined[-1][1] == begin:
+                joined[-1] = joined[-1][0], end
+            else:
+                joined.append((begin, end))
+        self._gaps = joined
+
+    def find(self, address: int) -> int | None:
+        """The start of an address in here, None for any other."""
+        start = address - self._address
+        return start if 0 <= start < len(self.memory) else None
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+# Of addresses; 64 rows of a model of 70B parameters reach 30 MB far into it.
+ARENA_BYTES = 1 << 28
+
+
+class MemoryPool:
+    """Gives out tensors whose memory stays allocated for good; what a graph reads at replay lies there.
+
+    A tensor whose last view is gone leaves its memory to whatever comes next, and a graph keeps none of its own
+    (`unkept`). So graphs that never run at the same time lie over each other from the beginning of the arena on, and
+    all of them together take the memory of the largest, in whatever order they were captured. What else is kept of a
+    run, by a model that fills a table the first time, say, stays its own.
+    """
+
+    def __init__(self, arena_bytes: int = ARENA_BYTES) -> None:
+        self._arena_bytes = arena_bytes
+        self._arenas: list[Arena] = []
+        self._returned: deque[tuple[Arena, int]] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that any tensor has been given."""
+        return sum(arena.reached for arena in self._arenas)
+
+    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """An uninitialised dense tensor on the CPU."""
+        size = shape.numel() * dtype.itemsize
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        # here and not in a finaliser, which may come in between, or in another thread
+        while self._returned:
+            arena, start = self._returned.popleft()
+            arena.give_back(start)
+        arena, start = self._place(size)
+        # torch holds this view until no tensor uses its memory
+        lent = arena.memory[start : start + size]
+        weakref.finalize(lent, self._returned.append, (arena, start)).atexit = False
+        return torch.from_numpy(lent).view(dtype).view(shape)
+
+    def unkept(self, tensor: Tensor) -> Tensor:
+        """The tensor again, where the pool has given it its memory as one that does not keep it from being lent."""
+        if tensor.layout is not torch.strided:
+            return tensor
+        whole = tensor.untyped_storage()
+        for arena in self._arenas:
+            if (start := arena.find(whole.data_ptr())) is not None:
+                flat = torch.from_numpy(arena.memory[start : start + whole.nbytes()]).view(tensor.dtype)
+                return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return tensor
+
+    def _place(self, size: int) -> tuple[Arena, int]:
+        for arena in self._arenas:
+            if (start := arena.take(size)) is not None:
+                return arena, start
+        arena = Arena(max(size, self._arena_bytes))
+        self._arenas.append(arena)
+        start = arena.take(size)
+        assert start is not None, "as large as asked for"
+        return arena, start

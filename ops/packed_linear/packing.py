@@ -1,0 +1,188 @@
+"""Weights whose fp32 values fit in fewer bits, kept in those: no value changes, and a step of few rows reads less.
+
+Most checkpoints hold bfloat16 values; those that were quantised once (GGUF's Q4_1 and Q8_0) hold codes of 4 or 8 bits
+with a scale for every 32 inputs, whatever dtype they are loaded in. Decode steps are bound by reading the weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.native.library import native
+
+GROUP = 32
+COMPACT_WIDTHS = (64, 48, 32, 16, 8)
+# Outputs that are looked at first: a weight of another form is found out without a pass over all of it.
+SAMPLE = 16
+# Outputs encoded at a time, which bounds the scratch memory.
+CHUNK = 2048
+
+
+class Form(IntEnum):
+    """How a value is kept, as `compact_linear.cpp` numbers them."""
+
+    BFLOAT16 = 0
+    AFFINE4 = 1
+    SYMMETRIC8 = 2
+
+
+class Compact(NamedTuple):
+    """A weight [outputs, inputs] in panels of `width` outputs.
+
+    codes: [panels, inputs, width] of 16 bits or of 8, or [panels, inputs / 2, width] of two codes of 4
+        bits in a byte. scales, offsets: fp32 [panels, inputs / 32, width], empty where the form has none.
+    """
+
+    form: Form
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + self.offsets.nbytes
+
+
+class _Encoded(NamedTuple):
+    """One row per output."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor
+
+
+def find_compact(weight: Tensor) -> Compact | None:
+    """The smallest form that holds every value of an fp32 weight; None without one, or without native kernels."""
+    kernels = native()
+    if kernels is None or weight.dtype != torch.float32 or weight.shape[1] % GROUP:
+        return None
+    widths = [width for width in COMPACT_WIDTHS if width % kernels.ucm_lanes() == 0 and weight.shape[0] % width == 0]
+    if not widths:
+        return None
+    for form, encode in _ENCODERS.items():
+        if encode(weight[:SAMPLE]) is None:
+            continue
+        chunks = [encoded for rows in weight.split(CHUNK) if (encoded := encode(rows)) is not None]
+        if sum(len(encoded.codes) for encoded in chunks) == len(weight):
+            codes, scales, offsets = (_panels(torch.cat(part), widths[0]) for part in zip(*chunks, strict=True))
+            return Compact(form, codes, scales, offsets, widths[0])
+    return None
+
+
+def _panels(by_output: Tensor, width: int) -> Tensor:
+    """[outputs, n] -> [outputs / width, n, width]."""
+    return by_output.view(len(by_output) // width, width, by_output.shape[1]).transpose(1, 2).contiguous()
+
+
+def _affine4(weight: Tensor) -> _Encoded | None:
+    """GGUF's Q4_1: the smallest value of a group has code 0, the largest 15, and the step is in half precision."""
+    groups = _groups(weight)
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    step = ((high - low) / 15).half().float()
+    codes = _codes(groups - low, step)
+    # a product of 4 and 11 bits is exact, so the sum rounds once, as in the kernel
+    if codes.amax() > 15 or not torch.equal(codes * step + low, groups):
+        return None
+    pairs = codes.to(torch.uint8).view(len(weight), -1, 2)
+    return _Encoded(pairs[..., 0] | pairs[..., 1] << 4, step[..., 0], low[..., 0])
+
+
+def _symmetric8(weight: Tensor) -> _Encoded | None:
+    """GGUF's Q8_0: the value farthest from zero has code 127 or -127."""
+    groups = _groups(weight)
+    step = (groups.abs().amax(2, keepdim=True) / 127).half().float()
+    codes = _codes(groups, step)
+    if codes.abs().amax() > 127 or not torch.equal(codes * step, groups):
+        return None
+    return _Encoded(codes.to(torch.int8).view(weight.shape), step[..., 0], weight.new_empty(len(weight), 0))
+
+
+def _bfloat16(weight: Tensor) -> _Encoded | None:
+    half = weight.bfloat16()
+    none = weight.new_empty(len(weight), 0)
+    return _Encoded(half.view(torch.int16), none, none) if torch.equal(half.float(), weight) else None
+
+
+def _groups(weight: Tensor) -> Tensor:
+    return weight.reshape(len(weight), -1, GROUP)
+
+
+def _codes(values: Tensor, step: Tensor) -> Tensor:
+    return (values / torch.where(step == 0, 1.0, step)).round_()
+
+
+_ENCODERS: dict[Form, Callable[[Tensor], _Encoded | None]] = {
+    Form.AFFINE4: _affine4,
+    Form.SYMMETRIC8: _symmetric8,
+    Form.BFLOAT16: _bfloat16,
+}
+
+
+PANEL_WIDTHS = (64, 48, 32, 24, 16, 8)
+# Panel width per weight shape, 0 where the format is another one. Only what a weight proves is kept: zeros look alike
+# in panels of any width and in plain memory.
+_widths: dict[torch.Size, int] = {}
+
+
+class Panels(NamedTuple):
+    """A weight [out, in] as [out / width, in, width] at `address`, in the memory of `owner`."""
+
+    owner: Tensor
+    address: int
+    width: int
+
+
+def find_panels(weight: Tensor, packed: Tensor) -> Panels | None:
+    """The panels of an fp32 weight that was packed, None where the native kernel cannot read them."""
+    kernels = native()
+    address = _address(packed)
+    if kernels is None or address is None or weight.dtype != torch.float32:
+        return None
+    width = _widths.get(weight.shape)
+    if width is None:
+        found = _fitting_widths(weight, address, int(torch.ops.mkldnn._nbytes(packed)))
+        width = found[0] if found and found[0] in PANEL_WIDTHS else 0
+        if len(found) < 2:
+            _widths[weight.shape] = width
+    return Panels(packed, address, width) if width and width % kernels.ucm_lanes() == 0 else None
+
+
+def _fitting_widths(weight: Tensor, address: int, size: int) -> list[int]:
+    """Every width at which the memory holds the weight; 1 and all outputs are rows and columns one after the other."""
+    outputs, inputs = weight.shape
+    if size != weight.numel() * weight.element_size():
+        return []  # padded
+    memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.float32)
+    found = []
+    for width in dict.fromkeys((*PANEL_WIDTHS, 1, outputs)):
+        if outputs % width == 0:
+            panels = weight.detach().view(outputs // width, width, inputs).transpose(1, 2)
+            if _same(memory.view(panels.shape), panels):
+                found.append(width)
+    return found
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether all values are equal; NaN is equal to NaN here, or a broken weight would look like another format."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _address(packed: Tensor) -> int | None:
+    """Through torch's stable C interface: `Tensor.data_ptr` refuses oneDNN's tensors. None where torch lacks it."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        get_data_ptr = library.aoti_torch_get_data_ptr
+    except (OSError, AttributeError):
+        return None
+    # A handle is a pointer to a tensor, and a tensor is a pointer to its implementation.
+    tensor, found = ctypes.c_void_p(packed._cdata), ctypes.c_void_p()
+    status = get_data_ptr(ctypes.byref(tensor), ctypes.byref(found))
+    return found.value if status == 0 else None

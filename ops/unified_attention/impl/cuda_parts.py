@@ -1,0 +1,310 @@
+"""Launches the causal part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, follows, lists_size, power_of_two, starts_early
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
+    Found,
+    Lists,
+    Plan,
+    Tiles,
+    Work,
+    causal_tile,
+    describe_cache,
+    describe_tokens,
+    flat_spans_tile,
+    merges_early,
+    programs_of,
+    room_for,
+    row_order,
+    scratch,
+    selected_place,
+    shared_tile,
+    spans_tile,
+    unique_place,
+)
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal import attend_causal, find_bounds, repair_causal
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.merge import merge_parts
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.shared import attend_shared
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import attend_rows, list_columns
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.unique import attend_spans, attend_spans_flat
+from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, SharedPart
+
+Sums = tuple[Tensor, Tensor, Tensor]
+LOOKED_AT = 64  # pairs of a tile and a head that a program of the repair looks at
+
+
+def causal(layer: Layer, plan: Plan, starts: Tensor, others: Sequence[Found]) -> Work:
+    """New tokens among themselves: finished in `out`, or to scratch for rows that also have cached blocks.
+
+    starts: int32 [rows], see Plan. others: where the other parts of the step leave what they find.
+    """
+    tile = causal_tile(layer)
+    tiles = -(-layer.rows // tile.block_m)
+    bounds = plan.kept(("bounds", tile.block_m), lambda: _bounds(starts, tile.block_m))
+    sums = saved_sums(layer, plan, others)
+    has_more = None if sums is None else plan.kept(("has more", layer.rows), lambda: _has_more(others))
+    broken = plan.kept(("broken", tiles * layer.heads), lambda: starts.new_zeros(tiles * layer.heads))
+    sides = (
+        (layer.query, tile.block_m),
+        (layer.key, tile.block_n),
+        (layer.value, tile.block_n),
+        (layer.out, tile.block_m),
+    )
+    described = [describe_tokens(tokens, size) for tokens, size in sides]
+    if None in described:
+        described = [None] * 4
+    results = (has_more, broken, layer.out, *(sums or (None, None, None)))
+    strides = [stride for tokens, _ in sides for stride in tokens.stride()[:2]]
+    flags = {"ALONE": not others, "SAVES": sums is not None}
+    early = starts_early(layer.query.device)
+    sizes = {**layer.sizes(), **tile.sizes(), "EARLY": early}
+
+    def launch() -> None:
+        tensors = (layer.query, layer.key, layer.value)
+        attend_causal[(tiles * layer.heads,)](
+            *tensors, *described, starts, bounds, *results, layer.scale, layer.rows, *strides,
+            **sizes, **flags, DESCRIBED=described[0] is not None,
+        )  # fmt: skip
+        once_more = {name: size for name, size in sizes.items() if name != "STAGES"}
+        repair_causal[(-(-tiles * layer.heads // LOOKED_AT),)](
+            *tensors, starts, bounds, *results, layer.scale, layer.rows, tiles, *strides,
+            **once_more, **flags, **follows(early), LOOKED_AT=LOOKED_AT,
+        )  # fmt: skip
+
+    return Work(launch, None)
+
+
+def saved_sums(layer: Layer, plan: Plan, others: Sequence[Found]) -> Sums | None:
+    """Where the sums of rows with cached blocks are left: acc, top, total. None if such rows cannot be.
+
+    Unique blocks are of single rows, which take no part here.
+    """
+    if plan.starts is None or all(one.part == "unique" for one in others):
+        return None
+    size = layer.rows * layer.heads
+    acc = scratch(layer, plan, "causal acc", size * layer.value_dim)
+    return acc, scratch(layer, plan, "causal top", size), scratch(layer, plan, "causal total", size)
+
+
+def _has_more(others: Sequence[Found]) -> Tensor:
+    """int32 [rows]: whether a row has a place in a list."""
+    return torch.stack([one.place >= 0 for one in others]).any(0).int()
+
+
+def _bounds(starts: Tensor, block_m: int) -> Tensor:
+    """int32 [tiles, 3], see `find_bounds`."""
+    tiles = -(-starts.shape[0] // block_m)
+    bounds = starts.new_empty((tiles, 3))
+    find_bounds[(tiles,)](starts, bounds, starts.shape[0], BLOCK_M=block_m)
+    return bounds
+
+
+COLUMNS = 128  # shared blocks that a program looks at in one step
+
+
+def shared(layer: Layer, plan: Plan, part: SharedPart, beside: bool) -> Work:
+    """Tiles of rows with the shared blocks that they use. beside: the step has other parts that read the cache."""
+    tile = shared_tile(layer)
+    rows_per_tile = tile.block_m // layer.group
+    tiles = plan.kept(("tiles", rows_per_tile), lambda: _tiles(part, plan.block_size, layer.rows, rows_per_tile))
+    programs = programs_of(layer, tiles.num_tiles * part.blocks.shape[0], beside)
+    found = room_for(layer, plan, "shared", tiles.place, tiles.offsets, programs, rows_per_tile)
+    key_tiles, value_tiles = (describe_cache(cache, tile.block_n) for cache in (layer.key_cache, layer.value_cache))
+    described = key_tiles is not None and value_tiles is not None
+
+    def launch() -> None:
+        attend_shared[(layer.kv_heads, programs)](
+            layer.query,
+            layer.key_cache,
+            layer.value_cache,
+            key_tiles if described else None,
+            value_tiles if described else None,
+            tiles.order,
+            part.row_spans,
+            part.lo,
+            part.hi,
+            tiles.columns,
+            tiles.column_blocks,
+            tiles.whole_counts,
+            tiles.offsets,
+            found.acc,
+            found.top,
+            found.total,
+            layer.scale,
+            tiles.num_tiles,
+            part.blocks.shape[0],
+            *part.lo.stride(),
+            *part.hi.stride(),
+            *layer.query.stride()[:2],
+            *layer.cache_strides(),
+            **layer.sizes(),
+            **tile.sizes(),
+            ROWS=rows_per_tile,
+            BLOCK_SIZE=plan.block_size,
+            LISTS=lists_size(tiles.num_tiles),
+            DESCRIBED=described,
+        )
+
+    return Work(launch, found)
+
+
+def listed_pairs(layer: Layer, part: SharedPart | None) -> int:
+    """Pairs of a tile of rows and a shared block: the size of the lists."""
+    if part is None:
+        return 0
+    return -(-layer.rows // (shared_tile(layer).block_m // layer.group)) * part.blocks.shape[0]
+
+
+def _tiles(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> Tiles:
+    order, place = row_order(part, block_size, rows, rows_per_tile)
+    count, num_columns = order.shape[0] // rows_per_tile, part.blocks.shape[0]
+    columns, column_blocks = order.new_empty((2, count, num_columns))
+    counts, whole_counts = order.new_empty((2, count))
+    list_columns[(count,)](
+        order,
+        part.row_spans,
+        part.blocks,
+        part.lo,
+        part.hi,
+        columns,
+        column_blocks,
+        counts,
+        whole_counts,
+        num_columns,
+        *part.lo.stride(),
+        *part.hi.stride(),
+        BLOCK_SIZE=block_size,
+        ROWS=rows_per_tile,
+        ROWS_PAD=1 << (rows_per_tile - 1).bit_length(),
+        COLUMNS=COLUMNS,
+        num_warps=4,
+    )
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    return Tiles(order, place, columns, column_blocks, whole_counts, offsets)
+
+
+# From so many single rows on, one loop over all entries is faster (H200, 256 requests of 512 tokens: 0.162 -> 0.157
+# ms); of fewer rows it is slower, and so it is where spans are long (8 with 77 chosen blocks each: by a sixth).
+MANY_SPANS = 64
+# Up to so many tokens in all, a program per row and kv head that needs no merge is faster than many and one (H200, one
+# request of 128 tokens 7.5 -> 4.5 us, of 256 7.6 -> 6.2, of 512 8.3 -> 9.9).
+FINAL_TOKENS = 256
+
+
+def unique(layer: Layer, plan: Plan, lists: Lists, beside: bool, alone: bool) -> Work:
+    """The single rows with the blocks that only they use. beside: it leaves room for the shared part.
+
+    alone: the step has no other part; then a few tokens go straight to the result.
+    """
+    if alone and lists.blocks.shape[0] * plan.block_size <= FINAL_TOKENS:
+        return _finished(layer, plan, lists)
+    place = plan.kept(("unique place", layer.rows), lambda: unique_place(lists, layer.rows))
+    return _spans(layer, plan, "unique", place, lists, lists.blocks, 1, (None, None), beside)
+
+
+def _finished(layer: Layer, plan: Plan, lists: Lists) -> Work:
+    """All rows, each with all of its blocks at once."""
+    sizes = {**layer.sizes(), **spans_tile(layer, 1).sizes(), "BLOCK_SIZE": plan.block_size}
+
+    def launch() -> None:
+        attend_rows[(layer.rows, layer.kv_heads)](
+            layer.query, layer.key_cache, layer.value_cache, lists.blocks, lists.lo, lists.hi, lists.offsets,
+            layer.out, layer.scale, lists.num_lists,
+            *layer.query.stride()[:2], *layer.cache_strides(), *layer.out.stride()[:2], **sizes,
+        )  # fmt: skip
+
+    return Work(launch, None)
+
+
+def selected(layer: Layer, plan: Plan, part: SelectedPart, lists: Lists, blocks: Tensor | None) -> Work:
+    """The rows of each span with the blocks that were chosen for it; blocks: int64 [selected], the layer's own."""
+    chosen = lists.blocks if blocks is None else blocks[lists.order]
+    place = plan.kept(("selected place", layer.rows), lambda: selected_place(part, layer.rows))
+    return _spans(layer, plan, "selected", place, lists, chosen, part.max_rows, (part.first_rows, part.num_rows))
+
+
+def _spans(
+    layer: Layer,
+    plan: Plan,
+    part: str,
+    place: Tensor,
+    lists: Lists,
+    blocks: Tensor,
+    rows: int,
+    spans: tuple[Tensor | None, Tensor | None],
+    beside: bool = False,
+) -> Work:
+    """rows: of a span at most. spans: first row and number of rows of each; None: span i is row i."""
+    many = spans[0] is None and lists.num_lists >= MANY_SPANS
+    flat = flat_spans_tile(layer, plan.block_size, beside) if many else None
+    tile = flat or spans_tile(layer, rows)
+    programs = programs_of(layer, blocks.shape[0], beside, flat is not None)
+    found = room_for(layer, plan, part, place, lists.offsets, programs, rows)
+    tensors = (layer.query, layer.key_cache, layer.value_cache, blocks, lists.lo, lists.hi, lists.offsets)
+    results = (found.acc, found.top, found.total, layer.scale, lists.num_lists)
+    strides = (*layer.query.stride()[:2], *layer.cache_strides())
+    sizes = {**layer.sizes(), **tile.sizes(), "BLOCK_SIZE": plan.block_size}
+    general = {"ROWS": rows, "SINGLE": spans[0] is None, "LISTS": lists_size(lists.num_lists)}
+    early = merges_early(layer, programs)
+
+    def launch() -> None:
+        grid = (layer.kv_heads, programs)
+        if flat is not None:
+            attend_spans_flat[grid](*tensors, lists.owners, *results, *strides, **sizes)
+        else:
+            attend_spans[grid](*tensors, *spans, *results, *strides, **sizes, **general, EARLY=early)
+
+    return Work(launch, found)
+
+
+# Heads per program, and pieces of a row that are read at once. Of few rows, many programs hold pieces of each, and one
+# piece after the other is slow (H200, one request of 2560 tokens: 0.023 -> 0.009 ms).
+FEW_ROWS, OF_FEW, OF_MANY = 16, (1, 32), (4, 8)
+
+
+def merge(layer: Layer, plan: Plan, found: Sequence[Found], alone: bool) -> None:
+    """Adds up what has been found of each row; rows that have a causal part alone are finished already.
+
+    alone: the step has one part, whose kernel is the last one on this stream.
+    """
+    by_part = {one.part: one for one in found}
+    arguments: list[Any] = []
+    for name in ("unique", "shared", "selected"):
+        one = by_part.get(name)
+        if one is None:
+            arguments += [None, None, None, None, None, 0, 0]
+        else:
+            arguments += [one.place, one.acc, one.top, one.total, one.offsets, one.offsets.shape[0] - 1, one.programs]
+    sums = saved_sums(layer, plan, found)
+    heads, pieces = OF_FEW if layer.rows <= FEW_ROWS else OF_MANY
+    early = alone and merges_early(layer, found[0].programs)
+    block_h = min(heads, 1 << (layer.heads - 1).bit_length())
+    merge_parts[(layer.rows, -(-layer.heads // block_h))](
+        layer.out,
+        plan.starts,
+        *(sums or (None, None, None)),
+        *arguments,
+        *layer.out.stride()[:2],
+        HEADS=layer.heads,
+        S_ROWS=by_part["shared"].rows if "shared" in by_part else 1,
+        C_ROWS=by_part["selected"].rows if "selected" in by_part else 1,
+        VALUE_DIM=layer.value_dim,
+        BLOCK_H=block_h,
+        BLOCK_V=power_of_two(layer.value_dim),
+        CAUSAL=plan.starts is not None,
+        SAVED=sums is not None,
+        UNIQUE="unique" in by_part,
+        SHARED="shared" in by_part,
+        SELECTED="selected" in by_part,
+        PIECES=pieces,
+        EARLY=early,
+        **follows(early),
+        num_warps=4,
+    )

@@ -1,0 +1,263 @@
+"""Cached blocks that more than one row uses, gathered into groups of blocks with equal users."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A block id and the number of a pair share one 64-bit sorting key.
+PAIR_BITS = 32
+PAIR_MASK = (1 << PAIR_BITS) - 1
+
+
+class ContextPairs(NamedTuple):
+    """Every block of the cached contexts, request by request in flat order, in the order of the context.
+
+    request: int64 [pairs] position of the request in flat order.
+    block: int32 [pairs] physical block id.
+    hi: int32 [pairs] the request sees tokens [0, hi) of the block.
+    """
+
+    request: NDArray[np.int64]
+    block: NDArray[np.int32]
+    hi: NDArray[np.int32]
+
+    def take(self, index: NDArray[np.int64]) -> ContextPairs:
+        return ContextPairs(self.request.take(index), self.block.take(index), self.hi.take(index))
+
+
+class SharedPairs(NamedTuple):
+    """Pairs whose block more than one row uses, ordered by block id, the pairs of a block in flat order.
+
+    pair: int64 [shared] index into the pairs of the step. block: int64 [shared] physical block id.
+    """
+
+    pair: NDArray[np.int64]
+    block: NDArray[np.int64]
+
+
+def context_pairs(
+    context: NDArray[np.int64],
+    requests: NDArray[np.int64],
+    block_tables: NDArray[np.int32],
+    block_size: int,
+    skip: int = 0,
+    left_out: NDArray[np.bool_] | None = None,
+) -> ContextPairs:
+    """Expands contexts into blocks. Nothing is read of a block table beyond its request's context.
+
+    Args:
+        context: [requests] cached tokens that the rows of a request see, in flat order.
+        requests: [requests] row of `block_tables` of each request in flat order.
+        block_tables: [requests, width] physical block ids.
+        block_size: tokens per cache block.
+        skip: leading blocks to leave out; every context has them in full.
+        left_out: [requests, width] blocks to leave out, in the order of `block_tables`.
+    """
+    context = context - skip * block_size
+    num_blocks = -(-context // block_size)
+    end = num_blocks.cumsum()
+    request = np.arange(len(context)).repeat(num_blocks)
+    # gathering by flat index costs the pairs in use, where a mask would cost requests x width
+    first = requests * block_tables.shape[1] + skip - (end - num_blocks)
+    place = first.repeat(num_blocks) + np.arange(len(request))
+    block = block_tables.take(place)
+    hi = np.full(len(request), block_size, np.int32)
+    last, tokens = end - 1, context - (num_blocks - 1) * block_size
+    if np.count_nonzero(context) < len(context):  # a context without a block has no last one
+        last, tokens = last[context > 0], tokens[context > 0]
+    hi[last] = tokens
+    pairs = ContextPairs(request, block, hi)
+    return pairs if left_out is None else pairs.take((~left_out.take(place)).nonzero()[0])
+
+
+def shared_pairs(pairs: ContextPairs, num_single: int) -> SharedPairs:
+    """Pairs whose block more than one row uses.
+
+    One sort of 64-bit keys finds equal blocks and the order of their users at once. Its cost does not depend on how
+    large block ids are, and a batch that shares nothing pays for nothing else.
+
+    Args:
+        pairs: all pairs of the step.
+        num_single: requests [0, num_single) in flat order have one row; a block of another has several rows anyway.
+    """
+    key = pairs.block.astype(np.int64)
+    key <<= PAIR_BITS
+    key |= np.arange(len(key))
+    key.sort()
+    again = (key[1:] ^ key[:-1]) <= PAIR_MASK
+    any_multi = len(key) > 0 and bool(pairs.request[-1] >= num_single)
+    if not (any_multi or np.count_nonzero(again)):
+        return SharedPairs(key[:0], key[:0])
+    shared = np.zeros(len(key), np.bool_)
+    shared[1:] = again
+    shared[:-1] |= again
+    if any_multi:
+        shared |= pairs.request.take(key & PAIR_MASK) >= num_single
+    key = key[shared]
+    return SharedPairs(key & PAIR_MASK, key >> PAIR_BITS)
+
+
+Group = tuple[NDArray[np.int64], int, int]
+
+
+class SharedPlan(NamedTuple):
+    """Cached blocks that more than one row uses: token ranges by (request, block), and sets of rows with equal blocks.
+
+    blocks: int64 [blocks] physical block ids, in the order of first use by the flat requests, except that the blocks of
+        a group stand together.
+    lo, hi: int32 [requests, blocks] the rows of a request see tokens [lo, hi) of a block; hi 0: they do not use it.
+    groups: `(rows, block_lo, block_hi)`: exactly the rows that use `blocks[block_lo:block_hi]`. No two groups have the
+        same rows.
+    """
+
+    blocks: NDArray[np.int64]
+    lo: NDArray[np.int32]
+    hi: NDArray[np.int32]
+    groups: list[Group]
+
+
+class _Blocks(NamedTuple):
+    """Shared blocks; the users of block i are the requests `users[first[i]:first[i] + num_users[i]]`, ascending."""
+
+    first: NDArray[np.int64]
+    num_users: NDArray[np.int64]
+    users: NDArray[np.int64]
+
+    def users_of(self, index: int) -> NDArray[np.int64]:
+        return self.users[self.first[index] : self.first[index] + self.num_users[index]]
+
+
+def plan_shared(
+    pairs: ContextPairs, shared: SharedPairs, query_start: NDArray[np.int64], room: int = 0
+) -> SharedPlan | None:
+    """Groups the shared pairs.
+
+    Multiplying every row with every shared block would cost rows x blocks where the batch is block-sparse (several
+    prompts with a context of their own each); with groups the cost follows the pairs in use.
+
+    Args:
+        pairs: all pairs of the step.
+        shared: the shared ones among them.
+        query_start: [requests + 1] first row of each request in flat order.
+        room: blocks that the caller puts before these; until then they are nobody's.
+    """
+    pair, block = shared
+    if not pair.size:
+        return None
+    request = pairs.request.take(pair)
+    first, count = _runs(block[1:] != block[:-1])
+    by_use = pair[first].argsort()
+    place, groups = _group(_Blocks(first[by_use], count[by_use], request), query_start)
+    if room:
+        groups = [(rows, begin + room, end + room) for rows, begin, end in groups]
+    column = np.empty_like(first)
+    column[by_use] = place + room
+    total = room + len(first)
+    # zeros, not zeros_like: a large one comes from the system as zeros, and what nobody uses of it stays untouched
+    hi = np.zeros((len(query_start) - 1, total), np.int32)
+    hi.reshape(-1)[request * total + column.repeat(count)] = pairs.hi.take(pair)
+    blocks = np.zeros(total, np.int64)
+    blocks[column] = block[first]
+    return SharedPlan(blocks, np.zeros(hi.shape, np.int32), hi, groups)
+
+
+def _group(blocks: _Blocks, query_start: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[Group]]:
+    """Places blocks so that those with the same users stand together.
+
+    The blocks of a prefix are neighbours in the order of first use, so runs of blocks with equal users are found by
+    comparing neighbours, all at once; only runs are looked at one by one. Runs with equal users that are no neighbours
+    exist where requests share crosswise.
+
+    Returns:
+        The place of each block, and the groups.
+    """
+    starts, lengths = (array.tolist() for array in _runs(_new_users(blocks)))
+    runs_of: dict[bytes, list[int]] = {}
+    for run, start in enumerate(starts):
+        runs_of.setdefault(blocks.users_of(start).tobytes(), []).append(run)
+    place = np.arange(len(blocks.first))
+    groups: list[Group] = []
+    end = 0
+    for runs in runs_of.values():
+        begin = end
+        for run in runs:
+            place[starts[run] : starts[run] + lengths[run]] += end - starts[run]
+            end += lengths[run]
+        groups.append((_rows(blocks.users_of(starts[runs[0]]), query_start), begin, end))
+    return place, groups
+
+
+def _new_users(blocks: _Blocks) -> NDArray[np.bool_]:
+    """[blocks - 1] whether the users of block i + 1 are others than those of block i."""
+    count = blocks.num_users
+    lowest, highest = blocks.users[blocks.first], blocks.users[blocks.first + count - 1]
+    differs = (count[1:] != count[:-1]) | (lowest[1:] != lowest[:-1])
+    if np.array_equal(highest - lowest, count - 1):  # users without gaps: lowest and number say it all
+        return differs
+    begin = count.cumsum() - count
+    index = np.arange(len(blocks.users))
+    users = blocks.users.take(index + (blocks.first - begin).repeat(count))
+    # where the block before has another number of users this compares anything, but then it does not matter
+    before = users.take(index - count.repeat(count))
+    return differs | np.logical_or.reduceat(users != before, begin)[1:]
+
+
+def _runs(changes: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Starts and lengths of runs in an array of which entry i + 1 begins a new one where `changes[i]`."""
+    bounds = np.empty(np.count_nonzero(changes) + 2, np.int64)
+    bounds[0], bounds[-1] = 0, len(changes) + 1
+    bounds[1:-1] = changes.nonzero()[0]
+    bounds[1:-1] += 1
+    return bounds[:-1], bounds[1:] - bounds[:-1]
+
+
+def _rows(users: NDArray[np.int64], query_start: NDArray[np.int64]) -> NDArray[np.int64]:
+    """All rows of ascending requests."""
+    last = users[-1]
+    if query_start[last + 1] == last + 1:  # as many rows as requests up to here, so each has one
+        return users
+    if len(users) == 1:
+        return np.arange(query_start[last], query_start[last + 1])
+    start = query_start[users]
+    count = query_start[users + 1] - start
+    end = count.cumsum()
+    return np.arange(end[-1]) + (start - (end - count)).repeat(count)
+
+
+def common_prefix(context: NDArray[np.int64], block_tables: NDArray[np.int32], block_size: int) -> NDArray[np.int32]:
+    """Physical ids of the leading blocks that all requests see in full.
+
+    Args:
+        context: [requests] cached tokens that the rows of a request see, in any order; one request at least.
+        block_tables: [requests, width] physical block ids.
+        block_size: tokens per cache block.
+    """
+    if block_tables.item(0, 0) != block_tables.item(
+        len(context) - 1, 0
+    ):  # most batches without a common prefix end here
+        return block_tables[0, :0]
+    leading = block_tables[:, : int(context.min()) // block_size]
+    same = (leading == leading[0]).all(axis=0)
+    return leading[0, : len(same) if same.all() else int(same.argmin())]
+
+
+def with_common_prefix(
+    prefix: NDArray[np.int32], rest: SharedPlan | None, num_requests: int, num_rows: int, block_size: int
+) -> SharedPlan | None:
+    """The plan of the other shared blocks with a first group of all rows; None if `rest` has such a group itself.
+
+    rest: with room for the prefix, which is written there: with many requests of many blocks a copy costs more than
+        all the rest of planning.
+    """
+    count = len(prefix)
+    if rest is None:
+        hi = np.zeros((num_requests, count), np.int32)
+        rest = SharedPlan(np.zeros(count, np.int64), np.zeros(hi.shape, np.int32), hi, [])
+    elif any(len(rows) == num_rows for rows, _, _ in rest.groups):
+        return None
+    rest.blocks[:count] = prefix
+    rest.hi[:, :count] = block_size
+    return rest._replace(groups=[(np.arange(num_rows), 0, count), *rest.groups])

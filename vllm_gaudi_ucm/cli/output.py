@@ -1,0 +1,77 @@
+"""The place of a file that a command or a server writes: checked before the work, filled as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """ValueError that names the option where `path` (None: nothing to check) cannot be written.
+
+    suffixes: those of which the name must have one, in lower case; () for any name.
+    """
+    if path is None:
+        return
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ValueError(f"{option} {path}: expected a name that ends in {', '.join(suffixes)}")
+    if why_not := why_not_writable(path):
+        raise ValueError(f"{option} {path}: {why_not}; expected a file name in a folder that exists and is writable")
+
+
+def why_not_writable(path: Path) -> str:
+    """Why no file can be written at a path; "" where one can, as far as the system tells without a try."""
+    folder = path.parent
+    try:
+        if not stat.S_ISDIR(folder.stat().st_mode):
+            return f"{folder} is a file"
+        if path.is_dir():
+            return "is a folder"
+        if not path.exists() and not os.access(folder, os.W_OK | os.X_OK):
+            return f"{folder} may not be written by this user"
+        if path.exists() and not os.access(path, os.W_OK):
+            return "may not be written by this user"
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        return f"the folder {folder} does not exist" if missing else f"{error.strerror or error}"
+    return ""
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """The path to write to instead: it becomes `path` at the end, and is removed where the block is interrupted.
+
+    It has the suffix of `path`. What is no file, as /dev/stdout, is written as it is.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def task_progress(what: str) -> Iterator[Callable[[float], None]]:
+    """Shows a bar while the block runs; the block calls what it is given with the fraction that is done."""
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda done: progress.update(task, completed=done)

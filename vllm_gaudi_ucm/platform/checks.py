@@ -1,0 +1,66 @@
+"""Checks at start and of each request: a refusal names the option or request, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+from vllm_gaudi_ucm.connector.transfer_config import OURS, ConnectorOptions, configured_connectors
+from vllm_gaudi_ucm.observability.phase_log import PhaseLogError
+from vllm_gaudi_ucm.options.errors import UnsupportedRequestError
+from vllm_gaudi_ucm.sparse.options import read_extra_args
+from vllm_gaudi_ucm.store.factory import open_medium
+from vllm_gaudi_ucm.store.options import FileStoreOptions, StoreOptions
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+
+def check_places(config: UcmConfig, transfer: KVTransferConfig | None) -> None:
+    """Opens the folders of file stores, which makes them, and looks where the phase log will be.
+
+    transfer: with options that were checked. Raises UcmConfigError, PhaseLogError.
+    """
+    if config.phase_log is not None:
+        _check_phase_log(config.phase_log)
+    for store in _stores(config, transfer):
+        # a server that does not answer is no error: the store misses until it does
+        if isinstance(store, FileStoreOptions):
+            open_medium(store).close()
+
+
+def _stores(config: UcmConfig, transfer: KVTransferConfig | None) -> Iterator[StoreOptions]:
+    for connector in configured_connectors(transfer):
+        if connector.name == OURS:
+            yield ConnectorOptions.resolve(connector.extra, connector.key).store
+    if config.memory_mode.enabled and config.memory_mode.store is not None:
+        yield config.memory_mode.store
+
+
+def _check_phase_log(path: Path) -> None:
+    wrong = None
+    if path.is_dir():
+        wrong = errno.EISDIR
+    elif not path.parent.is_dir():
+        wrong = errno.ENOTDIR if path.parent.exists() else errno.ENOENT
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        wrong = errno.EACCES
+    if wrong is not None:
+        raise PhaseLogError(
+            f"ucm.phase_log: cannot write {path}: {os.strerror(wrong)}; "
+            "expected a file name in a folder that exists and is writable"
+        )
+
+
+def check_request(params: Any) -> None:
+    """Raises ValueError that names the parameter, what was found and what to do. params: `SamplingParams`."""
+    read_extra_args(getattr(params, "extra_args", None))
+    for name in ("prompt_logprob_token_ids", "thinking_token_budget"):
+        if getattr(params, name, None) is not None:
+            raise UnsupportedRequestError(name)
+    if getattr(params, "watermarking", None):
+        raise UnsupportedRequestError("watermarking")

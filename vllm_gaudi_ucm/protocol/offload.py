@@ -1,0 +1,97 @@
+"""What scheduler and worker tell each other about blocks that leave the device and come back: plain data."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ResidencyTotals(msgspec.Struct):
+    """Blocks, but for `scored`, `missed`, `kept` and `repeated`.
+
+    scored: how often a request was scored. missed: the sum, over these, of the estimated share of its attention that
+    fell on blocks that were away. kept: requests that got all of their blocks back because too much was missed.
+    stored: left in the connector's store when a prompt was loaded. repeated: first steps of such prompts that missed
+    too much and were computed again.
+    saved, unsaved: copies made, and not made because the store could not. released: left the device.
+    loaded, failed: came back from the store, and could not. found: came back from the prefix cache, without a copy.
+    away: of live requests, not on the device now.
+    """
+
+    scored: int = 0
+    missed: float = 0.0
+    kept: int = 0
+    stored: int = 0
+    repeated: int = 0
+    saved: int = 0
+    unsaved: int = 0
+    released: int = 0
+    loaded: int = 0
+    failed: int = 0
+    found: int = 0
+    away: int = 0
+
+
+class BlockMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One block of one request on its way.
+
+    life: number of the request's present life; a preempted request, or a later one of the same id, has another.
+    number: logical block. block: physical block that is read or written. row: place of the summary while away.
+    key: of the connector's record of the block, where that is its copy.
+    """
+
+    life: int
+    number: int
+    block: int
+    row: int
+    key: bytes = b""
+
+
+class TablePatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """From this step on, logical block `number` of a request in this life is physical block `block`; 0: it is away."""
+
+    life: int
+    request_id: str
+    number: int
+    block: int
+
+
+class ResidencyOrders(msgspec.Struct):
+    """Of a step, to be carried out before its forward in this order.
+
+    ended: lives that are over: their moves are cancelled and their copies deleted.
+    dropped: copies, by (life, logical block), to delete; the blocks are on the device.
+    stored: (life, logical block, row) of blocks that a connector left in its store, and whose summaries it brings.
+    patches: changes of block tables.
+    saves: blocks to copy off the device. loads: blocks to bring back.
+    ahead: copies, by (life, logical block), to bring to host memory and keep there; those of earlier steps that it does
+        not name any more are not wanted.
+    scored: requests to score after the forward, and their life. totals: for the worker's metrics.
+    """
+
+    ended: list[int] = []
+    dropped: list[tuple[int, int]] = []
+    stored: list[tuple[int, int, int]] = []
+    patches: list[TablePatch] = []
+    saves: list[BlockMove] = []
+    loads: list[BlockMove] = []
+    ahead: list[tuple[int, int]] = []
+    scored: dict[str, int] = {}
+    totals: ResidencyTotals = msgspec.field(default_factory=ResidencyTotals)
+
+
+class ResidencyReport(msgspec.Struct):
+    """What became of orders, of this step or of earlier ones. Pairs are (life, logical block).
+
+    saved, unsaved: blocks whose copy is there, and could not be made.
+    loaded, failed: blocks that are on the device again, and whose copy could not be read.
+    scores: by life, the share of attention of each full block of its context; below 0 for one without a summary.
+    """
+
+    saved: list[tuple[int, int]] = []
+    unsaved: list[tuple[int, int]] = []
+    loaded: list[tuple[int, int]] = []
+    failed: list[tuple[int, int]] = []
+    scores: dict[int, list[float]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.saved or self.unsaved or self.loaded or self.failed or self.scores)

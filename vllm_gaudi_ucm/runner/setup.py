@@ -1,0 +1,267 @@
+"""Where a worker's objects are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
+from vllm_gaudi_ucm.config.ucm_config import block_options, memory_mode_prefetch
+from vllm_gaudi_ucm.connector.transfer_config import loads_partly
+from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.execution.decoder import Decoder
+from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import tail_rows
+from vllm_gaudi_ucm.kv_cache.allocation import split_key_value
+from vllm_gaudi_ucm.kv_cache.attention_layers import attention_layers
+from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
+from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
+from vllm_gaudi_ucm.sparse.base import UcmSparseRole
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
+from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, SparseWorker, selection_limits, summary_share
+from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer, is_draft_layer
+from vllm_gaudi_ucm.speculation.proposer import NgramProposer
+from vllm_gaudi_ucm.store.factory import open_medium, open_store
+from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions
+from vllm_gaudi_ucm.store.shared_memory import new_memory_store
+from vllm_gaudi_ucm.vllm_api.model import Attention
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.config.ucm_config import AttentionConfig, UcmConfig
+    from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
+    from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+    from vllm_gaudi_ucm.speculation.proposer import DraftProposer
+    from vllm_gaudi_ucm.store.base import KvStore
+    from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheSpec
+
+
+def residency_worker(
+    config: UcmConfig,
+    sparse: SparseWorker,
+    table: RequestTable,
+    blocks: DeviceBlocks,
+    num_rows: int,
+    device: Device,
+) -> ResidencyWorker:
+    """The worker's side of memory mode.
+
+    Args:
+        config: memory mode is on in it.
+        sparse: worker's side of the method, which keeps queries.
+        table: block tables of the live requests.
+        blocks: of the KV cache.
+        num_rows: blocks that can have a copy.
+        device: where the cache is.
+    """
+    selector, state = sparse.selector, sparse.state
+    if selector is None or state is None or selector.scorer is None:
+        raise ValueError("ucm.memory_mode: found a worker that keeps no queries, expected keep_queries before")
+    copies = open_copies(config, num_rows, blocks)
+    worker = ResidencyWorker(table, state, selector.scorer, blocks, copies, device)
+    worker.warm_up()
+    return worker
+
+
+def open_copies(config: UcmConfig, num_rows: int, blocks: DeviceBlocks) -> CopyStore:
+    """Where copies go: a store of this engine alone, which evicts none of them.
+
+    Raises UcmConfigError for a folder that cannot be used, or a capacity below one block.
+    """
+    options, block_bytes = config.memory_mode.open_options(num_rows, blocks.block_bytes), blocks.block_bytes
+    folder: CopyFolder | None = None
+    store: KvStore | None = None
+    try:
+        if isinstance(options, MemoryStoreOptions):
+            # never the one of a connector with the same options: what that evicts would be copies
+            store = new_memory_store(options, block_bytes, evicts=False)
+        else:
+            if isinstance(options, FileStoreOptions):
+                folder = _own_folder(options)
+                options = options.model_copy(update={"path": folder.path})
+            store = open_store(options, block_bytes, evicts=False)
+        return CopyStore(store, block_bytes, blocks.allocate, memory_mode_prefetch(config), folder)
+    except BaseException:
+        if store is not None:
+            store.close()
+        if folder is not None:
+            folder.remove()
+        raise
+
+
+def _own_folder(options: FileStoreOptions) -> CopyFolder:
+    try:
+        # makes the folder, or refuses one of something else
+        open_medium(options).close()
+        return CopyFolder(options.path)
+    except UcmConfigError as error:
+        problems = [replace(problem, key=f"ucm.memory_mode.{problem.key}") for problem in error.problems]
+        raise UcmConfigError(problems) from error
+    except OSError as error:
+        found = f"{options.path} ({error.strerror})"
+        wanted = "a folder that this user owns, or may make"
+        raise UcmConfigError([Problem("ucm.memory_mode.store.path", found, wanted)]) from error
+
+
+def make_proposer(
+    vllm_config: VllmConfig,
+    attention: AttentionConfig,
+    draft_model: Decoder | None,
+    table: RequestTable,
+    block_size: int,
+    device: torch.device,
+    static: StaticShapes | None = None,
+    graphs: NativeGraphs | None = None,
+) -> DraftProposer | None:
+    """None without speculative decoding; features.py lets no other method pass.
+
+    Args:
+        vllm_config: the engine's.
+        attention: kernels of a draft model, the target's.
+        draft_model: where the method has one.
+        table: the requests.
+        block_size: tokens per cache block.
+        device: where the draft model runs.
+        static: the engine's static shapes with the draft model's graphs; None: steps run at true shapes.
+        graphs: of the draft model's steps at true shapes, on a CPU.
+    """
+    config = vllm_config.speculative_config
+    if config is None:
+        return None
+    if draft_model is not None:
+        longest = config.draft_model_config.max_model_len
+        if static is None:
+            execution = TrueShapeExecution(draft_model, attention, block_size, device, graphs=graphs)
+            return DraftModelProposer(execution, table, block_size, longest)
+        return _make_static(static, table, block_size, longest)
+    assert config.prompt_lookup_min is not None
+    assert config.prompt_lookup_max is not None
+    return NgramProposer(table, config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max)
+
+
+def _make_static(static: StaticShapes, table: RequestTable, block_size: int, max_model_len: int) -> DraftModelProposer:
+    graphs = static.draft_model
+    assert graphs is not None, "static shapes without the draft model"
+
+    def divided() -> None:
+        static.bypassed("pass of the draft model divided: more shared blocks than ucm.graphs.max_shared_blocks")
+
+    return DraftModelProposer(graphs.execution, table, block_size, max_model_len, graphs.likeliest, divided)
+
+
+def make_sparse_worker(
+    config: UcmConfig,
+    vllm_config: VllmConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    block_size: int,
+    num_blocks: int,
+    static: bool,
+    table: RequestTable | None = None,
+) -> SparseWorker | None:
+    """The worker side of `ucm_sparse_method`, None without one.
+
+    kv_caches: [blocks, kv heads, block size, k | v] by layer name, bound to the layers. num_blocks, static: see
+    ServerSizes. table: block tables of the live requests; without it nothing is moved in memory mode.
+    """
+    if config.ucm_sparse_method is None:
+        return None
+    method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
+    sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
+        some_away=config.memory_mode.enabled, tail_rows=_tail_rows(config, vllm_config, block_size)
+    )
+    worker = SparseWorker(method, _layers(vllm_config, kv_caches), sizes)
+    if config.memory_mode.enabled:
+        device = get_device(next(iter(kv_caches.values())).device.type)
+        blocks = DeviceBlocks(kv_caches, device)
+        # a cache for measurements has one block only
+        num_rows = 1 if table is None else config.memory_mode.max_away(num_blocks, blocks.block_bytes)
+        worker.keep_queries(num_rows, _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype))
+        if table is not None:
+            worker.residency = residency_worker(config, worker, table, blocks, num_rows, device)
+    return worker
+
+
+def max_selected_blocks(
+    config: UcmConfig, vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bool
+) -> int:
+    """Blocks that all requests of a step can choose; 0 for a method that chooses none."""
+    options = block_options(config)
+    if options is None:
+        return 0
+    return selection_limits(options, _sizes(vllm_config, block_size, num_blocks, static)).max_selected_blocks
+
+
+def summaries_per_block(config: UcmConfig, specs: Mapping[str, KVCacheSpec]) -> float:
+    """Bytes of a block's summaries over the bytes of its keys and values; 0 for a method without summaries."""
+    options = block_options(config)
+    if options is None:
+        return 0.0
+    spec = cast("AttentionSpec", next(iter(specs.values())))
+    share = summary_share(options, spec.block_size, spec.head_size, spec.dtype.itemsize)
+    # those of blocks that are away stay
+    return share * (1 + config.memory_mode.away_ratio) if config.memory_mode.enabled else share
+
+
+def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bool) -> ServerSizes:
+    return ServerSizes(
+        max_model_len=vllm_config.model_config.max_model_len,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        max_rows=1 + vllm_config.num_speculative_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        static=static,
+    )
+
+
+def _tail_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
+    """Rows of a prompt's tail that choose together, which only follows a partial load; 0 where there is none."""
+    if not config.memory_mode.enabled or not loads_partly(vllm_config):
+        return 0
+    max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    return tail_rows(block_size, max_num_batched_tokens, 1 + vllm_config.num_speculative_tokens)
+
+
+def _query_heads(vllm_config: VllmConfig) -> int:
+    return next(cast("UnifiedAttentionImpl", layer.impl).num_heads for layer in attention_layers(vllm_config).values())
+
+
+def _layers(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, SelectionLayer]:
+    """The layers in the model's order, which is the order they register in; tells each its place."""
+    layers = {}
+    # a draft model's layers stand behind the target's, and are dense
+    target = (item for item in attention_layers(vllm_config).items() if not is_draft_layer(item[0]))
+    for index, (name, layer) in enumerate(target):
+        implementation = cast("UnifiedAttentionImpl", layer.impl)
+        implementation.layer_index = index
+        keys, _ = split_key_value(kv_caches[name], implementation.head_size)
+        layers[name] = SelectionLayer(keys, implementation.scale)
+    return layers
+
+
+class ServedLayers(dict[str, Any]):
+    """vLLM's `static_forward_context`: layer names to layers, which enter themselves while a model is built.
+
+    What has a state of its own beside the tokens of a step is entered here: attention of every kind, recurrent layers,
+    mixtures of experts. Plain attention is all that is served, and what its own arguments add is up to its
+    implementation (`UnifiedAttentionImpl`). Subclasses mask otherwise, or keep other things in the cache: to take them
+    for what they derive from would give wrong tokens.
+    """
+
+    def __setitem__(self, name: str, layer: Any) -> None:
+        if type(layer) is not Attention:
+            raise UnsupportedFeatureError(f"layers of the kind {type(layer).__name__}", f"the model's layer {name}")
+        super().__setitem__(name, layer)
+
+
+def refuse_other_layers(vllm_config: VllmConfig) -> None:
+    """Models that are built from now on raise UnsupportedFeatureError at the first such layer, before weights load."""
+    vllm_config.compilation_config.static_forward_context = ServedLayers()

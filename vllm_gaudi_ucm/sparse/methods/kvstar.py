@@ -1,0 +1,390 @@
+"""KVStar: keeps the selection of any base method locked over several steps. Source: seed 002."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
+
+from pydantic import ConfigDict, Field
+
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, unknown_key
+from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
+from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
+from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.methods.locked_verification import KVStarSpeculative
+from vllm_gaudi_ucm.sparse.options import MethodOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
+
+
+class BaseMethodHooks:
+    """Every hook but those that decide about locks."""
+
+    base_sparse: UcmSparseBase
+
+    @property
+    def selecting_method(self) -> UcmSparseBase:
+        return self.base_sparse.selecting_method
+
+    def register_block_size(self, block_size: int) -> None:
+        self.base_sparse.register_block_size(block_size)
+
+    def estimate_num_slots_sparsed(self, request: Request) -> int:
+        return self.base_sparse.estimate_num_slots_sparsed(request)
+
+    def allocate_slots(self, request: Request, num_slots_sparsed: int) -> Any:
+        return self.base_sparse.allocate_slots(request, num_slots_sparsed)
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        self.base_sparse.register_kv_caches(kv_caches)
+
+    def execute_begin(self, step: Any) -> None:
+        self.base_sparse.execute_begin(step)
+
+    def attention_begin(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: Any,
+        output: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return self.base_sparse.attention_begin(layer_idx, query, key, value, metadata, output)
+
+    def attention_finished(self, layer_idx: int, output: Tensor | None) -> Tensor | None:
+        return self.base_sparse.attention_finished(layer_idx, output)
+
+    def execute_finished(self) -> None:
+        self.base_sparse.execute_finished()
+
+    def update_states(self, scheduler_output: SchedulerOutput) -> None:
+        self.base_sparse.update_states(scheduler_output)
+
+    def request_finished_in_worker(self, request_id: str) -> None:
+        self.base_sparse.request_finished_in_worker(request_id)
+
+
+class KVStarOptions(MethodOptions):
+    """Made by `resolve`, which checks the base method's options, too; they are kept as extra attributes."""
+
+    model_config = ConfigDict(extra="allow")
+
+    checkpoint_interval: Annotated[int, Field(ge=1)] = Field(
+        default=8, description="Steps of a locked selection after which it is compared with a new one."
+    )
+    lock_duration: Annotated[int, Field(ge=1)] = Field(
+        default=16, description="Steps of a lock, after which the selection is made anew in any case."
+    )
+    update_threshold: Annotated[int, Field(ge=0)] = Field(
+        default=2,
+        description="Blocks that a new selection may add and remove, together, without replacing the locked one.",
+    )
+    base_method: str = Field(
+        default="GSA",
+        description="Method that selects; its options stand beside these, or in its own section.",
+    )
+
+    def __hash__(self) -> int:
+        return hash((*self.__dict__.values(), *sorted(self.given_base_options().items())))
+
+    @classmethod
+    def resolve(cls, value: Any, key: str) -> Self:
+        """See MethodOptions. KVStar over KVStar is refused."""
+        if isinstance(value, cls) or not isinstance(value, Mapping):
+            return super().resolve(value, key)
+        own = {name: item for name, item in value.items() if name in cls.model_fields}
+        rest = {name: item for name, item in value.items() if name not in cls.model_fields}
+        options, found = super().resolve({}, key), []
+        try:
+            options = super().resolve(own, key)
+        except UcmConfigError as error:
+            found += error.problems
+        try:
+            base = _resolve_base(own.get("base_method", "GSA"), rest, key, list(cls.model_fields))
+        except UcmConfigError as error:
+            raise UcmConfigError(found + [p for p in error.problems if p.key not in {q.key for q in found}]) from None
+        if found:
+            raise UcmConfigError(found)
+        return options.model_copy(update={name: getattr(base, name) for name in rest})
+
+    def given_base_options(self) -> dict[str, Any]:
+        """The base method's options that stand beside KVStar's own."""
+        return self.__pydantic_extra__ or {}
+
+    def with_base_section(self, section: MethodOptions, key: str) -> Self:
+        """These options over those in the base method's own section. Raises `UcmConfigError`."""
+        beside = {name: getattr(section, name) for name in type(section).model_fields}
+        return self.resolve({**self.__dict__, **beside, **self.given_base_options()}, key)
+
+    def base_options(self) -> MethodOptions:
+        """The options that the base method is created with."""
+        return UcmSparseFactory.options_class(self.base_method).resolve(self.given_base_options(), "KVStar")
+
+
+def _resolve_base(name: Any, given: dict[str, Any], key: str, own: list[str]) -> MethodOptions:
+    """The base method's options in the keys that are not KVStar's `own`; found and named under KVStar's key."""
+    others = [method for method in UcmSparseFactory.known_methods() if method != "KVStar"]
+    wrong = Problem(f"{key}.base_method", repr(name), f"another method, one of {', '.join(others)}")
+    if name not in others:
+        raise UcmConfigError([wrong])
+    try:
+        options = UcmSparseFactory.options_class(name)
+    except SparseMethodError as error:
+        raise UcmConfigError([Problem(wrong.key, wrong.found, f"a method that can be loaded ({error})")]) from error
+    known = list(options.model_fields)
+    unknown = [unknown_key(str(option), key, [*own, *known]) for option in given if option not in known]
+    if unknown:
+        raise UcmConfigError(unknown)
+    base = options.resolve(given, key)
+    if getattr(base, "reuse_steps", 1) != 1:
+        expected = "1, because KVStar's lock decides how long a selection serves"
+        raise UcmConfigError([Problem(f"{key}.reuse_steps", repr(getattr(base, "reuse_steps", 1)), expected)])
+    return base
+
+
+@dataclass
+class KVStarState:
+    """State of one request.
+
+    request_id: opaque.
+    checkpoint_interval, lock_duration: in steps of the request, whatever the number of its layers or tokens.
+    is_locked: whether a selection is locked.
+    locked_selection: logical blocks of a selection that the host knows; None while it lies on the device alone.
+    lock_position: tokens of the request when it was locked.
+    steps_since_lock, steps_since_checkpoint: steps that the locked selection has served.
+    window: sinks, window and number of blocks at the lock or the last checkpoint; they stay until the next one, so
+        that every token newer than the selection is attended.
+    position: the last position that `get_selection` was asked for.
+    """
+
+    request_id: str
+    checkpoint_interval: int = 8
+    lock_duration: int = 16
+    is_locked: bool = False
+    locked_selection: list[int] | None = None
+    lock_position: int = 0
+    steps_since_lock: int = 0
+    steps_since_checkpoint: int = 0
+    window: RequestSelection | None = None
+    position: int | None = None
+
+    def lock(self, position: int, selection: list[int] | None = None) -> None:
+        """Locks from this step on."""
+        self.is_locked = True
+        self.locked_selection = None if selection is None else list(selection)
+        self.lock_position = self.position = position
+        self.steps_since_lock = self.steps_since_checkpoint = 0
+        self.window = None
+
+    def unlock(self) -> None:
+        self.is_locked = False
+        self.locked_selection = self.window = None
+
+    def next_step(self) -> SelectionMode:
+        """What the request's next step does; SELECT: there is no lock, or it has served its time."""
+        if not self.is_locked:
+            return SelectionMode.SELECT
+        self.steps_since_lock += 1
+        self.steps_since_checkpoint += 1
+        if self.steps_since_lock >= self.lock_duration:
+            return SelectionMode.SELECT
+        if self.steps_since_checkpoint >= self.checkpoint_interval:
+            self.steps_since_checkpoint = 0
+            return SelectionMode.CHECK
+        return SelectionMode.REUSE
+
+
+class KVStarMetrics:
+    """Counters since start; the scheduler's role counts locks and drafts, the worker's role checkpoints."""
+
+    def __init__(self) -> None:
+        self.lock_count = 0
+        self.unlock_count = 0
+        self.checkpoint_updates = 0
+        self.checkpoint_maintains = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+
+    def record_lock(self) -> None:
+        self.lock_count += 1
+
+    def record_unlock(self) -> None:
+        self.unlock_count += 1
+
+    def record_checkpoint(self, updated: bool, count: int = 1) -> None:
+        """`count` selections (one per layer) were compared with a new one, and replaced or kept."""
+        if updated:
+            self.checkpoint_updates += count
+        else:
+            self.checkpoint_maintains += count
+
+    def record_speculation(self, drafted: int, accepted: int) -> None:
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+
+    def get_stats(self) -> dict[str, float]:
+        """The counters, and the part of checkpoints that replaced a selection (0 without any)."""
+        checkpoints = self.checkpoint_updates + self.checkpoint_maintains
+        return {
+            "lock_count": self.lock_count,
+            "unlock_count": self.unlock_count,
+            "checkpoint_updates": self.checkpoint_updates,
+            "checkpoint_maintains": self.checkpoint_maintains,
+            "checkpoint_update_rate": self.checkpoint_updates / checkpoints if checkpoints else 0,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+        }
+
+
+class KVStar(BaseMethodHooks, UcmSparseBase):
+    """In the scheduler it decides in which steps the base method selects; in the worker the base method does the work.
+
+    `lock_selection`, `unlock_selection` and `get_selection` serve selections that the host makes.
+    """
+
+    Options: ClassVar[type[MethodOptions]] = KVStarOptions
+
+    def __init__(self, role: UcmSparseRole, config: Mapping[str, Any] | MethodOptions | None = None) -> None:
+        super().__init__(role, config)
+        self.kvstar_options = cast(KVStarOptions, self.options)
+        self.base_sparse = UcmSparseFactory.create_sparse_method(
+            self.kvstar_options.base_method, role, self.kvstar_options.base_options()
+        )
+        self.metrics = KVStarMetrics()
+        self._states: dict[str, KVStarState] = {}
+        self._speculatives: list[KVStarSpeculative] = []
+        self.speculative = KVStarSpeculative(self)
+
+    # --- selections that the host makes ---
+
+    def lock_selection(self, request_id: str, selection: Sequence[int] | None, position: int) -> None:
+        """Locks a selection of logical blocks; None: one that the device chooses in the request's next step."""
+        state = self._state(request_id)
+        if state.is_locked:
+            self.metrics.record_unlock()
+        state.lock(position, None if selection is None else list(selection))
+        self.metrics.record_lock()
+
+    def unlock_selection(self, request_id: str) -> None:
+        """The request's next step selects anew; nothing happens without a lock."""
+        state = self._states.get(request_id)
+        if state is not None and state.is_locked:
+            state.unlock()
+            self.metrics.record_unlock()
+
+    def get_selection(
+        self, request_id: str, current_position: int, fallback_selector: Callable[[], Sequence[int]]
+    ) -> list[int]:
+        """The locked selection, or a new one that is locked then.
+
+        A step is counted when the position has changed since the last call, so that every layer may ask; while drafts
+        are open none is counted. The blocks are those of the top-k part: sinks, window and tail join them elsewhere.
+        """
+        state = self._state(request_id)
+        if state.is_locked and state.locked_selection is not None:
+            if state.position == current_position or self._is_speculating(request_id):
+                return list(state.locked_selection)
+            state.position = current_position
+            mode = state.next_step()
+            if mode == SelectionMode.REUSE:
+                return list(state.locked_selection)
+            if mode == SelectionMode.CHECK:
+                return self._checkpoint_update(state, fallback_selector)
+        selection = list(fallback_selector())
+        self.lock_selection(request_id, selection, current_position)
+        return selection
+
+    def _checkpoint_update(self, state: KVStarState, fallback_selector: Callable[[], Sequence[int]]) -> list[int]:
+        selection, locked = list(fallback_selector()), state.locked_selection or []
+        updated = len(set(selection) ^ set(locked)) > self.kvstar_options.update_threshold
+        self.metrics.record_checkpoint(updated)
+        if updated:
+            state.locked_selection = selection
+        return list(state.locked_selection or [])
+
+    # --- speculation ---
+
+    def attach_speculative(self, speculative: KVStarSpeculative) -> None:
+        """Speculations that end when their request does."""
+        self._speculatives.append(speculative)
+
+    def ensure_locked(self, request_id: str) -> None:
+        """Locks what the request's next step selects, unless a selection is locked."""
+        if not self._state(request_id).is_locked:
+            self.lock_selection(request_id, None, self.current_position(request_id))
+
+    def current_position(self, request_id: str) -> int:
+        """Tokens of the request when its selection was last asked for, 0 before that."""
+        state = self._states.get(request_id)
+        return 0 if state is None or state.position is None else state.position
+
+    def _is_speculating(self, request_id: str) -> bool:
+        return any(speculative.oldest_session(request_id) for speculative in self._speculatives)
+
+    # --- scheduler role ---
+
+    def request_begin(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
+        self._forget(request_id)
+        self.base_sparse.request_begin(request_id, prompt_token_ids)
+
+    def request_preempted(self, request_id: str) -> None:
+        self._forget(request_id)
+        self.base_sparse.request_preempted(request_id)
+
+    def request_finished_in_scheduler(self, request_id: str) -> None:
+        self._forget(request_id)
+        self.base_sparse.request_finished_in_scheduler(request_id)
+
+    def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        session = self.speculative.oldest_session(request_id)
+        # a step in which the request was dense opened none
+        if session is not None and session.num_tokens == num_drafts:
+            self.speculative.end_speculation(request_id, num_accepted)
+        self.base_sparse.drafts_verified(request_id, num_drafts, num_accepted)
+
+    def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
+        """The base method's budgets, with the modes and windows of the locks."""
+        offered = self.base_sparse.build_sparse_meta(scheduler_output, requests).requests
+        for request_id in scheduler_output.num_scheduled_tokens:
+            if request_id not in offered:
+                self.unlock_selection(request_id)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        meta = SparseMeta()
+        for request_id, selection in offered.items():
+            meta.requests[request_id] = self._decide(request_id, selection, requests[request_id].num_tokens)
+            if request_id in drafts:
+                self.speculative.begin_speculation(request_id, len(drafts[request_id]))
+        meta.locks = (self.metrics.lock_count, self.metrics.unlock_count)
+        return meta
+
+    def _decide(self, request_id: str, offered: RequestSelection, position: int) -> RequestSelection:
+        state = self._state(request_id)
+        mode = state.next_step()
+        if mode == SelectionMode.SELECT or state.window is None:
+            mode = SelectionMode.SELECT
+            self.lock_selection(request_id, None, position)
+        state.position = position
+        if mode != SelectionMode.REUSE or state.window is None:
+            state.window = offered
+        window = state.window
+        threshold = self.kvstar_options.update_threshold if mode == SelectionMode.CHECK else 0
+        return RequestSelection(mode, window.sink_blocks, window.window_start, window.num_selected, threshold)
+
+    def _state(self, request_id: str) -> KVStarState:
+        state = self._states.get(request_id)
+        if state is None:
+            options = self.kvstar_options
+            state = KVStarState(request_id, options.checkpoint_interval, options.lock_duration)
+            self._states[request_id] = state
+        return state
+
+    def _forget(self, request_id: str) -> None:
+        self.unlock_selection(request_id)
+        self._states.pop(request_id, None)
+        for speculative in self._speculatives:
+            speculative.forget(request_id)

@@ -1,1 +1,0 @@
-"""KVStar: a selection that stays locked over several steps."""

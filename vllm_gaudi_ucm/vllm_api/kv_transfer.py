@@ -1,0 +1,35 @@
+"""vLLM's connector interface."""
+
+from vllm.distributed.kv_transfer import (
+    ensure_kv_transfer_initialized,
+    ensure_kv_transfer_shutdown,
+    get_kv_transfer_group,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+__all__ = [
+    "KVConnectorBase_V1",
+    "KVConnectorFactory",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "MultiConnector",
+    "SupportsHMA",
+    "copy_kv_blocks",
+    "ensure_kv_transfer_initialized",
+    "ensure_kv_transfer_shutdown",
+    "get_kv_transfer_group",
+]

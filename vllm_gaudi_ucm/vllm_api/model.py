@@ -1,0 +1,30 @@
+"""vLLM's models and layers, and the context of a forward pass."""
+
+from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import get_model
+
+__all__ = [
+    "Attention",
+    "AttentionLayerBase",
+    "ForwardContext",
+    "LinearBase",
+    "ParallelLMHead",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SiluAndMul",
+    "UnquantizedEmbeddingMethod",
+    "UnquantizedLinearMethod",
+    "get_forward_context",
+    "get_model",
+    "is_forward_context_available",
+    "op_registry_oot",
+    "set_forward_context",
+]
