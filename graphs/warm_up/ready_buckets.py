@@ -17,8 +17,8 @@ class NotWarmError(RuntimeError):
     """A step was looked up before the configured maximum was warm."""
 
 
-class _View(NamedTuple):
-    """One consistent state; a lookup reads it once, so that a change in another thread never shows halfway."""
+class WarmState(NamedTuple):
+    """Which graphs are warm, at one moment. Immutable: a change in another thread never shows halfway."""
 
     wanted: BucketSet
     """Every bucket that is or will be warm."""
@@ -26,6 +26,20 @@ class _View(NamedTuple):
     """None until the configured maximum is warm, forward shape and logits rows: only then every step has a bucket."""
     warm_keys: frozenset[BucketKey]
     cold_keys: frozenset[BucketKey]
+
+    def lookup(self, step: Bucket) -> tuple[Bucket, Bucket]:
+        """(the cheapest bucket that dominates `step`, the cheapest that does and is warm).
+
+        A pure function of the step and of the keys that are warm: ranks that agree on these choose the same graph.
+
+        Raises:
+            LimitsError: the step exceeds the limits that the buckets were made for.
+            NotWarmError: not even the configured maximum is warm.
+        """
+        if self.warm is None:
+            raise NotWarmError(f"step {step.to_list()} before the configured maximum is warm; run the skeleton first")
+        best = self.wanted.lookup(step)
+        return best, self.warm.lookup(step) if self.cold_keys else best
 
 
 class ReadyBuckets:
@@ -46,30 +60,22 @@ class ReadyBuckets:
         self._keys: frozenset[BucketKey] = frozenset((*buckets.forward, *buckets.logits))
         self._dropped: dict[BucketKey, str] = {}
         self._changes = threading.Lock()
-        self._view = self._viewed(frozenset())
+        self._state = self._state_of(frozenset())
 
     def lookup(self, step: Bucket) -> Bucket:
-        """The cheapest warm bucket that dominates `step`; counts the step for the cold ones that it asked for.
+        """The cheapest warm bucket that dominates `step`, see `WarmState.lookup`.
 
-        Raises:
-            LimitsError: the step exceeds the limits that the buckets were made for.
-            NotWarmError: not even the configured maximum is warm.
+        Where a cheaper one is still cold, counts the step for it: what steps ask for is warmed first.
         """
-        wanted, warm, _, cold_keys = self._view
-        if warm is None:
-            raise NotWarmError(f"step {step.to_list()} before the configured maximum is warm; run the skeleton first")
-        best = wanted.lookup(step)
-        if not cold_keys:
-            return best
-        ready = warm.lookup(step)
+        best, ready = self._state.lookup(step)
         if ready != best:
             self._count(best, ready)
         return ready
 
     def logits_rows(self, count: int) -> int:
-        """Rows of the smallest warm logits bucket for so many, of a step that has been looked up, or has a graph of
-        its own: nothing is counted."""
-        warm = self._view.warm
+        """Rows of the smallest warm logits bucket that holds `count`. Counts nothing: the step was looked up before,
+        or has a graph of its own."""
+        warm = self._state.warm
         if warm is None:
             raise NotWarmError(f"{count} logits rows before the configured maximum is warm; run the skeleton first")
         return warm.logits_rows(count)
@@ -80,33 +86,33 @@ class ReadyBuckets:
             self._check_known(key)
             if key in self._dropped:
                 raise ValueError(f"{graph_name(key)} was dropped ({self._dropped[key]}) and can not become warm")
-            self._view = self._viewed(self._view.warm_keys | {key})
+            self._state = self._state_of(self._state.warm_keys | {key})
 
     def drop(self, key: BucketKey, reason: str) -> None:
         """`key` will never be warm; its steps run in the next larger bucket."""
         with self._changes:
             self._check_known(key)
-            if key in self.maximum or key in self._view.warm_keys:
+            if key in self.maximum or key in self._state.warm_keys:
                 which = "the configured maximum" if key in self.maximum else "warm"
                 raise ValueError(f"{graph_name(key)} is {which} and can not be dropped: steps run in it")
             self._dropped.setdefault(key, reason)
-            self._view = self._viewed(self._view.warm_keys)
+            self._state = self._state_of(self._state.warm_keys)
 
     def next_cold(self) -> BucketKey | None:
         """The cold bucket that saves the most seconds against what is warm, by expected and by seen steps.
 
         The configured maximum comes before everything else. None: nothing is cold.
         """
-        view = self._view
-        return self._order.first(view.cold_keys, view.warm_keys)
+        state = self._state
+        return self._order.first(state.cold_keys, state.warm_keys)
 
     def is_warm(self, key: BucketKey) -> bool:
-        return key in self._view.warm_keys
+        return key in self._state.warm_keys
 
     @property
     def cold(self) -> frozenset[BucketKey]:
         """What is neither warm nor dropped."""
-        return self._view.cold_keys
+        return self._state.cold_keys
 
     @property
     def dropped(self) -> dict[BucketKey, str]:
@@ -117,8 +123,8 @@ class ReadyBuckets:
     @property
     def progress(self) -> tuple[int, int]:
         """(warm, warm and cold) graphs; dropped ones do not count."""
-        view = self._view
-        return len(view.warm_keys), len(view.warm_keys) + len(view.cold_keys)
+        state = self._state
+        return len(state.warm_keys), len(state.warm_keys) + len(state.cold_keys)
 
     def _count(self, best: Bucket, ready: Bucket) -> None:
         """What differs is what was cold: had it been warm, it would have been found."""
@@ -132,10 +138,10 @@ class ReadyBuckets:
         if key not in self._keys:
             raise KeyError(f"{graph_name(key)} is none of the {len(self._keys)} buckets")
 
-    def _viewed(self, warm: frozenset[BucketKey]) -> _View:
+    def _state_of(self, warm: frozenset[BucketKey]) -> WarmState:
         wanted = self._keys - self._dropped.keys()
         ready = self._subset(warm) if warm.issuperset(self.maximum) else None
-        return _View(self._subset(wanted), ready, warm, wanted - warm)
+        return WarmState(self._subset(wanted), ready, warm, wanted - warm)
 
     def _subset(self, keys: Collection[BucketKey]) -> BucketSet:
         forward = [key for key in keys if isinstance(key, ForwardShape)]

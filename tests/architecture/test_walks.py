@@ -10,11 +10,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"`([\w/]+\.py)` `([\w.]+)`")
+# files in the numbered steps of a walk, by its heading
+MOST_FILES = {"The way of a bucket look-up": 12}
 
 
 def walks() -> list[tuple[str, str]]:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     return NAMED.findall(text)
+
+
+def numbered_files(heading: str) -> set[str]:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = re.split(r"^## ", text, flags=re.MULTILINE)
+    steps = next(part for part in section if part.startswith(heading))
+    return {file for line in steps.splitlines() if line[:1].isdigit() for file, _ in NAMED.findall(line)}
 
 
 def names_in(file: Path) -> set[str]:
@@ -35,3 +44,8 @@ def test_there_is_a_walk() -> None:
 @pytest.mark.parametrize(("file", "name"), walks())
 def test_what_a_walk_names_is_there(file: str, name: str) -> None:
     assert name in names_in(ROOT / file)
+
+
+@pytest.mark.parametrize(("heading", "most"), MOST_FILES.items())
+def test_a_walk_is_short(heading: str, most: int) -> None:
+    assert 0 < len(numbered_files(heading)) <= most
