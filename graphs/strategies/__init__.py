@@ -1,29 +1,39 @@
-"""Ways to choose buckets, by name: `STRATEGIES.get(name)(request)` gives a `BucketSet`."""
+"""Bucket strategies by name. A new one is one file: a `BucketStrategy` with its options as fields."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.registry import Registry
 
 if TYPE_CHECKING:  # the configuration knows the names, and is light
     from vllm_gaudi_ucm.graphs.lookup import BucketSet
-    from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+    from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy
 
-STRATEGIES: Registry[Callable[[BucketRequest], BucketSet]] = Registry(
+STRATEGIES: Registry[type[BucketStrategy]] = Registry(
     "bucket strategy",
     "vllm_gaudi_ucm.bucket_strategies",
-    exponential="vllm_gaudi_ucm.graphs.strategies.grid:exponential",
-    linear="vllm_gaudi_ucm.graphs.strategies.grid:linear",
-    padding_aware="vllm_gaudi_ucm.graphs.strategies.grid:padding_aware",
-    file="vllm_gaudi_ucm.graphs.strategies.file:from_file",
-    trace="vllm_gaudi_ucm.graphs.strategies.trace:from_trace",
+    exponential="vllm_gaudi_ucm.graphs.strategies.grid:Exponential",
+    linear="vllm_gaudi_ucm.graphs.strategies.grid:Linear",
+    padding_aware="vllm_gaudi_ucm.graphs.strategies.grid:PaddingAware",
+    file="vllm_gaudi_ucm.graphs.strategies.file:FromFile",
+    trace="vllm_gaudi_ucm.graphs.strategies.trace:FromTrace",
 )
-# Those of ours that need to know nothing but the limits.
-BLIND_STRATEGIES = ("exponential", "linear", "padding_aware")
+# What `auto` chooses from: the first one whose file is given. The last one needs none.
+AUTOMATIC = ("file", "trace", "padding_aware")
 
 
-def build_buckets(name: str, request: BucketRequest) -> BucketSet:
-    """The buckets of a strategy; an unknown name raises a ValueError that lists the known ones."""
-    return STRATEGIES.get(name)(request)
+def build_buckets(name: str, request: BucketRequest, options: Mapping[str, Any] | None = None) -> BucketSet:
+    """The buckets of a strategy. Raises RegistryError, a ValueError that lists the known names, for an unknown one."""
+    return STRATEGIES.get(name)(**(options or {})).choose(request)
+
+
+def blind_strategies() -> list[str]:
+    """The strategies that know the limits alone, not the traffic."""
+    return [name for name in STRATEGIES.names() if STRATEGIES.get(name).needs is None]
+
+
+def automatic_strategy(given: Container[str]) -> str:
+    """The strategy that `auto` stands for. given: the keys of `ucm.graphs` that name a file."""
+    return next(name for name in AUTOMATIC if (needs := STRATEGIES.get(name).needs) is None or needs in given)

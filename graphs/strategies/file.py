@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import without_unreachable
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
-from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy, Source
 
 SCHEMA = "gaudi-ucm.buckets/1"
 KEYS = ("schema", "made_for", "limits", "logits", "forward")
@@ -44,31 +44,32 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def from_file(request: BucketRequest) -> BucketSet:
-    """The buckets of the file `request.path`, which must have been made for the same limits.
+@dataclass(frozen=True)
+class FromFile(BucketStrategy):
+    """The buckets of the file `request.path`, which must have been made for the same limits."""
 
-    Raises:
-        BucketFileError: the file is malformed, made for other limits, or has more buckets than `max_graphs`.
-    """
-    if request.path is None:
-        raise BucketFileError("bucket strategy file needs the path of a bucket file")
-    path, limits = request.path, request.limits
-    limits_there, forward, logits = read_bucket_file(path)
-    _check_limits(path, limits_there, limits)
-    _check_selected(path, limits_there, limits)
-    # the largest step of that server is the largest step of this one, also where this one has more blocks
-    largest = limits_there.maximum.forward
-    cut = {
-        limits.maximum.forward if s == largest else ForwardShape.of("c" in s.phase, *_cut(s, limits)) for s in forward
-    }
-    rows = {min(row, limits.max_num_seqs) for row in logits}
-    buckets = BucketSet(without_unreachable(cut, limits, request.cost), rows, limits, request.cost)
-    if request.max_graphs is not None and buckets.num_graphs > request.max_graphs:
-        raise BucketFileError(
-            f"{path}: has {buckets.num_graphs} graphs, at most {request.max_graphs} are allowed; "
-            "raise the limit or tune again with fewer"
-        )
-    return buckets
+    needs: ClassVar[Source | None] = "buckets"
+
+    def choose(self, request: BucketRequest) -> BucketSet:
+        """Raises BucketFileError for a file that is malformed, made for other limits, or has more buckets than
+        `max_graphs`."""
+        if request.path is None:
+            raise BucketFileError("bucket strategy file needs the path of a bucket file")
+        path, limits = request.path, request.limits
+        limits_there, forward, logits = read_bucket_file(path)
+        _check_limits(path, limits_there, limits)
+        _check_selected(path, limits_there, limits)
+        # the largest step of that server is the largest step of this one, also where this one has more blocks
+        largest, here = limits_there.maximum.forward, limits.maximum.forward
+        cut = {here if s == largest else ForwardShape.of("c" in s.phase, *_cut(s, limits)) for s in forward}
+        rows = {min(row, limits.max_num_seqs) for row in logits}
+        buckets = BucketSet(without_unreachable(cut, limits, request.cost), rows, limits, request.cost)
+        if request.max_graphs is not None and buckets.num_graphs > request.max_graphs:
+            raise BucketFileError(
+                f"{path}: has {buckets.num_graphs} graphs, at most {request.max_graphs} are allowed; "
+                "raise the limit or tune again with fewer"
+            )
+        return buckets
 
 
 def read_bucket_file(path: Path) -> tuple[Limits, list[ForwardShape], list[int]]:

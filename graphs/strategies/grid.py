@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,16 +17,13 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import without_unreachable
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, flat_tiles
 from vllm_gaudi_ucm.graphs.shapes.size_levels import with_reaches, with_rungs
-from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy
 
 AXES = ("decode", "prompt", "shared", "unique", "logits", "selected", "reach")
 # More values along a dimension than this are never useful, and without a count of graphs they would multiply.
 MAX_VALUES = 12
 # Whatever prompts there are, their lengths are not known: from one reach to the next it is a factor that pays.
 SHORTER = 8
-
-Ladder = Callable[[str, int, int], list[int]]
-"""(axis, maximum, n) -> at most n ascending values that end with the maximum."""
 
 
 @dataclass(frozen=True)
@@ -45,46 +43,63 @@ class Grid:
         return Grid(**{name: getattr(self, name) + (name == axis) for name in AXES})
 
 
-def grid_buckets(request: BucketRequest, ladder: Ladder) -> BucketSet:
+@dataclass(frozen=True)
+class GridStrategy(BucketStrategy):
     """The finest grid of at most `max_graphs` graphs, refined one axis after the other.
 
     Where not even the coarsest grid fits, the configured maximum alone is left.
     """
-    limit = request.max_graphs
-    best = BucketSet((), (), request.limits, request.cost)
-    if limit is not None and limit < best.num_graphs:
-        raise ValueError(f"max_graphs is {limit}, expected at least {best.num_graphs}: the configured maximum")
-    absent = {"selected": not request.limits.max_selected_blocks, "reach": not request.limits.causal_reach}
-    grid, open_axes = Grid(), [axis for axis in AXES if not absent.get(axis)]
-    while open_axes:
-        for axis in list(open_axes):
-            finer = grid.finer(axis) if best.forward[1:] else grid
-            made = _make(request, finer, ladder)
-            too_many = limit is not None and made.num_graphs > limit
-            if too_many or getattr(finer, axis) > MAX_VALUES:
-                open_axes.remove(axis)
-            else:
-                if made.num_graphs <= best.num_graphs:
+
+    @abstractmethod
+    def levels(self, cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
+        """At most n ascending sizes along an axis; the last one is the maximum."""
+
+    def choose(self, request: BucketRequest) -> BucketSet:
+        limit = request.max_graphs
+        best = BucketSet((), (), request.limits, request.cost)
+        if limit is not None and limit < best.num_graphs:
+            raise ValueError(f"max_graphs is {limit}, expected at least {best.num_graphs}: the configured maximum")
+        absent = {"selected": not request.limits.max_selected_blocks, "reach": not request.limits.causal_reach}
+        grid, open_axes = Grid(), [axis for axis in AXES if not absent.get(axis)]
+        while open_axes:
+            for axis in list(open_axes):
+                finer = grid.finer(axis) if best.forward[1:] else grid
+                made = self._buckets(request, finer)
+                too_many = limit is not None and made.num_graphs > limit
+                if too_many or getattr(finer, axis) > MAX_VALUES:
                     open_axes.remove(axis)
-                grid, best = finer, made
-        if not best.forward[1:]:
-            break
-    return best
+                else:
+                    if made.num_graphs <= best.num_graphs:
+                        open_axes.remove(axis)
+                    grid, best = finer, made
+            if not best.forward[1:]:
+                break
+        return best
+
+    def least_graphs(self, request: BucketRequest) -> int:
+        return coarsest_grid(request).num_graphs
+
+    def _buckets(self, request: BucketRequest, grid: Grid) -> BucketSet:
+        return _make(request, grid, partial(self.levels, request.cost))
+
+
+Levels = Callable[[str, int, int], list[int]]
+"""(axis, maximum, n) -> at most n ascending sizes that end with the maximum."""
 
 
 def coarsest_grid(request: BucketRequest) -> BucketSet:
-    """One value along each axis, its maximum: what `max_graphs` must hold for steps to have a choice at all."""
+    """One size along each axis, its maximum: `max_graphs` must hold as many for steps to have a choice at all."""
     return _make(request, Grid(), lambda axis, maximum, n: [maximum])
 
 
-def _make(request: BucketRequest, grid: Grid, ladder: Ladder) -> BucketSet:
+def _make(request: BucketRequest, grid: Grid, levels: Levels) -> BucketSet:
     limits, cost = request.limits, request.cost
-    shapes = without_unreachable(_shapes(limits, grid, ladder), limits.dense, cost)
+    shapes = without_unreachable(_shapes(limits, grid, levels), limits.dense, cost)
     if limits.max_selected_blocks:
-        shapes = with_rungs(shapes, [0, *ladder("selected", limits.max_selected_blocks, grid.selected)], cost)
+        shapes = with_rungs(shapes, [0, *levels("selected", limits.max_selected_blocks, grid.selected)], cost)
     if limits.causal_reach and grid.reach:
         shapes = with_reaches(shapes, _reaches(limits, grid.reach), cost)
-    return BucketSet(shapes, ladder("logits", limits.max_num_seqs, grid.logits), limits, cost)
+    return BucketSet(shapes, levels("logits", limits.max_num_seqs, grid.logits), limits, cost)
 
 
 def _reaches(limits: Limits, count: int) -> list[int]:
@@ -94,51 +109,49 @@ def _reaches(limits: Limits, count: int) -> list[int]:
     return [*sorted(bounds), ALL_TILES]
 
 
-def _shapes(limits: Limits, grid: Grid, ladder: Ladder) -> Iterator[ForwardShape]:
-    shared = [0, *ladder("shared", limits.most_shared_blocks, grid.shared)]
-    unique = [0, *ladder("unique", limits.max_unique_blocks, grid.unique)]
+def _shapes(limits: Limits, grid: Grid, levels: Levels) -> Iterator[ForwardShape]:
+    shared = [0, *levels("shared", limits.most_shared_blocks, grid.shared)]
+    unique = [0, *levels("unique", limits.max_unique_blocks, grid.unique)]
     rows = {
-        False: ladder("decode", limits.max_decode_rows, grid.decode),
-        True: ladder("prompt", limits.max_num_batched_tokens, grid.prompt),
+        False: levels("decode", limits.max_decode_rows, grid.decode),
+        True: levels("prompt", limits.max_num_batched_tokens, grid.prompt),
     }
     for causal, s, u in product((False, True), shared, unique):
         if causal or s or u:
             yield from (ForwardShape.of(causal, q, s, u) for q in rows[causal])
 
 
-def exponential(request: BucketRequest) -> BucketSet:
-    """Few buckets and a padding that is bounded by the factor, whatever the traffic."""
-    return grid_buckets(request, exponential_ladder)
+@dataclass(frozen=True)
+class Exponential(GridStrategy):
+    """Few buckets, and padding bounded by a factor, whatever the traffic."""
+
+    def levels(self, cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
+        """n sizes; neighbours differ by the n-th root of the maximum."""
+        return sorted({max(1, round(maximum ** (step / n))) for step in range(1, n + 1)} | {maximum})
 
 
-def exponential_ladder(axis: str, maximum: int, n: int) -> list[int]:
-    """n values whose neighbours differ by the n-th root of the maximum."""
-    return sorted({max(1, round(maximum ** (step / n))) for step in range(1, n + 1)} | {maximum})
-
-
-def linear(request: BucketRequest) -> BucketSet:
+@dataclass(frozen=True)
+class Linear(GridStrategy):
     """Little padding near the limits, much of it far below them."""
-    return grid_buckets(request, linear_ladder)
+
+    def levels(self, cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
+        """n sizes at distances of maximum / n."""
+        return sorted({-(-maximum * step // n) for step in range(1, n + 1)})
 
 
-def linear_ladder(axis: str, maximum: int, n: int) -> list[int]:
-    """n values at distances of maximum / n."""
-    return sorted({-(-maximum * step // n) for step in range(1, n + 1)})
+@dataclass(frozen=True)
+class PaddingAware(GridStrategy):
+    """Each level of a dimension multiplies the cost by the same factor, the smallest that the graphs allow."""
 
-
-def padding_aware(request: BucketRequest) -> BucketSet:
-    """Every step of one dimension multiplies the cost by the same factor, the smallest that the graphs allow."""
-    return grid_buckets(request, partial(padding_aware_ladder, request.cost))
-
-
-def padding_aware_ladder(cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
-    """n values that divide the growth of the cost along an axis, the other dimensions being small, in equal factors."""
-    sizes = np.unique(np.geomspace(1, maximum, min(maximum, 2048)).astype(np.int64))
-    seconds = _along(cost, axis, sizes)
-    wanted = seconds[0] * (seconds[-1] / seconds[0]) ** (np.arange(1, n + 1) / n)
-    # The largest size that a wanted cost still pays for: where size is free, one value covers it all.
-    chosen = np.clip(np.searchsorted(seconds, wanted * (1 + 1e-12), side="right") - 1, 0, None)
-    return sorted({*sizes[chosen].tolist(), maximum})
+    def levels(self, cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
+        """n sizes that divide the growth of the cost along an axis, the other dimensions being small, in equal
+        factors."""
+        sizes = np.unique(np.geomspace(1, maximum, min(maximum, 2048)).astype(np.int64))
+        seconds = _along(cost, axis, sizes)
+        wanted = seconds[0] * (seconds[-1] / seconds[0]) ** (np.arange(1, n + 1) / n)
+        # The largest size that a wanted cost still pays for: where size is free, one value covers it all.
+        chosen = np.clip(np.searchsorted(seconds, wanted * (1 + 1e-12), side="right") - 1, 0, None)
+        return sorted({*sizes[chosen].tolist(), maximum})
 
 
 def _along(cost: Cost, axis: str, sizes: np.ndarray) -> Floats:

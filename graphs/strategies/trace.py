@@ -1,17 +1,25 @@
-"""Buckets that are the best found for observed steps."""
+"""Buckets that cost observed steps the least."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy, Source
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
 
 DEFAULT_GRAPHS = 64
 
 
-def from_trace(request: BucketRequest) -> BucketSet:
-    """The padding of the traffic that was seen is the smallest; needs `request.steps`."""
-    if request.steps is None:
-        raise ValueError("bucket strategy trace needs the steps of a phase log")
-    graphs = DEFAULT_GRAPHS if request.max_graphs is None else request.max_graphs
-    return tune(request.steps, request.limits, request.cost, graphs, report=request.report)
+@dataclass(frozen=True)
+class FromTrace(BucketStrategy):
+    """The least padding for the traffic of a phase log, `request.steps`."""
+
+    needs: ClassVar[Source | None] = "trace"
+
+    def choose(self, request: BucketRequest) -> BucketSet:
+        if request.steps is None:
+            raise ValueError("bucket strategy trace needs the steps of a phase log")
+        graphs = DEFAULT_GRAPHS if request.max_graphs is None else request.max_graphs
+        return tune(request.steps, request.limits, request.cost, graphs, report=request.report)

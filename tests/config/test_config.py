@@ -3,13 +3,14 @@
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, describe, markdown_table, resolve_config, resolve_value
 from vllm_gaudi_ucm.options.errors import UcmConfigError
+from vllm_gaudi_ucm.options.section import Section
 
 SECTIONS = " or ".join(
     f"ucm.{name}"
@@ -128,7 +129,34 @@ def read(config: UcmConfig, key: str) -> Any:
 
 
 def test_every_key_is_tested_here() -> None:
-    assert {row.key for row in describe()} == set(VALUES)
+    """The options of strategies are tested with these, in tests/graphs/test_strategies.py."""
+    assert {row.key for row in describe()} == {*VALUES, "ucm.graphs.strategy_options"}
+
+
+class TracingOptions(Section):
+    """The options of a room, in its own file."""
+
+    every: Annotated[int, Field(ge=1)] = Field(default=1, description="Steps between two traces.")
+
+
+class WithTracing(UcmConfig):
+    """What one line in `UcmConfig` adds."""
+
+    tracing: TracingOptions = Field(default=TracingOptions(), description="Tracing.")
+
+
+def test_a_section_of_a_room_is_one_line() -> None:
+    """Checked, hashed, written, named in errors and shown in the table by its declaration alone."""
+    row = next(row for row in describe(WithTracing) if row.key == "ucm.tracing.every")
+    assert row[1:] == ("integer, at least 1", "1", "Steps between two traces.")
+    config = WithTracing.resolve({"tracing": {"every": 8}}, "ucm")
+    again = WithTracing.resolve(config.to_dict(), "ucm")
+    assert again == config != WithTracing()
+    assert hash(again) == hash(config)
+    with pytest.raises(UcmConfigError, match=r"ucm\.tracing\.every: found 0, expected integer, at least 1"):
+        WithTracing.resolve({"tracing": {"every": 0}}, "ucm")
+    with pytest.raises(UcmConfigError, match=r"ucm\.tracng: found an unknown key, expected ucm\.tracing"):
+        WithTracing.resolve({"tracng": {}}, "ucm")
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key in VALUES for value in VALUES[key][0]])

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, SPARSE_LIMITS
-from vllm_gaudi_ucm.config.ucm_config import resolve_value
+from vllm_gaudi_ucm.cli.doctor.configuration import static_shape_checks
+from vllm_gaudi_ucm.cli.main import main
+from vllm_gaudi_ucm.config.ucm_config import describe, resolve_value
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import reaching_step, without_unreachable
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, STRATEGIES, build_buckets
+from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, blind_strategies, build_buckets
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, write_bucket_file
-from vllm_gaudi_ucm.graphs.strategies.grid import exponential_ladder, linear_ladder, padding_aware_ladder
-from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+from vllm_gaudi_ucm.graphs.strategies.grid import Exponential, Linear, PaddingAware
+from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 
@@ -34,7 +38,7 @@ def assert_all_reachable(buckets: BucketSet) -> None:
 
 @pytest.mark.parametrize("max_graphs", [2, 5, 24, 64])
 @pytest.mark.parametrize("name", ODD_LIMITS)
-@pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
+@pytest.mark.parametrize("strategy", blind_strategies())
 def test_buckets_are_reachable_and_counted(strategy: str, name: str, max_graphs: int) -> None:
     """covers: A17, B1, B4."""
     within = ODD_LIMITS[name]
@@ -46,7 +50,7 @@ def test_buckets_are_reachable_and_counted(strategy: str, name: str, max_graphs:
 
 @pytest.mark.parametrize("max_graphs", [2, 7, 64])
 @pytest.mark.parametrize("name", SPARSE_LIMITS)
-@pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
+@pytest.mark.parametrize("strategy", blind_strategies())
 def test_buckets_with_selected_blocks_are_reachable_and_counted(strategy: str, name: str, max_graphs: int) -> None:
     """covers: A17, B1, B4."""
     within = SPARSE_LIMITS[name]
@@ -56,8 +60,8 @@ def test_buckets_with_selected_blocks_are_reachable_and_counted(strategy: str, n
     assert_all_reachable(buckets)
 
 
-@pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
-def test_other_sizes_keep_their_graphs_beside_a_ladder(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", blind_strategies())
+def test_other_sizes_keep_their_graphs_beside_size_levels(strategy: str) -> None:
     """A decode has graphs with and without a selected part, a long prompt one for both."""
     within = Limits(2048, 64, 8192, 128, 3000, contiguous=False, max_selected_blocks=1024)
     buckets = build_buckets(strategy, BucketRequest(within, COST, 64))
@@ -69,7 +73,7 @@ def test_other_sizes_keep_their_graphs_beside_a_ladder(strategy: str) -> None:
     assert COST.step(buckets.lookup(prompt)) <= 1.2 * COST.step(buckets.lookup(prompt)._replace(selected_blocks=0))
 
 
-@pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
+@pytest.mark.parametrize("strategy", blind_strategies())
 def test_long_steps_of_prompts_have_a_graph_for_short_ones(strategy: str) -> None:
     """Where that is worth a tenth of the step, and only on a device that computes less in it."""
     within = Limits(8192, 64, 32768, 128, 3400, contiguous=False, max_shared_blocks=512, causal_reach=True)
@@ -88,21 +92,21 @@ def test_long_steps_of_prompts_have_a_graph_for_short_ones(strategy: str) -> Non
     }
 
 
-@pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
+@pytest.mark.parametrize("strategy", blind_strategies())
 def test_more_graphs_are_used(strategy: str) -> None:
     counts = [build_buckets(strategy, BucketRequest(LIMITS, COST, most)).num_graphs for most in (16, 64, 128)]
     assert 8 <= counts[0] <= 16
     assert 48 <= counts[1] <= 64 < counts[2] <= 128
 
 
-def test_ladders_end_with_the_maximum() -> None:
-    assert exponential_ladder("decode", 64, 6) == [2, 4, 8, 16, 32, 64]
-    assert linear_ladder("decode", 64, 4) == [16, 32, 48, 64]
-    rows = padding_aware_ladder(COST, "decode", 2048, 3)
+def test_size_levels_end_with_the_maximum() -> None:
+    assert Exponential().levels(COST, "decode", 64, 6) == [2, 4, 8, 16, 32, 64]
+    assert Linear().levels(COST, "decode", 64, 4) == [16, 32, 48, 64]
+    rows = PaddingAware().levels(COST, "decode", 2048, 3)
     assert rows[-1] == 2048
     # Rows are free until the weights are no longer what a step waits for.
     assert rows[0] > 128
-    assert all(len(set(ladder("shared", 1, 5))) == 1 for ladder in (exponential_ladder, linear_ladder))
+    assert all(len(set(grid.levels(COST, "shared", 1, 5))) == 1 for grid in (Exponential(), Linear()))
 
 
 def test_what_no_step_can_reach_is_left_out() -> None:
@@ -120,14 +124,14 @@ def test_strategies_that_need_more_say_so() -> None:
         build_buckets("trace", BucketRequest(LIMITS, COST))
     with pytest.raises(ValueError, match="exponential, linear"):
         build_buckets("nonsense", BucketRequest(LIMITS, COST))
-    for strategy in BLIND_STRATEGIES:
+    for strategy in blind_strategies():
         with pytest.raises(ValueError, match="max_graphs is 1"):
             build_buckets(strategy, BucketRequest(LIMITS, COST, 1))
 
 
 def test_trace_fits_the_steps() -> None:
     step = Bucket("--u", 3, 0, 7, 3)
-    buckets = STRATEGIES.get("trace")(BucketRequest(LIMITS, COST, 8, steps=Steps.of([step] * 50)))
+    buckets = STRATEGIES.get("trace")().choose(BucketRequest(LIMITS, COST, 8, steps=Steps.of([step] * 50)))
     assert buckets.num_graphs <= 8
     assert COST.step(buckets.lookup(step)) <= 1.02 * COST.step(step)
 
@@ -260,7 +264,7 @@ def test_a_file_with_too_many_graphs_or_no_file(bucket_file: Path, tmp_path: Pat
 def test_a_strategy_from_outside() -> None:
     """Its name can stand in the configuration, and errors name it."""
     with STRATEGIES.scope():
-        STRATEGIES.register("mine", "vllm_gaudi_ucm.graphs.strategies.grid:linear")
+        STRATEGIES.register("mine", "vllm_gaudi_ucm.graphs.strategies.grid:Linear")
         assert resolve_value({"graphs": {"strategy": "mine"}}).graphs.strategy == "mine"
         with pytest.raises(UcmConfigError, match='"mine"'):
             resolve_value({"graphs": {"strategy": "min"}})
@@ -268,3 +272,44 @@ def test_a_strategy_from_outside() -> None:
     assert sorted(ours.forward) == sorted(build_buckets("linear", BucketRequest(LIMITS, COST)).forward)
     with pytest.raises(UcmConfigError, match="strategy"):
         resolve_value({"graphs": {"strategy": "mine"}})
+
+
+OUTSIDE = "tests.graphs.outside_strategy:Powers"
+
+
+def test_a_strategy_from_outside_brings_an_option_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Configured, chosen by `plan` and by a server's warm-up, shown by the doctor and in the table of options."""
+    with STRATEGIES.scope():
+        STRATEGIES.register("powers", OUTSIDE)
+        options = {"graphs": {"strategy": "powers", "strategy_options": {"base": 4}}}
+        config = resolve_value(options)
+        assert resolve_value(config.to_dict()) == config != resolve_value({"graphs": {"strategy": "powers"}})
+        assert config.to_dict()["graphs"]["strategy_options"] == {"base": 4}
+        row = next(row for row in describe() if row.key == "ucm.graphs.strategy_options.base")
+        assert row[1:] == ("integer, at least 2", "2", "Factor between two sizes.")
+        check = next(check for check in static_shape_checks(config, None) if check.name == "ucm.graphs.strategy")
+        assert check.found == "'powers': powers base=4, at most 64 graphs"
+        for wrong, found in (({"base": 1}, "base: found 1, expected integer, at least 2"), ({"bas": 4}, "base .*near")):
+            with pytest.raises(UcmConfigError, match=rf"ucm\.graphs\.strategy_options\..*{found}"):
+                resolve_value({"graphs": {"strategy": "powers", "strategy_options": wrong}})
+
+        argv = ["plan", "--strategy", "powers", "--strategy-options", '{"base": 4}', "--device", "cpu", "--json"]
+        argv += ["--num-blocks", "64", "--max-num-seqs", "16", "--max-num-batched-tokens", "300"]
+        main(argv)
+        planned = json.loads(capsys.readouterr().out)
+        assert planned["strategy"] == "powers"
+        assert {4, 16} >= set(planned["logits"]) - {1} > set()
+        assert "powers" in blind_strategies()
+
+        served = build_buckets("powers", BucketRequest(LIMITS, COST, 40), config.graphs.strategy_options.model_dump())
+    ready = ReadyBuckets(served)
+    while (key := ready.next_cold()) is not None:
+        ready.mark_warm(key)
+    assert {size for size in served.logits if size < LIMITS.max_num_seqs} <= {4**power for power in range(10)}
+    assert ready.lookup(LIMITS.maximum) == LIMITS.maximum
+
+
+def test_a_strategy_without_options_takes_none() -> None:
+    with pytest.raises(UcmConfigError, match=r"strategy_options: found .*, expected none: the strategy 'linear' has"):
+        resolve_value({"graphs": {"strategy": "linear", "strategy_options": {"base": 4}}})
+    assert main(["plan", "--strategy", "linear", "--strategy-options", "{"]) == 2

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check", metavar="FILE", help="check a YAML or JSON file and print it with defaults filled in"
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="the table as Markdown, as it stands in the README")
+    form.add_argument("--markdown", action="store_true", help="the table as Markdown, as it stands in the reference")
     form.add_argument("--json", action="store_true", help="the table, or the outcome of --check, as JSON")
 
 

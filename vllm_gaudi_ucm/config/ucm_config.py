@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_type_hints
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, expected, problems, section, shown, unknown_key
+from vllm_gaudi_ucm.options.errors import (
+    WORDS,
+    Problem,
+    UcmConfigError,
+    expected,
+    problems,
+    section,
+    shown,
+    unknown_key,
+)
 from vllm_gaudi_ucm.options.files import read_config_file
 from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.options.values import NameOf
@@ -22,6 +42,9 @@ from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions
 from vllm_gaudi_ucm.sparse.options import BlockOptions, GsaOptions
 from vllm_gaudi_ucm.sparse.sections import SparseConfig, resolve_sparse_config, resolve_sparse_method
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.graphs.strategies.base import BucketStrategy
 
 
 def block_options(config: UcmConfig) -> BlockOptions | None:
@@ -119,6 +142,11 @@ class GraphsConfig(Section):
         description="How buckets are chosen. `auto`: `file` where `buckets` is set, `trace` where `trace` is, else "
         "`padding_aware`.",
     )
+    strategy_options: SerializeAsAny[Section] = Field(
+        default=Section(),
+        json_schema_extra={WORDS: "mapping with the options of the strategy"},
+        description="Options of the strategy, for one that has any.",
+    )
     buckets: Path | None = Field(default=None, strict=False, description="Bucket file, as `gaudi-ucm tune` writes it.")
     trace: Path | None = Field(
         default=None,
@@ -158,6 +186,32 @@ class GraphsConfig(Section):
         description="Folder where compiled recipes stay for the next start (Gaudi's recipe cache, or inductor's with "
         "`mode: compile`).",
     )
+
+    @field_validator("strategy_options", mode="before")
+    @classmethod
+    def _options_of_the_strategy(cls, value: Any, info: ValidationInfo) -> Section:
+        strategy, key = info.data.get("strategy"), f"{ROOT}.graphs.strategy_options"
+        if strategy is None:  # an unknown one, which is reported already
+            return Section()
+        options = strategy_section(strategy)
+        if value and options is Section:
+            raise UcmConfigError([Problem(key, shown(value), f"none: the strategy {strategy!r} has no options")])
+        return options.resolve(value, key)
+
+
+@cache
+def _section_of(strategy: type[BucketStrategy]) -> type[Section]:
+    types = get_type_hints(strategy, include_extras=True)
+    options: dict[str, Any] = {
+        option.name: (types[option.name], Field(default=option.default, description=option.metadata["description"]))
+        for option in dataclasses.fields(strategy)
+    }
+    return create_model(strategy.__name__, __base__=Section, **options) if options else Section
+
+
+def strategy_section(name: str) -> type[Section]:
+    """The options of a bucket strategy as a section: one without keys for `auto` and for strategies without any."""
+    return Section if name == "auto" else _section_of(STRATEGIES.get(name))
 
 
 class UcmConfig(Section):
@@ -246,16 +300,16 @@ def resolve_value(value: Any) -> UcmConfig:
         raise UcmConfigError(list(problems(error, UcmConfig, ROOT)), source) from None
 
 
-def describe() -> list[Row]:
+def describe(config: type[UcmConfig] = UcmConfig) -> list[Row]:
     """Every key with its type, default and description, in the order of declaration."""
     return [
         Row(key, expected(field), _show(field.get_default(call_default_factory=False)), field.description or "")
-        for key, field in _leaves(UcmConfig, ROOT)
+        for key, field in _leaves(config, ROOT)
     ]
 
 
 def markdown_table() -> str:
-    """The configuration table as Markdown, as it stands in the README."""
+    """The configuration table as Markdown, as it stands in the reference."""
     lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
     lines += [f"| `{row.key}` | {row.type} | `{row.default}` | {row.description} |" for row in describe()]
     return "\n".join(lines)
@@ -264,13 +318,18 @@ def markdown_table() -> str:
 def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
         inner = section(field)
-        if inner is None:
+        if inner is None or inner is Section:
             yield f"{prefix}.{name}", field
         else:
             yield from _leaves(inner, f"{prefix}.{name}")
+        if inner is Section:
+            for strategy in STRATEGIES.names():
+                yield from _leaves(strategy_section(strategy), f"{prefix}.{name}")
 
 
 def _show(default: Any) -> str:
+    if isinstance(default, Section):
+        return "{}"
     return "null" if default is None else str(default)
 
 

@@ -11,9 +11,8 @@ from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.shapes.padding import default_shared_blocks
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
-from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
-from vllm_gaudi_ucm.graphs.strategies.grid import coarsest_grid
-from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, bucket_shapes
@@ -83,12 +82,13 @@ def choose_buckets(
     usage = None
     if graphs.trace is not None:
         usage = _usage(graphs.trace, limits)
-    strategy = strategy_name(graphs)
-    most = most_buckets(graphs.max_graphs, strategy, num_tails)
+    name = strategy_name(graphs)
+    strategy = STRATEGIES.get(name)(**graphs.strategy_options.model_dump())
+    most = most_buckets(graphs.max_graphs, name, num_tails)
     request = BucketRequest(limits, cost, most, graphs.buckets, usage)
-    buckets = build_buckets(strategy, request)
-    if strategy in BLIND_STRATEGIES and len(buckets.forward) == 1:
-        _warn_of_one_bucket(strategy, request, graphs.max_graphs, num_tails)
+    buckets = strategy.choose(request)
+    if len(buckets.forward) == 1:
+        _check_max_graphs(graphs.max_graphs, strategy.least_graphs(request), name, request.limits, num_tails)
     return buckets, usage
 
 
@@ -98,16 +98,17 @@ def most_buckets(max_graphs: int, strategy: str, num_tails: int) -> int:
     return max_graphs if strategy == "file" or not num_tails else max(2, max_graphs - num_tails)
 
 
-def _warn_of_one_bucket(strategy: str, request: BucketRequest, max_graphs: int, num_tails: int) -> None:
-    needed = coarsest_grid(request).num_graphs + num_tails
-    if max_graphs < needed:
+def _check_max_graphs(max_graphs: int, least: int, strategy: str, limits: Limits, num_tails: int) -> None:
+    """Warns where the strategy needs more graphs to have a choice. least: without those for tails, 0 for no bound."""
+    needed = least + num_tails
+    if least and max_graphs < needed:
         logger.warning(
             "ucm.graphs.max_graphs: found %d, expected at least %d for strategy %s%s%s: only the largest graph is "
             "left, and every step costs what it costs; raise max_graphs, or name a bucket file or a trace",
             max_graphs,
             needed,
             strategy,
-            " with a sparse method" if request.limits.max_selected_blocks else "",
+            " with a sparse method" if limits.max_selected_blocks else "",
             f" and {num_tails} graphs for tails" if num_tails else "",
         )
 
@@ -125,13 +126,12 @@ def _usage(trace: Path, limits: Limits) -> Steps:
 
 def strategy_name(graphs: GraphsConfig) -> str:
     """The strategy, `auto` resolved; raises ValueError for one without its file."""
-    needed = {"file": ("buckets", graphs.buckets), "trace": ("trace", graphs.trace)}
+    files = {"buckets": graphs.buckets, "trace": graphs.trace}
     if graphs.strategy == "auto":
-        return next((name for name, (_, path) in needed.items() if path is not None), "padding_aware")
-    if graphs.strategy in needed:
-        key, path = needed[graphs.strategy]
-        if path is None:
-            raise ValueError(f"ucm.graphs.strategy: {graphs.strategy!r} needs the file ucm.graphs.{key}, found none")
+        return automatic_strategy([key for key, path in files.items() if path is not None])
+    needs = STRATEGIES.get(graphs.strategy).needs
+    if needs is not None and files[needs] is None:
+        raise ValueError(f"ucm.graphs.strategy: {graphs.strategy!r} needs the file ucm.graphs.{needs}, found none")
     return graphs.strategy
 
 

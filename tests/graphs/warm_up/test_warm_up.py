@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import reaching_step
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
-from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES
+from vllm_gaudi_ucm.graphs.strategies import blind_strategies
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import MemoryBudgetError
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
@@ -80,7 +80,7 @@ def test_everything_runs_once_and_becomes_warm(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ODD_LIMITS)
-@pytest.mark.parametrize("strategy", BLIND_STRATEGIES)
+@pytest.mark.parametrize("strategy", blind_strategies())
 def test_every_kept_bucket_is_reachable_and_warm(strategy: str, name: str) -> None:
     """Also when a budget drops half of them; covers: A17, B4, B7."""
     buckets = server_buckets(ODD_LIMITS[name], 24, strategy)

@@ -9,15 +9,38 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from vllm_gaudi_ucm.config.ucm_config import GraphsConfig
 from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B, ModelFigures, device_figures
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 
 OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach")
 LIMIT_NAMES = tuple(field.name for field in fields(Limits) if field.name not in OPTIONAL_LIMITS)
 LLAMA_NAME = "llama-8b"
 MOST_GRAPHS = 4096  # as of the option ucm.graphs.max_graphs
+
+
+def add_strategy_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declare --strategy with its options, and --buckets in its place. what: help of --strategy."""
+    choice = parser.add_mutually_exclusive_group()
+    # a bucket file is named by --buckets
+    choice.add_argument("--strategy", choices=[name for name in STRATEGIES.names() if name != "file"], help=what)
+    choice.add_argument("--buckets", type=Path, metavar="FILE", help="take the buckets of this file")
+    parser.add_argument(
+        "--strategy-options", metavar="JSON", help="options of the strategy, as ucm.graphs.strategy_options"
+    )
+
+
+def strategy_options(args: argparse.Namespace, strategy: str) -> Mapping[str, Any]:
+    """The options of --strategy-options, checked as a server checks them. Raises a ValueError that names the option."""
+    try:
+        given = json.loads(args.strategy_options or "{}")
+    except ValueError as error:
+        raise ValueError(f"--strategy-options: malformed JSON: {error}") from error
+    graphs = GraphsConfig.resolve({"strategy": strategy, "strategy_options": given}, "ucm.graphs")
+    return graphs.strategy_options.model_dump()
 
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 from vllm_gaudi_ucm.cli.buckets.cost_options import (
     add_cost_arguments,
     add_limit_arguments,
+    add_strategy_arguments,
     check_block_size,
     check_max_graphs,
     cost_model,
     limits_of,
     read_model,
+    strategy_options,
 )
 from vllm_gaudi_ucm.cli.buckets.phases import open_log
 from vllm_gaudi_ucm.cli.buckets.plan_memory import blocks_that_fit, plan_memory
@@ -30,8 +32,8 @@ from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.padding import default_shared_blocks
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
-from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
-from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, build_buckets
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, StepRecord, bucket_shapes
 
@@ -44,13 +46,7 @@ SERVER = GraphsConfig()
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument(
-        "--strategy",
-        choices=(*BLIND_STRATEGIES, "trace"),
-        help="how buckets are chosen (default: trace with --log or --mix, else padding_aware)",
-    )
-    choice.add_argument("--buckets", type=Path, metavar="FILE", help="take the buckets of this file")
+    add_strategy_arguments(parser, "how buckets are chosen (default: trace with --log or --mix, else padding_aware)")
     traffic = parser.add_mutually_exclusive_group()
     traffic.add_argument("--log", type=Path, metavar="FILE", help="the traffic: a phase log")
     traffic.add_argument("--mix", choices=MIXES, help="the traffic: a synthetic mix, with its own limits")
@@ -137,9 +133,10 @@ def _report(
 ) -> PlanReport:
     limits, tails = with_sparse_method(args, limits)
     shapes = [] if tails is None else tails.shapes
-    strategy = "file" if args.buckets else args.strategy or ("trace" if steps is not None else "padding_aware")
-    if strategy == "trace" and steps is None:
-        raise ValueError("--strategy trace needs --log or --mix, whose steps the buckets are tuned to")
+    files = {"buckets": args.buckets, "trace": steps}
+    strategy = args.strategy or automatic_strategy([key for key, value in files.items() if value is not None])
+    if STRATEGIES.get(strategy).needs == "trace" and steps is None:
+        raise ValueError(f"--strategy {strategy} needs --log or --mix, whose steps the buckets are tuned to")
     if args.skeleton < 1:
         raise ValueError(f"--skeleton is {args.skeleton}, expected at least 1: the configured maximum")
     divided = 0
@@ -147,9 +144,11 @@ def _report(
         divided = int(steps.forward_counts[steps.forward[:, 2] > limits.most_shared_blocks].sum())
         steps = steps_within(steps, limits)
         check_steps(steps, limits)
+    options = strategy_options(args, strategy)
     with task_progress("choosing buckets") as progress:
         most = most_buckets(args.max_graphs, strategy, len(shapes))
-        buckets = build_buckets(strategy, BucketRequest(limits, cost, most, args.buckets, steps, progress))
+        request = BucketRequest(limits, cost, most, args.buckets, steps, progress)
+        buckets = build_buckets(strategy, request, options)
         progress(1.0)
     name, _ = read_model(args.model)
     traffic = args.mix or (args.log and str(args.log))

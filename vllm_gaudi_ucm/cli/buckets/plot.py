@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.cli.output import check_output
 from vllm_gaudi_ucm.graphs.shapes.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import build_buckets
-from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.observability.phase_log import StepRecord, bucket_shapes, read_phase_log
 from vllm_gaudi_ucm.observability.phase_plot import PHASE_COLOURS

@@ -24,9 +24,9 @@ from vllm_gaudi_ucm.cli.output import check_output, task_progress, written_whole
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.padding import Padding, measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES, build_buckets
+from vllm_gaudi_ucm.graphs.strategies import blind_strategies, build_buckets
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
-from vllm_gaudi_ucm.graphs.strategies.request import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.certificate import GOOD_GAP, MAX_ROUNDS, Certified, certify
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, check_steps, tune
@@ -74,7 +74,7 @@ class TuneReport:
         """The other strategies, with as many graphs as the tuned buckets may have."""
         limits, cost = self.buckets.limits, self.buckets.cost
         request = BucketRequest(limits, cost, self.max_graphs)
-        return {name: measure_padding(build_buckets(name, request), self.steps) for name in BLIND_STRATEGIES}
+        return {name: measure_padding(build_buckets(name, request), self.steps) for name in blind_strategies()}
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values."""

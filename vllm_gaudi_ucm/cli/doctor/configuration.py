@@ -157,7 +157,9 @@ def _strategy(graphs: GraphsConfig) -> Check:
         strategy = strategy_name(graphs)
     except ValueError as error:
         return Check(SHAPES, name, "fail", str(error), advice="give the file, or another strategy")
-    return Check(SHAPES, name, "ok", f"{graphs.strategy!r}: {strategy}, at most {graphs.max_graphs} graphs")
+    options = "".join(f" {key}={value}" for key, value in graphs.strategy_options.model_dump().items())
+    found = f"{graphs.strategy!r}: {strategy}{options}, at most {graphs.max_graphs} graphs"
+    return Check(SHAPES, name, "ok", found)
 
 
 def _buckets(path: Path) -> Check:

@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.cli.buckets.cost_options import LIMIT_NAMES, add_cost_arguments, add_limit_arguments, read_model
+from vllm_gaudi_ucm.cli.buckets.cost_options import (
+    LIMIT_NAMES,
+    add_cost_arguments,
+    add_limit_arguments,
+    add_strategy_arguments,
+    read_model,
+)
 from vllm_gaudi_ucm.cli.buckets.plan import DEFAULT_LIMITS, SERVER, make_plan
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES
 from vllm_gaudi_ucm.cli.output import task_progress
 from vllm_gaudi_ucm.graphs.cost.specs import ModelFigures
 from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS, Work
-from vllm_gaudi_ucm.graphs.strategies import BLIND_STRATEGIES
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.cli.op_cost.report import OpCostReport
@@ -99,11 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", action="append", choices=BATCHES, help="one of the known workloads; repeatable (default: all)"
     )
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument(
-        "--strategy", choices=(*BLIND_STRATEGIES, "trace"), help="the buckets of this strategy, instead of workloads"
-    )
-    choice.add_argument("--buckets", type=Path, metavar="FILE", help="the buckets of this file, instead of workloads")
+    add_strategy_arguments(parser, "the buckets of this strategy, instead of workloads")
     traffic = parser.add_mutually_exclusive_group()
     traffic.add_argument("--log", type=Path, metavar="FILE", help="buckets in use, with the steps of a phase log")
     traffic.add_argument("--mix", choices=MIXES, help="buckets in use, with the steps of a synthetic mix")
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_batches(args: argparse.Namespace) -> OpCostReport:
     others = [name for name in LIMIT_NAMES if name not in BATCH_LIMITS]
-    others += ["max_shared_blocks", "max_selected_blocks", "contiguous", "max_graphs", "rows"]
+    others += ["max_shared_blocks", "max_selected_blocks", "contiguous", "strategy_options", "max_graphs", "rows"]
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) is not None]
     if given:
         raise ValueError(f"{', '.join(given)}: of buckets; give --strategy, --buckets, --log or --mix, too")

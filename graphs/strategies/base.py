@@ -1,0 +1,53 @@
+"""What a bucket strategy is, and what it is asked for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from vllm_gaudi_ucm.graphs.cost.step_cost import Cost
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.steps import Steps
+
+Source = Literal["buckets", "trace"]
+"""The keys of `ucm.graphs` that name a file for a strategy to work on."""
+
+
+@dataclass(frozen=True)
+class BucketRequest:
+    """Limits and cost for every strategy; `path` of the bucket file, `steps` of the trace.
+
+    max_graphs: the most graphs, forward and logits together; None leaves the number to the strategy.
+    report: called with the fraction that is done.
+    """
+
+    limits: Limits
+    cost: Cost
+    max_graphs: int | None = None
+    path: Path | None = None
+    steps: Steps | None = None
+    report: Callable[[float], None] = lambda done: None
+
+
+@dataclass(frozen=True)
+class BucketStrategy(ABC):
+    """A way to choose buckets.
+
+    A subclass is a frozen dataclass. Its fields are its options, given under `ucm.graphs.strategy_options`: each has a
+    type that pydantic can check, a default, and a description in `field(metadata={"description": ...})`.
+    """
+
+    needs: ClassVar[Source | None] = None
+    """The file that the strategy works on; None: it knows the limits alone."""
+
+    @abstractmethod
+    def choose(self, request: BucketRequest) -> BucketSet:
+        """The buckets, at most `request.max_graphs` graphs. Raises ValueError where the request lacks something."""
+
+    def least_graphs(self, request: BucketRequest) -> int:
+        """Below this `max_graphs` only the largest bucket is left; 0 where there is no such bound."""
+        return 0
