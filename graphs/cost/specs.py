@@ -53,6 +53,21 @@ DEVICES = {
 }
 
 
+@dataclass(frozen=True)
+class ChipFigures:
+    """What the cost of a stream needs beyond DeviceFigures.
+
+    on_chip: bytes of SRAM. vector: operations per second of the vector engines on two-byte elements.
+    """
+
+    on_chip: int
+    vector: float
+
+
+# Vendor's papers: 48 and 96 MB of SRAM; 11 and 28.7 TFLOPS in bfloat16, where a fused multiply-add counts as two.
+CHIPS = {"gaudi2": ChipFigures(48_000_000, 5.5e12), "gaudi3": ChipFigures(96_000_000, 14.35e12)}
+
+
 def device_figures(name: str) -> DeviceFigures:
     """The figures of a device; an unknown name raises a ValueError that lists the known ones."""
     try:

@@ -93,13 +93,3 @@ def measure_padding(buckets: BucketSet, steps: Steps) -> Padding:
 
 def _ratio(padded: float, true: float) -> float:
     return float(padded / true) if true else 1.0
-
-
-# The largest graph multiplies all rows with all shared blocks, while the contexts of several prompts have few pairs in
-# common. Two long contexts fit one step; more are rare, and such a step runs in parts.
-SHARED_CONTEXTS = 2
-
-
-def default_shared_blocks(max_model_len: int, block_size: int) -> int:
-    """The blocks of SHARED_CONTEXTS requests of `max_model_len` tokens."""
-    return SHARED_CONTEXTS * -(-max_model_len // block_size)

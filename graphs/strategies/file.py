@@ -13,8 +13,8 @@ import yaml
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import without_unreachable
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.size_levels import without_unreachable
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy, Source
 
 SCHEMA = "gaudi-ucm.buckets/1"

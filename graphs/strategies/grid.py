@@ -14,9 +14,8 @@ from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import without_unreachable
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, flat_tiles
-from vllm_gaudi_ucm.graphs.shapes.size_levels import with_reaches, with_rungs
+from vllm_gaudi_ucm.graphs.shapes.size_levels import with_reaches, with_rungs, without_unreachable
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy
 
 AXES = ("decode", "prompt", "shared", "unique", "logits", "selected", "reach")

@@ -11,8 +11,8 @@ from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, graph_array, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.dual_prices import Ascent, Bids, first_bids, surpluses
+from vllm_gaudi_ucm.graphs.tuning.logits_rows import least_rows_seconds
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.rows import least_rows_seconds
 from vllm_gaudi_ucm.graphs.tuning.search import Report, Search, to_shapes
 
 Indices = NDArray[np.int64]

@@ -8,8 +8,8 @@ from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
+from vllm_gaudi_ucm.graphs.tuning.logits_rows import best_rows
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.rows import best_rows
 from vllm_gaudi_ucm.graphs.tuning.search import Report, Search, to_shapes
 
 DEFAULT_MARGIN = 0.05

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.cli.op_cost.row import kernels_of
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_figures
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import trace
+from vllm_gaudi_ucm.graphs.operator_cost import trace
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file

@@ -19,8 +19,8 @@ from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.certificate import CeilingSearch, certify
 from vllm_gaudi_ucm.graphs.tuning.dual_prices import Ascent, Bids, first_bids, surpluses
+from vllm_gaudi_ucm.graphs.tuning.logits_rows import MAX_VALUES, best_rows, least_rows_seconds
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.rows import MAX_VALUES, best_rows, least_rows_seconds
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
 
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vllm_gaudi_ucm.graphs.runners.base import EagerRunner, GraphRunner
+from vllm_gaudi_ucm.graphs.runners.base import EagerRunner, GraphRunner, runner_maker
 from vllm_gaudi_ucm.graphs.runners.compiled import compile_static
-from vllm_gaudi_ucm.graphs.runners.factory import runner_maker
 
 KINDS = [
     ("eager", "cpu"),

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.graphs.cost.specs import device_figures
-from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import OperatorTrace, trace
-from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS, LINE, StreamCost, Work, memory_traffic
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, device_figures
+from vllm_gaudi_ucm.graphs.operator_cost import LINE, OperatorTrace, StreamCost, Work, memory_traffic, trace
 
 MB = 1 << 20
 MANY = 1 << 40

@@ -15,8 +15,8 @@ from vllm_gaudi_ucm.config.ucm_config import describe, resolve_value
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import reaching_step, without_unreachable
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
+from vllm_gaudi_ucm.graphs.shapes.size_levels import reaching_step, without_unreachable
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, blind_strategies, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest

@@ -18,9 +18,8 @@ from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_array, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.certificate import certify
+from vllm_gaudi_ucm.graphs.tuning.logits_rows import best_rows, quantise
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.quantise import quantise
-from vllm_gaudi_ucm.graphs.tuning.rows import best_rows
 from vllm_gaudi_ucm.graphs.tuning.search import Search, price_table
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
 

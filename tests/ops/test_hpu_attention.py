@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.batch import Request, Shape, build, sparse_requests_strategy
 from tests.ops.oracle import assert_matches, attend, budget, oracle
-from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import trace
+from vllm_gaudi_ucm.graphs.operator_cost import trace
 from vllm_gaudi_ucm.ops.unified_attention.api import (
     choose_implementation,
     choose_static_implementation,

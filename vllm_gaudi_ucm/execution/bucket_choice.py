@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, DeviceFigures, ModelFigures, device_figures
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.shapes.padding import default_shared_blocks
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError, default_shared_blocks
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest

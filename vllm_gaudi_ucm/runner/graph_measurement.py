@@ -13,7 +13,7 @@ import torch
 from vllm_gaudi_ucm.execution.bucket_choice import cost_model, server_limits
 from vllm_gaudi_ucm.execution.static_execution import StaticExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.runners.factory import runner_maker
+from vllm_gaudi_ucm.graphs.runners.base import runner_maker
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import check_budget
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.kv_cache.allocation import dummy_kv_cache

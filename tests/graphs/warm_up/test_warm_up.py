@@ -12,8 +12,8 @@ from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
 from tests.graphs.warm_up.sets import bucket_sets, keys_of, server_buckets, usages
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.max_prompt_tiles import reaching_step
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.size_levels import reaching_step
 from vllm_gaudi_ucm.graphs.strategies import blind_strategies
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import MemoryBudgetError
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_ucm.config.ucm_config import GraphsConfig
-from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B, ModelFigures, device_figures
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEVICES, LLAMA_8B, ModelFigures, device_figures
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
-from vllm_gaudi_ucm.graphs.operator_cost.stream_cost import CHIPS
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 
