@@ -23,7 +23,7 @@ class BucketSet:
     are large enough, as the bits of an integer; the intersection over all dimensions is every shape that dominates a
     step, and its lowest bit the cheapest. That is three binary searches and three bitwise ands, whatever the buckets
     are (about 1 microsecond at 64); with a sparse method it is one more of each, for the selected blocks, and one for
-    the reach of causal steps where buckets bound it.
+    the max prompt tiles of causal steps where buckets bound them.
 
     Args:
         forward: forward shapes; `limits.maximum` is added where it is missing.
@@ -46,13 +46,13 @@ class BucketSet:
             )
             for phase in (phase_string(*parts) for parts in product((False, True), repeat=3))
         }
-        self._query, self._shared, self._unique, self._selected, self._reach = (
+        self._query, self._shared, self._unique, self._selected, self._prompt_tiles = (
             _Axis(sizes) for sizes in list(zip(*self.forward, strict=True))[1:]
         )
         self.selected = tuple(self._selected.values)
         """The different numbers of selected blocks, ascending; the last one is the limits'."""
         self._has_selected = self.selected != (0,)
-        self._has_reach = len(self._reach.values) > 1
+        self._has_prompt_tiles = len(self._prompt_tiles.values) > 1
 
     @property
     def num_graphs(self) -> int:
@@ -64,7 +64,7 @@ class BucketSet:
         Raises:
             LimitsError: the step exceeds the limits that the set was made for.
         """
-        phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks, causal_reach = step
+        phase, query_len, shared_blocks, unique_blocks, logits, selected_blocks, prompt_tiles = step
         query, shared, unique = self._query, self._shared, self._unique
         fitting = (
             self._phases[phase]
@@ -74,9 +74,9 @@ class BucketSet:
         )
         if self._has_selected or selected_blocks:
             fitting &= self._selected.fitting[bisect_left(self.selected, selected_blocks)]
-        if self._has_reach and "c" in phase:
-            causal_reach = min(causal_reach, flat_tiles(query_len))
-            fitting &= self._reach.fitting[bisect_left(self._reach.values, causal_reach)]
+        if self._has_prompt_tiles and "c" in phase:
+            prompt_tiles = min(prompt_tiles, flat_tiles(query_len))
+            fitting &= self._prompt_tiles.fitting[bisect_left(self._prompt_tiles.values, prompt_tiles)]
         row = bisect_left(self.logits, logits)
         if not fitting or row == len(self.logits):
             raise LimitsError(_beyond(step, self.limits))
@@ -84,7 +84,7 @@ class BucketSet:
         return found.step(self.logits[row] if logits else 0)
 
     def logits_rows(self, count: int) -> int:
-        """Rows of the smallest logits bucket for so many; 0 for none."""
+        """Rows of the smallest logits bucket that holds `count`; 0 for none."""
         return self.logits[bisect_left(self.logits, count)] if count else 0
 
     def assign(self, shapes: Shapes) -> NDArray[np.int64]:
@@ -131,7 +131,7 @@ def _checked(shape: ForwardShape) -> ForwardShape:
     expected = ForwardShape.of("c" in shape.phase, *shape.sizes)
     if shape[:5] != expected[:5] or min(shape.sizes[:4]) < 0 or shape.query_len < 1 or shape.causal_reach < 1:
         raise ValueError(
-            f"bucket {shape.to_list()}: expected at least one row, a reach of at least one tile, and the phase "
+            f"bucket {shape.to_list()}: expected at least one row, at least one prompt tile, and the phase "
             f"{expected.phase!r} for these blocks"
         )
     return expected

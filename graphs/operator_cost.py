@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DeviceFigures
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DeviceSpec
 from vllm_gaudi_ucm.graphs.recipes.recipe import operator_of, tensors_in
 
 
@@ -253,7 +253,7 @@ class Work:
     bytes: float
     vector: float = 0.0
 
-    def seconds(self, device: DeviceFigures) -> float:
+    def seconds(self, device: DeviceSpec) -> float:
         """What the work cannot be faster than: the slowest of its engines, all working at once at their peaks."""
         chip = CHIPS[device.name]
         return max(self.flops / device.flops, self.bytes / device.bandwidth, self.vector / chip.vector)

@@ -10,7 +10,7 @@ GB = 1e9
 
 
 @dataclass(frozen=True)
-class DeviceFigures:
+class DeviceSpec:
     """Peaks of one device.
 
     flops: per second, in the type that weights have there.
@@ -19,7 +19,7 @@ class DeviceFigures:
     launch_seconds: fixed cost of a replay, and of each attention part in it.
     compile_seconds: compilation and capture of one new shape.
     graph_bytes: device memory of one captured graph, beside its activations.
-    source: where the figures come from.
+    source: where they come from.
     """
 
     name: str
@@ -39,14 +39,14 @@ GAUDI_GRAPH_BYTES = 85e6
 DEVICES = {
     device.name: device
     for device in (
-        DeviceFigures(
+        DeviceSpec(
             "gaudi2", 432e12, 2.45e12, 96 * GB, 20e-6, GAUDI_COMPILE_SECONDS, GAUDI_GRAPH_BYTES, "vendor's papers"
         ),
-        DeviceFigures(
+        DeviceSpec(
             "gaudi3", 1835e12, 3.7e12, 128 * GB, 20e-6, GAUDI_COMPILE_SECONDS, GAUDI_GRAPH_BYTES, "vendor's papers"
         ),
-        DeviceFigures("h200", 989e12, 4.8e12, 141 * GB, 10e-6, 0.3, 8e6, "vendor's data sheet, dense bf16"),
-        DeviceFigures(
+        DeviceSpec("h200", 989e12, 4.8e12, 141 * GB, 10e-6, 0.3, 8e6, "vendor's data sheet, dense bf16"),
+        DeviceSpec(
             "cpu", 47e9, 15e9, 8 * GB, 20e-6, 0.0, 0.0, "measured: fp32, two cores of a 2.6 GHz AMD EPYC, torch 2.13"
         ),
     )
@@ -54,8 +54,8 @@ DEVICES = {
 
 
 @dataclass(frozen=True)
-class ChipFigures:
-    """What the cost of a stream needs beyond DeviceFigures.
+class ChipSpec:
+    """What the cost of a stream needs beyond DeviceSpec.
 
     on_chip: bytes of SRAM. vector: operations per second of the vector engines on two-byte elements.
     """
@@ -65,11 +65,11 @@ class ChipFigures:
 
 
 # Vendor's papers: 48 and 96 MB of SRAM; 11 and 28.7 TFLOPS in bfloat16, where a fused multiply-add counts as two.
-CHIPS = {"gaudi2": ChipFigures(48_000_000, 5.5e12), "gaudi3": ChipFigures(96_000_000, 14.35e12)}
+CHIPS = {"gaudi2": ChipSpec(48_000_000, 5.5e12), "gaudi3": ChipSpec(96_000_000, 14.35e12)}
 
 
-def device_figures(name: str) -> DeviceFigures:
-    """The figures of a device; an unknown name raises a ValueError that lists the known ones."""
+def device_spec(name: str) -> DeviceSpec:
+    """The spec of a device; an unknown name raises a ValueError that lists the known ones."""
     try:
         return DEVICES[name]
     except KeyError:
@@ -93,7 +93,7 @@ MOST = 2**31 - 1  # of any size
 
 
 @dataclass(frozen=True)
-class ModelFigures:
+class ModelSpec:
     """Sizes of a dense decoder; `mlp_matrices` is 3 with a gate, 2 without."""
 
     layers: int
@@ -107,7 +107,7 @@ class ModelFigures:
     mlp_matrices: int = 3
 
     @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelFigures:
+    def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """The sizes in a `config.json`; a missing or impossible one raises a ValueError that names the key."""
         for key in EXPERT_KEYS:
             # one expert is none: configurations of dense models carry the keys of their mixtures, too
@@ -146,7 +146,7 @@ class ModelFigures:
 
 
 # Sizes of Meta's Llama 3.1 8B, the model that plans are made for when none is named.
-LLAMA_8B = ModelFigures(32, 4096, 14336, 32, 8, 128, 128256)
+LLAMA_8B = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256)
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vllm_gaudi_ucm.graphs.cost.specs import DeviceFigures, ModelFigures
+from vllm_gaudi_ucm.graphs.cost.specs import DeviceSpec, ModelSpec
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
@@ -34,7 +34,7 @@ class Cost(Protocol):
         shared: ArrayLike,
         unique: ArrayLike,
         selected: ArrayLike = 0,
-        reach: ArrayLike = ALL_TILES,
+        max_tiles: ArrayLike = ALL_TILES,
     ) -> Floats: ...
 
     def logits_seconds(self, logits: ArrayLike) -> Floats: ...
@@ -47,8 +47,8 @@ class CostModel:
     A bucket is charged for everything its static shapes compute, so an empty part of it costs what a full one does.
     """
 
-    device: DeviceFigures
-    model: ModelFigures
+    device: DeviceSpec
+    model: ModelSpec
     block_size: int
 
     def forward(self, shape: ForwardShape | Bucket) -> float:
@@ -67,13 +67,13 @@ class CostModel:
         shared: ArrayLike,
         unique: ArrayLike,
         selected: ArrayLike = 0,
-        reach: ArrayLike = ALL_TILES,
+        max_tiles: ArrayLike = ALL_TILES,
     ) -> Floats:
         """Seconds of forward graphs; the arguments broadcast."""
         flags = np.asarray(causal, np.float64)
         q, s, u = (np.asarray(size, np.float64) for size in (query, shared, unique))
         parts = 1 + flags + (s > 0) + (u > 0)
-        causal_seconds = flags * self._causal(q, np.asarray(reach, np.float64))
+        causal_seconds = flags * self._causal(q, np.asarray(max_tiles, np.float64))
         seconds = self._linear(q) + causal_seconds + self._shared(q, s) + self._unique(u)
         return parts * self.device.launch_seconds + seconds + self.selected_seconds(selected)
 
@@ -100,8 +100,8 @@ class CostModel:
         bytes_moved = (m.layer_weights + q * activations) * m.dtype_bytes
         return m.layers * self._roofline(2.0 * q * m.layer_weights, bytes_moved)
 
-    def _causal(self, q: Floats, reach: Floats) -> Floats:
-        longest = np.minimum(q, reach * prompt_tiles.TILE_ROWS)
+    def _causal(self, q: Floats, max_tiles: Floats) -> Floats:
+        longest = np.minimum(q, max_tiles * prompt_tiles.TILE_ROWS)
         keys = 0.5 * (longest + np.minimum(longest, CAUSAL_SLICE))
         m = self.model
         bytes_moved = q * (2 * m.kv_heads * m.dtype_bytes + m.heads * PARTIAL_BYTES) * m.head_dim

@@ -16,7 +16,7 @@ class ForwardShape(NamedTuple):
     """What a forward graph is captured for.
 
     selected_blocks: blocks that a sparse method chooses, over all requests; their part has no letter in the phase.
-    causal_reach: tiles of rows that a causal request spans (`causal_tiles`), `ALL_TILES` where nothing is said of it.
+    causal_reach: max prompt tiles, the tiles of rows of its longest prompt (`prompt_tiles`); `ALL_TILES` for no bound.
     """
 
     phase: str
@@ -36,14 +36,14 @@ class ForwardShape(NamedTuple):
         selected_blocks: int = 0,
         causal_reach: int = ALL_TILES,
     ) -> ForwardShape:
-        """The shape whose phase has `s` and `u` exactly where it has such blocks; a reach of all rows is no bound."""
+        """The shape whose phase has `s` and `u` where it has such blocks. Prompt tiles that save little are no bound."""
         phase = phase_string(causal, shared_blocks > 0, unique_blocks > 0)
         if not causal or not is_bounded(query_len, causal_reach):
             causal_reach = ALL_TILES
         return cls(phase, query_len, shared_blocks, unique_blocks, selected_blocks, causal_reach)
 
     def step(self, logits: int) -> Bucket:
-        """The bucket of this shape and of so many logits rows."""
+        """The bucket of this shape and this number of logits rows."""
         return Bucket(*self[:4], logits, *self[4:])
 
     @property
@@ -55,12 +55,12 @@ class ForwardShape(NamedTuple):
         """The same shape with another selected part."""
         return self._replace(selected_blocks=selected_blocks)
 
-    def with_reach(self, causal_reach: int) -> ForwardShape:
-        """The same shape with another reach; without a causal part it has none."""
+    def with_prompt_tiles(self, causal_reach: int) -> ForwardShape:
+        """The same shape with other max prompt tiles; without a causal part it has none."""
         return ForwardShape.of("c" in self.phase, *self.sizes[:4], causal_reach)
 
     def to_list(self) -> list[str | int]:
-        """For files and JSON: selected blocks are written only where there are any, the reach where it is a bound."""
+        """For files and JSON: selected blocks only where there are any, max prompt tiles only where they are a bound."""
         return [self.phase, *written_sizes(self.sizes)]
 
 
@@ -86,14 +86,14 @@ class Bucket(NamedTuple):
 
 
 def written_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes that end with selected blocks and reach, without those two where they say nothing."""
+    """Sizes that end with selected blocks and max prompt tiles, without these two where they say nothing."""
     if sizes[-1] != ALL_TILES:
         return sizes
     return sizes[:-1] if sizes[-2] else sizes[:-2]
 
 
-def least_reach(shape: ForwardShape | Bucket) -> int:
-    """The reach that a bucket needs for it: nobody looks back on more than all rows, without a causal part on none."""
+def least_prompt_tiles(shape: ForwardShape | Bucket) -> int:
+    """The max prompt tiles that a bucket needs for the shape: at most those of all rows; 0 without a causal part."""
     return min(shape.causal_reach, flat_tiles(shape.query_len)) if "c" in shape.phase else 0
 
 
@@ -102,7 +102,7 @@ def dominates(bucket: Bucket, step: Bucket) -> bool:
 
     A part that the bucket has and the step has not is legal: it runs over empty ranges.
     """
-    step = step._replace(causal_reach=least_reach(step))
+    step = step._replace(causal_reach=least_prompt_tiles(step))
     return all(have in (part, "-") for have, part in zip(step.phase, bucket.phase, strict=True)) and all(
         size <= room for size, room in zip(step[1:], bucket[1:], strict=True)
     )

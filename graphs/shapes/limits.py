@@ -1,4 +1,4 @@
-"""The largest step that a configuration allows, by dimension: what buckets must reach and need not exceed."""
+"""The largest step that a configuration allows, by dimension: what buckets must hold and need not exceed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Limits:
         steps then divides those that have more.
     max_selected_blocks: blocks that a sparse method chooses for the requests of a step, one counted for each request
         that it is chosen for. 0: there is no such method.
-    causal_reach: buckets may bound how far rows look back on other new ones, which is less work for Gaudi's attention.
+    causal_reach: buckets may bound the max prompt tiles, which is less work for Gaudi's attention.
     """
 
     max_num_batched_tokens: int

@@ -1,4 +1,4 @@
-"""Sizes of the selected part, and reaches, of buckets that are chosen without knowing the traffic: rungs."""
+"""Size levels of buckets that are chosen without knowing the traffic, and which shapes are worth a graph."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.steps import graph_array, shape_seconds
 
-# A rung is no graph of its own where the rung above costs at most this share more: beside a long prompt the selected
-# part is small, whatever its size. At 64 graphs the product of all shapes and four rungs leaves 14 shapes, without the
+# A level has no graph of its own where the next one costs at most this share more: beside a long prompt the selected
+# part is small, whatever its size. At 64 graphs the product of all shapes and four levels leaves 14 shapes, without the
 # needless ones 26 to 35; where steps select a quarter of their contexts the trace mixes then cost a third (modelled).
 NEEDLESS = 0.1
 
 
-def with_rungs(shapes: Iterable[ForwardShape], rungs: Sequence[int], cost: Cost) -> list[ForwardShape]:
-    """Every shape at every rung, less the needless ones.
+def with_selected_levels(shapes: Iterable[ForwardShape], levels: Sequence[int], cost: Cost) -> list[ForwardShape]:
+    """Every shape at every level of selected blocks, less the needless ones.
 
-    What selected blocks cost is added to what the rest of a step costs, so the cheapest bucket of a step is the
-    cheapest one for its other sizes, at the smallest rung that it has and that is enough.
+    Selected blocks add to the cost of a step, whatever its other sizes. So the cheapest bucket of a step is the
+    cheapest one for its other sizes, at the smallest of its levels that is enough.
 
     Args:
         shapes: without selected blocks.
-        rungs: ascending, the first 0; the last one is always kept.
+        levels: ascending, the first 0; the last one is always kept.
     """
     found: list[ForwardShape] = []
     for shape in shapes:
         # decodes of requests that are not sparse must not pay for those that are
         least = shape.with_selected(0) if "c" not in shape.phase else None
-        found += _worth([shape.with_selected(rung) for rung in rungs], cost, least)
+        found += _worth([shape.with_selected(level) for level in levels], cost, least)
     return found
 
 
-def with_reaches(shapes: Iterable[ForwardShape], reaches: Sequence[int], cost: Cost) -> list[ForwardShape]:
-    """Every shape at every reach, less the needless ones; only long steps of prompts have more than one.
+def with_prompt_tile_levels(shapes: Iterable[ForwardShape], levels: Sequence[int], cost: Cost) -> list[ForwardShape]:
+    """Every shape at every level of max prompt tiles, less the needless ones; only long prompts have more than one.
 
     Args:
-        reaches: ascending; the last one, which is no bound, is always kept.
+        levels: ascending; the last one, which is no bound, is always kept.
     """
     found: list[ForwardShape] = []
     for shape in shapes:
-        found += _worth(list(dict.fromkeys(shape.with_reach(reach) for reach in reaches)), cost)
+        found += _worth(list(dict.fromkeys(shape.with_prompt_tiles(level) for level in levels)), cost)
     return found
 
 
-def _worth(at_rungs: list[ForwardShape], cost: Cost, keep: ForwardShape | None = None) -> list[ForwardShape]:
-    """Those that cost less enough than the next one above that is kept."""
+def _worth(at_levels: list[ForwardShape], cost: Cost, keep: ForwardShape | None = None) -> list[ForwardShape]:
+    """Those that are cheaper by more than NEEDLESS than the next one above that is kept."""
     found = []
-    seconds = shape_seconds(cost, graph_array(at_rungs)).tolist()
+    seconds = shape_seconds(cost, graph_array(at_levels)).tolist()
     above = float("inf")
-    for each, its_seconds in zip(reversed(at_rungs), reversed(seconds), strict=True):
+    for each, its_seconds in zip(reversed(at_levels), reversed(seconds), strict=True):
         if each == keep or above > (1.0 + NEEDLESS) * its_seconds:
             found.append(each)
             above = its_seconds
@@ -71,7 +71,7 @@ def reaching_step(buckets: BucketSet, shape: ForwardShape) -> Bucket | None:
 
 
 def without_unreachable(shapes: Iterable[ForwardShape], limits: Limits, cost: Cost) -> list[ForwardShape]:
-    """The shapes that a step can run in; the configured maximum stays, it is the guarantee."""
+    """The shapes that some step runs in, and the configured maximum, which every step can run in."""
     buckets = BucketSet(shapes, (), limits, cost)
     maximum = limits.maximum.forward
     return [shape for shape in buckets.forward if shape == maximum or reaching_step(buckets, shape) is not None]

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
-from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, least_reach
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, least_prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles
 
 Shapes = NDArray[np.int64]
 """[n, 4]: causal (0 or 1), query_len, shared_blocks, unique_blocks. A shape dominates another one exactly if it is
 nowhere smaller: a phase has `s` and `u` where their sizes are not 0. [n, 5]: selected_blocks, too; [n, 6]: and
-causal_reach, 0 where there is no causal part."""
+max prompt tiles (`causal_reach`), 0 where there is no causal part."""
 
 
 def _not_given() -> NDArray[np.int64]:
@@ -29,8 +29,8 @@ class Steps:
     """Distinct forward shapes and logits rows of observed steps; the two have graphs of their own.
 
     forward: [n, 4] shapes; forward_counts: [n]. logits: [m], ascending; logits_counts: [m].
-    selected, reach: [n] selected blocks and causal reach of each; a shape occurs once for each number of them. Without
-        them nothing is selected, and nothing is said of the reach.
+    selected, prompt_tiles: [n] selected blocks and max prompt tiles of each; a shape occurs once for each number of
+        them. Without them nothing is selected, and rows may look back on all rows before them.
     """
 
     forward: Shapes
@@ -38,13 +38,13 @@ class Steps:
     logits: NDArray[np.int64]
     logits_counts: NDArray[np.int64]
     selected: NDArray[np.int64] = field(default_factory=_not_given)
-    reach: NDArray[np.int64] = field(default_factory=_not_given)
+    prompt_tiles: NDArray[np.int64] = field(default_factory=_not_given)
 
     def __post_init__(self) -> None:
         if len(self.selected) != len(self.forward):
             object.__setattr__(self, "selected", np.zeros(len(self.forward), np.int64))
-        if len(self.reach) != len(self.forward):
-            object.__setattr__(self, "reach", _all_rows(self.forward))
+        if len(self.prompt_tiles) != len(self.forward):
+            object.__setattr__(self, "prompt_tiles", _all_rows(self.forward))
 
     @classmethod
     def of(cls, buckets: Iterable[Bucket]) -> Steps:
@@ -66,8 +66,8 @@ class Steps:
 
     @property
     def shapes(self) -> Shapes:
-        """[n, 6] shapes with their selected blocks and reach."""
-        return np.concatenate([self.forward, self.selected[:, None], self.reach[:, None]], axis=1)
+        """[n, 6] shapes with their selected blocks and max prompt tiles."""
+        return np.concatenate([self.forward, self.selected[:, None], self.prompt_tiles[:, None]], axis=1)
 
     def with_shapes(self, shapes: Shapes) -> Steps:
         """The same steps with other shapes [n, 6], one for each of `shapes` now; those alike become one."""
@@ -76,16 +76,16 @@ class Steps:
         np.add.at(counts, places.reshape(-1), self.forward_counts)
         return Steps(distinct[:, :4], counts, self.logits, self.logits_counts, distinct[:, 4], distinct[:, 5])
 
-    def without_reach(self) -> Steps:
-        """The steps as a device takes them whose buckets do not bound it."""
+    def without_prompt_tiles(self) -> Steps:
+        """The steps for a device whose buckets do not bound how far rows look back."""
         shapes = self.shapes
         shapes[:, 5] = _all_rows(shapes)
         return self.with_shapes(shapes)
 
     @property
-    def has_reach(self) -> bool:
-        """Whether the reach of any causal step is known."""
-        return bool((self.reach < _all_rows(self.forward)).any())
+    def has_prompt_tiles(self) -> bool:
+        """Whether any causal step is known to look back on fewer than all rows."""
+        return bool((self.prompt_tiles < _all_rows(self.forward)).any())
 
     @property
     def count(self) -> int:
@@ -103,7 +103,7 @@ def shape_array(shapes: Iterable[ForwardShape]) -> Shapes:
 
 
 def graph_array(shapes: Iterable[ForwardShape | Bucket]) -> Shapes:
-    """[n, 6] forward shapes as rows, selected blocks and reach last."""
+    """[n, 6] forward shapes as rows, selected blocks and max prompt tiles last."""
     return np.array([_row(shape) for shape in shapes], np.int64).reshape(-1, 6)
 
 
@@ -114,11 +114,11 @@ def shape_seconds(cost: Cost, shapes: Shapes) -> Floats:
 
 def _row(shape: ForwardShape | Bucket) -> tuple[int, ...]:
     sizes = (shape.query_len, shape.shared_blocks, shape.unique_blocks, shape.selected_blocks)
-    return int("c" in shape.phase), *sizes, least_reach(shape)
+    return int("c" in shape.phase), *sizes, least_prompt_tiles(shape)
 
 
 def _all_rows(shapes: Shapes) -> NDArray[np.int64]:
-    """[n] the reach of steps that say nothing of it."""
+    """[n] the max prompt tiles of steps that may look back on all rows."""
     return np.where(shapes[:, 0] > 0, flat_tiles(shapes[:, 1]), 0)
 
 
@@ -133,4 +133,4 @@ def steps_within(steps: Steps, limits: Limits) -> Steps:
     shapes = steps.shapes
     shapes[:, 2:5] = np.minimum(shapes[:, 2:5], [most.shared_blocks, most.unique_blocks, most.selected_blocks])
     cut = steps.with_shapes(shapes)
-    return cut if limits.causal_reach else cut.without_reach()
+    return cut if limits.causal_reach else cut.without_prompt_tiles()

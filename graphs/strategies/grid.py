@@ -15,20 +15,23 @@ from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, flat_tiles
-from vllm_gaudi_ucm.graphs.shapes.size_levels import with_reaches, with_rungs, without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.size_levels import with_prompt_tile_levels, with_selected_levels, without_unreachable
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy
 
-AXES = ("decode", "prompt", "shared", "unique", "logits", "selected", "reach")
+AXES = ("decode", "prompt", "shared", "unique", "logits", "selected", "prompt_tiles")
 # More values along a dimension than this are never useful, and without a count of graphs they would multiply.
 MAX_VALUES = 12
-# Whatever prompts there are, their lengths are not known: from one reach to the next it is a factor that pays.
+# Whatever prompts there are, their lengths are not known: from one level of prompt tiles to the next a factor pays.
 SHORTER = 8
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Number of values along each axis: rows of steps without and with a causal part, blocks, logits rows, selected
-    blocks, tiles that a causal part reaches back (beside no bound)."""
+    """Number of size levels along each axis.
+
+    Rows of steps without and with a causal part, blocks, logits rows, selected blocks, max prompt tiles (beside no
+    bound).
+    """
 
     decode: int = 1
     prompt: int = 1
@@ -36,7 +39,7 @@ class Grid:
     unique: int = 1
     logits: int = 1
     selected: int = 1
-    reach: int = 0
+    prompt_tiles: int = 0
 
     def finer(self, axis: str) -> Grid:
         return Grid(**{name: getattr(self, name) + (name == axis) for name in AXES})
@@ -58,7 +61,7 @@ class GridStrategy(BucketStrategy):
         best = BucketSet((), (), request.limits, request.cost)
         if limit is not None and limit < best.num_graphs:
             raise ValueError(f"max_graphs is {limit}, expected at least {best.num_graphs}: the configured maximum")
-        absent = {"selected": not request.limits.max_selected_blocks, "reach": not request.limits.causal_reach}
+        absent = {"selected": not request.limits.max_selected_blocks, "prompt_tiles": not request.limits.causal_reach}
         grid, open_axes = Grid(), [axis for axis in AXES if not absent.get(axis)]
         while open_axes:
             for axis in list(open_axes):
@@ -95,14 +98,14 @@ def _make(request: BucketRequest, grid: Grid, levels: Levels) -> BucketSet:
     limits, cost = request.limits, request.cost
     shapes = without_unreachable(_shapes(limits, grid, levels), limits.dense, cost)
     if limits.max_selected_blocks:
-        shapes = with_rungs(shapes, [0, *levels("selected", limits.max_selected_blocks, grid.selected)], cost)
-    if limits.causal_reach and grid.reach:
-        shapes = with_reaches(shapes, _reaches(limits, grid.reach), cost)
+        shapes = with_selected_levels(shapes, [0, *levels("selected", limits.max_selected_blocks, grid.selected)], cost)
+    if limits.causal_reach and grid.prompt_tiles:
+        shapes = with_prompt_tile_levels(shapes, _prompt_tile_levels(limits, grid.prompt_tiles), cost)
     return BucketSet(shapes, levels("logits", limits.max_num_seqs, grid.logits), limits, cost)
 
 
-def _reaches(limits: Limits, count: int) -> list[int]:
-    """So many bounds, the longest an eighth of all rows, each an eighth of the next; and no bound."""
+def _prompt_tile_levels(limits: Limits, count: int) -> list[int]:
+    """`count` bounds, the largest an eighth of all rows, each an eighth of the next; and no bound."""
     tiles = flat_tiles(limits.max_num_batched_tokens)
     bounds = {max(1, tiles // SHORTER**power) for power in range(1, count + 1)}
     return [*sorted(bounds), ALL_TILES]

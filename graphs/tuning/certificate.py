@@ -1,4 +1,7 @@
-"""The highest surplus of any shape at all, between two figures: branch and bound over boxes of shapes."""
+"""How far buckets can be from the optimum: dual prices, and branch and bound over boxes of shapes.
+
+For developers: `gaudi-ucm tune` prints the gap; a server never computes it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.graphs.cost.step_cost import Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, graph_array, shape_seconds
-from vllm_gaudi_ucm.graphs.tuning.dual_prices import Ascent, Bids, first_bids, surpluses
+from vllm_gaudi_ucm.graphs.tuning.dual_prices import Ascent, DualPrices, first_prices, reduced_profits
 from vllm_gaudi_ucm.graphs.tuning.logits_rows import least_rows_seconds
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.search import Report, Search, to_shapes
@@ -22,11 +25,11 @@ MAX_BOXES = 150_000
 
 
 class Ceiling(NamedTuple):
-    """most: no shape earns more. shapes: [found, d] ones that earn more than the fee. surplus: [found] theirs."""
+    """most: no reduced profit is higher. shapes: [found, d] those above the graph price. profits: [found] theirs."""
 
     most: float
     shapes: Shapes
-    surplus: Floats
+    profits: Floats
 
 
 class Boxes(NamedTuple):
@@ -40,43 +43,44 @@ class Boxes(NamedTuple):
 
 
 class CeilingSearch:
-    """Boxes that may hold a shape with a surplus above the fee, cut in two until none is left.
+    """The highest reduced profit of any shape: boxes that may hold one above the graph price, cut in two until none is
+    left.
 
     Only joins of steps need to be looked at (another shape costs no less than the join of its steps), so the sizes
     on each axis are those of steps. In a box a step pays at least what the join of the box's lowest shape and the step
-    costs; the sum over steps is at least the surplus of any shape in it.
+    costs; the sum over steps is at least the reduced profit of any shape in it.
 
     Args:
-        bids: [n] for each of the objective's shapes.
-        fee: a surplus that is known to be reached.
-        tolerance: boxes that can exceed the fee by no more than this share are not looked into.
+        prices: [n] dual prices of the objective's shapes.
+        graph_price: a reduced profit that some shape is known to have.
+        tolerance: boxes that can exceed the graph price by no more than this share are not looked into.
     """
 
-    def __init__(self, objective: Objective, bids: Floats, fee: float, tolerance: float) -> None:
-        self._objective, self._bids, self._fee, self._tolerance = objective, bids, fee, tolerance
+    def __init__(self, objective: Objective, prices: Floats, graph_price: float, tolerance: float) -> None:
+        self._objective, self._prices, self._graph_price, self._tolerance = objective, prices, graph_price, tolerance
         self._axes = [np.unique(objective.shapes[:, axis]) for axis in range(objective.shapes.shape[1])]
         self._places = np.stack(
             [np.searchsorted(sizes, objective.shapes[:, axis]) for axis, sizes in enumerate(self._axes)], axis=1
         )
         self._shapes: list[Shapes] = []
-        self._surplus: list[Floats] = []
+        self._profits: list[Floats] = []
 
     def run(self) -> Ceiling:
         """The ceiling; it is loose where the count of boxes was not enough."""
         boxes = Boxes(np.zeros((1, len(self._axes)), np.int64), np.array([[len(sizes) - 1 for sizes in self._axes]]))
-        seen, highest, most = 0, self._fee, 0.0
+        seen, highest, most = 0, self._graph_price, 0.0
         while len(boxes.low):
             seen += len(boxes.low)
             limits, boxes = self._limits(boxes)
             highest = max(highest, self._look_at(boxes.take(limits > self._allowed(highest))))
             is_open = limits > self._allowed(highest)
-            # A box of one shape is no estimate: its limit is the surplus.
+            # A box of one shape is no estimate: its limit is the reduced profit.
             is_open &= (boxes.low < boxes.high).any(axis=1) & (seen < MAX_BOXES)
             most = max(most, float(limits[~is_open].max(initial=0.0)))
             boxes = self._halves(boxes.take(is_open))
         shapes = np.concatenate([self._objective.shapes[:0], *self._shapes])
         shapes, first = np.unique(shapes, axis=0, return_index=True)
-        return Ceiling(max(most, highest), shapes, np.concatenate([np.zeros(0), *self._surplus])[first])
+        return Ceiling(max(most, highest), shapes, np.concatenate([np.zeros(0), *self._profits])[first])
 
     def _allowed(self, highest: float) -> float:
         return highest * (1.0 + self._tolerance)
@@ -90,13 +94,13 @@ class CeilingSearch:
         for start in range(0, len(order), CHUNK):
             chunk = slice(start, start + CHUNK)
             low, top = boxes.low[chunk], boxes.high[chunk]
-            steps = np.flatnonzero((self._bids > lowest[start]) & (self._places <= top.max(axis=0)).all(axis=1))
+            steps = np.flatnonzero((self._prices > lowest[start]) & (self._places <= top.max(axis=0)).all(axis=1))
             fits = np.ones((len(low), len(steps)), bool)
             for axis in range(len(self._axes)):
                 fits &= self._places[None, steps, axis] <= top[:, axis, None]
             box, place = np.nonzero(fits)
             joins = np.maximum(low[box], self._places[steps[place]])
-            gain = np.clip(self._bids[steps[place]] - self._seconds(joins), 0.0, None)
+            gain = np.clip(self._prices[steps[place]] - self._seconds(joins), 0.0, None)
             limits[chunk] = np.bincount(box, gain * self._objective.weights[steps[place]], len(low))
             paid = np.flatnonzero(gain > 0.0)
             some, first = np.unique(box[paid], return_index=True)
@@ -105,13 +109,13 @@ class CeilingSearch:
         return limits, Boxes(boxes.low, high)
 
     def _look_at(self, boxes: Boxes) -> float:
-        """The highest surplus among the highest shapes of boxes; those above the fee are remembered."""
+        """The highest reduced profit among the highest shapes of boxes; those above the graph price are kept."""
         shapes = self._sizes(boxes.high)
-        surplus = surpluses(self._objective, self._bids, shapes)
-        better = surplus > self._fee
+        profits = reduced_profits(self._objective, self._prices, shapes)
+        better = profits > self._graph_price
         self._shapes.append(shapes[better])
-        self._surplus.append(surplus[better])
-        return float(surplus.max(initial=0.0))
+        self._profits.append(profits[better])
+        return float(profits.max(initial=0.0))
 
     def _halves(self, boxes: Boxes) -> Boxes:
         """Each box cut in two on the axis along which its cost grows most."""
@@ -148,7 +152,7 @@ FIRST_CANDIDATES = 1200
 # and its buckets stay what they were.
 MAX_SHAPES = 20_000
 SWEEPS = 8
-# How far above the fee the ceiling may stay, by round: it costs less to look closely once the bids are good.
+# How far above the graph price the ceiling may stay, by round: it costs less to look closely once the prices are good.
 TOLERANCES = (0.2, 0.15, 0.1)
 
 
@@ -191,7 +195,7 @@ def certify(
 
 
 class _Rounds:
-    """Rounds of: climb the dual over some candidates, find shapes that earn too much, exchange buckets for them."""
+    """Each round climbs the dual over candidates, finds shapes above the graph price, exchanges buckets for them."""
 
     def __init__(self, objective: Objective, buckets: BucketSet, max_graphs: int) -> None:
         self._objective, self._coarse = objective, objective.coarse(MAX_SHAPES)
@@ -216,28 +220,28 @@ class _Rounds:
             self._begin()
         tolerance = TOLERANCES[min(self._number, len(TOLERANCES) - 1)]
         self._number += 1
-        bids = Ascent(self._coarse, self._candidates, self._k, self._most).run(self._bids, SWEEPS)
-        fee = float(surpluses(self._coarse, bids.seconds, self._candidates).max(initial=0.0))
-        ceiling = CeilingSearch(self._coarse, bids.seconds, fee, tolerance).run()
-        self._bound = max(self._bound, self._bound_of(bids.seconds, ceiling.most))
-        best = self._candidates[np.argsort(-bids.shares, kind="stable")[:MAX_CANDIDATES]]
+        prices = Ascent(self._coarse, self._candidates, self._k, self._most).run(self._prices, SWEEPS)
+        graph_price = float(reduced_profits(self._coarse, prices.seconds, self._candidates).max(initial=0.0))
+        ceiling = CeilingSearch(self._coarse, prices.seconds, graph_price, tolerance).run()
+        self._bound = max(self._bound, self._bound_of(prices.seconds, ceiling.most))
+        best = self._candidates[np.argsort(-prices.shares, kind="stable")[:MAX_CANDIDATES]]
         self._exchange(best)
-        self._carry_over(bids, best, ceiling)
+        self._carry_over(prices, best, ceiling)
 
     def _begin(self) -> None:
-        seconds, self._most = first_bids(self._coarse, self._chosen)
+        seconds, self._most = first_prices(self._coarse, self._chosen)
         near = np.unique(np.concatenate([self._search.neighbours(self._chosen), self._chosen]), axis=0)
-        order = np.argsort(-surpluses(self._coarse, seconds, near), kind="stable")
+        order = np.argsort(-reduced_profits(self._coarse, seconds, near), kind="stable")
         self._candidates = near[order[:FIRST_CANDIDATES]]
-        self._bids = Bids(seconds, np.full(len(self._candidates), 1.0 / max(1, len(self._candidates))))
+        self._prices = DualPrices(seconds, np.full(len(self._candidates), 1.0 / max(1, len(self._candidates))))
 
-    def _carry_over(self, bids: Bids, best: Shapes, ceiling: Ceiling) -> None:
+    def _carry_over(self, prices: DualPrices, best: Shapes, ceiling: Ceiling) -> None:
         """The candidates of the next round with their shares: the best so far, those that earn too much, the chosen."""
-        new = ceiling.shapes[np.argsort(-ceiling.surplus, kind="stable")[:MAX_CANDIDATES]]
-        shares = dict(zip(map(tuple, self._candidates.tolist()), bids.shares.tolist(), strict=True))
+        new = ceiling.shapes[np.argsort(-ceiling.profits, kind="stable")[:MAX_CANDIDATES]]
+        shares = dict(zip(map(tuple, self._candidates.tolist()), prices.shares.tolist(), strict=True))
         self._candidates = np.unique(np.concatenate([best, new, self._chosen]), axis=0)
         old = np.array([shares.get(tuple(shape), 0.0) for shape in self._candidates.tolist()])
-        self._bids = Bids(bids.seconds, 0.98 * old / max(old.sum(), 1e-300) + 0.02 / max(1, len(old)))
+        self._prices = DualPrices(prices.seconds, 0.98 * old / max(old.sum(), 1e-300) + 0.02 / max(1, len(old)))
 
     def _exchange(self, candidates: Shapes) -> None:
         """Keeps the buckets that exchanging chosen shapes for candidates leads to, if they cost less."""
@@ -251,8 +255,8 @@ class _Rounds:
         if seconds < self._seconds:
             self._buckets, self._seconds, self._chosen = buckets, seconds, shapes
 
-    def _bound_of(self, bids: Floats, most: float) -> float:
+    def _bound_of(self, prices: Floats, most: float) -> float:
         """For every division of the graphs between forward shapes and logits rows; the least of them."""
-        forward = float(bids @ self._coarse.weights)
+        forward = float(prices @ self._coarse.weights)
         others = np.arange(len(self._rows))[::-1]
         return float((forward - others * most + self._rows).min())

@@ -1,9 +1,10 @@
-"""Bids of steps, raised until no candidate earns more than the others: the dual of choosing k candidates.
+"""Dual prices of steps, climbed until no candidate's reduced profit stands out: the dual of choosing k candidates.
 
-If steps bid `p` and no shape earns more than `f` (its surplus), no k shapes cost less than `sum(weight * p) - k * f`:
-each of them takes at most `f` off what was bid. This is the Lagrangian dual of the k-median problem (Cornuejols, Fisher
-and Nemhauser 1977). It is concave and kinked, so it is climbed on a smoothed form: the highest surplus becomes a soft
-maximum around shares of the candidates that are themselves improved (an entropic proximal method).
+A step with dual price `p` pays at most `p` seconds. The reduced profit of a shape is what its steps would pay beyond
+its seconds. If no shape has a reduced profit above `f`, the graph price, no k shapes cost less than
+`sum(weight * p) - k * f`. This is the Lagrangian dual of the k-median problem (Cornuejols, Fisher and Nemhauser 1977).
+It is concave and kinked, so the climb smooths it: a soft maximum replaces the highest reduced profit, around shares of
+the candidates that are themselves improved (an entropic proximal method).
 """
 
 from __future__ import annotations
@@ -18,43 +19,43 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 
 ITERATIONS = 60
-# Width of the soft maximum, as a share of the fee.
+# Width of the soft maximum, as a share of the graph price.
 SOFTNESS = 0.05
-# First length of a move, as a share of the mean of what is bid beyond the true seconds; each sweep has shorter ones.
+# First length of a move, as a share of the mean price beyond the true seconds; each sweep has shorter ones.
 MOVE = 0.06
 SHORTER = 0.8
-# Beyond this factor of a step's present seconds no bid is useful.
-MOST_BID = 2.5
+# No price beyond this factor of a step's present seconds is useful.
+MOST_PRICE = 2.5
 
 
-class Bids(NamedTuple):
+class DualPrices(NamedTuple):
     """seconds: [n] what each step pays at most. shares: [candidates] of a fractional choice; their sum is 1."""
 
     seconds: Floats
     shares: Floats
 
 
-def first_bids(objective: Objective, chosen: Shapes) -> tuple[Floats, Floats]:
-    """(bids, most): near the best ones if `chosen` is a good choice; and what each step may bid at most.
+def first_prices(objective: Objective, chosen: Shapes) -> tuple[Floats, Floats]:
+    """(prices, most): near the best prices if `chosen` is a good choice; and the highest price of each step.
 
-    A step pays what its shape costs and an equal part of the shape's fee, but never more than its second best choice.
+    A step pays what its shape costs and an equal part of the graph price, but never more than its second best choice.
     """
     owner, first, second = objective.two_cheapest(chosen)
     losses = np.bincount(owner, objective.weights * (second - first), len(chosen) + 1)[:-1]
-    fee = float(np.sort(losses)[: max(1, len(losses) // 10)].mean()) if len(losses) else 0.0
-    bids = first.copy()
+    graph_price = float(np.sort(losses)[: max(1, len(losses) // 10)].mean()) if len(losses) else 0.0
+    prices = first.copy()
     for place in range(len(chosen)):
         steps = np.flatnonzero(owner == place)
-        bids[steps] += _parts(objective.weights[steps], second[steps] - first[steps], fee)
-    return bids, np.minimum(second, MOST_BID * first)
+        prices[steps] += _parts(objective.weights[steps], second[steps] - first[steps], graph_price)
+    return prices, np.minimum(second, MOST_PRICE * first)
 
 
-def _parts(weights: Floats, limits: Floats, fee: float) -> Floats:
-    """The same part for each, but no more than its limit, so that the weighted sum is the fee (or all limits)."""
+def _parts(weights: Floats, limits: Floats, graph_price: float) -> Floats:
+    """[n] equal parts, none above its limit, whose weighted sum is the graph price, or that of all limits."""
     low, high = 0.0, float(limits.max(initial=0.0))
     for _ in range(40):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if weights @ np.minimum(limits, middle) <= fee else (low, middle)
+        low, high = (middle, high) if weights @ np.minimum(limits, middle) <= graph_price else (low, middle)
     return np.minimum(limits, low)
 
 
@@ -63,7 +64,7 @@ class Ascent:
 
     Args:
         candidates: [m, d]. k: how many of them may be chosen.
-        most: [n] what each step may bid at most.
+        most: [n] the highest price of each step.
     """
 
     def __init__(self, objective: Objective, candidates: Shapes, k: int, most: Floats) -> None:
@@ -77,14 +78,14 @@ class Ascent:
         self._weight = objective.weights[self._step]
         self._mean, self._square, self._moves = np.zeros_like(most), np.zeros_like(most), 0
 
-    def value(self, bids: Floats) -> float:
-        """The dual's: a lower bound of what the candidates can reach."""
-        return float(self._objective.weights @ bids) - self._k * float(self._surplus(bids).max(initial=0.0))
+    def value(self, prices: Floats) -> float:
+        """The value of the dual: no k of the candidates cost less."""
+        return float(self._objective.weights @ prices) - self._k * float(self._profits(prices).max(initial=0.0))
 
-    def run(self, bids: Bids, sweeps: int) -> Bids:
-        """Better bids and shares, after `sweeps` sweeps of moves."""
-        best, best_value = bids.seconds, self.value(bids.seconds)
-        now, shares = bids.seconds, bids.shares
+    def run(self, start: DualPrices, sweeps: int) -> DualPrices:
+        """Better prices and shares, after `sweeps` sweeps of moves."""
+        best, best_value = start.seconds, self.value(start.seconds)
+        now, shares = start.seconds, start.shares
         objective = self._objective
         unit = objective.seconds * ((now - objective.seconds) @ objective.weights)
         unit = MOVE * unit / (objective.seconds @ objective.weights)
@@ -97,64 +98,64 @@ class Ascent:
             shares = np.maximum(0.5 * shares + 0.5 * taken, 1e-6 / max(1, self._count))
             shares /= shares.sum()
             unit = unit * SHORTER
-        return Bids(best, shares)
+        return DualPrices(best, shares)
 
-    def _sweep(self, bids: Floats, shares: Floats, unit: Floats) -> tuple[Floats, Floats, Floats]:
-        """(last bids, mean bids, mean soft choice). Moves are Adam's (Kingma and Ba 2015): alike for all steps."""
-        total, taken = np.zeros_like(bids), np.zeros_like(shares)
-        fee = float(self._surplus(bids).max(initial=0.0))
+    def _sweep(self, prices: Floats, shares: Floats, unit: Floats) -> tuple[Floats, Floats, Floats]:
+        """(last prices, mean prices, mean soft choice). Moves are Adam's (Kingma and Ba 2015): alike for all steps."""
+        total, taken = np.zeros_like(prices), np.zeros_like(shares)
+        graph_price = float(self._profits(prices).max(initial=0.0))
         for _ in range(ITERATIONS):
-            choice, slope = self._slope(bids, shares, fee)
+            choice, slope = self._slope(prices, shares, graph_price)
             self._moves += 1
             self._mean = 0.9 * self._mean + 0.1 * slope
             self._square = 0.99 * self._square + 0.01 * slope**2
             size = np.sqrt(self._square / (1.0 - 0.99**self._moves)) + 1e-300
             move = self._mean / (1.0 - 0.9**self._moves) / size
-            bids = np.clip(bids + unit * move, self._objective.seconds, self._most)
-            total += bids
+            prices = np.clip(prices + unit * move, self._objective.seconds, self._most)
+            total += prices
             taken += choice
-        return bids, total / ITERATIONS, taken / ITERATIONS
+        return prices, total / ITERATIONS, taken / ITERATIONS
 
-    def _slope(self, bids: Floats, shares: Floats, fee: float) -> tuple[Floats, Floats]:
-        """(soft choice of the highest surplus, slope of the smoothed dual for each bid)."""
-        gain = bids[self._step] - self._seconds
+    def _slope(self, prices: Floats, shares: Floats, graph_price: float) -> tuple[Floats, Floats]:
+        """(soft choice of the highest reduced profit, slope of the smoothed dual for each price)."""
+        gain = prices[self._step] - self._seconds
         paid = gain > 0.0
-        surplus = np.bincount(self._candidate, np.where(paid, gain, 0.0) * self._weight, self._count)
-        highest = surplus.max(initial=0.0)
-        choice = shares * np.exp((surplus - highest) / max(SOFTNESS * fee, 1e-300))
+        profits = np.bincount(self._candidate, np.where(paid, gain, 0.0) * self._weight, self._count)
+        highest = profits.max(initial=0.0)
+        choice = shares * np.exp((profits - highest) / max(SOFTNESS * graph_price, 1e-300))
         choice /= max(choice.sum(), 1e-300)
-        served = np.bincount(self._step, paid * choice[self._candidate], len(bids))
+        served = np.bincount(self._step, paid * choice[self._candidate], len(prices))
         return choice, self._objective.weights * (1.0 - self._k * served)
 
-    def _surplus(self, bids: Floats) -> Floats:
-        gain = np.clip(bids[self._step] - self._seconds, 0.0, None)
+    def _profits(self, prices: Floats) -> Floats:
+        gain = np.clip(prices[self._step] - self._seconds, 0.0, None)
         return np.bincount(self._candidate, gain * self._weight, self._count).astype(np.float64)
 
 
-def _steps_of(objective: Objective, candidate: NDArray[np.int64], may_bid: NDArray[np.bool_]) -> NDArray[np.int64]:
-    return np.flatnonzero(may_bid & (objective.shapes <= candidate).all(axis=1))
+def _steps_of(objective: Objective, candidate: NDArray[np.int64], may_pay: NDArray[np.bool_]) -> NDArray[np.int64]:
+    return np.flatnonzero(may_pay & (objective.shapes <= candidate).all(axis=1))
 
 
 CHUNK = 256
 
 
-def surpluses(objective: Objective, bids: Floats, candidates: Shapes) -> Floats:
-    """[candidates] sum over the steps that a candidate dominates of weight x (bid - its seconds), where positive.
+def reduced_profits(objective: Objective, prices: Floats, candidates: Shapes) -> Floats:
+    """[candidates] sum over the steps that a candidate dominates of weight x (price - its seconds), where positive.
 
     Args:
-        bids: [n] seconds that each of the objective's shapes would pay at most.
+        prices: [n] dual prices of the objective's shapes, in seconds.
     """
     seconds = shape_seconds(objective.cost, candidates)
     order = np.argsort(seconds, kind="stable")
     found = np.zeros(len(candidates))
     for start in range(0, len(order), CHUNK):
         chunk = order[start : start + CHUNK]
-        # Candidates of like seconds have like steps: cheaper than they are, with a bid above.
+        # Candidates of similar seconds have similar steps: cheaper than they are, with a price above.
         end = np.searchsorted(objective.seconds, seconds[chunk[-1]] * (1.0 + 1e-12), side="right")
-        steps = np.flatnonzero(bids[:end] > seconds[chunk[0]])
+        steps = np.flatnonzero(prices[:end] > seconds[chunk[0]])
         fits = np.ones((len(chunk), len(steps)), bool)
         for axis in range(candidates.shape[1]):
             fits &= candidates[chunk, axis, None] >= objective.shapes[None, steps, axis]
-        gain = np.clip(bids[steps] - seconds[chunk, None], 0.0, None)
+        gain = np.clip(prices[steps] - seconds[chunk, None], 0.0, None)
         found[chunk] = (gain * fits) @ objective.weights[steps]
     return found

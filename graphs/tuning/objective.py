@@ -24,7 +24,9 @@ FAR_SHARE = 0.02
 def with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[Shapes, NDArray[np.float64]]:
     """(shapes, weights): the observed ones, and a share `margin` of the weight on larger ones near them.
 
-    Shapes are [n, 6] where buckets bound the reach and the log knows it, else [n, 5] with a sparse method, else [n, 4].
+    Shapes are [n, 6] where buckets bound the max prompt tiles and the log knows them, else [n, 5] with a sparse
+    method, else [n, 4].
+
     Most of the margin lies on observed shapes whose sizes grew by a random factor (log-normal, about a quarter), a
     fiftieth of it on sizes anywhere between the observed ones and the limits. The same steps give the same margin.
     """
@@ -38,8 +40,8 @@ def with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[Shapes, ND
     factors = np.exp(np.abs(rng.normal(0.0, SPREAD, (NEAR_POINTS, sizes))))
     near = _resized(near, np.ceil(near[:, 1:] * factors) + 1, limits)
     far = observed[rng.choice(len(observed), FAR_POINTS)]
-    reach = _maxima(far, limits) / np.maximum(far[:, 1:], 1)
-    far = _resized(far, np.ceil(far[:, 1:] * reach ** rng.random((FAR_POINTS, sizes))), limits)
+    room = _maxima(far, limits) / np.maximum(far[:, 1:], 1)
+    far = _resized(far, np.ceil(far[:, 1:] * room ** rng.random((FAR_POINTS, sizes))), limits)
     weight = margin * steps.count
     weights = [
         steps.forward_counts * (1.0 - margin),
@@ -50,7 +52,7 @@ def with_margin(steps: Steps, limits: Limits, margin: float) -> tuple[Shapes, ND
 
 
 def _dimensions(steps: Steps, limits: Limits) -> int:
-    if limits.causal_reach and steps.has_reach:
+    if limits.causal_reach and steps.has_prompt_tiles:
         return 6
     return 5 if limits.max_selected_blocks else 4
 

@@ -18,20 +18,20 @@ MAX_EXCHANGES = 200
 LEAST_SWAP_GAIN = 1e-6
 
 
-def exchange(prices: Floats, weights: Floats, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+def exchange(costs: Floats, weights: Floats, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
     """The candidates in place of `chosen` once no exchange of one for another lowers the weighted cost.
 
     Args:
-        prices: [candidates, points] cost of a point in a candidate; infinite where it does not fit. The last
+        costs: [candidates, points] cost of a point in a candidate; infinite where it does not fit. The last
             candidate fits every point and is always there.
         weights: [points].
         chosen: [k] candidates to start from.
     """
     chosen = chosen.copy()
     for _ in range(MAX_EXCHANGES):
-        owner, first, second = _two_cheapest(prices, chosen)
-        gain = np.clip(first - prices, 0.0, None) @ weights
-        loss = _losses(prices, weights, owner, first, second, len(chosen))
+        owner, first, second = _two_cheapest(costs, chosen)
+        gain = np.clip(first - costs, 0.0, None) @ weights
+        loss = _losses(costs, weights, owner, first, second, len(chosen))
         net = gain[:, None] - loss
         candidate, place = divmod(int(np.argmax(net)), len(chosen))
         if net[candidate, place] <= LEAST_SWAP_GAIN * float(first @ weights):
@@ -40,28 +40,28 @@ def exchange(prices: Floats, weights: Floats, chosen: NDArray[np.int64]) -> NDAr
     return chosen
 
 
-def _two_cheapest(prices: Floats, chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats, Floats]:
+def _two_cheapest(costs: Floats, chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats, Floats]:
     """For each point the place of its cheapest (k: the one that is always there), its cost, and the second's."""
-    mine = np.concatenate([prices[chosen], prices[-1:]])
+    mine = np.concatenate([costs[chosen], costs[-1:]])
     owner = np.argmin(mine, axis=0)
     columns = np.arange(mine.shape[1])
     first = mine[owner, columns]
     mine[owner, columns] = np.inf
-    return owner, first, np.minimum(mine.min(axis=0), prices[-1])
+    return owner, first, np.minimum(mine.min(axis=0), costs[-1])
 
 
-def _losses(prices: Floats, weights: Floats, owner: NDArray[np.int64], first: Floats, second: Floats, k: int) -> Floats:
+def _losses(costs: Floats, weights: Floats, owner: NDArray[np.int64], first: Floats, second: Floats, k: int) -> Floats:
     """[candidates, k] what it costs that a place's points lose it, when they have the candidate instead."""
-    losses = np.zeros((len(prices), k))
+    losses = np.zeros((len(costs), k))
     for place in range(k):
         members = np.flatnonzero(owner == place)
         if members.size:
-            instead = np.clip(prices[:, members], first[members], second[members])
+            instead = np.clip(costs[:, members], first[members], second[members])
             losses[:, place] = (instead - first[members]) @ weights[members]
     return losses
 
 
-def price_table(candidates: Shapes, seconds: Floats, points: Shapes) -> Floats:
+def cost_table(candidates: Shapes, seconds: Floats, points: Shapes) -> Floats:
     """[candidates, points] seconds of a candidate where it dominates the point, infinite elsewhere."""
     fits = np.ones((len(candidates), len(points)), bool)
     for axis in range(points.shape[1]):
@@ -100,11 +100,11 @@ class Split(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """shapes: [<= k, d] joins of what is left. tree: [m, d] every join on the way. prices: what each joining cost."""
+    """shapes: [<= k, d] joins of what is left. tree: [m, d] every join on the way. increases: what each join cost."""
 
     shapes: Shapes
     tree: Shapes
-    prices: Floats
+    increases: Floats
 
 
 class Search:
@@ -186,7 +186,7 @@ class Search:
     def totals(self, k: int) -> Floats:
         """[k + 1] about what the points cost with 0, 1, .. k shapes beside the fixed ones."""
         merged = self.merge(*self._with_fixed(*self._joins(self.split(2 * k))), 1)
-        saved = np.concatenate([[0.0], np.cumsum(merged.prices[::-1]), np.full(k, merged.prices.sum())])[: k + 1]
+        saved = np.concatenate([[0.0], np.cumsum(merged.increases[::-1]), np.full(k, merged.increases.sum())])[: k + 1]
         return float(self._seconds(self.fixed.max(axis=0)) * self.counts.sum()) - saved
 
     def starts(self, k: int) -> tuple[list[Shapes], Shapes]:
@@ -204,11 +204,11 @@ class Search:
         shapes, weights = shapes.copy(), weights.copy()
         penalty = self._penalties(shapes, weights, shapes, weights)
         np.fill_diagonal(penalty, np.inf)
-        left, tree, prices = np.ones(len(shapes), bool), list(shapes.copy()), []
+        left, tree, increases = np.ones(len(shapes), bool), list(shapes.copy()), []
         for _ in range(len(shapes) - k):
             # the first of the two stays, so that the first cluster stays the first
             i, j = divmod(int(np.argmin(penalty)), len(shapes))
-            prices.append(penalty[i, j])
+            increases.append(penalty[i, j])
             shapes[i], weights[i] = np.maximum(shapes[i], shapes[j]), weights[i] + weights[j]
             left[j] = False
             penalty[j, :] = penalty[:, j] = np.inf
@@ -217,7 +217,7 @@ class Search:
             row[i] = np.inf
             penalty[i, :] = penalty[:, i] = row
             tree.append(shapes[i].copy())
-        return Merged(shapes[left], np.array(tree), np.array(prices))
+        return Merged(shapes[left], np.array(tree), np.array(increases))
 
     def _joins(self, clusters: list[Indices]) -> tuple[Shapes, Floats]:
         """(shapes, weights) of clusters."""
@@ -246,11 +246,11 @@ class Search:
         Where there are fewer than k, a fixed shape stands in each free place, and is exchanged like the others.
         """
         table = np.concatenate([shapes, candidates, self.fixed])
-        prices = price_table(table, self._seconds(table), joins)
-        prices[-1] = prices[-len(self.fixed) :].min(axis=0)
+        costs = cost_table(table, self._seconds(table), joins)
+        costs[-1] = costs[-len(self.fixed) :].min(axis=0)
         places = np.full(k, len(table) - 1)
         places[: len(shapes)] = np.arange(len(shapes))
-        chosen = exchange(prices, weights, places)
+        chosen = exchange(costs, weights, places)
         return table[chosen]
 
     def neighbours(self, shapes: Shapes) -> Shapes:

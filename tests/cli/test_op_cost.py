@@ -12,7 +12,7 @@ import torch
 from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.cli.op_cost.op_cost import BATCHES, Batch, full_work, least_work
 from vllm_gaudi_ucm.cli.op_cost.row import kernels_of
-from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_figures
+from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.operator_cost import trace
@@ -160,7 +160,7 @@ def test_buckets_of_a_file(small: Path, tmp_path: Path, capsys: pytest.CaptureFi
     limits = ("--max-num-batched-tokens", 64, "--max-num-seqs", 8, "--max-model-len", 512, "--num-blocks", 40)
     file = tmp_path / "buckets.yaml"
     shapes = [ForwardShape("--u", 8, 0, 16), ForwardShape("c--", 32, 0, 0)]
-    cost = CostModel(device_figures("gaudi2"), LLAMA_8B, 128)
+    cost = CostModel(device_spec("gaudi2"), LLAMA_8B, 128)
     write_bucket_file(file, BucketSet(shapes, [8], Limits(64, 8, 512, 128, 40, False, 8), cost), {})
     value = op_cost(capsys, "--model", small, "--buckets", file, *limits, "--rows", 100)
     names = [row["name"] for row in value["rows"] if row["implementation"] == "hpu"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
-from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_figures
+from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
@@ -45,8 +45,8 @@ def serve(model: str, files: str) -> dict[str, Any]:
     file, log = Path(files, "buckets.yaml"), Path(files, "phases.jsonl")
     limits = Limits(512, 16, 512, 16, 200, False, causal_reach=True)
     shapes = [ForwardShape.of(True, 512, *blocks) for blocks in ((0, 0), (40, 100))]
-    shapes = [shape.with_reach(reach) for shape in shapes for reach in REACHES]
-    cost = CostModel(device_figures("gaudi2"), LLAMA_8B, 16)
+    shapes = [shape.with_prompt_tiles(reach) for shape in shapes for reach in REACHES]
+    cost = CostModel(device_spec("gaudi2"), LLAMA_8B, 16)
     write_bucket_file(file, BucketSet([ForwardShape("-su", 16, 40, 100), *shapes], [16], limits, cost), {})
     graphs = {"mode": "capture", "warm_up": "full", "buckets": str(file)}
     with Engine(Path(model), {"phase_log": str(log), "graphs": graphs}) as engine:

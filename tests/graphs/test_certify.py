@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_seconds
 from vllm_gaudi_ucm.graphs.tuning.certificate import CeilingSearch, certify
-from vllm_gaudi_ucm.graphs.tuning.dual_prices import Ascent, Bids, first_bids, surpluses
+from vllm_gaudi_ucm.graphs.tuning.dual_prices import Ascent, DualPrices, first_prices, reduced_profits
 from vllm_gaudi_ucm.graphs.tuning.logits_rows import MAX_VALUES, best_rows, least_rows_seconds
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
@@ -113,35 +113,35 @@ def test_odd_limits_have_a_bound(name: str) -> None:
 @given(seed=st.integers(0, 1000), count=st.integers(1, 7), tolerance=st.sampled_from([0.0, 0.1, 0.5]))
 def test_no_shape_earns_more_than_the_ceiling(seed: int, count: int, tolerance: float) -> None:
     objective = objective_of(seed, count)
-    bids = objective.seconds * np.random.default_rng(seed).uniform(1.0, 1.6, len(objective.seconds))
+    prices = objective.seconds * np.random.default_rng(seed).uniform(1.0, 1.6, len(objective.seconds))
     joins = joins_of(objective.shapes)
-    earned = surpluses(objective, bids, joins)
+    earned = reduced_profits(objective, prices, joins)
     fits = (joins[:, None] >= objective.shapes[None]).all(axis=2)
-    gain = np.maximum(bids - shape_seconds(COST, joins)[:, None], 0.0)
+    gain = np.maximum(prices - shape_seconds(COST, joins)[:, None], 0.0)
     np.testing.assert_allclose(earned, (gain * fits) @ objective.weights, rtol=1e-9)
-    fee = 0.5 * float(earned.max())
-    ceiling = CeilingSearch(objective, bids, fee, tolerance).run()
+    graph_price = 0.5 * float(earned.max())
+    ceiling = CeilingSearch(objective, prices, graph_price, tolerance).run()
     assert earned.max() * (1 - 1e-9) <= ceiling.most <= earned.max() * (1 + tolerance) * (1 + 1e-9)
-    assert (ceiling.surplus > fee).all()
-    np.testing.assert_allclose(surpluses(objective, bids, ceiling.shapes), ceiling.surplus, rtol=1e-9)
+    assert (ceiling.profits > graph_price).all()
+    np.testing.assert_allclose(reduced_profits(objective, prices, ceiling.shapes), ceiling.profits, rtol=1e-9)
 
 
 def test_a_ceiling_without_boxes_is_loose_but_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = objective_of(5, 200)
-    bids = objective.seconds * 1.3
-    exact = CeilingSearch(objective, bids, 0.0, 0.0).run()
+    prices = objective.seconds * 1.3
+    exact = CeilingSearch(objective, prices, 0.0, 0.0).run()
     monkeypatch.setattr("vllm_gaudi_ucm.graphs.tuning.certificate.MAX_BOXES", 20)
-    loose = CeilingSearch(objective, bids, 0.0, 0.0).run()
+    loose = CeilingSearch(objective, prices, 0.0, 0.0).run()
     assert loose.most > exact.most * (1 + 1e-9)
 
 
-def test_climbing_raises_the_dual_and_keeps_bids_within_reason() -> None:
+def test_climbing_raises_the_dual_and_keeps_prices_within_reason() -> None:
     objective = objective_of(8, 150)
     chosen = objective.shapes[:: len(objective.shapes) // 10]
-    bids, most = first_bids(objective, chosen)
+    prices, most = first_prices(objective, chosen)
     ascent = Ascent(objective, objective.shapes, len(chosen), most)
-    found = ascent.run(Bids(bids, np.full(len(objective.shapes), 1.0 / len(objective.shapes))), sweeps=4)
-    assert ascent.value(found.seconds) > ascent.value(bids)
+    found = ascent.run(DualPrices(prices, np.full(len(objective.shapes), 1.0 / len(objective.shapes))), sweeps=4)
+    assert ascent.value(found.seconds) > ascent.value(prices)
     assert found.shares.sum() == pytest.approx(1.0)
     assert (objective.seconds * (1 - 1e-9) <= found.seconds).all()
     assert (found.seconds <= most * (1 + 1e-9)).all()

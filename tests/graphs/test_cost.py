@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B, ModelFigures, device_figures
+from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, LLAMA_8B, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
@@ -80,11 +80,11 @@ def test_a_selected_block_costs_what_a_unique_one_does_and_its_scores() -> None:
 
 
 def test_figures_of_a_model_come_from_its_config() -> None:
-    assert ModelFigures.from_hf_config(LLAMA_CONFIG) == LLAMA_8B
+    assert ModelSpec.from_hf_config(LLAMA_CONFIG) == LLAMA_8B
     assert LLAMA_8B.kv_bytes_per_token == 131072
     assert LLAMA_8B.weight_bytes / 2 == pytest.approx(7.5e9, rel=0.01)
     gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
-    assert ModelFigures.from_hf_config(gpt2) == ModelFigures(12, 768, 3072, 12, 12, 64, 50257, 2, 2)
+    assert ModelSpec.from_hf_config(gpt2) == ModelSpec(12, 768, 3072, 12, 12, 64, 50257, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_figures_of_a_model_come_from_its_config() -> None:
 )
 def test_a_config_without_cost_model_names_the_key(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        ModelFigures.from_hf_config({**LLAMA_CONFIG, **change})
+        ModelSpec.from_hf_config({**LLAMA_CONFIG, **change})
 
 
 def test_an_unknown_device_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="gaudi2, gaudi3, h200, cpu"):
-        device_figures("gaudi9")
+        device_spec("gaudi9")

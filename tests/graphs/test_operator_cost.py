@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, device_figures
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, device_spec
 from vllm_gaudi_ucm.graphs.operator_cost import LINE, OperatorTrace, StreamCost, Work, memory_traffic, trace
 
 MB = 1 << 20
@@ -96,7 +96,7 @@ def test_overlapping_windows_count_once() -> None:
 
 
 def test_time_is_that_of_the_slowest_engine() -> None:
-    gaudi2, chip = device_figures("gaudi2"), CHIPS["gaudi2"]
+    gaudi2, chip = device_spec("gaudi2"), CHIPS["gaudi2"]
     assert Work(gaudi2.flops, gaudi2.bandwidth / 2, chip.vector / 4).seconds(gaudi2) == pytest.approx(1)
     assert Work(gaudi2.flops, gaudi2.bandwidth * 2, chip.vector / 4).seconds(gaudi2) == pytest.approx(2)
     assert Work(gaudi2.flops, gaudi2.bandwidth * 2, chip.vector * 4).seconds(gaudi2) == pytest.approx(4)

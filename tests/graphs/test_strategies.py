@@ -234,7 +234,7 @@ def test_a_file_of_a_server_whose_buckets_bound_the_reach(tmp_path: Path, bucket
     """The last size is written where it is a bound; elsewhere shapes that differ in nothing else become one."""
     path, within = tmp_path / "reach.yaml", Limits(2048, 16, 2048, 128, 120, causal_reach=True)
     prompts = ForwardShape("c--", 2048, 0, 0)
-    shapes = [prompts.with_reach(2), prompts, ForwardShape("c--", 600, 0, 0)]
+    shapes = [prompts.with_prompt_tiles(2), prompts, ForwardShape("c--", 600, 0, 0)]
     written = BucketSet(shapes, [16], within, COST)
     write_bucket_file(path, written, {})
     assert '["c--", 2048, 0, 0, 0, 2]' in path.read_text()

@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, shape_array, shape
 from vllm_gaudi_ucm.graphs.tuning.certificate import certify
 from vllm_gaudi_ucm.graphs.tuning.logits_rows import best_rows, quantise
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
-from vllm_gaudi_ucm.graphs.tuning.search import Search, price_table
+from vllm_gaudi_ucm.graphs.tuning.search import Search, cost_table
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
 
 MAXIMUM = shape_array([LIMITS.maximum.forward])
@@ -71,14 +71,14 @@ def least_seconds(objective: Objective, max_graphs: int) -> float:
     points, maximum = objective.shapes, objective.maximum
     groups = (group for size in range(1, 5) for group in itertools.combinations(range(len(points)), size))
     table = np.concatenate([np.unique([points[list(group)].max(axis=0) for group in groups], axis=0), maximum])
-    prices = price_table(table, shape_seconds(objective.cost, table), points)
+    costs = cost_table(table, shape_seconds(objective.cost, table), points)
     rows, _ = best_rows(objective, max_graphs - 1)
     totals = []
     for k in range(1, len(rows.total) + 1):
         few = min(max_graphs - k - 1, len(points), len(table) - 1)
         choices = list(itertools.combinations(range(len(table) - 1), few))
         chosen = np.array(choices, np.int64).reshape(len(choices), few)
-        cheapest = np.minimum(prices[chosen].min(axis=1, initial=np.inf), prices[-1])
+        cheapest = np.minimum(costs[chosen].min(axis=1, initial=np.inf), costs[-1])
         totals.append(float((cheapest @ objective.weights).min()) + float(rows.total[k - 1]))
     return min(totals)
 
@@ -197,12 +197,12 @@ def test_steps_of_known_reach_are_tuned() -> None:
     reaches = [int(reach) for reach in rng.choice([1, 2, 3, 20], 200)]
     seen = [Bucket("c--", int(rng.integers(7000, 8192)), 0, 0, 4, 0, reach) for reach in reaches]
     steps = Steps.of(seen)
-    assert steps.has_reach
+    assert steps.has_prompt_tiles
     buckets = tune(steps, within, COST, 8)
     assert len({shape.causal_reach for shape in buckets.forward}) > 2
     known = measure_padding(buckets, steps)
     without = replace(within, causal_reach=False)
-    plain = tune(steps.without_reach(), without, COST, 8)
+    plain = tune(steps.without_prompt_tiles(), without, COST, 8)
     assert {shape.causal_reach for shape in plain.forward} == {ALL_TILES}
     assert known.seconds < 0.95 * measure_padding(plain, steps).seconds
     objective = Objective.of(steps, within, COST, 0.05)

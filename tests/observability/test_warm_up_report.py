@@ -148,11 +148,11 @@ def test_graphs_for_tails_are_lines_of_the_table() -> None:
 
 def test_the_table_has_a_column_of_reaches_where_a_graph_bounds_it() -> None:
     prompts = ForwardShape("c--", 8192, 0, 0)
-    records = [GraphRecord(shape, GraphState.COLD) for shape in (prompts.with_reach(4), prompts)]
+    records = [GraphRecord(shape, GraphState.COLD) for shape in (prompts.with_prompt_tiles(4), prompts)]
     lines = [line.split() for line in warm_up_text(WarmUpSummary((*records,), 1, 1.0)).splitlines()]
     assert lines[0][:6] == ["graph", "query", "shared", "unique", "reach", "logits"]
     assert [line[:5] for line in lines[2:4]] == [["c--", "8,192", "0", "0", "4"], ["c--", "8,192", "0", "0", "cold"]]
-    assert graph_name(prompts.with_reach(4)) == "bucket c-- 8192 0 0 0 4"
+    assert graph_name(prompts.with_prompt_tiles(4)) == "bucket c-- 8192 0 0 0 4"
 
 
 def test_a_graph_with_selected_blocks_is_named_with_them() -> None:

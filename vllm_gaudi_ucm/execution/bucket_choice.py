@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, DeviceFigures, ModelFigures, device_figures
+from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, DeviceSpec, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError, default_shared_blocks
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 # Whose peaks stand for a device that has no entry of its own.
-DEFAULT_FIGURES = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
+DEFAULT_SPECS = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
 
 
 def server_limits(
@@ -59,8 +59,8 @@ def server_limits(
 
 def cost_model(vllm_config: VllmConfig, device: Device, block_size: int) -> CostModel:
     """What steps of the served model cost on the device, modelled."""
-    model = ModelFigures.from_hf_config(vllm_config.model_config.hf_text_config.to_dict())
-    return CostModel(_figures(device), model, block_size)
+    model = ModelSpec.from_hf_config(vllm_config.model_config.hf_text_config.to_dict())
+    return CostModel(_device_spec(device), model, block_size)
 
 
 def choose_buckets(
@@ -134,6 +134,6 @@ def strategy_name(graphs: GraphsConfig) -> str:
     return graphs.strategy
 
 
-def _figures(device: Device) -> DeviceFigures:
+def _device_spec(device: Device) -> DeviceSpec:
     name = device.name().lower() if device.kind == "hpu" else ""
-    return device_figures(name if name in DEVICES else DEFAULT_FIGURES[device.kind])
+    return device_spec(name if name in DEVICES else DEFAULT_SPECS[device.kind])

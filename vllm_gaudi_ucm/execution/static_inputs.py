@@ -122,7 +122,7 @@ class StaticInputs:
         self._choices = choices
         self._causal_slice = causal_slice
         self._device = device
-        largest = limits.maximum.forward.with_reach(1)
+        largest = limits.maximum.forward.with_prompt_tiles(1)
         size = max(_Layout(largest, limits, choices).size, limits.max_num_seqs)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pin_memory)
         self._array: NDArray[np.int64] = self._host.numpy()

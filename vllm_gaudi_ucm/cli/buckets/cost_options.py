@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gaudi_ucm.config.ucm_config import GraphsConfig
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEVICES, LLAMA_8B, ModelFigures, device_figures
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEVICES, LLAMA_8B, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
@@ -80,7 +80,7 @@ def add_limit_arguments(parser: argparse.ArgumentParser, source: str) -> None:
     )
 
 
-def read_model(path: Path | None) -> tuple[str, ModelFigures]:
+def read_model(path: Path | None) -> tuple[str, ModelSpec]:
     """(name, sizes) of the model at `path`, or of the default one; raises a ValueError that names the file."""
     if path is None:
         return LLAMA_NAME, LLAMA_8B
@@ -95,14 +95,14 @@ def read_model(path: Path | None) -> tuple[str, ModelFigures]:
     if not isinstance(config, dict):
         raise ValueError(f"--model {file}: found {type(config).__name__}, expected the JSON object of a config.json")
     try:
-        return file.parent.name or file.name, ModelFigures.from_hf_config(config)
+        return file.parent.name or file.name, ModelSpec.from_hf_config(config)
     except ValueError as error:
         raise ValueError(f"--model {file}: {error}") from error
 
 
 def cost_model(args: argparse.Namespace, block_size: int) -> CostModel:
     """The cost model of --device and --model."""
-    return CostModel(device_figures(args.device), read_model(args.model)[1], block_size)
+    return CostModel(device_spec(args.device), read_model(args.model)[1], block_size)
 
 
 def check_max_graphs(number: int) -> None:

@@ -214,7 +214,7 @@ def read_steps(log: PhaseLogReader, holdout: float) -> tuple[Steps, Steps]:
 def make_report(args: argparse.Namespace, steps: Steps, later: Steps, cost: Any, limits: Any) -> TuneReport:
     """Tunes on steps; later: those that were held out."""
     if not limits.causal_reach:
-        steps, later = steps.without_reach(), later.without_reach()
+        steps, later = steps.without_prompt_tiles(), later.without_prompt_tiles()
     with task_progress("tuning") as progress:
         buckets = tune(steps, limits, cost, args.max_graphs, args.margin, progress)
     objective = Objective.of(steps, limits, cost, args.margin)

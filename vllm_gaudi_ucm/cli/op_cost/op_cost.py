@@ -21,7 +21,7 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
 from vllm_gaudi_ucm.cli.buckets.plan import DEFAULT_LIMITS, SERVER, make_plan
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES
 from vllm_gaudi_ucm.cli.output import check_output, task_progress
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelFigures, device_figures
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.operator_cost import Work
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ BATCHES = {
 }
 
 
-def least_work(plan: UnifiedPlan, model: ModelFigures) -> Work:
+def least_work(plan: UnifiedPlan, model: ModelSpec) -> Work:
     """What no implementation can do without, in one layer.
 
     Each (row, token) pair is multiplied twice; each token of the cache, each new token and each row is read, and each
@@ -84,14 +84,14 @@ def least_work(plan: UnifiedPlan, model: ModelFigures) -> Work:
     return _work(model, plan.num_rows, pairs, cached + int(new.sum()))
 
 
-def full_work(phase: str, rows: int, shared: int, unique: int, block_size: int, model: ModelFigures) -> Work:
+def full_work(phase: str, rows: int, shared: int, unique: int, block_size: int, model: ModelSpec) -> Work:
     """The same of a step that fills a bucket: one prompt, and every row sees every shared block."""
     causal = rows * (rows + 1) // 2 if "c" in phase else 0
     pairs = causal + (rows * shared + unique) * block_size
     return _work(model, rows, pairs, (shared + unique) * block_size + (rows if causal else 0))
 
 
-def _work(model: ModelFigures, rows: int, pairs: int, tokens: int) -> Work:
+def _work(model: ModelSpec, rows: int, pairs: int, tokens: int) -> Work:
     flops = 4.0 * model.heads * model.head_dim * pairs
     vectors = 2 * rows * model.heads + 2 * tokens * model.kv_heads
     return Work(flops, float(vectors * model.head_dim * model.dtype_bytes))
@@ -211,8 +211,8 @@ class OpCostReport:
             "device": self.device,
             "figures": {
                 name: {
-                    "flops": device_figures(name).flops,
-                    "bandwidth": device_figures(name).bandwidth,
+                    "flops": device_spec(name).flops,
+                    "bandwidth": device_spec(name).bandwidth,
                     "on_chip_bytes": chip.on_chip,
                     "vector_operations": chip.vector,
                 }

@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.cli.op_cost.op_cost import Batch, full_work, least_work
 from vllm_gaudi_ucm.execution.staging import Staging, true_shape
 from vllm_gaudi_ucm.execution.static_inputs import StaticInputs
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelFigures, device_figures
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.operator_cost import VECTOR_WORK, OperatorTrace, StreamCost, Work, trace
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
@@ -114,7 +114,7 @@ class LayerCost:
 
     def seconds(self, device: str) -> float:
         """Modelled."""
-        return self.by_device[device].work.seconds(device_figures(device))
+        return self.by_device[device].work.seconds(device_spec(device))
 
     @classmethod
     def of(cls, streams: Mapping[str, OperatorTrace]) -> LayerCost:
@@ -134,7 +134,7 @@ def bucket_parts(shape: ForwardShape, limits: Limits) -> AttentionParts:
 
 
 def layer_cost(
-    parts: AttentionParts, rows: int, num_blocks: int, block_size: int, model: ModelFigures, implementation: str
+    parts: AttentionParts, rows: int, num_blocks: int, block_size: int, model: ModelSpec, implementation: str
 ) -> LayerCost:
     """The cost of attention in one layer, with the fused kernels of each card.
 
@@ -191,7 +191,7 @@ class Row:
 
     def least_seconds(self, device: str) -> float:
         """Modelled."""
-        return self.least.seconds(device_figures(device))
+        return self.least.seconds(device_spec(device))
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -221,7 +221,7 @@ class Row:
 
 
 def batch_rows(
-    batches: Sequence[Batch], model: ModelFigures, block_size: int, max_model_len: int | None, progress: Progress
+    batches: Sequence[Batch], model: ModelSpec, block_size: int, max_model_len: int | None, progress: Progress
 ) -> list[Row]:
     """Each batch at its true shape and in a bucket of exactly its sizes, by each implementation.
 
@@ -237,7 +237,7 @@ def batch_rows(
         shape, least = true_shape(plan, unique).forward, least_work(plan, model)
         forms = [("step", shape, step_parts(plan)), ("bucket", shape, bucket_parts(shape, limits))]
         if shape.causal_reach != ALL_TILES:
-            anything = shape.with_reach(ALL_TILES)
+            anything = shape.with_prompt_tiles(ALL_TILES)
             forms.append(("any reach", anything, bucket_parts(anything, limits)))
         for place, ((form, sizes, parts), name) in enumerate(product(forms, IMPLEMENTATIONS)):
             cost = layer_cost(parts, plan.num_rows, limits.num_blocks, block_size, model, name)
@@ -246,9 +246,7 @@ def batch_rows(
     return rows
 
 
-def bucket_rows(
-    buckets: BucketSet, steps: Steps | None, model: ModelFigures, most: int, progress: Progress
-) -> list[Row]:
+def bucket_rows(buckets: BucketSet, steps: Steps | None, model: ModelSpec, most: int, progress: Progress) -> list[Row]:
     """The buckets that cost the most: by traffic where there is any, else the largest ones."""
     limits = buckets.limits
     chosen = _largest(buckets, model) if steps is None else _used(buckets, steps, model)
@@ -262,13 +260,13 @@ def bucket_rows(
     return rows
 
 
-def _largest(buckets: BucketSet, model: ModelFigures) -> list[tuple[ForwardShape, int | None, Work]]:
+def _largest(buckets: BucketSet, model: ModelSpec) -> list[tuple[ForwardShape, int | None, Work]]:
     """(bucket, None, what a step needs that fills it), the most FLOPs first."""
     full = [(shape, None, _full(shape, buckets.limits, model)) for shape in buckets.forward]
     return sorted(full, key=lambda item: -item[2].flops)
 
 
-def _used(buckets: BucketSet, steps: Steps, model: ModelFigures) -> list[tuple[ForwardShape, int | None, Work]]:
+def _used(buckets: BucketSet, steps: Steps, model: ModelSpec) -> list[tuple[ForwardShape, int | None, Work]]:
     """(bucket, steps, mean of what they need), the most modelled work first."""
     found, shapes = buckets.assign(steps.shapes), steps.forward
     used: list[tuple[ForwardShape, int | None, Work]] = []
@@ -283,10 +281,10 @@ def _used(buckets: BucketSet, steps: Steps, model: ModelFigures) -> list[tuple[F
             float(np.dot(counts, [getattr(work, name) for work in works])) / total for name in ("flops", "bytes")
         )
         used.append((buckets.forward[index], total, Work(flops, moved)))
-    return sorted(used, key=lambda item: -(item[1] or 0) * item[2].seconds(device_figures(next(iter(CHIPS)))))
+    return sorted(used, key=lambda item: -(item[1] or 0) * item[2].seconds(device_spec(next(iter(CHIPS)))))
 
 
-def _full(shape: ForwardShape, limits: Limits, model: ModelFigures) -> Work:
+def _full(shape: ForwardShape, limits: Limits, model: ModelSpec) -> Work:
     return full_work(shape.phase, shape.query_len, shape.shared_blocks, shape.unique_blocks, limits.block_size, model)
 
 
