@@ -36,7 +36,7 @@ class ForwardShape(NamedTuple):
         selected_blocks: int = 0,
         causal_reach: int = ALL_TILES,
     ) -> ForwardShape:
-        """The shape whose phase has `s` and `u` where it has such blocks. Prompt tiles that save little are no bound."""
+        """The shape whose phase has `s` and `u` where it has such blocks. A bound that saves little is left out."""
         phase = phase_string(causal, shared_blocks > 0, unique_blocks > 0)
         if not causal or not is_bounded(query_len, causal_reach):
             causal_reach = ALL_TILES
@@ -60,7 +60,7 @@ class ForwardShape(NamedTuple):
         return ForwardShape.of("c" in self.phase, *self.sizes[:4], causal_reach)
 
     def to_list(self) -> list[str | int]:
-        """For files and JSON: selected blocks only where there are any, max prompt tiles only where they are a bound."""
+        """For files and JSON: selected blocks only where there are any, max prompt tiles only where bounded."""
         return [self.phase, *written_sizes(self.sizes)]
 
 

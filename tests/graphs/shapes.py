@@ -55,8 +55,10 @@ def steps(draw: st.DrawFn, within: Limits) -> Bucket:
     most = within.maximum
     shared, unique = (draw(st.sampled_from([0, 1])) * draw(st.integers(0, most[axis])) for axis in (2, 3))
     selected = draw(st.integers(0, most.selected_blocks))
-    reach = draw(st.one_of(st.integers(1, 5), st.just(ALL_TILES)))
-    shape = ForwardShape.of(draw(st.booleans()), draw(st.integers(1, most.query_len)), shared, unique, selected, reach)
+    max_tiles = draw(st.one_of(st.integers(1, 5), st.just(ALL_TILES)))
+    shape = ForwardShape.of(
+        draw(st.booleans()), draw(st.integers(1, most.query_len)), shared, unique, selected, max_tiles
+    )
     return shape.step(draw(st.integers(0, most.logits)))
 
 
@@ -83,16 +85,16 @@ def random_log(seed: int) -> tuple[Steps, Limits, CostModel]:
     requests, rows = int(2 ** rng.uniform(1, 8)), int(2 ** rng.uniform(6, 14))
     length, blocks = int(2 ** rng.uniform(9, 16)), int(2 ** rng.uniform(5, 13))
     within = Limits(max(rows, requests), requests, length, 128, blocks, contiguous=bool(rng.random() < 0.5))
-    reach, seen = 10 ** rng.uniform(-3, 0), []
+    size, seen = 10 ** rng.uniform(-3, 0), []
     for _ in range(rng.integers(2, 7)):
-        seen += [_random_step(rng, within.maximum, reach)] * int(10 ** rng.uniform(0, 3))
+        seen += [_random_step(rng, within.maximum, size)] * int(10 ** rng.uniform(0, 3))
     return Steps.of(seen), within, CostModel(device, model, 128)
 
 
-def _random_step(rng: np.random.Generator, most: Bucket, reach: float) -> Bucket:
+def _random_step(rng: np.random.Generator, most: Bucket, size: float) -> Bucket:
     causal = bool(rng.random() < 0.5)
-    query = 1 + causal + int(rng.integers(max(1, int(most.query_len * reach) - causal)))
-    shared = int(rng.random() < 0.5) * int(rng.integers(int(most.shared_blocks * reach) + 1))
-    unique = int(rng.random() < 0.7) * int(rng.integers(int(most.unique_blocks * reach) + 1))
+    query = 1 + causal + int(rng.integers(max(1, int(most.query_len * size) - causal)))
+    shared = int(rng.random() < 0.5) * int(rng.integers(int(most.shared_blocks * size) + 1))
+    unique = int(rng.random() < 0.7) * int(rng.integers(int(most.unique_blocks * size) + 1))
     shape = ForwardShape.of(causal, min(query, most.query_len), shared, unique)
     return shape.step(1 + int(rng.integers(max(1, int(most.logits * rng.random() ** 0.5)))))

@@ -49,10 +49,10 @@ def test_a_long_prompt_is_bound_by_flops() -> None:
     assert cost.forward(Bucket("c--", 8192, 0, 0, 0)) == pytest.approx((flops + attention) / 432e12, rel=0.01)
 
 
-def test_packed_prompts_in_a_bucket_that_bounds_the_reach_cost_what_one_of_them_reaches() -> None:
+def test_packed_prompts_in_a_bucket_that_bounds_prompt_tiles_cost_what_one_of_them_needs() -> None:
     """Of as many rows; without attention among the new tokens the cost would be that of its linear layers."""
     cost = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
-    whole, packed = (cost.forward(Bucket("c--", 8192, 0, 0, 0, 0, reach)) for reach in (ALL_TILES, 2))
+    whole, packed = (cost.forward(Bucket("c--", 8192, 0, 0, 0, 0, tiles)) for tiles in (ALL_TILES, 2))
     pairs = 8192 * ((8192 + 512) / 2 - 512)
     assert whole - packed == pytest.approx(LLAMA_8B.layers * 4 * 4096 * pairs / 432e12, rel=1e-6)
     assert cost.forward(Bucket("--u", 9, 0, 9, 0, 0, 2)) == cost.forward(Bucket("--u", 9, 0, 9, 0))

@@ -94,12 +94,12 @@ def test_a_step_takes_the_smallest_selected_part_that_is_enough() -> None:
         BucketSet([decode], [4], LIMITS, COST).lookup(Bucket("--u", 3, 0, 9, 3, 1))
 
 
-def test_a_step_takes_the_smallest_reach_that_is_enough() -> None:
+def test_a_step_takes_the_fewest_prompt_tiles_that_are_enough() -> None:
     """A step of few rows cannot look back further than they are; one that says nothing takes no bound. covers: B2"""
     within = Limits(8192, 16, 8192, 128, 120)
     prompts = ForwardShape("c--", 4096, 0, 0)
     buckets = BucketSet([prompts.with_prompt_tiles(2), prompts.with_prompt_tiles(4), prompts], [4], within, COST)
-    for rows, reach, found in (
+    for rows, tiles, found in (
         (4096, 1, 2),
         (4096, 2, 2),
         (4000, 3, 4),
@@ -107,14 +107,14 @@ def test_a_step_takes_the_smallest_reach_that_is_enough() -> None:
         (4000, ALL_TILES, ALL_TILES),
         (512, ALL_TILES, 2),
     ):
-        step = Bucket("c--", rows, 0, 0, 3, 0, reach)
+        step = Bucket("c--", rows, 0, 0, 3, 0, tiles)
         assert buckets.lookup(step) == prompts.with_prompt_tiles(found).step(4)
         assert dominates(buckets.lookup(step), step)
         assert buckets.forward[int(buckets.assign(graph_array([step]))[0])] == prompts.with_prompt_tiles(found)
     assert buckets.lookup(Bucket("---", 3, 0, 0, 1)) == prompts.with_prompt_tiles(2).step(4), "nothing to look back on"
 
 
-def test_a_reach_is_written_where_it_is_a_bound() -> None:
+def test_prompt_tiles_are_written_where_they_are_a_bound() -> None:
     shape = ForwardShape.of(True, 600, 0, 0, 0, 2)
     assert shape.to_list() == ["c--", 600, 0, 0, 0, 2]
     assert shape.step(4).to_list() == ["c--", 600, 0, 0, 4, 0, 2]

@@ -230,7 +230,7 @@ def test_a_file_of_a_sparse_server(tmp_path: Path, bucket_file: Path) -> None:
         build_buckets("file", BucketRequest(within, COST, path=bucket_file))
 
 
-def test_a_file_of_a_server_whose_buckets_bound_the_reach(tmp_path: Path, bucket_file: Path) -> None:
+def test_a_file_of_a_server_whose_buckets_bound_prompt_tiles(tmp_path: Path, bucket_file: Path) -> None:
     """The last size is written where it is a bound; elsewhere shapes that differ in nothing else become one."""
     path, within = tmp_path / "reach.yaml", Limits(2048, 16, 2048, 128, 120, causal_reach=True)
     prompts = ForwardShape("c--", 2048, 0, 0)
@@ -245,7 +245,7 @@ def test_a_file_of_a_server_whose_buckets_bound_the_reach(tmp_path: Path, bucket
     assert set(elsewhere.forward) == set(written.forward) - {shapes[0]}
     path.write_text(path.read_text().replace("0, 2]", "0, 8]"))
     again = build_buckets("file", BucketRequest(within, COST, path=path))
-    assert prompts in again.forward, "a reach of all rows is no bound"
+    assert prompts in again.forward, "the tiles of all rows are no bound"
     path.write_text(path.read_text().replace("0, 8]", "0, 0]"))
     with pytest.raises(BucketFileError, match="expected a causal_reach of at least one tile"):
         build_buckets("file", BucketRequest(within, COST, path=path))

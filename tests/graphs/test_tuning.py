@@ -190,12 +190,12 @@ def test_one_count_of_selected_blocks_is_met_exactly() -> None:
     assert measure_padding(buckets, Steps.of([step])).axes["selected"] == 1
 
 
-def test_steps_of_known_reach_are_tuned() -> None:
+def test_steps_of_known_prompt_tiles_are_tuned() -> None:
     """Packed prompts and long ones of as many rows get graphs of their own, where a device computes less in one."""
     within = Limits(8192, 64, 32768, 128, 3400, contiguous=False, causal_reach=True)
     rng = np.random.default_rng(3)
-    reaches = [int(reach) for reach in rng.choice([1, 2, 3, 20], 200)]
-    seen = [Bucket("c--", int(rng.integers(7000, 8192)), 0, 0, 4, 0, reach) for reach in reaches]
+    tiles = [int(most) for most in rng.choice([1, 2, 3, 20], 200)]
+    seen = [Bucket("c--", int(rng.integers(7000, 8192)), 0, 0, 4, 0, most) for most in tiles]
     steps = Steps.of(seen)
     assert steps.has_prompt_tiles
     buckets = tune(steps, within, COST, 8)

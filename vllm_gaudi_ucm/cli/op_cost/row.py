@@ -167,7 +167,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Row:
-    """form: `step` for its true shape, `bucket` for static ones, `any reach` for those of a bucket that does not bound
+    """form: `step` for its true shape, `bucket` for static ones, `unbounded` for those of a bucket that does not bound
     how far rows look back on other new ones. steps: how many ran in it, None without traffic.
 
     least: what the step needs; of a bucket with traffic the mean of its steps, without it a step that fills it.
@@ -238,7 +238,7 @@ def batch_rows(
         forms = [("step", shape, step_parts(plan)), ("bucket", shape, bucket_parts(shape, limits))]
         if shape.causal_reach != ALL_TILES:
             anything = shape.with_prompt_tiles(ALL_TILES)
-            forms.append(("any reach", anything, bucket_parts(anything, limits)))
+            forms.append(("unbounded", anything, bucket_parts(anything, limits)))
         for place, ((form, sizes, parts), name) in enumerate(product(forms, IMPLEMENTATIONS)):
             cost = layer_cost(parts, plan.num_rows, limits.num_blocks, block_size, model, name)
             rows.append(Row(batch.name, batch.text, form, sizes, name, cost, least))
