@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.batch.batches import Request, Step, lay_out, steps
-from tests.execution.test_static_inputs import server_limits, step_shape
+from tests.execution.test_bucket_tensors import server_limits, step_shape
 from tests.graphs.shapes import COST
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch

@@ -13,7 +13,8 @@ from tests.batch.batches import Request, lay_out
 from tests.execution.test_static_execution import VOCABULARY, Model, expected
 from tests.graphs.shapes import COST
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
-from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
+from vllm_gaudi_ucm.execution.graph_manager import Stage
+from vllm_gaudi_ucm.execution.static_execution import StaticExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.base import EagerRunner
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape

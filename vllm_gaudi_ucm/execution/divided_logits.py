@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
+    from vllm_gaudi_ucm.execution.graph_manager import Stage
+    from vllm_gaudi_ucm.execution.static_execution import StaticExecution
 
 
 class DividedLogits:

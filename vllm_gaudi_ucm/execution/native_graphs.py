@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.native import Plan, RecordedPlan
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
     from vllm_gaudi_ucm.execution.decoder import Decoder
-    from vllm_gaudi_ucm.execution.staging import StagedStep
+    from vllm_gaudi_ucm.execution.step_tensors import StepInputs
     from vllm_gaudi_ucm.observability.room_metrics import NativeGraphMetrics
 
 # Python is little of a larger step, and its linear layers may be oneDNN's.
@@ -55,7 +55,7 @@ class NativeGraphs:
         # what graphs read: the same memory in every step
         self._token_ids, self._positions, self._slots = torch.zeros(3, MOST_ROWS, dtype=torch.int64)
 
-    def hidden(self, step: StagedStep, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
+    def hidden(self, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
         """[rows, hidden size], valid until the next call; writes the step's K/V."""
         rows, parts = len(step.token_ids), metadata.parts
         if rows > MOST_ROWS or metadata.sparse is not None or parts.implementation != "native":
@@ -73,11 +73,11 @@ class NativeGraphs:
     def _may_have_graph(self, rows: int) -> bool:
         return rows not in self._refused and (bool(self._graphs) or len(self._refused) < HOPELESS)
 
-    def _run(self, step: StagedStep, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
+    def _run(self, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
         self._metrics.ordinary()
         return self._decoder.hidden(step.token_ids, step.positions, metadata)
 
-    def _capture(self, step: StagedStep, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
+    def _capture(self, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
         token_ids, positions, slots = self._fill(step)
         fixed = replace(metadata, slots=slots)
         plan = RecordedPlan(metadata.parts.plan)
@@ -93,7 +93,7 @@ class NativeGraphs:
             self._graphs[rows] = _Graph(found.graph, plan)
         return found.result
 
-    def _check(self, graph: _Graph, step: StagedStep, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
+    def _check(self, graph: _Graph, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
         """Runs a step both ways, the ordinary one last: that counts."""
         replayed = graph.graph.result.clone() if self._replay(graph, step, metadata.parts.plan) else None
         hidden = self._run(step, metadata)
@@ -109,12 +109,12 @@ class NativeGraphs:
             logger.info("Steps of %d rows run the ordinary way, and maybe others: %s", rows, reason)
         self._refused.add(rows)
 
-    def _replay(self, graph: _Graph, step: StagedStep, plan: Plan) -> bool:
+    def _replay(self, graph: _Graph, step: StepInputs, plan: Plan) -> bool:
         self._fill(step)
         graph.plan.bind(plan)
         return graph.graph.replay()
 
-    def _fill(self, step: StagedStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _fill(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The step's token ids, positions and slots where graphs read them."""
         rows = len(step.token_ids)
         fixed = self._token_ids[:rows], self._positions[:rows], self._slots[:rows]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,11 +12,10 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_division import divide_batch
 from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
-from vllm_gaudi_ucm.execution.execution import NO_BLOCKS, StepShape
-from vllm_gaudi_ucm.execution.forward_graphs import ForwardGraphs
-from vllm_gaudi_ucm.execution.staging import true_shape
-from vllm_gaudi_ucm.execution.static_inputs import ForwardInputs, StaticInputs
+from vllm_gaudi_ucm.execution.execution import StepShape
+from vllm_gaudi_ucm.execution.graph_manager import BucketTensors, ForwardGraphs, Stage
 from vllm_gaudi_ucm.execution.step_metadata import step_metadata
+from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs, true_shape
 from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
 from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShapes
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
-
-Stage = Callable[[str], AbstractContextManager[None]]
-"""A region of device work that becomes one recipe; the label names it in reports."""
 
 
 class StaticExecution:
@@ -54,7 +49,7 @@ class StaticExecution:
         device: where the model runs.
         make_runner: the kind of graphs.
         stage: entered around everything that runs on the device.
-        pin_memory: see StaticInputs.
+        pin_memory: see BucketTensors.
         sparse: a sparse method, where one is on.
         implementation: of attention, one that may run while a graph is captured.
     """
@@ -84,7 +79,7 @@ class StaticExecution:
         def graphs(
             limits: Limits, choices: SelectionLimits | None, lookup: Callable[[Bucket], Bucket]
         ) -> ForwardGraphs:
-            inputs = StaticInputs(limits, causal_slice, device, pin_memory, choices)
+            inputs = BucketTensors(limits, causal_slice, device, pin_memory, choices)
             return ForwardGraphs(inputs, lookup, make_runner, self._compute, stage)
 
         self._ordinary = graphs(limits, choices, self._lookup)
@@ -116,7 +111,7 @@ class StaticExecution:
         true = true_shape(plan, self._unique_blocks(plan))
         self._graphs = self._graphs_of(plan)
         padded = self._graphs.lookup(true)
-        self._graphs.fill(padded, plan, token_ids, summary_blocks)
+        self._graphs.fill(padded.forward, plan, token_ids, summary_blocks)
         self._shape = StepShape(true, padded, tail=self._graphs is not self._ordinary)
         return self._shape
 
@@ -168,7 +163,7 @@ class StaticExecution:
     def _lookup_tail(self, tails: TailShapes, step: Bucket) -> Bucket:
         return tails.lookup(step).step(self.ready.logits_rows(step.logits))
 
-    def _compute(self, inputs: ForwardInputs) -> None:
+    def _compute(self, inputs: StepInputs) -> None:
         metadata = step_metadata(
             inputs.slots,
             inputs.parts,

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
-from vllm_gaudi_ucm.execution.execution import NO_BLOCKS, StepShape
-from vllm_gaudi_ucm.execution.staging import StagedStep, Staging
+from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.step_metadata import step_metadata
+from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs, TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
@@ -58,8 +58,8 @@ class TrueShapeExecution:
         self._device = device
         self._sparse = sparse
         limits = None if sparse is None else sparse.limits
-        self._staging = Staging(device, config.contiguous_pa, limits)
-        self._staged: StagedStep
+        self._tensors = TrueShapeTensors(device, config.contiguous_pa, limits)
+        self._inputs: StepInputs
         self._metadata: UnifiedAttentionMetadata
         self._hidden: torch.Tensor
 
@@ -69,25 +69,26 @@ class TrueShapeExecution:
     def stage(
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
     ) -> StepShape:
-        staged = self._staged = self._staging.stage(plan, token_ids)
+        inputs, shape = self._tensors.stage(plan, token_ids, summary_blocks)
+        self._inputs = inputs
         self._metadata = step_metadata(
-            staged.slots,
-            staged.parts,
+            inputs.slots,
+            inputs.parts,
             self._block_size,
             self._implementation,
             self._sparse,
-            self._staging.blocks(summary_blocks) if len(summary_blocks) else None,
-            staged.selection,
+            inputs.summary_blocks,
+            inputs.selection,
             reused=plan.selection is not None and bool((plan.selection.modes == SelectionMode.REUSE).all()),
         )
-        return StepShape(staged.bucket, staged.bucket)
+        return StepShape(shape, shape)
 
     def forward(self) -> None:
-        staged, metadata = self._staged, self._metadata
+        inputs, metadata = self._inputs, self._metadata
         if self._graphs is None:
-            self._hidden = self._decoder.hidden(staged.token_ids, staged.positions, metadata)
+            self._hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata)
         else:
-            self._hidden = self._graphs.hidden(staged, metadata)
+            self._hidden = self._graphs.hidden(inputs, metadata)
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         hidden = self._hidden

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
+from vllm_gaudi_ucm.execution.graph_manager import Stage
 from vllm_gaudi_ucm.execution.recipe_cache import log_cache_hits
 from vllm_gaudi_ucm.execution.recipe_stages import RecipeStages
-from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
+from vllm_gaudi_ucm.execution.static_execution import StaticExecution
 from vllm_gaudi_ucm.graphs.runners.factory import runner_maker
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp

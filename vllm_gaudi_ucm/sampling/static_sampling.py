@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.vllm_api.sampling import BUILTIN_LOGITS_PROCESSORS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.execution.static_execution import Stage
+    from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
     from vllm_gaudi_ucm.sampling.token_sampler import Grammar
     from vllm_gaudi_ucm.vllm_api.sampling import LogprobsMode

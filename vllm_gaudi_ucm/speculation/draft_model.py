@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.execution.execution import Execution
-    from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
+    from vllm_gaudi_ucm.execution.graph_manager import Stage
+    from vllm_gaudi_ucm.execution.static_execution import StaticExecution
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.speculation.proposer import SampledStep
 

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.vllm_api.sampling import random_sample
 from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.execution.static_execution import Stage
+    from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.vllm_api.sampling import SamplingMetadata
 
 # vLLM's own bound between greedy and random rows
