@@ -12,7 +12,8 @@ from tests.batch.batches import Request, Step, lay_out, steps
 from tests.batch.expand import owners, shared_pairs, unique_pairs
 from tests.ops.batch import Batch
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches
-from vllm_gaudi_ucm.batch.batch_plan import UniquePlan, plan_batch
+from vllm_gaudi_ucm.batch.batch_plan import plan_batch
+from vllm_gaudi_ucm.batch.sharing import UniquePlan
 from vllm_gaudi_ucm.execution.step_tensors import SLICE_READ_LIMIT, ContiguousPa, StepInputs, TrueShapeTensors
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, is_bounded

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 # Rows that Gaudi's matrix engine multiplies at once.
 SHORTEST_SLICE = 128
 
-Stage = Callable[[str], AbstractContextManager[None]]
-"""A region of device work that becomes one recipe; the label names it in reports."""
+Stage = Callable[[str], AbstractContextManager[object]]
+"""A region of device work that becomes one recipe; the label names it in reports. `nullcontext` where none is cut."""
 
 Pad = int | NDArray[np.int64]
 

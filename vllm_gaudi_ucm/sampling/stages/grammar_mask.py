@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.graph_manager import Stage
-    from vllm_gaudi_ucm.sampling.token_sampler import Grammar
+    from vllm_gaudi_ucm.sampling.sampling import Grammar
 
 WORD = 32
 """Tokens per int32 of a bitmask."""
