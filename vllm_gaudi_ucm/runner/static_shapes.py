@@ -86,7 +86,7 @@ class StaticShapes:
         make_runner = runner_maker(kind)
 
         def make_execution(model: Decoder, stage: Stage, sparse: SparseWorker | None) -> BucketedExecution:
-            causal, pins = config.attention.causal_slice, device.pins_host_memory
+            causal_slice, pins = config.attention.causal_slice, device.pins_host_memory
             attention = choose_static_implementation(config.attention.implementation, tensors_on.type)
             return BucketedExecution(
                 model, ready, causal_slice, tensors_on, make_runner, stage, pins, sparse, attention

@@ -184,5 +184,5 @@ class DraftModelGraphs:
         """The graph of so many logits rows, and the choice among them."""
         self.likeliest(self.execution.warm_logits(rows))
 
-    def _stage(self, label: str) -> AbstractContextManager[None]:
+    def _stage(self, label: str) -> AbstractContextManager[object]:
         return self._target_stage(f"{label}, draft model")
