@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig, UcmConfig
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
+    from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
     from vllm_gaudi_ucm.store.base import KvStore
