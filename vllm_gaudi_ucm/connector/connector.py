@@ -124,6 +124,10 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         """Called once by our scheduler, in memory mode."""
         self._scheduler.bind_memory_mode(residency)
 
+    def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
+        """The logical blocks that a request's query would choose of all; called with KV offload, at every scoring."""
+        self._scheduler.wanted_by_query(request_id, numbers)
+
     def fetch(self, request_id: str, fetched: Fetched) -> None:
         """Loads blocks that were left in the store; called by our scheduler for a request that waits for them."""
         self._scheduler.fetch(request_id, fetched)
