@@ -11,7 +11,7 @@ from tests.ops.selection import KINDS
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords, summary_bytes
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.sparse.options import GsaOptions
+from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 from vllm_gaudi_ucm.sparse.selection.block_scorer import SummaryQueue
 
 SPAN = 4
