@@ -42,10 +42,14 @@ def copies_of(store: dict[str, Any]) -> CopyStore:
     return open_copies(resolve_config({"ucm": {"ucm_sparse_method": "GSA", "memory_mode": mode}}), 4, blocks)
 
 
+def copies_in_memory(metrics: StepMetrics | None = None) -> CopyStore:
+    store = open_store(MemoryStoreOptions(capacity=10 * BLOCK_BYTES, pin=False), BLOCK_BYTES)
+    return CopyStore(store, BLOCK_BYTES, host_memory, PrefetchOptions(prefetch_cache_size=2), metrics=metrics)
+
+
 @pytest.fixture
 def copies() -> CopyStore:
-    store = open_store(MemoryStoreOptions(capacity=10 * BLOCK_BYTES, pin=False), BLOCK_BYTES)
-    return CopyStore(store, BLOCK_BYTES, host_memory, PrefetchOptions(prefetch_cache_size=2))
+    return copies_in_memory()
 
 
 def block(value: int) -> memoryview:
@@ -140,10 +144,10 @@ def test_no_thread_is_left(copies: CopyStore) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ucm-memory-mode")]
 
 
-def test_figures_on_metrics(copies: CopyStore, tmp_path: Path) -> None:
+def test_figures_on_metrics(tmp_path: Path) -> None:
     folder = tmp_path / "metrics"
     make_private(folder)
-    copies.report_to(StepMetrics(folder))
+    copies = copies_in_memory(StepMetrics(folder))
     copies.save((1, 5), block(7))
     assert wait_for(copies.finished_saves)
     copies.load((1, 5))

@@ -183,6 +183,7 @@ class CopyStore:
         allocate: host memory of so many bytes.
         options: of the engine that loads.
         folder: that the store lies in, if it does; removed with this.
+        metrics: where figures of the store and of the engine go; None: nowhere.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class CopyStore:
         allocate: Allocate,
         options: PrefetchOptions,
         folder: CopyFolder | None = None,
+        metrics: StepMetrics | None = None,
     ) -> None:
         self.store = store
         self._folder = folder
@@ -206,17 +208,16 @@ class CopyStore:
         self._copies: dict[int, set[int]] = {}
         # of the writer's thread: copies that nobody wants, and that the store could not delete yet
         self._unwanted: set[bytes] = set()
-        self._reporter: MetricsReporter | None = None
+        self._reporter = None if metrics is None else self._new_reporter(metrics)
 
-    def report_to(self, metrics: StepMetrics) -> None:
-        """Figures of the store and of the engine reach /metrics from now on."""
+    def _new_reporter(self, metrics: StepMetrics) -> MetricsReporter:
         store, engine = metrics.store(USE), metrics.prefetch(USE)
 
         def report() -> None:
             store.set(self.store.stats())
             engine.set(self._engine.stats())
 
-        self._reporter = MetricsReporter(report)
+        return MetricsReporter(report)
 
     def save(self, pair: Pair, data: memoryview) -> None:
         """data: a block that nobody writes to any more."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
     from vllm_gaudi_ucm.kv_offload.copies import CopyLoads, CopyStore, Pair
     from vllm_gaudi_ucm.observability.room_metrics import MemoryModeMetrics
-    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionState
 
@@ -50,6 +49,7 @@ class ResidencyWorker:
         copies: where blocks go.
         device: whose recipes are cut.
         stored: how blocks come back that a connector has left in its store; None: it leaves none.
+        metrics: where the scheduler's figures go; None: nowhere.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class ResidencyWorker:
         copies: CopyStore,
         device: Device,
         stored: StoredCopies | None = None,
+        metrics: MemoryModeMetrics | None = None,
     ) -> None:
         self._table = table
         self._state = state
@@ -73,13 +74,8 @@ class ResidencyWorker:
         self._destinations: dict[Pair, _Destination] = {}
         self._scored: dict[str, int] = {}
         self._report = ResidencyReport()
-        self._metrics: MemoryModeMetrics | None = None
+        self._metrics = metrics
         self._stored = stored
-
-    def report_to(self, metrics: StepMetrics) -> None:
-        """Figures of KV offload, and of its copies, reach /metrics."""
-        self._metrics = metrics.memory_mode()
-        self._copies.report_to(metrics)
 
     def begin_step(self, orders: ResidencyOrders) -> None:
         """Once the request table knows the step's requests, before the step is planned."""

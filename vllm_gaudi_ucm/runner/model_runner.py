@@ -134,6 +134,7 @@ class ModelRunner:
             static=self.kind != "off",
             table=self.requests,
             transfer=self.transfer,
+            metrics=metrics,
         )
         sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         execution, token_sampler = self._make_execution(kv_cache_config, metrics, sampler)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
     from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
@@ -62,6 +63,7 @@ def residency_worker(
     num_rows: int,
     device: Device,
     stored: StoredCopies | None,
+    metrics: StepMetrics | None,
 ) -> ResidencyWorker:
     """The worker's side of KV offload.
 
@@ -73,16 +75,20 @@ def residency_worker(
         num_rows: blocks that can have a copy.
         device: where the cache is.
         stored: how blocks come back whose copy is a connector's record.
+        metrics: where figures go; None: nowhere.
     """
     scorer = selection.selector.scorer
     assert scorer is not None, "made with the queries that it keeps"
-    copies = open_copies(config, num_rows, blocks)
-    worker = ResidencyWorker(table, selection.state, scorer, blocks, copies, device, stored)
+    copies = open_copies(config, num_rows, blocks, metrics)
+    series = None if metrics is None else metrics.memory_mode()
+    worker = ResidencyWorker(table, selection.state, scorer, blocks, copies, device, stored, series)
     worker.warm_up()
     return worker
 
 
-def open_copies(config: UcmConfig, num_rows: int, blocks: DeviceBlocks) -> CopyStore:
+def open_copies(
+    config: UcmConfig, num_rows: int, blocks: DeviceBlocks, metrics: StepMetrics | None = None
+) -> CopyStore:
     """Where copies go: a store of this engine alone, which evicts none of them.
 
     Raises UcmConfigError for a folder that cannot be used, or a capacity below one block.
@@ -99,7 +105,7 @@ def open_copies(config: UcmConfig, num_rows: int, blocks: DeviceBlocks) -> CopyS
                 folder = _own_folder(options)
                 options = options.model_copy(update={"path": folder.path})
             store = open_store(options, block_bytes, evicts=False)
-        return CopyStore(store, block_bytes, blocks.allocate, memory_mode_prefetch(config), folder)
+        return CopyStore(store, block_bytes, blocks.allocate, memory_mode_prefetch(config), folder, metrics)
     except BaseException:
         if store is not None:
             store.close()
@@ -177,6 +183,7 @@ def make_sparse_worker(
     static: bool,
     table: RequestTable | None = None,
     transfer: KvTransfer | None = None,
+    metrics: StepMetrics | None = None,
 ) -> SparseWorker | None:
     """The worker side of `ucm_sparse_method`, None without one.
 
@@ -186,22 +193,24 @@ def make_sparse_worker(
         block_size, num_blocks, static: see ServerSizes.
         table: block tables of the live requests; without it nothing is moved with KV offload.
         transfer: a KV connector, which may leave blocks in its store with KV offload.
+        metrics: where figures go; None: nowhere.
     """
     if config.ucm_sparse_method is None:
         return None
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
     layers = _layers(vllm_config, kv_caches)
     method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
+    series = None if metrics is None else metrics.sparse()
     choosing, offloads = method.selecting_method, config.memory_mode.enabled
     if not isinstance(choosing, BlockSparse):
         if offloads:
             raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
-        return SparseWorker(method)
+        return SparseWorker(method, metrics=series)
     sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
         some_offloaded=offloads, tail_rows=_tail_rows(config, vllm_config, block_size)
     )
     if not offloads:
-        return SparseWorker(method, BlockSelection.of(choosing, list(layers.values()), sizes))
+        return SparseWorker(method, BlockSelection.of(choosing, list(layers.values()), sizes), metrics=series)
     device = get_device(next(iter(kv_caches.values())).device.type)
     blocks = DeviceBlocks(kv_caches, device)
     # a cache for measurements has one block only
@@ -209,10 +218,10 @@ def make_sparse_worker(
     kept = KeptQueries(num_rows, _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype))
     selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept)
     if table is None:
-        return SparseWorker(method, selection)
+        return SparseWorker(method, selection, metrics=series)
     stored = None if transfer is None else transfer.stored_copies(selection, choosing.block_options)
-    residency = residency_worker(config, selection, table, blocks, num_rows, device, stored)
-    return SparseWorker(method, selection, residency)
+    residency = residency_worker(config, selection, table, blocks, num_rows, device, stored, metrics)
+    return SparseWorker(method, selection, residency, series)
 
 
 def max_selected_blocks(

@@ -122,7 +122,7 @@ class SelectionState:
         sparse = [index for index, request_id in enumerate(request_ids) if request_id in decisions]
         if not sparse and absent is None:
             return StepSelection(None, summary_blocks)
-        selection = _all_dense(batch, absent)._replace(num_drafts=num_drafts)
+        selection = self._all_dense(batch, num_drafts, absent)
         # entries of a table beyond the request's tokens are undefined: only those of full blocks are read
         open_blocks = is_full.copy()
         open_blocks[is_full] = self.summaries.ready[batch.block_tables[is_full]]
@@ -141,6 +141,18 @@ class SelectionState:
         if absent is None and (selection.modes == DENSE).all():
             return StepSelection(None, summary_blocks)
         return StepSelection(selection, summary_blocks)
+
+    def _all_dense(
+        self, batch: BatchInput, num_drafts: NDArray[np.int64], absent: NDArray[np.bool_] | None
+    ) -> SelectionInput:
+        requests, width = batch.block_tables.shape
+        counts, thresholds, slots = np.zeros((3, requests), np.int64)
+        candidates = np.zeros((requests, width), np.bool_)
+        modes = np.full(requests, DENSE, np.int64)
+        limits = self._limits
+        return SelectionInput(
+            modes, counts, thresholds, slots, candidates, limits.width, limits.most, absent, num_drafts
+        )
 
     def _absent(self, batch: BatchInput) -> NDArray[np.bool_] | None:
         """[requests, width] blocks of the contexts that are not on the device; None where all are."""
@@ -219,14 +231,6 @@ class SelectionState:
         self.slots.num_stored[slot] = stored
         self.slots.candidates[slot] = False
         self.slots.candidates[slot, : len(candidates)] = candidates
-
-
-def _all_dense(batch: BatchInput, absent: NDArray[np.bool_] | None) -> SelectionInput:
-    requests, width = batch.block_tables.shape
-    counts, thresholds, slots = np.zeros((3, requests), np.int64)
-    candidates = np.zeros((requests, width), np.bool_)
-    modes = np.full(requests, DENSE, np.int64)
-    return SelectionInput(modes, counts, thresholds, slots, candidates, absent)
 
 
 @dataclass(frozen=True)

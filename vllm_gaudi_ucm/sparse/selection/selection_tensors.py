@@ -5,40 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 
-Ints = NDArray[np.int64]
-
 SPAN_ARRAYS = ("first_rows", "num_rows", "scored_rows", "modes", "counts", "thresholds", "choice_slots")
 CANDIDATE_ARRAYS = ("candidate_blocks", "candidate_spans", "candidate_places")
 CHOICE_ARRAYS = ("choice_places", "choice_spans", "choice_hi")
-ARRAYS = SPAN_ARRAYS + CANDIDATE_ARRAYS + CHOICE_ARRAYS
-"""Names of the tensors of SelectionTensors, in its order."""
-
-
-def selection_arrays(plan: SelectionPlan, limits: SelectionLimits) -> dict[str, Ints]:
-    """The real entries of a step, by the names of SelectionTensors."""
-    return {
-        **{name: getattr(plan, name) for name in SPAN_ARRAYS},
-        "candidate_blocks": plan.candidate_blocks,
-        "candidate_spans": plan.candidate_spans,
-        "candidate_places": plan.candidate_spans * limits.width + plan.candidate_numbers,
-        "choice_places": plan.choice_spans * limits.most + plan.choice_ranks,
-        "choice_spans": plan.choice_spans,
-        "choice_hi": np.full(len(plan.choice_spans), limits.block_size, np.int64),
-    }
 
 
 def pad_values(spans: int, limits: SelectionLimits) -> dict[str, int]:
     """The pad of each array where there are so many spans, the last of which is no request's."""
     return {
-        **dict.fromkeys(ARRAYS, 0),
+        **dict.fromkeys(SelectionPlan._fields, 0),
         "choice_slots": limits.max_num_seqs,
         "candidate_spans": spans - 1,
         "candidate_places": spans * limits.width,
@@ -78,8 +59,8 @@ class SelectionTensors(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], limits: SelectionLimits) -> SelectionTensors:
-        """tensors: by name."""
-        arrays = {name: tensors[name] for name in ARRAYS}
+        """tensors: by the names of SelectionPlan."""
+        arrays = {name: tensors[name] for name in SelectionPlan._fields}
         return cls(**arrays, max_rows=limits.max_rows, width=limits.width, most=limits.most)
 
     @property

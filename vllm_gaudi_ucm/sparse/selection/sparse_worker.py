@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.observability.room_metrics import SparseMetrics
-    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.protocol.offload import ResidencyOrders, ResidencyReport
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
@@ -56,8 +55,6 @@ class BlockMover(Protocol):
     def begin_step(self, orders: ResidencyOrders) -> None: ...
 
     def report(self) -> ResidencyReport: ...
-
-    def report_to(self, metrics: StepMetrics) -> None: ...
 
     def close(self) -> None: ...
 
@@ -108,16 +105,22 @@ class SparseWorker:
         method: in the role WORKER, which knows its KV caches.
         selection: of a method that chooses blocks.
         residency: moves blocks off the device and back, with KV offload.
+        metrics: where figures go; None: nowhere.
     """
 
     def __init__(
-        self, method: UcmSparseBase, selection: BlockSelection | None = None, residency: BlockMover | None = None
+        self,
+        method: UcmSparseBase,
+        selection: BlockSelection | None = None,
+        residency: BlockMover | None = None,
+        metrics: SparseMetrics | None = None,
     ) -> None:
         self.method = method
         self.limits = None if selection is None else selection.limits
         self.state = None if selection is None else selection.state
         self.selector = None if selection is None else selection.selector
         self.residency = residency
+        self._metrics = metrics
         self._steps = 0
         self._locks = (0, 0)
 
@@ -142,12 +145,6 @@ class SparseWorker:
             self._locks = meta.locks
         if self.residency is not None and meta is not None and meta.residency is not None:
             self.residency.begin_step(meta.residency)
-
-    def report_to(self, metrics: StepMetrics) -> SparseMetrics:
-        """The series that `report` sets; those of KV offload are reported from now on."""
-        if self.residency is not None:
-            self.residency.report_to(metrics)
-        return metrics.sparse()
 
     def attach_report(self, output: ModelRunnerOutput) -> None:
         """After a step: what the scheduler's side of KV offload is to know."""
@@ -191,15 +188,15 @@ class SparseWorker:
         tails = [index for index in many.tolist() if requests[index].request_id in sparse]
         return np.array(tails, np.int64)
 
-    def report(self, metrics: SparseMetrics) -> None:
+    def report(self) -> None:
         """After a step; what the device has counted is read now and then, because that waits for it."""
-        if self.selector is None or self.state is None:
+        if self._metrics is None or self.selector is None or self.state is None:
             return
-        metrics.totals(self.state.totals)
-        metrics.locks(*self._locks)
+        self._metrics.totals(self.state.totals)
+        self._metrics.locks(*self._locks)
         self._steps += 1
         if self._steps % STEPS_PER_READ == 0:
-            metrics.device(self.selector.counts())
+            self._metrics.device(self.selector.counts())
 
 
 def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimits:
