@@ -1,4 +1,4 @@
-"""Blocks of requests on their way off the device and back: frees and takes blocks, and orders what the worker moves."""
+"""Blocks on their way off the device and back: frees and takes blocks, and orders the worker's copies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SummaryRows:
     def check_integrity(self, taken: Iterable[int]) -> None:
         """Conservation: every row is free or taken, once."""
         if sorted([*self._free, *taken]) != list(range(self.num_rows)):
-            raise AssertionError(f"rows of blocks that are offloaded: free {sorted(self._free)}, taken {sorted(taken)}")
+            raise AssertionError(f"rows of offloaded blocks: free {sorted(self._free)}, taken {sorted(taken)}")
 
 
 class Moves:
@@ -98,7 +98,7 @@ class Moves:
         return released, saves
 
     def _take_row(self, state: OffloadState) -> int | None:
-        """A free row, or that of a block of the same request that is back on the device and stays there."""
+        """A free row, or the row of a block of the same request that is back on the device and stays there."""
         row = self.rows.take()
         if row is None:
             back = next((number for number in state.saved - state.offloaded if number not in state.to_evict), None)
@@ -109,7 +109,7 @@ class Moves:
         return row
 
     def bring_back(self, state: OffloadState, request: Request, spare: int, loads: int) -> int:
-        """Brings back what can be found, and orders loads of the rest; returns the loads still allowed."""
+        """Takes blocks from the prefix cache, and orders loads of the rest; returns the loads still allowed."""
         waiting = []
         for number in state.to_load:
             if spare <= 0 or loads <= 0:

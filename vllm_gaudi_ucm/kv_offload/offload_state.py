@@ -19,8 +19,8 @@ class OffloadState:
     """Of a request from its beginning, or from its resumption, to its end or preemption. Blocks are logical.
 
     generation: tells it from earlier and later states of the same request id; never used again.
-    rows: places of the summaries of blocks that have a copy, or of which one is being made.
-    saving, saved: blocks of which a copy is being made; of which there is one.
+    rows: by block that has a copy or gets one, the place of its summary.
+    saving, saved: blocks whose copy is being made; blocks that have one.
     offloaded: blocks that are not in the block table.
     loading: offloaded blocks on their way back, and the physical blocks that wait for them; no table has these yet.
     lost: offloaded blocks whose copy could not be read.
@@ -49,7 +49,7 @@ class OffloadState:
     is_guess: bool = False
 
     def want(self, *, to_evict: Sequence[int] | None = None, to_load: Sequence[int] | None = None) -> None:
-        """Sets the blocks that are to leave, and those that are to come back; None: they stay as they are."""
+        """Sets the blocks to evict and the blocks to load; None: as before."""
         if to_evict is not None:
             self.to_evict = list(to_evict)
         if to_load is not None:

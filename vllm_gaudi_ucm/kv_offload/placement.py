@@ -26,7 +26,7 @@ class ChosenMoves(NamedTuple):
 
 
 def wanted_blocks(scores: NDArray[np.float64], block_size: int, options: BlockOptions) -> list[int]:
-    """Of the blocks between sinks and local window as many as the method chooses, by these scores, the best first.
+    """The blocks that the method would choose between sinks and local window by these scores, best first.
 
     Args:
         scores: [full blocks of the context]; below 0 for a block without a score.
@@ -61,7 +61,7 @@ def choose_moves(
 
     Args:
         scores: [full blocks of the context]; below 0 for a block without a score.
-        offloaded: blocks that are not on the device. lost: those among them that cannot come back.
+        offloaded: blocks that are not on the device. lost: offloaded blocks that cannot come back.
         block_size: tokens per block.
         resident_ratio: part of the full blocks that may be on the device.
         max_swaps: most blocks that come back.
@@ -92,7 +92,7 @@ def dispensable_blocks(
 
     Args:
         full: blocks of the context; up to a block of tokens more is to be computed, maybe in several steps.
-        missing: those that are not on the device, most wanted first.
+        missing: blocks that are not on the device, most wanted first.
         block_size: tokens per block.
         resident_ratio: part of the full blocks that may be on the device.
         options: of the method.
@@ -128,8 +128,8 @@ class ScoreBook:
         self._totals = totals
 
     def take(self, state: OffloadState, fresh: NDArray[np.float64]) -> bool:
-        """Whether the step of these scores should be repeated: it was the first one on blocks that were loaded without
-        a query, and missed too much; then everything in `state.to_load` should come before.
+        """Sets what to evict and to load. Whether the step of these scores should be repeated, after `state.to_load`:
+        it was the first one on blocks that were loaded without a query, and missed too much.
 
         fresh: float64 [full blocks]; below 0 for a block without a score.
         """

@@ -99,7 +99,7 @@ class ResidencyScheduler:
         return dispensable_blocks(full, missing, self._block_size, self._options.resident_ratio, self.method)
 
     def has_gaps(self, request_id: str, num_rows: int) -> bool:
-        """Whether a step of so many rows, of a prompt too, is sparse because the request has offloaded blocks."""
+        """Whether a step of `num_rows` rows, of a prompt too, is sparse because the request has offloaded blocks."""
         state = self._states.get(request_id)
         return state is not None and bool(state.offloaded) and num_rows <= self.max_tail
 
@@ -115,7 +115,7 @@ class ResidencyScheduler:
             self._blocks.forget_cached(request.request_id, request.num_computed_tokens // self._block_size)
 
     def leave_stored(self, request_id: str, keys: Mapping[int, bytes]) -> dict[int, int]:
-        """A connector loads all blocks of a request but these, whose records are their copies. See Moves."""
+        """A connector loads all blocks of a request except these; its records are their copies. See Moves."""
         state = self._states[request_id]
         left = self._moves.leave_stored(state, keys)
         state.begin_guess(bool(left))
@@ -127,13 +127,13 @@ class ResidencyScheduler:
         self.begin(request.request_id)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
-        """Requests whose tables are gone: what they compute again is on the device, all of it."""
+        """These requests have lost their tables: whatever they compute again is on the device."""
         for request_id in request_ids:
             if request_id in self._states:
                 self.begin(request_id)
 
     def before_scheduling(self, requests: Mapping[str, Request], num_running: int) -> None:
-        """Frees and takes blocks, so that what is freed serves the step that is about to be scheduled."""
+        """Frees and takes blocks before a step is scheduled, so that freed blocks serve it."""
         # a slow store must not fill the host's memory with blocks on their way
         most, states = self._options.moves_per_step, self._states.values()
         self._num_running = num_running
@@ -155,8 +155,8 @@ class ResidencyScheduler:
         computed: each request of the step, and its tokens that were computed before.
         """
         guesses = [state for name in sparse if (state := self._states.get(name)) is not None and state.is_guess]
-        # vLLM has entered these in the prefix cache already, but whoever runs before the request that fills them finds
-        # nothing in them: the step may be divided
+        # vLLM has entered these in the prefix cache already, but they are empty for requests that run before the one
+        # that fills them: the step may be divided
         unwritten = self._blocks.blocks_to_write(computed) if guesses else set()
         for state in guesses:
             self._moves.find_cached(state, requests[state.request_id], unwritten)
@@ -184,8 +184,8 @@ class ResidencyScheduler:
     def take(self, report: ResidencyReport, scheduled: Collection[str] = ()) -> dict[str, Fetched]:
         """Before the scheduler takes the output of the step. Reports on earlier generations are ignored.
 
-        Returns, of the requests `scheduled` in the step, those whose first step on blocks that were loaded without a
-        query has missed too much: it is to be repeated, once a connector has loaded these.
+        Returns the requests among `scheduled` whose first step, on blocks that were loaded without a query, has missed
+        too much, and the blocks that a connector has to load before it is repeated.
         """
         states = {state.generation: state for state in self._states.values()}
         for number, saved in [*((pair, True) for pair in report.saved), *((pair, False) for pair in report.unsaved)]:
@@ -199,7 +199,7 @@ class ResidencyScheduler:
                 self._take_scores(states[generation], np.array(scores, np.float64))
         for state in self._states.values():
             if state.is_guess and state.request_id in scheduled:
-                # nobody knows what it has missed
+                # what it has missed is unknown
                 self._repeat(state, sorted(state.offloaded))
         repeats, self._repeats = self._repeats, {}
         return repeats

@@ -1,4 +1,4 @@
-"""Summaries of consecutive blocks as one record of a store: what is left in the store can be scored all the same."""
+"""Summaries of consecutive blocks as one record of a store, so that blocks left in the store can be scored."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def summary_bytes(options: BlockOptions, block_size: int, kv_heads: int, head_si
 class SummaryRecords:
     """Copies between device and host of a fixed shape, by the worker's own thread, between two steps.
 
-    Bytes of a record: [layer that chooses, block, summary], what is beyond the last block undefined.
+    Bytes of a record: [layer that chooses, block, summary]; beyond the last block they are undefined.
 
     Args:
         scorer: has the summaries, and places for those of offloaded blocks.
         ready: which blocks have a summary.
         span: most blocks of a record.
-        device: whose recipes are cut.
+        device: its recipes end before and after a copy.
     """
 
     def __init__(self, scorer: BlockScorer, ready: SummaryQueue, span: int, device: Device) -> None:

@@ -25,21 +25,21 @@ logger = plugin_logger(__name__)
 
 
 class _Destination(NamedTuple):
-    """Where a load is to go, once what was launched before the order has run: the block was another's then."""
+    """The block that a load is written to, after the work that was launched before: it was another request's then."""
 
     block: int
     after: Fence
 
 
 class StoredCopies(NamedTuple):
-    """Blocks whose copy is a connector's record come back by its engine, in its order of layers."""
+    """How blocks come back whose copy is a connector's record: by its engine, in its order of layers."""
 
     loads: CopyLoads
     blocks: DeviceBlocks
 
 
 class ResidencyWorker:
-    """Blocks of the device are written here between two steps.
+    """Moves blocks of the device between two steps.
 
     Args:
         table: block tables of the live requests, which orders change.
@@ -47,7 +47,7 @@ class ResidencyWorker:
         scorer: scores of blocks.
         blocks: of the KV cache.
         copies: where blocks go.
-        device: whose recipes are cut.
+        device: its recipes end before and after a copy.
         stored: how blocks come back that a connector has left in its store; None: it leaves none.
         metrics: where the scheduler's figures go; None: nowhere.
     """
@@ -105,7 +105,7 @@ class ResidencyWorker:
             self._metrics.set(orders.totals)
 
     def report(self) -> ResidencyReport:
-        """After a step: what has happened since the last report. Waits for the device where a request is scored."""
+        """After a step: everything since the last report. Waits for the device where a request is scored."""
         for request_id, generation in self._scored.items():
             chosen = self._state.chosen.get(request_id)
             # a request that did not fit chose nothing, and is asked for again
@@ -115,7 +115,7 @@ class ResidencyWorker:
         return report
 
     def warm_up(self) -> None:
-        """Has a device that compiles compile now what moves and scores run, apart from each other as later."""
+        """Has a device that compiles do so now: copies and scores, apart from each other as in serving."""
         self._device.end_recipe()
         self._scorer.keep_summary(DUMMY_BLOCK, 0)
         self._device.end_recipe()

@@ -1,4 +1,4 @@
-"""What the sparse methods read from and attach to vLLM's scheduler objects, in one place."""
+"""What sparse methods and KV offload attach to vLLM's scheduler objects, and read from them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def computed_tokens(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, in
 def verified_drafts(
     scheduler_output: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]
 ) -> Iterator[VerifiedDrafts]:
-    """Requests that are still there and whose drafts were verified; to be asked before the scheduler takes `output`.
+    """Live requests whose drafts the step has verified. To be called before the scheduler takes `output`.
 
     Output that was in flight when its request was preempted says nothing about the request as it is now.
     """

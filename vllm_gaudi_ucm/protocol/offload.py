@@ -1,4 +1,4 @@
-"""What scheduler and worker tell each other about blocks that leave the device and come back: plain data."""
+"""What scheduler and worker tell each other about offloaded blocks: plain data."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class ResidencyOrders(msgspec.Struct):
 class ResidencyReport(msgspec.Struct):
     """What became of orders, of this step or of earlier ones. Pairs are (generation, logical block).
 
-    saved, unsaved: blocks whose copy is there, and could not be made.
-    loaded, failed: blocks that are on the device again, and whose copy could not be read.
+    saved, unsaved: blocks that have a copy now; blocks whose copy could not be made.
+    loaded, failed: blocks that are on the device again; blocks whose copy could not be read.
     scores: by generation, the share of attention of each full block of its context; below 0 for one without a summary.
     """
 

@@ -12,8 +12,8 @@ from vllm_gaudi_ucm.protocol.offload import ResidencyOrders
 class SelectionMode(IntEnum):
     """How the worker gets a request's selection in a step.
 
-    SELECT: score anew and store. REUSE: take what is stored. CHECK: score anew, but keep what is stored where no more
-    than `update_threshold` blocks were added or removed.
+    SELECT: score anew and store. REUSE: take the stored one. CHECK: score anew, but keep the stored selection
+    where at most `update_threshold` blocks were added or removed.
     """
 
     SELECT = 0

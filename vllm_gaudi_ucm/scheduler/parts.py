@@ -131,7 +131,7 @@ class SparseSteps(SchedulerPart):
                 self.method.drafts_verified(*verified)
 
     def _ended(self, request_ids: Iterable[str]) -> list[str]:
-        """Those whose id is not that of a later request."""
+        """The ids among these that no later request has."""
         requests = ((request_id, self._scheduler.requests.get(request_id)) for request_id in request_ids)
         return [request_id for request_id, request in requests if request is None or request.is_finished()]
 
@@ -179,7 +179,7 @@ class OffloadedSteps(SparseSteps):
         return msgspec.structs.replace(meta, residency=orders)
 
     def finished(self) -> None:
-        """A request that has ended waits for no block any more: those that wait for it are free for others."""
+        """A request that has ended waits for no block: blocks that wait for it are free for others."""
         for request_id in self._ended(self._scheduler.finished_req_ids):
             self.residency.end(request_id)
 
@@ -195,8 +195,8 @@ class OffloadedSteps(SparseSteps):
             step_never_was(self._scheduler.requests[request_id], output)
 
     def after_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Requests whose step is repeated wait for what their queries want; those whose load has failed lose all of
-        their blocks, as they have gaps."""
+        """A request whose step is repeated waits for the blocks that its query wants; one whose load has failed loses
+        all of its blocks, as it has gaps."""
         repeated, self._repeated = self._repeated, {}
         for request_id in repeated:
             self.method.request_preempted(request_id)

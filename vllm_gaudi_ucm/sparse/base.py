@@ -84,7 +84,7 @@ class UcmSparseBase:
         """Once, before the first request: tokens per block."""
 
     def request_begin(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
-        """A request that may be sparse was added. Its id may be that of a request that has finished."""
+        """A request that may be sparse was added. A finished request may have had the same id."""
 
     def estimate_num_slots_sparsed(self, request: Request) -> int:
         """Slots that the request needs instead of one for each token, or INVALID_SLOT for no change."""
@@ -104,7 +104,7 @@ class UcmSparseBase:
         return SparseMeta()
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """A step has verified the drafts of a request that is still there."""
+        """A step has verified the drafts of a live request."""
 
     def request_preempted(self, request_id: str) -> None:
         """The request lost its blocks and will be computed again: nothing stored for it is valid."""

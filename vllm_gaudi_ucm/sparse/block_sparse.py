@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Held:
-    """A budget whose selection serves several steps: windows stay, so that tokens newer than it are always live."""
+    """A budget whose selection serves several steps. Its window stays, so every token newer than it is attended."""
 
     budget: Budget
     steps: int = 1
@@ -92,7 +92,7 @@ class BlockSparse(UcmSparseBase):
         self._held.pop(request_id, None)
 
     def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
-        """Budgets of every decode of a request that has begun and whose context is long enough; see `decode_rows`."""
+        """A budget for every decode of a request that has begun, if its context is long enough; see `decode_rows`."""
         meta = SparseMeta()
         for row in decode_rows(scheduler_output, requests, self.has_gaps):
             if row.request_id in self._held:

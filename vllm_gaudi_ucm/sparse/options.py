@@ -15,7 +15,7 @@ class MethodOptions(Section):
 
     @property
     def selecting(self) -> MethodOptions:
-        """Those of the method that selects: these, or those of the method that it wraps."""
+        """Options of the method that selects: this one, or the one that it wraps."""
         return self
 
     def with_sections(self, section_of: Callable[[str, str], MethodOptions], key: str) -> MethodOptions:

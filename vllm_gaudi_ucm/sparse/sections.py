@@ -29,7 +29,7 @@ class SparseConfig(BaseModel):
         return hash((self.GSA, self.ESA, self.KVStar, *sorted((self.__pydantic_extra__ or {}).items())))
 
     def options(self, name: str, key: str = "ucm.ucm_sparse_config") -> MethodOptions:
-        """The options that a method is created with: KVStar's include those of its base method.
+        """The options to create a method with: KVStar's include its base method's.
 
         Raises `SparseMethodError` for an unknown method, `UcmConfigError` for sections that do not go together.
         """

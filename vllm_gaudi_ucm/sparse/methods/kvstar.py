@@ -244,8 +244,8 @@ class KVStar(WrappingSparse):
     ) -> list[int]:
         """The locked selection, or a new one that is locked then.
 
-        A step is counted when the position has changed since the last call, so that every layer may ask; while drafts
-        are open none is counted. The blocks are those of the top-k part: sinks, window and tail join them elsewhere.
+        A step is counted when the position has changed since the last call, so that every layer may ask; no step is
+        counted while drafts are open. Sinks, window and tail block are not among the blocks.
         """
         state = self._state(request_id)
         if state.is_locked and state.locked_selection is not None:

@@ -32,9 +32,9 @@ class BlockScorer:
     Scoring is no part of a graph; its shapes do not depend on the request.
 
     Args:
-        layers: those that choose.
+        layers: the layers that choose.
         kind: of the summaries.
-        num_slots: of choices, that of pads included.
+        num_slots: of choices, the pads' slot included.
         num_rows: blocks that can have a copy.
         width: logical blocks of the longest request.
         query_shape: (heads, dim) and dtype of a query.
@@ -55,7 +55,7 @@ class BlockScorer:
         self._places = {layer.layer_idx: place for place, layer in enumerate(layers)}
         device = layers[0].summaries.device
         self._queries = torch.zeros((len(layers), num_slots, *query_shape), dtype=query_dtype, device=device)
-        # one row more, where nobody looks: for pads
+        # one more row, which is never read: for pads
         self.offloaded = [layer.summaries.new_zeros((num_rows + 1, *layer.summaries.shape[1:])) for layer in layers]
         """Of each layer, by row: summaries of offloaded blocks."""
         self._numbers = torch.arange(width, device=device)
@@ -69,8 +69,8 @@ class BlockScorer:
     def keep_queries(self, layer_idx: int, query: torch.Tensor, t: SelectionTensors) -> None:
         """One row of each request that chooses in this step. query: [rows, heads, dim].
 
-        The last certain one: of a decode and a verification the first, and of a prompt's tail the one whose token is
-        emitted. Drafts may turn out wrong; the other rows of a tail only reach the token through their KV.
+        It is the last certain row: the first of a decode or a verification, and the row of a prompt remainder that yields
+        a token. Drafts may turn out wrong; other rows of a remainder reach the token through their KV only.
         """
         self._queries[self._places[layer_idx]].index_copy_(0, t.choice_slots, query.index_select(0, t.scored_rows))
 
@@ -81,7 +81,7 @@ class BlockScorer:
             offloaded.index_copy_(0, target, layer.summaries.index_select(0, source))
 
     def restore_summary(self, row: int, block: int) -> None:
-        """Copies the summaries of a block that is back on the device to where those of resident ones are."""
+        """Copies the summaries of a block that is back on the device to their place beside the cache."""
         source, target = torch.tensor([[row], [block]], device=self._numbers.device)
         for layer, offloaded in zip(self.layers, self.offloaded, strict=True):
             layer.summaries.index_copy_(0, target, offloaded.index_select(0, source))
@@ -92,7 +92,7 @@ class BlockScorer:
         Waits for the device.
 
         Args:
-            slot: whose queries.
+            slot: of the request whose queries score.
             blocks: [full blocks] physical block, below 0 where there is no summary of one.
             rows: [full blocks] row of the summary that is kept of an offloaded block, else below 0.
         """
@@ -143,18 +143,18 @@ class SummaryQueue:
         self._waiting[blocks] = False
 
     def brought(self, blocks: NDArray[np.integer]) -> None:
-        """The summaries of these full blocks have come from elsewhere."""
+        """The summaries of these full blocks were copied from elsewhere."""
         self.ready[blocks] = True
         self._waiting[blocks] = False
 
     def full(self, blocks: NDArray[np.integer]) -> None:
-        """These blocks are full once this step's tokens are written; those with a summary keep it."""
+        """These blocks are full once this step's tokens are written; a block that has a summary keeps it."""
         missing = np.unique(blocks[~(self.ready[blocks] | self._waiting[blocks])])
         self._waiting[missing] = True
         self._queue.extend(missing.tolist())
 
     def take(self, most: int | None = None) -> NDArray[np.int64]:
-        """Blocks to summarise in this step, those that wait longest first; from now on they have a summary."""
+        """Blocks to summarise in this step, longest waiting first; from now on they have a summary."""
         taken: list[int] = []
         while self._queue and (most is None or len(taken) < most):
             block = self._queue.popleft()

@@ -245,7 +245,7 @@ class BlockSelector:
 
 
 def _leaders(num_layers: int, reuse_layers: int, dense_layers: Sequence[int]) -> list[int | None]:
-    """For each layer the one whose choice it uses, None for dense layers."""
+    """For each layer the layer that chooses for it, None for dense layers."""
     leaders: list[int | None] = []
     for layer in range(num_layers):
         first = layer - layer % reuse_layers

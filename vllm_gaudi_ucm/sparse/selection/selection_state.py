@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ChoiceSlots:
-    """A slot per request whose choice may be used again. A request that loses its slot chooses anew.
+    """One slot for each request with a stored choice. A request that loses its slot chooses anew.
 
     Args:
         num_slots: requests that can be running at once.
@@ -123,7 +123,7 @@ class SelectionState:
         if not sparse and absent is None:
             return StepSelection(None, summary_blocks)
         selection = self._all_dense(batch, num_drafts, absent)
-        # entries of a table beyond the request's tokens are undefined: only those of full blocks are read
+        # entries of a table beyond the request's tokens are undefined: only full blocks are read
         open_blocks = is_full.copy()
         open_blocks[is_full] = self.summaries.ready[batch.block_tables[is_full]]
         room = self._limits.max_selected_blocks
@@ -166,7 +166,7 @@ class SelectionState:
     ) -> NDArray[np.bool_]:
         """Applies what this step writes; returns [requests, width] which blocks are then full of certain tokens.
 
-        Blocks that are not on the device are none of these.
+        Blocks that are not on the device are left out.
         """
         block_size = self._limits.block_size
         number = np.arange(batch.block_tables.shape[1])
@@ -221,7 +221,7 @@ class SelectionState:
         return fits
 
     def _store(self, slot: int, mode: SelectionMode, candidates: NDArray[np.bool_], count: int) -> None:
-        """What the device will have stored after the step."""
+        """Notes what the device will have stored after the step."""
         if mode == SelectionMode.REUSE:
             return
         stored = min(int(candidates.sum()), self._limits.most)
@@ -261,11 +261,11 @@ class SelectionLimits:
     max_spans: int | None = None
 
     def most_candidates(self, selected: int) -> int:
-        """Candidates of a request that chooses so many: what is chosen and live is `sparse_ratio` of its blocks."""
+        """Candidates of a request that chooses this many: chosen and live blocks are `sparse_ratio` of its blocks."""
         return min(self.width, max(selected, math.floor((selected + self.live_blocks) / self.sparse_ratio)))
 
     def candidates(self, query_len: int, selected: int) -> int:
-        """Candidates of all requests of a step with so many rows and chosen blocks."""
+        """Candidates of all requests of a step with `query_len` rows and `selected` chosen blocks."""
         spans = min(self.spans(query_len) - 1, selected)
         bound = math.floor((selected + spans * self.live_blocks) / self.sparse_ratio)
         return min(spans * self.width, max(selected, bound))
@@ -279,5 +279,5 @@ class SelectionLimits:
         return -(-query_len // self.block_size) + 1
 
     def of_tail(self) -> SelectionLimits:
-        """Those of the graphs for tails: one request, whose rows are many."""
+        """Limits of the graphs for prompt remainders: one request with many rows."""
         return replace(self, max_rows=self.tail_rows, max_spans=1)

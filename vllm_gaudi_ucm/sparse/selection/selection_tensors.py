@@ -17,7 +17,7 @@ CHOICE_ARRAYS = ("choice_places", "choice_spans", "choice_hi")
 
 
 def pad_values(spans: int, limits: SelectionLimits) -> dict[str, int]:
-    """The pad of each array where there are so many spans, the last of which is no request's."""
+    """The pad of each array. spans: how many there are; the last one belongs to no request."""
     return {
         **dict.fromkeys(SelectionPlan._fields, 0),
         "choice_slots": limits.max_num_seqs,
@@ -32,7 +32,7 @@ class SelectionTensors(NamedTuple):
     """A SelectionPlan on the device, padded or not; every tensor is int64.
 
     first_rows, num_rows, scored_rows, modes, counts, thresholds, choice_slots: [spans]; pads have no rows, and a slot
-        of nobody.
+        of no request.
     candidate_blocks, candidate_spans, candidate_places: [candidates]; a place is span * width + logical block number,
         and spans * width for pads.
     choice_places: [selected] span * most + rank. choice_spans: [selected]. choice_hi: [selected] tokens of the block
@@ -68,7 +68,7 @@ class SelectionTensors(NamedTuple):
         return self.first_rows.shape[0]
 
     def chosen_part(self) -> SelectedPart:
-        """The selected part of layers that choose; which blocks these are is each layer's own."""
+        """The selected part of layers that choose; each layer fills in its own blocks."""
         blocks = torch.zeros_like(self.choice_spans)
         return SelectedPart(blocks, self.choice_spans, self.choice_hi, self.first_rows, self.num_rows, self.max_rows)
 

@@ -147,7 +147,7 @@ class SparseWorker:
             self.residency.begin_step(meta.residency)
 
     def attach_report(self, output: ModelRunnerOutput) -> None:
-        """After a step: what the scheduler's side of KV offload is to know."""
+        """After a step: sends the report of KV offload to the scheduler."""
         if self.residency is not None:
             attach_report(output, self.residency.report())
 
@@ -157,9 +157,9 @@ class SparseWorker:
             self.residency.close()
 
     def loaded(self, blocks: NDArray[np.int64], summarised: NDArray[np.int64]) -> None:
-        """A connector has filled these blocks, int64 [n]: whatever summary they had is that of other keys.
+        """A connector has filled these blocks, int64 [n]: the summaries that they had are those of other keys.
 
-        summarised: int64 [n], those among them whose summaries it has brought, too.
+        summarised: int64 [n], the blocks among them that came with their summaries.
         """
         if self.state is not None:
             self.state.summaries.written(blocks)
@@ -179,7 +179,7 @@ class SparseWorker:
     def tails(
         self, scheduler_output: SchedulerOutput, requests: Sequence[LiveRequest], batch: BatchInput
     ) -> NDArray[np.int64]:
-        """Indices of the requests whose rows choose together and are too many for an ordinary graph."""
+        """Indices of requests with more rows that choose together than an ordinary graph has room for."""
         if self.limits is None or not self.limits.tail_rows:
             return NO_TAILS
         meta = sparse_meta_of(scheduler_output)
@@ -189,7 +189,7 @@ class SparseWorker:
         return np.array(tails, np.int64)
 
     def report(self) -> None:
-        """After a step; what the device has counted is read now and then, because that waits for it."""
+        """After a step. The device's counts are read now and then only, because reading waits for the device."""
         if self._metrics is None or self.selector is None or self.state is None:
             return
         self._metrics.totals(self.state.totals)
@@ -205,7 +205,7 @@ def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimi
     most = max(1, 0 if longest is None else longest.num_selected)
     room = sizes.max_num_seqs * most
     if sizes.static:
-        # requests that share blocks may choose more than there are; a graph for all of these would hardly ever be used
+        # requests that share blocks may choose more than there are; a graph for that many would hardly ever be used
         room = max(most, min(room, sizes.num_blocks))
     return SelectionLimits(
         sparse_ratio=options.sparse_ratio,
