@@ -51,3 +51,16 @@ def test_what_a_walk_names_is_there(file: str, name: str) -> None:
 @pytest.mark.parametrize(("heading", "most"), MOST_FILES.items())
 def test_a_walk_is_short(heading: str, most: int) -> None:
     assert 0 < len(numbered_files(heading)) <= most
+
+
+HEADINGS = ("The way of a step", "The way of a sparse choice")
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_each_way_is_a_numbered_walk(heading: str) -> None:
+    """From 1 on, without a gap; each number names a file and a function."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^## {heading}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    lines = re.findall(r"^(\d+)\. (.*)$", section, re.MULTILINE)
+    assert [int(number) for number, _ in lines] == list(range(1, len(lines) + 1))
+    assert not [line for _, line in lines if not NAMED.search(line)]

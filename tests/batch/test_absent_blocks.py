@@ -33,7 +33,8 @@ def test_a_row_sees_every_position_but_those_of_absent_blocks(step: Step, data: 
             candidates[index] &= modes[index] != DENSE
     batch.block_tables[absent] = DUMMY_BLOCK
     counts, thresholds, slots = np.zeros((3, requests), np.int64)
-    selection = SelectionInput(modes, counts, thresholds, slots, candidates, absent if absent.any() else None)
+    some_absent = absent if absent.any() else None
+    selection = SelectionInput(modes, counts, thresholds, slots, candidates, width, 1, some_absent)
 
     plan = plan_batch(batch, step.block_size, 16, selection)
 

@@ -17,10 +17,12 @@ def test_blocks_are_scored_by_the_last_row_that_is_no_draft(num_drafts: list[int
     modes, counts = np.array([0, 0, DENSE, 0]), np.array([1, 1, 0, 1])
     thresholds, slots = np.zeros((2, 4), np.int64)
     drafts = None if num_drafts is None else np.array(num_drafts)
-    given = SelectionInput(modes, counts, thresholds, slots, candidates, num_drafts=drafts)
+    given = SelectionInput(modes, counts, thresholds, slots, candidates, 3, 1, num_drafts=drafts)
     everything = np.arange(4)
     for selection in (given, given.take(everything)):
-        plan = plan_selection(selection, requests, query_start, np.ones((4, 3), np.int32))
+        plan = plan_selection(selection, requests, query_start, np.ones((4, 3), np.int32), 16)
         assert plan is not None
         assert plan.num_rows.tolist() == [2, 3, 3]
+        assert plan.candidate_places.tolist() == [1, 4, 7]
+        assert plan.choice_places.tolist() == [0, 1, 2]
         assert plan.scored_rows.tolist() == scored

@@ -101,7 +101,9 @@ def plan_batch(
 
     context = computed.copy()
     context[:num_single] += 1
-    chosen = None if selection is None else plan_selection(selection, requests, query_start, batch.block_tables)
+    chosen = (
+        None if selection is None else plan_selection(selection, requests, query_start, batch.block_tables, block_size)
+    )
     left_out = None if selection is None else selection.left_out()
     cached = CachedContexts(context, requests, batch.block_tables, query_start, num_single, block_size, left_out)
     shared, unique = cached.plan()

@@ -18,9 +18,10 @@ class SelectionInput(NamedTuple):
     counts: int64 [requests] blocks to choose, at most as many as there are candidates.
     thresholds: int64 [requests] largest difference at which a check keeps the stored choice.
     slots: int64 [requests] where the choice is stored.
-    candidates: bool [requests, width] logical blocks that compete; all others of a context are attended in any case.
-    absent: bool [requests, width] logical blocks that are not on the device: they do not compete and are not attended,
-        in no mode. None: there are none.
+    candidates: bool [requests, table width] logical blocks that compete; all others are attended anyway.
+    width: logical blocks of the longest request. most: blocks chosen for it.
+    absent: bool [requests, table width] logical blocks that are not on the device: they neither compete nor are
+        attended, in any mode. None: there are none.
     num_drafts: int64 [requests] last rows of the request that may turn out wrong. None: there are none.
     """
 
@@ -29,35 +30,42 @@ class SelectionInput(NamedTuple):
     thresholds: NDArray[np.int64]
     slots: NDArray[np.int64]
     candidates: NDArray[np.bool_]
+    width: int
+    most: int
     absent: NDArray[np.bool_] | None = None
     num_drafts: NDArray[np.int64] | None = None
 
     def take(self, index: NDArray[np.int64]) -> SelectionInput:
         """The entries of these requests."""
-        modes, counts, thresholds, slots, candidates, absent, num_drafts = self
-        taken = modes[index], counts[index], thresholds[index], slots[index], candidates[index]
-        return SelectionInput(
-            *taken,
-            absent=None if absent is None else absent[index],
-            num_drafts=None if num_drafts is None else num_drafts[index],
+        return self._replace(
+            modes=self.modes[index],
+            counts=self.counts[index],
+            thresholds=self.thresholds[index],
+            slots=self.slots[index],
+            candidates=self.candidates[index],
+            absent=None if self.absent is None else self.absent[index],
+            num_drafts=None if self.num_drafts is None else self.num_drafts[index],
         )
 
     def left_out(self) -> NDArray[np.bool_] | None:
-        """bool [requests, width] blocks that are attended by choice or not at all; None: every block is attended."""
+        """bool [requests, table width] blocks attended by choice or not at all; None: every block is attended."""
         if self.absent is None:
             return None if (self.modes == DENSE).all() else self.candidates
         return self.candidates | self.absent
 
 
 class SelectionPlan(NamedTuple):
-    """A step's choices. A span is a request that has one; spans are in flat order.
+    """A step's choices, as arrays that are tensors later. A span is a request that has one; spans are in flat order.
+
+    A block of a span has a place: span * width + logical block number. So has a rank: span * most + rank.
 
     first_rows, num_rows: int64 [spans] its rows in the flat batch.
     scored_rows: int64 [spans] the last of them that is no draft: by its query all blocks are scored in memory mode.
     modes, counts, thresholds, choice_slots: int64 [spans], as in SelectionInput.
     candidate_blocks: int64 [candidates] physical block ids. candidate_spans: int64 [candidates].
-    candidate_numbers: int64 [candidates] logical block number in the request.
-    choice_spans, choice_ranks: int64 [selected] the block that ranks so in the choice of that span.
+    candidate_places: int64 [candidates].
+    choice_places: int64 [selected] place of the rank. choice_spans: int64 [selected].
+    choice_hi: int64 [selected] tokens of the block that are seen: all.
     """
 
     first_rows: NDArray[np.int64]
@@ -69,9 +77,10 @@ class SelectionPlan(NamedTuple):
     choice_slots: NDArray[np.int64]
     candidate_blocks: NDArray[np.int64]
     candidate_spans: NDArray[np.int64]
-    candidate_numbers: NDArray[np.int64]
+    candidate_places: NDArray[np.int64]
+    choice_places: NDArray[np.int64]
     choice_spans: NDArray[np.int64]
-    choice_ranks: NDArray[np.int64]
+    choice_hi: NDArray[np.int64]
 
 
 def plan_selection(
@@ -79,6 +88,7 @@ def plan_selection(
     requests: NDArray[np.int64],
     query_start: NDArray[np.int64],
     block_tables: NDArray[np.int32],
+    block_size: int,
 ) -> SelectionPlan | None:
     """The choices of a step; None if every request is dense.
 
@@ -86,7 +96,8 @@ def plan_selection(
         selection: what is chosen among.
         requests: [requests] index into the BatchInput of each request in flat order.
         query_start: [requests + 1] first row of each request in flat order.
-        block_tables: [requests, width] of the BatchInput.
+        block_tables: [requests, table width] of the BatchInput.
+        block_size: tokens per block.
     """
     flat = np.flatnonzero(selection.modes[requests] != DENSE)
     if not len(flat):
@@ -97,6 +108,7 @@ def plan_selection(
     ends = counts.cumsum()
     num_drafts = 0 if selection.num_drafts is None else selection.num_drafts[sparse]
     choice_spans = np.arange(len(sparse)).repeat(counts)
+    ranks = np.arange(len(choice_spans)) - (ends - counts).repeat(counts)
     return SelectionPlan(
         first_rows=query_start[flat],
         num_rows=query_start[flat + 1] - query_start[flat],
@@ -107,7 +119,8 @@ def plan_selection(
         choice_slots=selection.slots[sparse],
         candidate_blocks=block_tables[sparse[spans], numbers].astype(np.int64),
         candidate_spans=spans,
-        candidate_numbers=numbers,
+        candidate_places=spans * selection.width + numbers,
+        choice_places=choice_spans * selection.most + ranks,
         choice_spans=choice_spans,
-        choice_ranks=np.arange(len(choice_spans)) - (ends - counts).repeat(counts),
+        choice_hi=np.full(len(choice_spans), block_size, np.int64),
     )

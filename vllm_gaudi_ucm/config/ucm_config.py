@@ -39,8 +39,8 @@ from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions
-from vllm_gaudi_ucm.sparse.options import BlockOptions, GsaOptions
+from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
+from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.sections import SparseConfig, resolve_sparse_config, resolve_sparse_method
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ def check_memory_mode(
     attends to."""
     if method is None:
         raise UcmConfigError([Problem(f"{key}.enabled", "true", "false without ucm.ucm_sparse_method")])
-    options = sparse_config.options(method)
-    if isinstance(options, KVStarOptions):
-        options = options.base_options()
+    options = sparse_config.options(method).selecting
     if not isinstance(options, BlockOptions):
         wanted = f"false with {method!r}, which does not choose blocks by their scores"
         raise UcmConfigError([Problem(f"{key}.enabled", "true", wanted)])
@@ -301,10 +299,10 @@ def resolve_value(value: Any) -> UcmConfig:
 
 
 def describe(config: type[UcmConfig] = UcmConfig) -> list[Row]:
-    """Every key with its type, default and description, in the order of declaration."""
+    """Every key with its type, default and description, in the order of declaration; registered methods come last."""
     return [
         Row(key, expected(field), _show(field.get_default(call_default_factory=False)), field.description or "")
-        for key, field in _leaves(config, ROOT)
+        for key, field in [*_leaves(config, ROOT), *_registered()]
     ]
 
 
@@ -313,6 +311,13 @@ def markdown_table() -> str:
     lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
     lines += [f"| `{row.key}` | {row.type} | `{row.default}` | {row.description} |" for row in describe()]
     return "\n".join(lines)
+
+
+def _registered() -> Iterator[tuple[str, FieldInfo]]:
+    """Options of sparse methods that others have registered."""
+    for name in UcmSparseFactory.known_methods():
+        if name not in SparseConfig.model_fields:
+            yield from _leaves(UcmSparseFactory.options_class(name), f"{ROOT}.ucm_sparse_config.{name}")
 
 
 def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
@@ -376,7 +381,5 @@ def _gsa_section(config: UcmConfig) -> GsaOptions | None:
     """The options of GSA, also where it is KVStar's base method; None where it does not select."""
     if config.ucm_sparse_method is None:
         return None
-    options = config.ucm_sparse_config.options(config.ucm_sparse_method)
-    base = getattr(options, "base_options", None)
-    selecting = options if base is None else base()
+    selecting = config.ucm_sparse_config.options(config.ucm_sparse_method).selecting
     return selecting if isinstance(selecting, GsaOptions) else None

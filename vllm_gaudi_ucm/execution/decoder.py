@@ -10,7 +10,8 @@ import torch
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.graphs.runners.compiled import compile_static
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
-from vllm_gaudi_ucm.sparse.selection.selection_tensors import LayerSelection, SelectionTensors
+from vllm_gaudi_ucm.sparse.selection.block_selector import LayerSelection
+from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 from vllm_gaudi_ucm.vllm_api.model import set_forward_context
 
 if TYPE_CHECKING:
@@ -84,5 +85,6 @@ def step_metadata(
             whole = parts._replace(selected=selection.candidates_part(block_size))
             dense_parts = prepare(whole, block_size, implementation=implementation)
         choices = LayerSelection(selection, dense_parts, reused, at_once=prepared.implementation == "native")
-    method = None if sparse is None else sparse.method
-    return UnifiedAttentionMetadata(slots, prepared, method, summary_blocks, choices)
+    if sparse is None:
+        return UnifiedAttentionMetadata(slots, prepared, summary_blocks=summary_blocks, selection=choices)
+    return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices, sparse.selector)

@@ -32,7 +32,6 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     SharedPart,
     UniquePart,
 )
-from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionArrays
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
@@ -146,13 +145,10 @@ class BucketTensors:
         summary_blocks: NDArray[np.int64] = NO_BLOCKS,
     ) -> torch.Tensor:
         """Copies a step into the flat tensor of its bucket's shape, which must dominate it, and returns that."""
-        selection = None
-        if plan.selection is not None and self._choices is not None:
-            selection = SelectionArrays.of(plan.selection, self._choices)
         block_ids = plan.unique.blocks if self._limits.contiguous and plan.unique is not None else None
         layout = self._layout(shape)
         self._wait_for_copy()
-        layout.fill(StepArrays(plan, token_ids, summary_blocks, shape, selection, block_ids))
+        layout.fill(StepArrays(plan, token_ids, summary_blocks, shape, block_ids))
         return self._copy(shape, layout.size)
 
     def fill_pads(self, shape: ForwardShape) -> torch.Tensor:

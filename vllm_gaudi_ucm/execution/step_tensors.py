@@ -35,7 +35,6 @@ from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
     CANDIDATE_ARRAYS,
     CHOICE_ARRAYS,
     SPAN_ARRAYS,
-    SelectionArrays,
     SelectionTensors,
     pad_values,
 )
@@ -54,7 +53,7 @@ SLICE_READ_LIMIT = 3.0
 class StepArrays(NamedTuple):
     """A planned step, as entries of the table read it.
 
-    shape: what it runs in: a bucket's shape, or its own. selection: its choices, where it has any. block_ids: where the
+    shape: what it runs in: a bucket's shape, or its own. block_ids: where the
     unique part reads a slice of the cache, the place of each of its entries there; None: it gathers blocks.
     """
 
@@ -62,7 +61,6 @@ class StepArrays(NamedTuple):
     token_ids: NDArray[np.int64]
     summary_blocks: NDArray[np.int64]
     shape: ForwardShape
-    selection: SelectionArrays | None = None
     block_ids: NDArray[np.int64] | None = None
 
     @property
@@ -75,7 +73,7 @@ class StepArrays(NamedTuple):
             None if plan.causal is None else "causal",
             None if plan.shared is None else "shared",
             "summaries" if len(self.summary_blocks) else None,
-            None if self.selection is None else "selection",
+            None if self.plan.selection is None else "selection",
         )
 
 
@@ -181,7 +179,7 @@ def _selection_tensor(name: str, size: Callable[[SelectionLimits, ForwardShape],
         assert sizes.choices is not None
         return pad_values(sizes.choices.spans(sizes.shape.query_len), sizes.choices)[name]
 
-    return StepTensor(name, attrgetter(f"selection.{name}"), in_bucket, pad, ("selection",))
+    return StepTensor(name, attrgetter(f"plan.selection.{name}"), in_bucket, pad, ("selection",))
 
 
 _UNIQUE = ("unique", "gathered unique")
@@ -336,11 +334,8 @@ class TrueShapeTensors:
         """The tensors of a step, and its true shape."""
         block_ids, unique_blocks = self._unique_blocks(plan)
         choices = None if plan.selection is None else self._room_for(plan.selection)
-        selection = None
-        if plan.selection is not None and choices is not None:
-            selection = SelectionArrays.of(plan.selection, choices)
         shape = true_shape(plan, unique_blocks)
-        step = StepArrays(plan, token_ids, summary_blocks, shape.forward, selection, block_ids)
+        step = StepArrays(plan, token_ids, summary_blocks, shape.forward, block_ids)
         tensors = {entry.name: self._tensor(entry.at_true_shape(step)) for entry in self._entries_of(step.parts)}
         return StepInputs.of(tensors, self._parts(plan, tensors), choices, self._added), shape
 

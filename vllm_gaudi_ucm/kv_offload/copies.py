@@ -1,4 +1,4 @@
-"""A place of its own for the copies of one engine, in a folder that several may name."""
+"""Copies of offloaded blocks: the engine's own folder, saves and loads."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ logger = plugin_logger(__name__)
 class CopyFolder:
     """The folder `engines/<number>` under `root`, and beside it a file that this process has locked.
 
-    Copies are of use to the engine that made them only, and as long as it lives. Making one removes what engines have
-    left that were killed: the system has ended their locks.
+    Copies are of use to the engine that made them only, and as long as it lives. Making one removes the copies
+    of engines that were killed: the system has ended their locks.
 
     Raises OSError where nothing can be made in `root`, an existing folder.
     """
@@ -59,7 +59,7 @@ class CopyFolder:
 
 
 def _claim(engines: Path) -> tuple[Path, int | None]:
-    """A place that nobody has, and the descriptor of its lock."""
+    """A place that is not taken, and the descriptor of its lock."""
     while True:
         path = engines / secrets.token_hex(8)
         lock = create_file(f"{path}{_LOCK}")
@@ -95,7 +95,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """What cannot be removed takes room on the disk, and nothing else: nobody looks for it."""
+    """What cannot be removed takes room on the disk, but is never looked for."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -109,12 +109,12 @@ Pair = tuple[int, int]
 
 
 class CopyLoads:
-    """Nothing here waits for a load, and nothing writes to the device.
+    """Loads of copies. Nothing here waits for a load, and nothing writes to the device.
 
     Args:
         engine: loads; the caller's to stop.
         block_bytes: of a block.
-        allocate: host memory of so many bytes.
+        allocate: (bytes) -> host memory.
     """
 
     def __init__(self, engine: PrefetchEngine, block_bytes: int, allocate: Allocate) -> None:
@@ -125,7 +125,7 @@ class CopyLoads:
         self._failed: list[Pair] = []
 
     def __len__(self) -> int:
-        """Loads under way, and those that have ended and that nobody has asked for."""
+        """Loads under way, and finished ones that were not asked for yet."""
         return len(self._loads) + len(self._failed)
 
     def start(self, pair: Pair, key: bytes) -> None:
@@ -154,10 +154,10 @@ class CopyLoads:
             self._engine.forget(handle.request_id)
             yield pair, data if is_ready else None
 
-    def end(self, life: int) -> None:
-        """Gives up the loads of a life."""
-        self._failed = [pair for pair in self._failed if pair[0] != life]
-        for pair in [pair for pair in self._loads if pair[0] == life]:
+    def end(self, generation: int) -> None:
+        """Cancels the loads of a generation."""
+        self._failed = [pair for pair in self._failed if pair[0] != generation]
+        for pair in [pair for pair in self._loads if pair[0] == generation]:
             handle, _ = self._loads.pop(pair)
             self._engine.forget(handle.request_id)
 
@@ -180,9 +180,10 @@ class CopyStore:
     Args:
         store: where copies are; closed with this. It must evict nothing: a copy may be the only one of its block.
         block_bytes: of a block.
-        allocate: host memory of so many bytes.
+        allocate: (bytes) -> host memory.
         options: of the engine that loads.
         folder: that the store lies in, if it does; removed with this.
+        metrics: where figures of the store and of the engine go; None: nowhere.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class CopyStore:
         allocate: Allocate,
         options: PrefetchOptions,
         folder: CopyFolder | None = None,
+        metrics: StepMetrics | None = None,
     ) -> None:
         self.store = store
         self._folder = folder
@@ -199,27 +201,26 @@ class CopyStore:
         self._engine = PrefetchEngine(store, block_bytes, options)
         self._engine.start()
         self._loads = CopyLoads(self._engine, block_bytes, allocate)
-        # one thread: what is deleted was saved before
+        # one thread: a deletion comes after its save
         self._writer = ThreadPoolExecutor(1, "ucm-memory-mode")
         self._saves: dict[Pair, Future[bool]] = {}
         self._near: set[Pair] = set()
         self._copies: dict[int, set[int]] = {}
-        # of the writer's thread: copies that nobody wants, and that the store could not delete yet
+        # of the writer's thread: unwanted copies that the store could not delete yet
         self._unwanted: set[bytes] = set()
-        self._reporter: MetricsReporter | None = None
+        self._reporter = None if metrics is None else self._new_reporter(metrics)
 
-    def report_to(self, metrics: StepMetrics) -> None:
-        """Figures of the store and of the engine reach /metrics from now on."""
+    def _new_reporter(self, metrics: StepMetrics) -> MetricsReporter:
         store, engine = metrics.store(USE), metrics.prefetch(USE)
 
         def report() -> None:
             store.set(self.store.stats())
             engine.set(self._engine.stats())
 
-        self._reporter = MetricsReporter(report)
+        return MetricsReporter(report)
 
     def save(self, pair: Pair, data: memoryview) -> None:
-        """data: a block that nobody writes to any more."""
+        """data: a block that is not written any more."""
         self._copies.setdefault(pair[0], set()).add(pair[1])
         self._saves[pair] = self._writer.submit(self.store.save, self._key(pair), data)
 
@@ -228,8 +229,8 @@ class CopyStore:
         self._loads.start(pair, self._key(pair))
 
     def bring_near(self, pairs: Sequence[Pair]) -> None:
-        """Has these copies read into host memory, where a later `load` finds them; those named before and not any more
-        may be forgotten. To be called after the loads of a step, which join or take over what is under way."""
+        """Has these copies read into host memory, where a later `load` finds them; copies of earlier calls that are not
+        named again may be forgotten. Called after the loads of a step, which join what is under way."""
         wanted = set(pairs)
         for pair in self._near - wanted:
             self._engine.forget(_AHEAD + name_of(pair))
@@ -249,19 +250,19 @@ class CopyStore:
         return self._loads.finished()
 
     def drop(self, pair: Pair) -> None:
-        """Deletes one copy, of which no move is under way."""
+        """Deletes one copy that is not being moved."""
         self._copies[pair[0]].discard(pair[1])
         self._writer.submit(self._delete, [self._key(pair)])
 
-    def end(self, life: int) -> None:
-        """Gives up the moves of a life and deletes its copies."""
-        for pair in [pair for pair in self._saves if pair[0] == life]:
+    def end(self, generation: int) -> None:
+        """Cancels the moves of a generation and deletes its copies."""
+        for pair in [pair for pair in self._saves if pair[0] == generation]:
             del self._saves[pair]
-        self._loads.end(life)
-        self.bring_near([pair for pair in self._near if pair[0] != life])
-        numbers = self._copies.pop(life, None)
+        self._loads.end(generation)
+        self.bring_near([pair for pair in self._near if pair[0] != generation])
+        numbers = self._copies.pop(generation, None)
         if numbers:
-            self._writer.submit(self._delete, [self._key((life, number)) for number in numbers])
+            self._writer.submit(self._delete, [self._key((generation, number)) for number in numbers])
 
     def check_idle(self) -> None:
         """Raises AssertionError where a move is under way or a copy is kept. Waits for deletions."""
@@ -271,9 +272,9 @@ class CopyStore:
             raise AssertionError(f"copies: {moving}, kept {self._copies}")
 
     def close(self) -> None:
-        """Deletes what is there, ends the threads and closes the store."""
-        for life in [*self._copies]:
-            self.end(life)
+        """Deletes all copies, ends the threads and closes the store."""
+        for generation in [*self._copies]:
+            self.end(generation)
         if self._reporter is not None:
             self._reporter.close()
         self._writer.shutdown()
@@ -283,7 +284,7 @@ class CopyStore:
             self._folder.remove()
 
     def _delete(self, keys: Sequence[bytes]) -> None:
-        """With those that could not be deleted before: they would take the room of others for good."""
+        """Deletes these, and earlier ones that could not be deleted: they would take room for good."""
         self._unwanted.update(keys)
         # none: the store was not there, or none of them was
         if self.store.delete(list(self._unwanted)):

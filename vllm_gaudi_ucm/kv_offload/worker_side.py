@@ -1,4 +1,4 @@
-"""Memory mode in the worker: carries out a step's orders before its forward, and reports after it."""
+"""KV offload in the worker: carries out a step's orders before its forward, and reports after it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,28 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
     from vllm_gaudi_ucm.kv_offload.copies import CopyLoads, CopyStore, Pair
     from vllm_gaudi_ucm.observability.room_metrics import MemoryModeMetrics
-    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionState
 
 logger = plugin_logger(__name__)
 
 
-class _Target(NamedTuple):
-    """Where a load is to go, once what was launched before the order has run: the block was another's then."""
+class _Destination(NamedTuple):
+    """The block that a load is written to, after the work that was launched before: it was another request's then."""
 
     block: int
     after: Fence
 
 
+class StoredCopies(NamedTuple):
+    """How blocks come back whose copy is a connector's record: by its engine, in its order of layers."""
+
+    loads: CopyLoads
+    blocks: DeviceBlocks
+
+
 class ResidencyWorker:
-    """Blocks of the device are written here between two steps.
+    """Moves blocks of the device between two steps.
 
     Args:
         table: block tables of the live requests, which orders change.
@@ -41,7 +47,9 @@ class ResidencyWorker:
         scorer: scores of blocks.
         blocks: of the KV cache.
         copies: where blocks go.
-        device: whose recipes are cut.
+        device: its recipes end before and after a copy.
+        stored: how blocks come back that a connector has left in its store; None: it leaves none.
+        metrics: where the scheduler's figures go; None: nowhere.
     """
 
     def __init__(
@@ -52,6 +60,8 @@ class ResidencyWorker:
         blocks: DeviceBlocks,
         copies: CopyStore,
         device: Device,
+        stored: StoredCopies | None = None,
+        metrics: MemoryModeMetrics | None = None,
     ) -> None:
         self._table = table
         self._state = state
@@ -59,33 +69,24 @@ class ResidencyWorker:
         self._blocks = blocks
         self._copies = copies
         self._device = device
-        # of each life, the summary's row of every block that was saved; and where a load is to go
+        # by generation and block: the row of a saved block's summary; by both: where a load is to go
         self._rows: dict[int, dict[int, int]] = {}
-        self._targets: dict[Pair, _Target] = {}
+        self._destinations: dict[Pair, _Destination] = {}
         self._scored: dict[str, int] = {}
         self._report = ResidencyReport()
-        self._metrics: MemoryModeMetrics | None = None
-        self._stored: tuple[CopyLoads, DeviceBlocks] | None = None
-
-    def load_stored_with(self, loads: CopyLoads, blocks: DeviceBlocks) -> None:
-        """Blocks whose copy is a connector's record come back by its engine, in its order of layers."""
-        self._stored = loads, blocks
-
-    def report_to(self, metrics: StepMetrics) -> None:
-        """Figures of memory mode, and of its copies, reach /metrics."""
-        self._metrics = metrics.memory_mode()
-        self._copies.report_to(metrics)
+        self._metrics = metrics
+        self._stored = stored
 
     def begin_step(self, orders: ResidencyOrders) -> None:
         """Once the request table knows the step's requests, before the step is planned."""
-        for life in orders.ended:
-            self._copies.end(life)
+        for generation in orders.ended:
+            self._copies.end(generation)
             if self._stored is not None:
-                self._stored[0].end(life)
-            self._rows.pop(life, None)
-            self._targets = {pair: target for pair, target in self._targets.items() if pair[0] != life}
-        for life, number, row in orders.stored:
-            self._rows.setdefault(life, {})[number] = row
+                self._stored.loads.end(generation)
+            self._rows.pop(generation, None)
+            self._destinations = {pair: place for pair, place in self._destinations.items() if pair[0] != generation}
+        for generation, number, row in orders.stored:
+            self._rows.setdefault(generation, {})[number] = row
         for pair in orders.dropped:
             self._copies.drop(pair)
             del self._rows[pair[0]][pair[1]]
@@ -104,17 +105,17 @@ class ResidencyWorker:
             self._metrics.set(orders.totals)
 
     def report(self) -> ResidencyReport:
-        """After a step: what has happened since the last report. Waits for the device where a request is scored."""
-        for request_id, life in self._scored.items():
+        """After a step: everything since the last report. Waits for the device where a request is scored."""
+        for request_id, generation in self._scored.items():
             chosen = self._state.chosen.get(request_id)
             # a request that did not fit chose nothing, and is asked for again
             if chosen is not None:
-                self._report.scores[life] = self._score(request_id, life, *chosen)
+                self._report.scores[generation] = self._score(request_id, generation, *chosen)
         report, self._report, self._scored = self._report, ResidencyReport(), {}
         return report
 
     def warm_up(self) -> None:
-        """Has a device that compiles compile now what moves and scores run, apart from each other as later."""
+        """Has a device that compiles do so now: copies and scores, apart from each other as in serving."""
         self._device.end_recipe()
         self._scorer.keep_summary(DUMMY_BLOCK, 0)
         self._device.end_recipe()
@@ -128,25 +129,25 @@ class ResidencyWorker:
         self._copies.close()
 
     def _save(self, move: BlockMove) -> None:
-        self._rows.setdefault(move.life, {})[move.number] = move.row
+        self._rows.setdefault(move.generation, {})[move.number] = move.row
         try:
             data = self._blocks.allocate(self._blocks.block_bytes)
         except NO_MEMORY as error:
             logger.warning("memory mode: no host memory for a copy: %s", error)
-            self._report.unsaved.append((move.life, move.number))
+            self._report.unsaved.append((move.generation, move.number))
             return
         self._scorer.keep_summary(move.block, move.row)
         self._device.end_recipe()
         self._blocks.read([(move.block, data)])
-        self._copies.save((move.life, move.number), data)
+        self._copies.save((move.generation, move.number), data)
 
     def _load(self, move: BlockMove) -> None:
-        self._targets[move.life, move.number] = _Target(move.block, self._device.fence())
+        self._destinations[move.generation, move.number] = _Destination(move.block, self._device.fence())
         if not move.key:
-            self._copies.load((move.life, move.number))
+            self._copies.load((move.generation, move.number))
             return
         assert self._stored is not None, "only a connector leaves blocks in its store"
-        self._stored[0].start((move.life, move.number), move.key)
+        self._stored.loads.start((move.generation, move.number), move.key)
 
     def _take_finished(self) -> None:
         for pair, saved in self._copies.finished_saves():
@@ -154,11 +155,11 @@ class ResidencyWorker:
         for pair, data in self._copies.finished_loads():
             self._put(pair, data, self._blocks)
         if self._stored is not None:
-            for pair, data in self._stored[0].finished():
-                self._put(pair, data, self._stored[1])
+            for pair, data in self._stored.loads.finished():
+                self._put(pair, data, self._stored.blocks)
 
     def _put(self, pair: Pair, data: memoryview | None, blocks: DeviceBlocks) -> None:
-        block, after = self._targets.pop(pair)
+        block, after = self._destinations.pop(pair)
         if data is None:
             self._report.failed.append(pair)
             return
@@ -170,10 +171,10 @@ class ResidencyWorker:
         self._state.summaries.brought(np.array([block]))
         self._report.loaded.append(pair)
 
-    def _score(self, request_id: str, life: int, slot: int, num_full: int) -> list[float]:
+    def _score(self, request_id: str, generation: int, slot: int, num_full: int) -> list[float]:
         blocks: NDArray[np.int64] = self._table.blocks(request_id, num_full).astype(np.int64)
         rows = np.full(num_full, -1, np.int64)
-        for number, row in self._rows.get(life, {}).items():
+        for number, row in self._rows.get(generation, {}).items():
             if blocks[number] == 0:
                 rows[number] = row
         blocks[(blocks == 0) | ~self._state.summaries.ready[blocks]] = -1

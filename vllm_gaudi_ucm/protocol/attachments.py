@@ -1,4 +1,4 @@
-"""What the sparse methods read from and attach to vLLM's scheduler objects, in one place."""
+"""What sparse methods and KV offload attach to vLLM's scheduler objects, and read from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sparse_meta_of(scheduler_output: SchedulerOutput) -> SparseMeta | None:
 
 
 def attach_report(output: ModelRunnerOutput, report: ResidencyReport) -> None:
-    """Sends what became of memory mode's orders back with the output of a step."""
+    """Sends back what became of the orders of KV offload with the output of a step."""
     if report:
         setattr(output, _REPORT, report)
 
@@ -56,7 +56,7 @@ def computed_tokens(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, in
 def verified_drafts(
     scheduler_output: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]
 ) -> Iterator[VerifiedDrafts]:
-    """Requests that are still there and whose drafts were verified; to be asked before the scheduler takes `output`.
+    """Live requests whose drafts the step has verified. To be called before the scheduler takes `output`.
 
     Output that was in flight when its request was preempted says nothing about the request as it is now.
     """

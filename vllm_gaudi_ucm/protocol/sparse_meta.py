@@ -12,8 +12,8 @@ from vllm_gaudi_ucm.protocol.offload import ResidencyOrders
 class SelectionMode(IntEnum):
     """How the worker gets a request's selection in a step.
 
-    SELECT: score anew and store. REUSE: take what is stored. CHECK: score anew, but keep what is stored where no more
-    than `update_threshold` blocks were added or removed.
+    SELECT: score anew and store. REUSE: take the stored one. CHECK: score anew, but keep the stored selection
+    where at most `update_threshold` blocks were added or removed.
     """
 
     SELECT = 0
@@ -40,8 +40,9 @@ class RequestSelection(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SparseMeta(msgspec.Struct):
-    """The sparse requests of a step by id; every other request is dense. residency: orders of memory mode, if on.
+    """The sparse requests of a step by id; every other request is dense.
 
+    residency: orders of KV offload, where it is on.
     locks: selections that KVStar has locked and unlocked since the start, for the worker's metrics.
     """
 

@@ -156,7 +156,6 @@ class StepRunner:
         self._computed: _ComputedStep | None = None
         self._drafts: DraftTokenIds | None = None
         self._followed_by = self.static if self.static is not None and self.static.follows_steps else None
-        self._sparse_metrics = None if self.sparse is None else self.sparse.report_to(self.metrics)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -292,8 +291,8 @@ class StepRunner:
             self.phase_log.append(record)
             self.metrics.step(record.bucket, record.padded, computed.shape.tail)
             self.metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
-        if self.sparse is not None and self._sparse_metrics is not None:
-            self.sparse.report(self._sparse_metrics)
+        if self.sparse is not None:
+            self.sparse.report()
 
     def _score_prompts(self, requests: list[LiveRequest], plan: UnifiedPlan) -> dict[str, LogprobsTensors | None]:
         scores: dict[str, LogprobsTensors | None] = {}

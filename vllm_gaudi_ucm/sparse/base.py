@@ -84,7 +84,7 @@ class UcmSparseBase:
         """Once, before the first request: tokens per block."""
 
     def request_begin(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
-        """A request that may be sparse was added. Its id may be that of a request that has finished."""
+        """A request that may be sparse was added. A finished request may have had the same id."""
 
     def estimate_num_slots_sparsed(self, request: Request) -> int:
         """Slots that the request needs instead of one for each token, or INVALID_SLOT for no change."""
@@ -104,7 +104,7 @@ class UcmSparseBase:
         return SparseMeta()
 
     def drafts_verified(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """A step has verified the drafts of a request that is still there."""
+        """A step has verified the drafts of a live request."""
 
     def request_preempted(self, request_id: str) -> None:
         """The request lost its blocks and will be computed again: nothing stored for it is valid."""
@@ -144,6 +144,29 @@ class UcmSparseBase:
 
     def request_finished_in_worker(self, request_id: str) -> None:
         """The worker has dropped the request."""
+
+
+class WrappingSparse(UcmSparseBase):
+    """A method around another one: a hook that the subclass does not define is the inner method's.
+
+    Args:
+        role: where both objects live.
+        config: the subclass's options.
+        base_sparse: the inner method.
+    """
+
+    def __init__(
+        self, role: UcmSparseRole, config: Mapping[str, Any] | MethodOptions | None, base_sparse: UcmSparseBase
+    ) -> None:
+        super().__init__(role, config)
+        self.base_sparse = base_sparse
+        for hook in SCHEDULER_HOOKS if role is UcmSparseRole.SCHEDULER else WORKER_HOOKS:
+            if getattr(type(self), hook) is getattr(UcmSparseBase, hook):
+                setattr(self, hook, getattr(base_sparse, hook))
+
+    @property
+    def selecting_method(self) -> UcmSparseBase:
+        return self.base_sparse.selecting_method
 
 
 def _refusal(method: str, hook: str, role: UcmSparseRole) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""How many blocks of a context a request attends to, and which of them need no choice: pure arithmetic.
+"""How many blocks of a context a request attends to, and which of them are not chosen: pure arithmetic.
 
 Source: seed 000 (GSA) 5.1, `_select_blocks`, clamped to the blocks that exist.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Budget(NamedTuple):
-    """Logical blocks [0, sink_blocks) and [window_start, end) are live; `num_selected` of those between are chosen."""
+    """Logical blocks [0, sink_blocks) and [window_start, end) are always attended, `num_selected` chosen between."""
 
     sink_blocks: int
     window_start: int
@@ -48,7 +48,7 @@ def block_budget(context_tokens: int, block_size: int, options: BlockOptions) ->
     live = full - candidates
     # 0.7 * 10 is 7.000000000000001 in binary: the least excess must not cost a block
     wanted = max(options.min_blocks, math.ceil(options.sparse_ratio * full - 1e-9))
-    # at least one: a context whose windows are its whole budget would not be chosen from at all
+    # at least one: where sinks and window are the whole budget, nothing would be chosen at all
     return Budget(sinks, window_start, min(max(1, wanted - live), candidates))
 
 
@@ -69,11 +69,11 @@ class DecodeRow(NamedTuple):
 
 
 HasGaps = Callable[[str, int], bool]
-"""(request id, certain tokens of a step) -> whether the context has gaps and so many rows may choose from the rest."""
+"""(request id, certain tokens of a step) -> whether the context has gaps and these rows may choose from the rest."""
 
 
 def no_gaps(request_id: str, num_rows: int) -> bool:
-    """Without memory mode every context is whole."""
+    """Without KV offload every context is whole."""
     return False
 
 
@@ -82,11 +82,11 @@ def decode_rows(
 ) -> Iterator[DecodeRow]:
     """The decodes of a step. A chunk of one token that does not reach the request's last token is none.
 
-    Where the context has gaps, prompt rows cannot attend to all of it, whatever their number: they choose together,
-    as a token and its drafts do.
+    Where the context has gaps, prompt rows cannot attend to all of it: they choose together, as a token and its drafts
+    do.
 
     Under asynchronous scheduling the last tokens are not known yet, and drafts in flight may still be rejected:
-    a context is then counted to the last token that is known, so that what is unsure lies in the local window.
+    a context is then counted to the last known token, so that the uncertain ones lie in the local window.
     """
     drafts = scheduler_output.scheduled_spec_decode_tokens
     for request_id, computed in computed_tokens(scheduler_output):

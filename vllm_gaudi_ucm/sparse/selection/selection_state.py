@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ChoiceSlots:
-    """A slot per request whose choice may be used again. A request that loses its slot chooses anew.
+    """One slot for each request with a stored choice. A request that loses its slot chooses anew.
 
     Args:
         num_slots: requests that can be running at once.
@@ -79,10 +79,10 @@ class SelectionState:
         num_blocks: of the KV cache.
         limits: sizes of choices.
         bounded: whether a step has room for `limits.summaries` only; at true shapes it has as many as it needs.
-        some_away: whether block tables have the dummy block where a block is not on the device.
+        some_offloaded: whether block tables have the dummy block where a block is not on the device.
     """
 
-    def __init__(self, num_blocks: int, limits: SelectionLimits, bounded: bool, some_away: bool = False) -> None:
+    def __init__(self, num_blocks: int, limits: SelectionLimits, bounded: bool, some_offloaded: bool = False) -> None:
         self.summaries = SummaryQueue(num_blocks)
         self.slots = ChoiceSlots(limits.max_num_seqs, limits.width)
         self.totals = SelectionTotals()
@@ -90,7 +90,7 @@ class SelectionState:
         self.chosen: dict[str, tuple[int, int]] = {}
         self._limits = limits
         self._bounded = bounded
-        self._some_away = some_away
+        self._some_offloaded = some_offloaded
 
     def begin_step(self) -> None:
         """Before the step, or its first division."""
@@ -115,15 +115,15 @@ class SelectionState:
             num_drafts: [requests] how many of a request's new tokens may turn out wrong.
             decisions: what the scheduler says of sparse requests.
         """
-        absent = self._absent(batch) if self._some_away else None
+        absent = self._absent(batch) if self._some_offloaded else None
         is_full = self._follow(batch, num_drafts, absent)
         rows = int(batch.num_scheduled.sum())
         summary_blocks = self.summaries.take(self._limits.summaries(rows) if self._bounded else None)
         sparse = [index for index, request_id in enumerate(request_ids) if request_id in decisions]
         if not sparse and absent is None:
             return StepSelection(None, summary_blocks)
-        selection = _all_dense(batch, absent)._replace(num_drafts=num_drafts)
-        # entries of a table beyond the request's tokens are undefined: only those of full blocks are read
+        selection = self._all_dense(batch, num_drafts, absent)
+        # entries of a table beyond the request's tokens are undefined: only full blocks are read
         open_blocks = is_full.copy()
         open_blocks[is_full] = self.summaries.ready[batch.block_tables[is_full]]
         room = self._limits.max_selected_blocks
@@ -142,6 +142,18 @@ class SelectionState:
             return StepSelection(None, summary_blocks)
         return StepSelection(selection, summary_blocks)
 
+    def _all_dense(
+        self, batch: BatchInput, num_drafts: NDArray[np.int64], absent: NDArray[np.bool_] | None
+    ) -> SelectionInput:
+        requests, width = batch.block_tables.shape
+        counts, thresholds, slots = np.zeros((3, requests), np.int64)
+        candidates = np.zeros((requests, width), np.bool_)
+        modes = np.full(requests, DENSE, np.int64)
+        limits = self._limits
+        return SelectionInput(
+            modes, counts, thresholds, slots, candidates, limits.width, limits.most, absent, num_drafts
+        )
+
     def _absent(self, batch: BatchInput) -> NDArray[np.bool_] | None:
         """[requests, width] blocks of the contexts that are not on the device; None where all are."""
         end = (batch.num_computed + batch.num_scheduled) // self._limits.block_size
@@ -154,7 +166,7 @@ class SelectionState:
     ) -> NDArray[np.bool_]:
         """Applies what this step writes; returns [requests, width] which blocks are then full of certain tokens.
 
-        Blocks that are not on the device are none of these.
+        Blocks that are not on the device are left out.
         """
         block_size = self._limits.block_size
         number = np.arange(batch.block_tables.shape[1])
@@ -209,7 +221,7 @@ class SelectionState:
         return fits
 
     def _store(self, slot: int, mode: SelectionMode, candidates: NDArray[np.bool_], count: int) -> None:
-        """What the device will have stored after the step."""
+        """Notes what the device will have stored after the step."""
         if mode == SelectionMode.REUSE:
             return
         stored = min(int(candidates.sum()), self._limits.most)
@@ -219,14 +231,6 @@ class SelectionState:
         self.slots.num_stored[slot] = stored
         self.slots.candidates[slot] = False
         self.slots.candidates[slot, : len(candidates)] = candidates
-
-
-def _all_dense(batch: BatchInput, absent: NDArray[np.bool_] | None) -> SelectionInput:
-    requests, width = batch.block_tables.shape
-    counts, thresholds, slots = np.zeros((3, requests), np.int64)
-    candidates = np.zeros((requests, width), np.bool_)
-    modes = np.full(requests, DENSE, np.int64)
-    return SelectionInput(modes, counts, thresholds, slots, candidates, absent)
 
 
 @dataclass(frozen=True)
@@ -257,11 +261,11 @@ class SelectionLimits:
     max_spans: int | None = None
 
     def most_candidates(self, selected: int) -> int:
-        """Candidates of a request that chooses so many: what is chosen and live is `sparse_ratio` of its blocks."""
+        """Candidates of a request that chooses this many: chosen and live blocks are `sparse_ratio` of its blocks."""
         return min(self.width, max(selected, math.floor((selected + self.live_blocks) / self.sparse_ratio)))
 
     def candidates(self, query_len: int, selected: int) -> int:
-        """Candidates of all requests of a step with so many rows and chosen blocks."""
+        """Candidates of all requests of a step with `query_len` rows and `selected` chosen blocks."""
         spans = min(self.spans(query_len) - 1, selected)
         bound = math.floor((selected + spans * self.live_blocks) / self.sparse_ratio)
         return min(spans * self.width, max(selected, bound))
@@ -275,5 +279,5 @@ class SelectionLimits:
         return -(-query_len // self.block_size) + 1
 
     def of_tail(self) -> SelectionLimits:
-        """Those of the graphs for tails: one request, whose rows are many."""
+        """Limits of the graphs for prompt remainders: one request with many rows."""
         return replace(self, max_rows=self.tail_rows, max_spans=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -13,21 +14,17 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.protocol.attachments import attach_report, sparse_meta_of
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import block_budget
-from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
+from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, KeptQueries, SelectionLayer
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionLimits, SelectionState, StepSelection
 
 if TYPE_CHECKING:
-    import torch
-
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.observability.room_metrics import SparseMetrics
-    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.protocol.offload import ResidencyOrders, ResidencyReport
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
-    from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 
@@ -39,7 +36,7 @@ class ServerSizes(NamedTuple):
     """What the tensors of a choice are sized by.
 
     max_rows: rows of a decode with its drafts. num_blocks: of the KV cache. static: graphs of fixed shapes.
-    some_away: whether memory mode is on. tail_rows: see SelectionLimits.
+    some_offloaded: whether KV offload is on. tail_rows: see SelectionLimits.
     """
 
     max_model_len: int
@@ -48,45 +45,39 @@ class ServerSizes(NamedTuple):
     block_size: int
     num_blocks: int
     static: bool
-    some_away: bool = False
+    some_offloaded: bool = False
     tail_rows: int = 0
 
 
 class BlockMover(Protocol):
-    """Memory mode in the worker: moves blocks off the device and back."""
+    """KV offload in the worker: moves blocks off the device and back."""
 
     def begin_step(self, orders: ResidencyOrders) -> None: ...
 
     def report(self) -> ResidencyReport: ...
 
-    def report_to(self, metrics: StepMetrics) -> None: ...
-
     def close(self) -> None: ...
 
 
-class SparseWorker:
-    """Drives the hooks of a method, and for one that chooses blocks its state on host and device.
+@dataclass(frozen=True)
+class BlockSelection:
+    """What a method that chooses blocks has in the worker.
 
-    Args:
-        method: in the role WORKER.
-        layers: the model's attention layers by name, in the model's order.
-        sizes: of the server.
+    limits: sizes of choices. state: what the host keeps. selector: the tensors on the device.
     """
 
-    def __init__(self, method: UcmSparseBase, layers: dict[str, SelectionLayer], sizes: ServerSizes) -> None:
-        self.method = method
-        self.limits: SelectionLimits | None = None
-        self.selector: BlockSelector | None = None
-        self.state: SelectionState | None = None
-        self.residency: BlockMover | None = None
-        self._steps = 0
-        self._locks = (0, 0)
-        method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
-        selecting = method.selecting_method
-        if isinstance(selecting, BlockSparse):
-            self._select_blocks(selecting, list(layers.values()), sizes)
+    limits: SelectionLimits
+    state: SelectionState
+    selector: BlockSelector
 
-    def _select_blocks(self, method: BlockSparse, layers: Sequence[SelectionLayer], sizes: ServerSizes) -> None:
+    @classmethod
+    def of(
+        cls, method: BlockSparse, layers: Sequence[SelectionLayer], sizes: ServerSizes, kept: KeptQueries | None = None
+    ) -> BlockSelection:
+        """layers: the model's attention layers, in its order. kept: see BlockSelector.
+
+        Raises ValueError for dense layers that the model does not have.
+        """
         options = method.block_options
         beyond = [layer for layer in method.dense_layers if layer >= len(layers)]
         if beyond:
@@ -94,27 +85,44 @@ class SparseWorker:
                 f"ucm_sparse_config: dense_layers has {beyond}, expected indices below {len(layers)}, "
                 "the number of the model's attention layers"
             )
-        self.limits = selection_limits(options, sizes)
-        self.state = SelectionState(sizes.num_blocks, self.limits, sizes.static, sizes.some_away)
-        self.selector = method.selector = BlockSelector(
+        limits = selection_limits(options, sizes)
+        selector = BlockSelector(
             layers,
             SummaryKind(options.summary),
-            self.limits,
+            limits,
             method.reuse_layers,
             method.dense_layers,
             method.block_scores if type(method).block_scores is not BlockSparse.block_scores else None,
+            kept,
         )
+        return cls(limits, SelectionState(sizes.num_blocks, limits, sizes.static, sizes.some_offloaded), selector)
 
-    def keep_queries(self, num_rows: int, heads: int, dtype: torch.dtype) -> None:
-        """From now on steps keep their queries, to score blocks by. num_rows: blocks that can have a copy."""
-        if self.selector is None:
-            raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
-        self.selector.score_all_blocks(num_rows, heads, dtype)
 
-    @property
-    def scorer(self) -> BlockScorer | None:
-        """In memory mode, what all blocks of a request are scored with."""
-        return None if self.selector is None else self.selector.scorer
+class SparseWorker:
+    """Drives the hooks of a method, and for one that chooses blocks its state on host and device.
+
+    Args:
+        method: in the role WORKER, which knows its KV caches.
+        selection: of a method that chooses blocks.
+        residency: moves blocks off the device and back, with KV offload.
+        metrics: where figures go; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        method: UcmSparseBase,
+        selection: BlockSelection | None = None,
+        residency: BlockMover | None = None,
+        metrics: SparseMetrics | None = None,
+    ) -> None:
+        self.method = method
+        self.limits = None if selection is None else selection.limits
+        self.state = None if selection is None else selection.state
+        self.selector = None if selection is None else selection.selector
+        self.residency = residency
+        self._metrics = metrics
+        self._steps = 0
+        self._locks = (0, 0)
 
     @property
     def has_dense_layers(self) -> bool:
@@ -138,26 +146,20 @@ class SparseWorker:
         if self.residency is not None and meta is not None and meta.residency is not None:
             self.residency.begin_step(meta.residency)
 
-    def report_to(self, metrics: StepMetrics) -> SparseMetrics:
-        """The series that `report` sets; those of memory mode are reported from now on."""
-        if self.residency is not None:
-            self.residency.report_to(metrics)
-        return metrics.sparse()
-
     def attach_report(self, output: ModelRunnerOutput) -> None:
-        """After a step: what the scheduler's side of memory mode is to know."""
+        """After a step: sends the report of KV offload to the scheduler."""
         if self.residency is not None:
             attach_report(output, self.residency.report())
 
     def close(self) -> None:
-        """Ends the threads of memory mode."""
+        """Ends the threads of KV offload."""
         if self.residency is not None:
             self.residency.close()
 
     def loaded(self, blocks: NDArray[np.int64], summarised: NDArray[np.int64]) -> None:
-        """A connector has filled these blocks, int64 [n]: whatever summary they had is that of other keys.
+        """A connector has filled these blocks, int64 [n]: the summaries that they had are those of other keys.
 
-        summarised: int64 [n], those among them whose summaries it has brought, too.
+        summarised: int64 [n], the blocks among them that came with their summaries.
         """
         if self.state is not None:
             self.state.summaries.written(blocks)
@@ -177,7 +179,7 @@ class SparseWorker:
     def tails(
         self, scheduler_output: SchedulerOutput, requests: Sequence[LiveRequest], batch: BatchInput
     ) -> NDArray[np.int64]:
-        """Indices of the requests whose rows choose together and are too many for an ordinary graph."""
+        """Indices of requests with more rows that choose together than an ordinary graph has room for."""
         if self.limits is None or not self.limits.tail_rows:
             return NO_TAILS
         meta = sparse_meta_of(scheduler_output)
@@ -186,15 +188,15 @@ class SparseWorker:
         tails = [index for index in many.tolist() if requests[index].request_id in sparse]
         return np.array(tails, np.int64)
 
-    def report(self, metrics: SparseMetrics) -> None:
-        """After a step; what the device has counted is read now and then, because that waits for it."""
-        if self.selector is None or self.state is None:
+    def report(self) -> None:
+        """After a step. The device's counts are read now and then only, because reading waits for the device."""
+        if self._metrics is None or self.selector is None or self.state is None:
             return
-        metrics.totals(self.state.totals)
-        metrics.locks(*self._locks)
+        self._metrics.totals(self.state.totals)
+        self._metrics.locks(*self._locks)
         self._steps += 1
         if self._steps % STEPS_PER_READ == 0:
-            metrics.device(self.selector.counts())
+            self._metrics.device(self.selector.counts())
 
 
 def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimits:
@@ -203,7 +205,7 @@ def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimi
     most = max(1, 0 if longest is None else longest.num_selected)
     room = sizes.max_num_seqs * most
     if sizes.static:
-        # requests that share blocks may choose more than there are; a graph for all of these would hardly ever be used
+        # requests that share blocks may choose more than there are; a graph for that many would hardly ever be used
         room = max(most, min(room, sizes.num_blocks))
     return SelectionLimits(
         sparse_ratio=options.sparse_ratio,
