@@ -28,7 +28,7 @@ from benchmarks.positive import positive
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.execution.staging import Staging
-from vllm_gaudi_ucm.ops.unified_attention.impl import native
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 BLOCK_SIZE = 128
 CACHE_BLOCKS = 1 << 17  # of a cache of 16 million tokens; block ids are scattered over it
@@ -86,7 +86,7 @@ class Workload:
 
         def run(batch: BatchInput) -> UnifiedPlan:
             planned = plan(batch)
-            native.plan(staging.stage(planned, planned.positions).parts, self.block_size)
+            ATTENTION.make("native").plan(staging.stage(planned, planned.positions).parts, self.block_size)
             return planned
 
         return run

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, projection
 from vllm_gaudi_ucm.ops.block_selection.impl import native, reference
-from vllm_gaudi_ucm.ops.triton_support import why_not_triton
+from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 IMPLEMENTATIONS = ("auto", "reference", "cuda")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

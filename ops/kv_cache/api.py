@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.kv_cache.impl import native, reference
-from vllm_gaudi_ucm.ops.triton_support import why_not_triton
+from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

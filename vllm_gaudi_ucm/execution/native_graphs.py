@@ -10,7 +10,7 @@ import torch
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.native.call_graph.call_graph import CpuGraph, capture
 from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
-from vllm_gaudi_ucm.ops.unified_attention.impl.native import Plan, RecordedPlan
+from vllm_gaudi_ucm.ops.unified_attention.impl.native import NativePlan, RecordedPlan
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
@@ -58,7 +58,7 @@ class NativeGraphs:
     def hidden(self, step: StagedStep, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
         """[rows, hidden size], valid until the next call; writes the step's K/V."""
         rows, parts = len(step.token_ids), metadata.parts
-        if rows > MOST_ROWS or metadata.sparse is not None or parts.implementation != "native":
+        if rows > MOST_ROWS or metadata.sparse is not None or parts.implementation.name != "native":
             return self._run(step, metadata)
         graph = self._graphs.get(rows)
         if graph is None:
@@ -109,7 +109,7 @@ class NativeGraphs:
             logger.info("Steps of %d rows run the ordinary way, and maybe others: %s", rows, reason)
         self._refused.add(rows)
 
-    def _replay(self, graph: _Graph, step: StagedStep, plan: Plan) -> bool:
+    def _replay(self, graph: _Graph, step: StagedStep, plan: NativePlan) -> bool:
         self._fill(step)
         graph.plan.bind(plan)
         return graph.graph.replay()

@@ -37,6 +37,6 @@ def step_metadata(
         if sparse is not None and sparse.has_dense_layers:
             whole = parts._replace(selected=selection.candidates_part(block_size))
             dense_parts = prepare(whole, block_size, implementation=implementation)
-        choices = LayerSelection(selection, dense_parts, reused, at_once=prepared.implementation == "native")
+        choices = LayerSelection(selection, dense_parts, reused, at_once=prepared.implementation.name == "native")
     method = None if sparse is None else sparse.method
     return UnifiedAttentionMetadata(slots, prepared, method, summary_blocks, choices)
