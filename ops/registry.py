@@ -63,7 +63,7 @@ class Implementations(Registry[type[ImplementationT]]):
 
     def __init__(self, operation: str, group: str, **classes: str) -> None:
         super().__init__(f"implementation of {operation}", group, **classes)
-        self._operation = operation
+        self.operation = operation
         self._made: dict[str, ImplementationT] = {}
         self._chosen: dict[tuple[object, ...], ImplementationT] = {}
 
@@ -73,7 +73,7 @@ class Implementations(Registry[type[ImplementationT]]):
         if found is None:
             if name not in self:
                 known = ", ".join((AUTO, *self.names()))
-                raise ValueError(f"{self._operation}: implementation {name!r} is unknown, choose one of {known}")
+                raise ValueError(f"{self.operation}: implementation {name!r} is unknown, choose one of {known}")
             found = self._made[name] = self.get(name)(name)
         return found
 
@@ -118,14 +118,14 @@ class Implementations(Registry[type[ImplementationT]]):
                 return one
         reasons = ", ".join(f"{name} ({why})" for name, why in self.explain(device, spec, captured=captured).items())
         wanted = "" if spec is None else f" of {spec}"
-        raise ValueError(f"{self._operation}: no implementation{wanted} on {device}: {reasons}")
+        raise ValueError(f"{self.operation}: no implementation{wanted} on {device}: {reasons}")
 
     def _named(self, name: str, device: str, spec: object, captured: bool) -> ImplementationT:
         one = self.make(name)
         if captured and not one.capturable:
             known = ", ".join((AUTO, *(other for other in self.names() if self.make(other).capturable)))
             raise ValueError(
-                f"{self._operation}: implementation {name!r} reads tensors on the host, which a graph excludes; "
+                f"{self.operation}: implementation {name!r} reads tensors on the host, which a graph excludes; "
                 f"choose one of {known}"
             )
         reason = self._why_not(one, device, spec)
@@ -133,7 +133,7 @@ class Implementations(Registry[type[ImplementationT]]):
             return one
         fits = self._fastest(device, spec, captured).name
         raise ValueError(
-            f"{self._operation}: implementation {name!r} cannot be used here ({reason}), choose {AUTO!r} or {fits!r}"
+            f"{self.operation}: implementation {name!r} cannot be used here ({reason}), choose {AUTO!r} or {fits!r}"
         )
 
     def _why_not_auto(self, one: ImplementationT, device: str, spec: object, captured: bool) -> str | None:
