@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention_cuda_case import Batch
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 SEGMENTS = 16
 
@@ -28,11 +29,11 @@ class Side(NamedTuple):
 def ours(batch: Batch, implementation: str) -> Side:
     """One layer, with what is derived once per step derived before."""
     ready = prepare(batch.parts, batch.model.block_size, implementation=implementation)
-    out = torch.empty_like(batch.query)
+    out, spec = torch.empty_like(batch.query), AttentionSpec(batch.model.scale)
 
     def run() -> None:
         unified_attention(
-            batch.query, batch.key, batch.value, *batch.caches, ready, batch.model.scale, out,
+            batch.query, batch.key, batch.value, *batch.caches, ready, spec, out,
         )  # fmt: skip
 
     return Side(run, lambda: out, lambda: out)

@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
 from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 
 def calls(case: Case, data: CaseData) -> dict[str, Callable[[], Tensor]]:
@@ -27,11 +28,12 @@ def calls(case: Case, data: CaseData) -> dict[str, Callable[[], Tensor]]:
     names = ["reference", "cpu"] + ["native"] * (native() is not None)
 
     def call(name: str) -> Callable[[], Tensor]:
+        spec = AttentionSpec(SCALE)
         parts, out = prepare(staged.parts, BLOCK_SIZE, implementation=name), torch.empty_like(data.query)
 
         def run() -> Tensor:
             out.fill_(float("nan"))
-            return unified_attention(data.query, key, value, data.keys, data.values, parts, SCALE, out)
+            return unified_attention(data.query, key, value, data.keys, data.values, parts, spec, out)
 
         return run
 

@@ -27,7 +27,7 @@ from benchmarks.planning_peer import plan_plainly
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors
-from vllm_gaudi_ucm.ops.unified_attention.impl import native
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 BLOCK_SIZE = 128
 CACHE_BLOCKS = 1 << 17  # of a cache of 16 million tokens; block ids are scattered over it
@@ -85,7 +85,7 @@ class Workload:
 
         def run(batch: BatchInput) -> UnifiedPlan:
             planned = plan(batch)
-            native.plan(staging.stage(planned, planned.positions)[0].parts, self.block_size)
+            ATTENTION.make("native").plan(staging.stage(planned, planned.positions)[0].parts, self.block_size)
             return planned
 
         return run

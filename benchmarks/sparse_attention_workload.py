@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     SharedPart,
     UniquePart,
 )
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 BLOCK_SIZE = 128
 LIVE = 2  # blocks that are always attended: the first (sink) and the last (local window)
@@ -141,10 +142,11 @@ class Workload:
 
     def _attention(self, parts: AttentionParts) -> Callable[[int, Inputs, Tensor | None], Tensor]:
         ready, dim = prepare(parts, BLOCK_SIZE), self.model.dim
+        spec = AttentionSpec(dim**-0.5)
 
         def attend(layer: int, new: Inputs, ids: Tensor | None) -> Tensor:
             keys, values = self.caches[layer].split(dim, dim=-1)
-            return unified_attention(*new[:3], keys, values, ready, dim**-0.5, selected_blocks=ids)
+            return unified_attention(*new[:3], keys, values, ready, spec, selected_blocks=ids)
 
         return attend
 

@@ -1,4 +1,4 @@
-"""Block selection of one layer: validates the tensors, chooses the implementation and calls it.
+"""Block selection of one layer: validates the tensors, asks for the implementation and calls it.
 
 The way of a layer: `write_summaries` of the blocks that have become full, `block_scores` of the candidates for the
 current query, `choose_blocks` by these scores, `keep_or_replace` against the stored choice. All of it may be captured.
@@ -6,17 +6,14 @@ current query, `choose_blocks` by these scores, `keep_or_replace` against the st
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, projection
-from vllm_gaudi_ucm.ops.block_selection.impl import native, reference
-from vllm_gaudi_ucm.ops.triton_support import why_not_triton
+from vllm_gaudi_ucm.ops.block_selection.impl import reference
+from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
+from vllm_gaudi_ucm.ops.registry import AUTO
 
-IMPLEMENTATIONS = ("auto", "reference", "cuda")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -59,7 +56,7 @@ def block_scores(
     scale: float,
     kind: SummaryKind,
     *,
-    implementation: str = "auto",
+    implementation: str = AUTO,
 ) -> Tensor:
     """fp32 [candidates] in 0 to 1: the share of its span's attention that each block is estimated to get.
 
@@ -72,24 +69,21 @@ def block_scores(
     first_rows, num_rows: int64 [spans], rows `first_rows[i]` to `first_rows[i] + num_rows[i]` of the query.
     max_rows: host-side, no span has more rows.
     A block whose estimate is not finite has score 1 and takes no part in the softmax of the others.
-    implementation: `reference`, `cuda` (Triton kernels; also on a CPU under its interpreter), or `auto` for the fastest
-        that can be used: native kernels on a CPU, `cuda` on a GPU; what these do not cover the reference computes.
+    implementation: a name in `BLOCK_SELECTION`, or `auto` for the fastest that can be used: `native` on a CPU, `cuda`
+        (Triton) on a GPU. What these do not cover the reference computes.
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
     """
     if not torch.compiler.is_compiling():
         _check_scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, kind)
-        chosen, found = _choose_implementation(implementation, query.device.type), None
-        if chosen == "native":
-            found = native.scores(query, summaries, blocks, spans, first_rows, num_rows, scale, kind)
-        elif chosen == "cuda":
-            found = _cuda().scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
+        chosen = BLOCK_SELECTION.choose(implementation, query.device.type)
+        found = chosen.scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
         if found is not None:
             return found
     return reference.scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
 
 
 def choose_blocks(
-    scores: Tensor, places: Tensor, num_spans: int, width: int, most: int, *, implementation: str = "auto"
+    scores: Tensor, places: Tensor, num_spans: int, width: int, most: int, *, implementation: str = AUTO
 ) -> Tensor:
     """int64 [num_spans, most]: logical block numbers by descending score, equal ones by number; then -1.
 
@@ -104,11 +98,8 @@ def choose_blocks(
         _check("choose_blocks", "places", places, tuple(scores.shape), (torch.int64,), scores.device)
         if min(num_spans, width, most) < 0:
             raise ValueError(f"choose_blocks: {num_spans=}, {width=}, {most=}, expected none below 0")
-        chosen, found = _choose_implementation(implementation, scores.device.type), None
-        if chosen == "native":
-            found = native.choose(scores, places, num_spans, width, most)
-        elif chosen == "cuda":
-            found = _cuda().choose(scores, places, num_spans, width, most)
+        chosen = BLOCK_SELECTION.choose(implementation, scores.device.type)
+        found = chosen.choose(scores, places, num_spans, width, most)
         if found is not None:
             return found
     return reference.choose(scores, places, num_spans, width, most)
@@ -122,7 +113,7 @@ def keep_or_replace(
     thresholds: Tensor,
     width: int,
     *,
-    implementation: str = "auto",
+    implementation: str = AUTO,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What each span attends to from now on: (chosen int64 [spans, most], kept bool [spans], replaced bool [spans]).
 
@@ -141,32 +132,11 @@ def keep_or_replace(
         _check(operation, "fresh", fresh, tuple(stored.shape), (torch.int64,), stored.device)
         for name, tensor in (("counts", counts), ("modes", modes), ("thresholds", thresholds)):
             _check(operation, name, tensor, (stored.shape[0],), (torch.int64,), stored.device)
-        if _choose_implementation(implementation, stored.device.type) == "cuda":
-            found = _cuda().keep_or_replace(stored, fresh, counts, modes, thresholds, width)
-            if found is not None:
-                return found
+        chosen = BLOCK_SELECTION.choose(implementation, stored.device.type)
+        found = chosen.keep_or_replace(stored, fresh, counts, modes, thresholds, width)
+        if found is not None:
+            return found
     return reference.keep_or_replace(stored, fresh, counts, modes, thresholds, width)
-
-
-def _choose_implementation(implementation: str, device_type: str) -> str:
-    """`auto` resolved; ValueError for one that is unknown or cannot run here."""
-    if implementation not in IMPLEMENTATIONS:
-        known = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"block_selection: implementation {implementation!r} is unknown, choose one of {known}")
-    if implementation == "auto":
-        if device_type == "cpu":
-            return "native"
-        return "cuda" if device_type == "cuda" and why_not_triton(device_type) is None else "reference"
-    if implementation == "cuda" and (reason := why_not_triton(device_type)) is not None:
-        raise ValueError(
-            f"block_selection: implementation 'cuda' cannot be used here ({reason}), choose 'auto' or 'reference'"
-        )
-    return implementation
-
-
-def _cuda() -> ModuleType:
-    """Imported on first use: triton is optional."""
-    return import_module("vllm_gaudi_ucm.ops.block_selection.impl.cuda")
 
 
 def _check_scores(

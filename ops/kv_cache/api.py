@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.kv_cache.impl import native, reference
-from vllm_gaudi_ucm.ops.triton_support import why_not_triton
+from vllm_gaudi_ucm.ops.kv_cache.implementation import KV_CACHE
+from vllm_gaudi_ucm.ops.registry import AUTO
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -23,23 +23,13 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     if not torch.compiler.is_compiling():
         _validate("key", key, key_cache, slots)
         _validate("value", value, value_cache, slots)
-        if native.can_write(key, value, key_cache, value_cache, slots):
-            native.write(key, value, key_cache, value_cache, slots)
+        chosen = KV_CACHE.choose(AUTO, slots.device.type)
+        if chosen.write(key, value, key_cache, value_cache, slots):
             return
-        if why_not_triton(slots.device.type) is None and _write_on_cuda(key, value, key_cache, value_cache, slots):
-            return
-    reference.write(key, key_cache, slots)
-    reference.write(value, value_cache, slots)
+    _REFERENCE.write(key, value, key_cache, value_cache, slots)
 
 
-def _write_on_cuda(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> bool:
-    # imported on first use: triton is not everywhere
-    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
-
-    covered = cuda.can_write(key, value, key_cache, value_cache)
-    if covered:
-        cuda.write(key, value, key_cache, value_cache, slots)
-    return covered
+_REFERENCE = KV_CACHE.make("reference")
 
 
 def _validate(name: str, tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -96,25 +86,9 @@ def _swap(
     if not len(pairs):
         return
     pairs = pairs.contiguous()
-    if native.can_swap(sources, targets):
-        native.swap(sources, targets, pairs)
-    elif not _swap_on_cuda(sources, targets, pairs):
-        reference.swap(sources, targets, pairs, non_blocking)
-
-
-def _swap_on_cuda(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) -> bool:
-    """Copies within one GPU in one launch; False where the kernel does not cover the caches."""
-    device = sources[0].device
-    if device != targets[0].device or device.type == "cpu" or why_not_triton(device.type) is not None:
-        return False
-    # imported on first use: triton is not everywhere
-    from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
-
-    source, target = reference.stacked(sources), reference.stacked(targets)
-    if source is None or target is None or not cuda.can_copy(source, target):
-        return False
-    cuda.copy(source, target, pairs.to(device))
-    return True
+    chosen = KV_CACHE.choose(AUTO, sources[0].device.type)
+    if not chosen.swap(sources, targets, pairs, non_blocking):
+        _REFERENCE.swap(sources, targets, pairs, non_blocking)
 
 
 def _validate_blocks(operation: str, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) -> None:

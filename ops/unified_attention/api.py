@@ -1,25 +1,18 @@
-"""Unified Attention of one layer: validates the tensors of a step, chooses the implementation and calls it."""
+"""Unified Attention of one layer: validates the tensors of a step, asks for the implementation and calls it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native.library import native, why_not_native
-from vllm_gaudi_ucm.ops.triton_support import why_not_triton
+from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION, AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 from vllm_gaudi_ucm.ops.unified_attention.validation import same, validate, validate_selected
-
-# Modules are imported on first use: an implementation may need packages that this machine does not have.
-IMPLEMENTATIONS = ("reference", "cpu", "native", "hpu", "cuda")
-_ON_CPU_ONLY = ("cpu", "native")
-# These read nothing on the host, so they may run while a graph is captured.
-STATIC_IMPLEMENTATIONS = ("reference", "hpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +24,20 @@ class PreparedParts:
 
     parts: AttentionParts
     block_size: int
-    implementation: str
+    implementation: AttentionImplementation
     plan: Any
     checked: set[tuple[object, ...]] = field(default_factory=set, compare=False)
 
 
-def prepare(parts: AttentionParts, block_size: int, *, implementation: str = "auto") -> PreparedParts:
+def prepare(parts: AttentionParts, block_size: int, *, implementation: str = AUTO) -> PreparedParts:
     """Derives once per step what depends on the parts alone; pass the result to `unified_attention` of every layer.
 
     Worth it on CPU, where `cpu` and `native` read the parts on the host to form their calls. The parts' tensors must
-    not change while the result is in use. For `reference` and `hpu` nothing is derived, so it may be called while
-    capturing.
+    not change while the result is in use. An implementation that is capturable reads nothing on the host, so it may be
+    called while capturing.
     """
-    name = choose_implementation(implementation, _device_type(parts, implementation))
-    # loaded here in any case: an import in a layer would break a compiled graph
-    module = _load(name)
-    plan = module.plan(parts, block_size) if name != "reference" else None
-    return PreparedParts(parts, block_size, name, plan)
+    chosen = _choose(implementation, _device_type(parts, implementation))
+    return PreparedParts(parts, block_size, chosen, chosen.plan(parts, block_size))
 
 
 def unified_attention(
@@ -57,10 +47,10 @@ def unified_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     parts: AttentionParts | PreparedParts,
-    scale: float,
+    spec: AttentionSpec,
     out: Tensor | None = None,
     *,
-    implementation: str = "auto",
+    implementation: str = AUTO,
     selected_blocks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the step's flat batch over its new tokens and its cached blocks.
@@ -70,107 +60,72 @@ def unified_attention(
     key_cache: [blocks, block_size, kv_heads, dim], value_cache: [blocks, block_size, kv_heads, value_dim]; may be
         strided views and of another float dtype than the query.
     parts: who sees what; `prepare(parts, block_size)` saves work when many layers use the same parts.
+    spec: scale, window and soft cap of the layer.
     out: [rows, heads, value_dim] in the query's dtype, or None to allocate; every element is written.
-    implementation: `reference`, `cpu`, `native`, `hpu` (which runs anywhere), or `auto`: for CPU tensors outside of
-        torch.compile `native` where its kernels could be built and else `cpu`; `hpu` for Gaudi's; `reference`
-        otherwise. With prepared parts it is the one they were prepared for.
+    implementation: a name in `ATTENTION`, or `auto` for the fastest that computes this here: on a CPU `native` where
+        its kernels could be built, else `cpu`; `hpu` on Gaudi; `cuda` on a GPU with Triton; else `reference`, and
+        so for parts that are not prepared under torch.compile. Prepared parts have the one they were prepared for.
     selected_blocks: int64 [selected], this layer's choice in place of `parts.selected.blocks`; only with that part.
 
     Returns out. A row that sees nothing is zeros; one that sees a key or value with NaN or Inf is NaN, in all elements
     of the heads that read it (a key with a score of -Inf may weigh nothing instead); nothing else reaches a row.
-    Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
+    Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling), and where no
+    implementation, or not the one asked for, computes this here.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling:
         _validate_once(query, key, value, key_cache, value_cache, parts, out, selected_blocks)
-    if isinstance(parts, AttentionParts):
-        implementation = choose_implementation(implementation, query.device.type)
-        if implementation != "reference":
-            parts = prepare(parts, key_cache.shape[1], implementation=implementation)
-    if out is None:
-        out = query.new_empty((query.shape[0], query.shape[1], value.shape[-1]))
     if isinstance(parts, PreparedParts):
         same("key_cache", "block size", key_cache.shape[1], parts.block_size)
-        # torch.compile does not trace what launches the CUDA kernels
-        if parts.implementation != "reference" and not (parts.implementation == "cuda" and compiling):
-            fast = _load(parts.implementation).attend
-            choice = _choice(parts.parts, selected_blocks)
-            # An implementation answers False when only the reference is exact for these tensors.
-            if fast(query, key, value, key_cache, value_cache, parts.plan, scale, out, **choice):
-                return out
-        parts = parts.parts
-    return _load("reference").attend(query, key, value, key_cache, value_cache, parts, scale, out, selected_blocks)
+        chosen, plan, parts = parts.implementation, parts.plan, parts.parts
+    else:
+        chosen = _choose(implementation, query.device.type, spec)
+        plan = chosen.plan(parts, key_cache.shape[1])
+    if not spec.is_plain:
+        _check_spec(chosen, spec, parts)
+    if out is None:
+        out = query.new_empty((query.shape[0], query.shape[1], value.shape[-1]))
+    if selected_blocks is None and parts.selected is not None:
+        selected_blocks = parts.selected.blocks
+    if not compiling or chosen.traceable:
+        done = chosen.attend(query, key, value, key_cache, value_cache, plan, spec, out, selected_blocks)
+        if done:
+            return out
+    # only the reference is exact for these tensors, or can be traced
+    _REFERENCE.attend(query, key, value, key_cache, value_cache, parts, spec, out, selected_blocks)
+    return out
+
+
+_REFERENCE = ATTENTION.make("reference")
 
 
 def choose_implementation(implementation: str, device_type: str) -> str:
     """The implementation that runs on this type of device, `auto` resolved; ValueError for one that cannot."""
-    if implementation == "auto":
-        return _fastest(device_type)
-    if implementation not in IMPLEMENTATIONS:
-        known = ", ".join(("auto", *IMPLEMENTATIONS))
-        raise ValueError(f"unified_attention: implementation {implementation!r} is unknown, choose one of {known}")
-    if implementation in _ON_CPU_ONLY and device_type != "cpu":
-        raise ValueError(
-            f"unified_attention: implementation {implementation!r} got tensors on {device_type}, "
-            "choose 'auto' or 'reference'"
-        )
-    if implementation == "native" and native() is None:
-        raise ValueError(
-            f"unified_attention: implementation 'native' cannot be used here ({why_not_native()}), "
-            "choose 'auto' or 'cpu'"
-        )
-    if implementation == "cuda" and (reason := why_not_triton(device_type)) is not None:
-        raise ValueError(
-            f"unified_attention: implementation 'cuda' cannot be used here ({reason}), choose 'auto' or 'reference'"
-        )
-    return implementation
-
-
-def _fastest(device_type: str) -> str:
-    if device_type == "hpu":
-        return "hpu"
-    # The others read the parts on the host or launch kernels of their own, which torch.compile cannot trace.
-    if torch.compiler.is_compiling():
-        return "reference"
-    if device_type == "cpu":
-        return "native" if native() is not None else "cpu"
-    return _fastest_static(device_type)
-
-
-def _fastest_static(device_type: str) -> str:
-    if device_type == "cuda":
-        return "cuda" if why_not_triton(device_type) is None else "reference"
-    return "hpu" if device_type == "hpu" else "reference"
+    return _choose(implementation, device_type).name
 
 
 def choose_static_implementation(implementation: str, device_type: str) -> str:
     """As `choose_implementation`, for a step that is captured as a graph or compiled with its shapes."""
-    if implementation == "auto":
-        return _fastest_static(device_type)
-    if implementation in IMPLEMENTATIONS and implementation not in STATIC_IMPLEMENTATIONS:
-        known = ", ".join(("auto", *STATIC_IMPLEMENTATIONS))
+    return ATTENTION.choose(implementation, device_type, captured=True).name
+
+
+def _choose(implementation: str, device_type: str, spec: AttentionSpec | None = None) -> AttentionImplementation:
+    if torch.compiler.is_compiling() and implementation == AUTO:
+        # to choose is nothing that torch.compile can trace: engines prepare the parts outside
+        return _REFERENCE
+    return ATTENTION.choose(implementation, device_type, None if spec is None or spec.is_plain else spec)
+
+
+def _check_spec(chosen: AttentionImplementation, spec: AttentionSpec, parts: AttentionParts) -> None:
+    if not chosen.supports(spec):
         raise ValueError(
-            f"unified_attention: implementation {implementation!r} reads the parts on the host, "
-            f"which a graph excludes; choose one of {known}"
+            f"unified_attention: implementation {chosen.name!r} does not compute {spec}, prepare the parts of such a "
+            "layer for 'reference'"
         )
-    return choose_implementation(implementation, device_type)
-
-
-_loaded: dict[str, ModuleType] = {}
-
-
-def _load(name: str) -> ModuleType:
-    module = _loaded.get(name)
-    if module is None:
-        module = _loaded[name] = import_module(f"vllm_gaudi_ucm.ops.unified_attention.impl.{name}")
-    return module
-
-
-def _choice(parts: AttentionParts, selected_blocks: Tensor | None) -> dict[str, Tensor]:
-    """The argument of an implementation that only a step with a selected part has."""
-    if parts.selected is None:
-        return {}
-    return {"selected_blocks": parts.selected.blocks if selected_blocks is None else selected_blocks}
+    if spec.sliding_window is not None and parts.selected is not None:
+        raise ValueError(
+            "unified_attention: found a selected part with a sliding window, expected none: its ranges begin at 0"
+        )
 
 
 def _device_type(parts: AttentionParts, implementation: str) -> str:
@@ -183,7 +138,10 @@ def _device_type(parts: AttentionParts, implementation: str) -> str:
         return parts.unique.rows.device.type
     if parts.selected is not None:
         return parts.selected.blocks.device.type
-    return "cuda" if implementation == "cuda" and why_not_triton("cpu") is not None else "cpu"
+    if implementation == AUTO:
+        return "cpu"
+    named = ATTENTION.make(implementation)
+    return min(named.devices) if named.devices and named.unavailable("cpu") is not None else "cpu"
 
 
 def _validate_once(

@@ -8,6 +8,7 @@ import torch
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
 from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 BLOCK = 16
 
@@ -24,7 +25,13 @@ def test_a_row_shares_one_block_with_each_of_two_others() -> None:
     key_cache, value_cache = torch.randn(8, BLOCK, 2, 16), torch.randn(8, BLOCK, 2, 16)
     found, expected = (
         unified_attention(
-            query, key, value, key_cache, value_cache, prepare(staged.parts, BLOCK, implementation=name), 0.25
+            query,
+            key,
+            value,
+            key_cache,
+            value_cache,
+            prepare(staged.parts, BLOCK, implementation=name),
+            AttentionSpec(0.25),
         )
         for name in ("cpu", "reference")
     )

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.cli.doctor import doctor, machine
 from vllm_gaudi_ucm.cli.doctor import store as probe
 from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
 from vllm_gaudi_ucm.cli.doctor.configuration import configuration_checks
-from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
 from vllm_gaudi_ucm.device.base import Memory
 from vllm_gaudi_ucm.device.detect import Decision
 from vllm_gaudi_ucm.device.host_limits import Cores
@@ -142,6 +142,17 @@ def test_matrix_unit(monkeypatch: pytest.MonkeyPatch, why_not: str, wanted: bool
     assert found in row.found
     assert row.status == ("ok" if wanted and not why_not else "info")
     assert not list(machine.matrix_unit_checks(config, "cuda"))
+
+
+def test_each_operation_has_a_row_with_its_implementation_and_the_others() -> None:
+    rows = {row.name: row for row in machine.implementation_checks(UcmConfig(), "hpu")}
+    assert set(rows) == {"unified_attention", "kv_cache", "block_selection"}
+    assert all(row.status == "ok" for row in rows.values())
+    assert rows["unified_attention"].found.startswith("hpu; cpu: it is for cpu; ")
+    assert rows["kv_cache"].found.startswith("reference; native: it is for cpu")
+    wrong = resolve_config({"ucm": {"attention": {"implementation": "cpu"}}})
+    (row,) = (row for row in machine.implementation_checks(wrong, "hpu") if row.status == "fail")
+    assert "'cpu' cannot be used here (it is for cpu, got tensors on hpu), choose 'auto' or 'hpu'" in row.found
 
 
 def test_missing_entry_point(quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch) -> None:

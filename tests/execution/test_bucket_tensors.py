@@ -97,7 +97,7 @@ def in_bucket(static: Static, split: StepInputs) -> Batch:
     key_cache, value_cache = (torch.cat([cache, cache.new_full((more, *cache.shape[1:]), np.nan)]) for cache in caches)
     write_kv(key, value, key_cache, value_cache, split.slots)
     seen = plain.seen + [None] * pads
-    return Batch(query, key, value, key_cache, value_cache, split.slots, split.parts, plain.scale, seen)
+    return Batch(query, key, value, key_cache, value_cache, split.slots, split.parts, plain.spec, seen)
 
 
 def _static(requests: list[Request], more: int = 0, contiguous: bool = False, seed: int = 0) -> Static:

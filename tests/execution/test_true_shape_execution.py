@@ -10,6 +10,7 @@ import torch
 from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.ops.native import library
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 DECODER: Any = None
 
@@ -24,6 +25,7 @@ def test_kernels_of_another_device_are_refused_at_start(implementation: Any) -> 
 def test_kernels_that_cannot_be_built_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """covers: A18"""
     monkeypatch.setattr(library, "_outcome", library._Outcome(None, "no compiler"))
-    with pytest.raises(ValueError, match=r"ucm.attention.implementation: .*no compiler.*choose 'auto' or 'cpu'"):
-        TrueShapeExecution(DECODER, AttentionConfig(implementation="native"), 16, torch.device("cpu"))
-    TrueShapeExecution(DECODER, AttentionConfig(), 16, torch.device("cpu"))
+    with ATTENTION.scope():
+        with pytest.raises(ValueError, match=r"ucm.attention.implementation: .*no compiler.*choose 'auto' or 'cpu'"):
+            TrueShapeExecution(DECODER, AttentionConfig(implementation="native"), 16, torch.device("cpu"))
+        TrueShapeExecution(DECODER, AttentionConfig(), 16, torch.device("cpu"))

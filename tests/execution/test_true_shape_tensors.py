@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.execution.step_tensors import SLICE_READ_LIMIT, ContiguousPa
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, is_bounded
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 CPU = torch.device("cpu")
 CHOICES: list[ContiguousPa] = [True, False, "auto"]
@@ -49,7 +50,7 @@ def run_step(step: Step, contiguous_pa: ContiguousPa, causal_slice: int, seed: i
     for request, position in rows:
         block, offset = torch.tensor([step.place(request, p) for p in range(position + 1)]).T
         seen.append((expected[0][block, offset], expected[1][block, offset]))
-    return Batch(query, key, value, key_cache, value_cache, staged.slots, staged.parts, DIM**-0.5, seen)
+    return Batch(query, key, value, key_cache, value_cache, staged.slots, staged.parts, AttentionSpec(DIM**-0.5), seen)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -22,6 +22,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     SharedPart,
     UniquePart,
 )
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Batch:
     value_cache: Tensor
     slots: Tensor
     parts: AttentionParts
-    scale: float
+    spec: AttentionSpec
     seen: list[tuple[Tensor, Tensor] | None]
     requests: list[Request] = field(default_factory=list)
     first_row: list[int] = field(default_factory=list)
@@ -164,8 +165,8 @@ def build(requests: list[Request], shape: Shape) -> Batch:
             seen.append((keys[visible], values[visible]))
     seen += [None] * shape.pads
     parts = _parts(requests, tables, num_blocks, shape, total, random)
-    scale = shape.dim**-0.5
-    return Batch(query, key, value, key_cache, value_cache, slots, parts, scale, seen, requests, first_row, tables)
+    spec = AttentionSpec(shape.dim**-0.5)
+    return Batch(query, key, value, key_cache, value_cache, slots, parts, spec, seen, requests, first_row, tables)
 
 
 def _block_tables(requests: list[Request], block_size: int, random: torch.Generator) -> tuple[list[list[int]], int]:

@@ -15,7 +15,8 @@ from triton.runtime.jit import JITFunction
 
 from tests.ops.batch import Batch, Request, Shape, build
 from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
-from vllm_gaudi_ucm.ops.unified_attention.impl import cuda, cuda_parts, cuda_plan
+from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts, cuda_plan
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 
 class Hopper:
@@ -50,8 +51,8 @@ def attend(requests: list[Request], dtype: torch.dtype, block_size: int = 128) -
     shape = Shape(32, 8, 128, 128, block_size, dtype, poison=0.0, memory="pairs by token")
     batch = build(requests, shape)
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
-    plan = cuda.plan(batch.parts, shape.block_size)
-    assert cuda.attend(*tensors, plan, batch.scale, torch.empty_like(batch.query))
+    plan = ATTENTION.make("cuda").plan(batch.parts, shape.block_size)
+    assert ATTENTION.make("cuda").attend(*tensors, plan, batch.spec, torch.empty_like(batch.query))
     return batch
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.batch import Batch
-from vllm_gaudi_ucm.ops.triton_support import why_not_triton
+from vllm_gaudi_ucm.ops.registry import why_not_triton
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 
 # `cuda` on a GPU, or on a CPU under Triton's interpreter, which is slow and a process of its own (test_interpreter.py).
@@ -34,7 +34,9 @@ def oracle(batch: Batch) -> np.ndarray:
         query = batch.query[row].double().numpy()
         for head in range(heads):
             kv_head = head * keys.shape[1] // heads
-            scores = keys[:, kv_head] @ query[head] * batch.scale
+            scores = keys[:, kv_head] @ query[head] * batch.spec.scale
+            if (cap := batch.spec.logits_soft_cap) is not None:
+                scores = cap * np.tanh(scores / cap)
             weights = np.exp(scores - scores.max())
             result[row, head] = weights @ values[:, kv_head] / weights.sum()
     return result
@@ -48,7 +50,9 @@ def budget(batch: Batch, expected: np.ndarray) -> float:
             continue
         groups = batch.query.shape[1] // batch.key.shape[1]
         keys, values = (tensor.repeat_interleave(groups, 1) for tensor in seen)
-        scores = (batch.query[row][:, None] * keys.transpose(0, 1)).sum(-1) * batch.scale
+        scores = (batch.query[row][:, None] * keys.transpose(0, 1)).sum(-1) * batch.spec.scale
+        if (cap := batch.spec.logits_soft_cap) is not None:
+            scores = cap * torch.tanh(scores / cap)
         plain = (torch.softmax(scores, -1)[..., None] * values.transpose(0, 1)).sum(1)
         error = max(error, float(np.abs(plain.double().numpy() - expected[row]).max()))
         largest = max(largest, float(values.abs().max()))
@@ -68,7 +72,7 @@ def attend(
     ready = prepare(parts, batch.key_cache.shape[1], implementation=implementation) if prepared else parts
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
     returned = unified_attention(
-        *tensors, ready, batch.scale, out, implementation=implementation, selected_blocks=selected_blocks
+        *tensors, ready, batch.spec, out, implementation=implementation, selected_blocks=selected_blocks
     )
     assert returned is out
     return out.cpu()

@@ -8,7 +8,6 @@ import torch
 from tests.ops.batch import Request, Shape, build
 from tests.ops.oracle import CUDA_RUNS, attend
 from vllm_gaudi_ucm.ops.native.library import native
-from vllm_gaudi_ucm.ops.unified_attention import api
 from vllm_gaudi_ucm.ops.unified_attention.api import (
     PreparedParts,
     choose_implementation,
@@ -16,6 +15,8 @@ from vllm_gaudi_ucm.ops.unified_attention.api import (
     prepare,
     unified_attention,
 )
+from vllm_gaudi_ucm.ops.unified_attention.impl import cuda
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 REQUESTS = [Request(5, 1), Request(4, 3, prefix=1), Request(0, 4)]
 
@@ -23,7 +24,7 @@ REQUESTS = [Request(5, 1), Request(4, 3, prefix=1), Request(0, 4)]
 def _arguments() -> dict[str, object]:
     batch = build(REQUESTS, Shape(poison=0.0))
     return {
-        name: getattr(batch, name) for name in ("query", "key", "value", "key_cache", "value_cache", "parts", "scale")
+        name: getattr(batch, name) for name in ("query", "key", "value", "key_cache", "value_cache", "parts", "spec")
     }
 
 
@@ -63,11 +64,11 @@ def test_parts_prepared_for_another_block_size() -> None:
 
 def test_auto_is_native_on_cpu_and_prepared_parts_keep_their_implementation() -> None:
     batch = build(REQUESTS, Shape(poison=0.0))
-    assert prepare(batch.parts, 4).implementation == ("cpu" if native() is None else "native")
+    assert prepare(batch.parts, 4).implementation.name == ("cpu" if native() is None else "native")
     slow = prepare(batch.parts, 4, implementation="reference")
-    assert slow.plan is None
+    assert slow.plan is batch.parts
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
-    assert torch.equal(unified_attention(*tensors, slow, batch.scale), attend(batch, "reference"))
+    assert torch.equal(unified_attention(*tensors, slow, batch.spec), attend(batch, "reference"))
 
 
 def test_prepared_parts_serve_many_layers() -> None:
@@ -78,7 +79,7 @@ def test_prepared_parts_serve_many_layers() -> None:
         for tensor in (other.key_cache, other.value_cache, other.key, other.value):
             tensor *= layer + 1
         tensors = (other.query, other.key, other.value, other.key_cache, other.value_cache)
-        torch.testing.assert_close(unified_attention(*tensors, ready, other.scale), attend(other, "reference"))
+        torch.testing.assert_close(unified_attention(*tensors, ready, other.spec), attend(other, "reference"))
 
 
 def test_operands_may_be_views() -> None:
@@ -112,8 +113,9 @@ def test_auto_is_cuda_on_a_gpu_where_triton_is(monkeypatch: pytest.MonkeyPatch) 
     """In graphs too; without triton it is the reference."""
     for choose in (choose_implementation, choose_static_implementation):
         for reason, expected in ((None, "cuda"), ("triton cannot be imported", "reference")):
-            monkeypatch.setattr(api, "why_not_triton", lambda device, reason=reason: reason)
-            assert choose("auto", "cuda") == expected
+            monkeypatch.setattr(cuda, "why_not_triton", lambda device, reason=reason: reason)
+            with ATTENTION.scope():
+                assert choose("auto", "cuda") == expected
         assert choose("reference", "cuda") == "reference"
 
 
@@ -128,7 +130,7 @@ def test_cuda_is_refused_elsewhere(device: str, reason: str) -> None:
 
 def test_what_is_compiled_is_the_reference_where_kernels_cannot_be_traced() -> None:
     arguments = _arguments()
-    prepared = PreparedParts(arguments["parts"], 4, "cuda", None)  # type: ignore[arg-type]
+    prepared = PreparedParts(arguments["parts"], 4, ATTENTION.make("cuda"), None)  # type: ignore[arg-type]
     compiled = torch.compile(unified_attention, backend="eager", fullgraph=True)
     found = compiled(**{**arguments, "parts": prepared})
     torch.testing.assert_close(found, unified_attention(**arguments, implementation="reference"))  # type: ignore[arg-type]

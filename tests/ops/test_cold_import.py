@@ -42,7 +42,7 @@ ROOMS = (
     "vllm_gaudi_ucm.ops.packed_linear.api",
     "vllm_gaudi_ucm.ops.rms_norm.api",
     "vllm_gaudi_ucm.ops.rotary.api",
-    "vllm_gaudi_ucm.ops.triton_support",
+    "vllm_gaudi_ucm.ops.registry",
     "vllm_gaudi_ucm.ops.silu_and_mul.api",
     "vllm_gaudi_ucm.ops.unified_attention.impl.cpu",
     "vllm_gaudi_ucm.ops.unified_attention.impl.native",

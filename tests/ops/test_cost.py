@@ -12,7 +12,9 @@ from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.oracle import attend
 from vllm_gaudi_ucm.ops.unified_attention.impl import reference
 from vllm_gaudi_ucm.ops.unified_attention.parts import CausalPart, CausalSlice, SharedGroup, SharedPart, UniquePart
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
+PLAIN = AttentionSpec(0.25)
 SHAPE = Shape(heads=4, kv_heads=2, block_size=4, poison=0.0, pads=0)
 
 
@@ -36,7 +38,7 @@ def test_unique_cost_follows_the_blocks_in_use() -> None:
             owners = torch.arange(blocks) % rows
             hi = torch.full((blocks,), 4, dtype=torch.int32)
             part = UniquePart(torch.arange(blocks), owners, torch.zeros_like(hi), hi, rows)
-            flops = _flops(lambda part=part, query=query: reference.unique(query, cache, cache, part, 0.25))
+            flops = _flops(lambda part=part, query=query: reference.unique(query, cache, cache, part, PLAIN))
             assert flops == _pair_flops(blocks * 4, 4, 2, 16)
 
 
@@ -53,7 +55,7 @@ def test_packed_prompts_cost_their_own_squares() -> None:
     rows = sum(lengths)
     query, key = torch.randn(rows, 4, 16), torch.randn(rows, 2, 16)
     part = CausalPart(torch.tensor(groups, dtype=torch.int32), tuple(slices))
-    assert _flops(lambda: reference.causal(query, key, key, part, 0.25)) == _pair_flops(pairs, 4, 2, 16)
+    assert _flops(lambda: reference.causal(query, key, key, part, PLAIN)) == _pair_flops(pairs, 4, 2, 16)
     assert pairs <= sum(n * (n + slice_size) // 2 for n in lengths)
 
 
@@ -65,7 +67,7 @@ def test_shared_cost_follows_the_groups() -> None:
     hi[0, :4], hi[1, 4:] = 4, 4
     groups = (SharedGroup(torch.arange(4), 0, 4), SharedGroup(torch.arange(4, 8), 4, 6))
     part = SharedPart(torch.arange(1, 7), spans, torch.zeros_like(hi), hi, groups)
-    flops = _flops(lambda: reference.shared(query, cache, cache, part, 0.25))
+    flops = _flops(lambda: reference.shared(query, cache, cache, part, PLAIN))
     assert flops == _pair_flops(4 * 16 + 4 * 8, 4, 2, 16)
 
 
@@ -85,7 +87,7 @@ def test_shared_memory_is_bounded_by_a_tile(monkeypatch: pytest.MonkeyPatch) -> 
     hi = torch.full((1, 32), 4, dtype=torch.int32)
     groups = (SharedGroup(torch.arange(50), 0, 32),)
     part = SharedPart(torch.arange(1, 33), torch.zeros(50, dtype=torch.int64), torch.zeros_like(hi), hi, groups)
-    reference.shared(query, cache, cache, part, 0.25)
+    reference.shared(query, cache, cache, part, PLAIN)
     assert max(seen) <= 8 * 16
     assert sum(seen) == 50 * 128
 

@@ -81,11 +81,11 @@ def test_steps_of_one_block(monkeypatch: pytest.MonkeyPatch, programs: int) -> N
 @pytest.mark.parametrize("block_size", [4, 128])
 def test_decodes_alone(monkeypatch: pytest.MonkeyPatch, tokens: int, block_size: int) -> None:
     """covers: A5, A11, A13. In one launch and with a merge; with rows that have no block, and one row."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda, cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_parts
 
     monkeypatch.setattr(cuda_parts, "FINAL_TOKENS", tokens)
-    merged, merge = [], cuda.merge
-    monkeypatch.setattr(cuda, "merge", lambda *args, **named: (merged.append(1), merge(*args, **named)))
+    merged, merge = [], cuda_attend.merge
+    monkeypatch.setattr(cuda_attend, "merge", lambda *args, **named: (merged.append(1), merge(*args, **named)))
     shape, pads = Shape(block_size=block_size), Pads(rows=3, unique=5, singles=9, phase="--u")
     for requests in ([Request(9, 1)], [Request(block_size + 3, 1), Request(0, 1), Request(2 * block_size - 1, 1)]):
         assert_matches(build(requests, shape), "cuda", prepared=True)
@@ -166,9 +166,9 @@ def test_a_layer_gives_its_own_blocks() -> None:
 def test_what_is_not_covered_is_said_once_and_computed_by_the_reference(
     caplog: pytest.LogCaptureFixture, shape: Shape, reason: str
 ) -> None:
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend
 
-    cuda._told.clear()
+    cuda_attend._told.clear()
     batch = build([Request(5, 1), Request(0, 3)], shape)
     with caplog.at_level(logging.WARNING):
         found = [attend(batch, "cuda") for _ in range(2)]
@@ -179,13 +179,13 @@ def test_what_is_not_covered_is_said_once_and_computed_by_the_reference(
 @pytest.mark.parametrize("drafts", [20, 70])
 def test_spans_of_many_rows(caplog: pytest.LogCaptureFixture, drafts: int) -> None:
     """covers: C15. As many as a program holds, and more, which the reference computes."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend
 
-    cuda._told.clear()
+    cuda_attend._told.clear()
     requests = [Request(21, drafts + 1, chosen=frozenset({0, 2})), Request(9, 1, chosen=frozenset({0}))]
     with caplog.at_level(logging.WARNING):
         assert_matches(build(requests, Shape()), "cuda")
-    assert bool(caplog.records) == (2 * (drafts + 1) > cuda.LARGEST_SPAN)
+    assert bool(caplog.records) == (2 * (drafts + 1) > cuda_attend.LARGEST_SPAN)
 
 
 def test_a_broken_element_is_nan_in_all_of_a_row() -> None:

@@ -19,6 +19,7 @@ from tests.ops.test_block_selection_choice import SCORES
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, keep_or_replace
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl import cuda
+from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,12 +58,14 @@ def test_more_candidates_than_programs_look_at_at_once(kind: SummaryKind, monkey
 
 def test_the_rows_of_a_long_prompt_are_a_grid_that_cuda_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of a prompt may choose blocks, too: 8192 rows of 64 heads, in lines of four."""
+    from vllm_gaudi_ucm.ops.block_selection.impl.triton import selection as kernels
+
     launches = {name: Launches() for name in ("estimate_blocks", "span_sums", "block_shares")}
     for name, kernel in launches.items():
-        monkeypatch.setattr(cuda, name, kernel)
+        monkeypatch.setattr(kernels, name, kernel)
     query, summaries = torch.empty(8192, 64, 8, device="meta"), torch.empty(9, 2, 8, 8, device="meta")
     ids = torch.empty(4, dtype=torch.int64, device="meta")
-    cuda.scores(query, summaries, ids, ids, ids, ids, 8192, 1.0, SummaryKind.MEAN)
+    BLOCK_SELECTION.make("cuda").scores(query, summaries, ids, ids, ids, ids, 8192, 1.0, SummaryKind.MEAN)
     for kernel in launches.values():
         kernel.assert_allowed()
 

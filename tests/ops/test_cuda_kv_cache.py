@@ -94,9 +94,10 @@ def test_any_number_of_pairs_is_a_grid_that_cuda_allows(
     monkeypatch: pytest.MonkeyPatch, blocks: int, elements: int
 ) -> None:
     from vllm_gaudi_ucm.ops.kv_cache.impl import cuda
+    from vllm_gaudi_ucm.ops.kv_cache.impl.triton import blocks as kernels
 
     launches = Launches()
-    monkeypatch.setattr(cuda, "copy_pairs", launches)
+    monkeypatch.setattr(kernels, "copy_pairs", launches)
     source = torch.empty(3, blocks, elements, dtype=torch.int8, device="meta")
     cuda.copy(source, source, torch.empty(blocks, 2, dtype=torch.int64, device="meta"))
     launches.assert_allowed()

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tests.ops.batch import Batch, Request, Shape, build, sparse_requests_strategy
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend, examples
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
-from vllm_gaudi_ucm.ops.unified_attention.impl import cpu, cpu_plan
+from vllm_gaudi_ucm.ops.unified_attention.impl import cpu_plan
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SharedGroup, SharedPart, UniquePart
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 REQUESTS = [Request(0, 1), Request(9, 1, prefix=1), Request(5, 1, prefix=1), Request(6, 5, prefix=1), Request(0, 6)]
 
@@ -141,9 +143,10 @@ def test_a_bad_query_breaks_its_own_row_only(implementation: str, bad_row: int) 
 def test_cpu_needs_no_reference_for_finite_garbage(poison: float, loose: bool) -> None:
     """Else the tests of `cpu` would be tests of the reference, and so would its speed."""
     batch = build(REQUESTS, Shape(poison=poison, loose=loose))
+    cpu = ATTENTION.make("cpu")
     plan = cpu.plan(batch.parts, batch.key_cache.shape[1])
     out = torch.full_like(batch.query, math.nan)
-    assert cpu.attend(batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache, plan, batch.scale, out)
+    assert cpu.attend(batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache, plan, batch.spec, out)
     torch.testing.assert_close(out, attend(batch, "reference"))
     assert_matches(batch, "cpu", prepared=True)
 
@@ -218,7 +221,7 @@ def test_arbitrary_ranges_of_every_pair(implementation: str, contiguous: bool) -
     total = weights.sum((-1, -2))[..., None]
     exact = torch.einsum("rhbt,btd->rhd", weights, value_cache[:, :, 0].double())
     expected = torch.where(total == 0, 0.0, exact / total).float()
-    batch = Batch(query, new, new, key_cache, value_cache, spans, parts, 0.25, [None] * rows)
+    batch = Batch(query, new, new, key_cache, value_cache, spans, parts, AttentionSpec(0.25), [None] * rows)
     assert (total == 0).any(), "some row sees nothing"
     torch.testing.assert_close(attend(batch, implementation), expected)
-    assert prepare(parts, block_size, implementation=implementation).implementation == implementation
+    assert prepare(parts, block_size, implementation=implementation).implementation.name == implementation

@@ -162,14 +162,14 @@ def test_products_run_in_the_tensors_own_dtype(dtype: torch.dtype) -> None:
             return func(*args, **(kwargs or {}))
 
     with torch.no_grad(), Products():
-        unified_attention(*tensors, batch.parts, batch.scale, implementation="hpu")
+        unified_attention(*tensors, batch.parts, batch.spec, implementation="hpu")
     assert set(found) == {dtype}
 
 
 def test_operators_do_not_depend_on_data() -> None:
     """covers: B1. Two steps of the same shapes are one graph."""
     first, second = (
-        trace(unified_attention, b.query, b.key, b.value, b.key_cache, b.value_cache, ready, b.scale)
+        trace(unified_attention, b.query, b.key, b.value, b.key_cache, b.value_cache, ready, b.spec)
         for b in (build(MIXED, Shape(seed=seed)) for seed in (1, 2))
         for ready in [prepare(b.parts, 4, implementation="hpu")]
     )

@@ -11,8 +11,8 @@ from tests.ops.batch import Batch, Memory, Request, Shape, build
 from tests.ops.oracle import assert_matches
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
-from vllm_gaudi_ucm.ops.unified_attention.impl import native as implementation
 from vllm_gaudi_ucm.ops.unified_attention.impl import native_jobs, reference
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 pytestmark = pytest.mark.skipif(native() is None, reason=why_not_native())
 
@@ -28,10 +28,10 @@ MIXED = [
 
 
 def attend_natively(batch: Batch) -> tuple[bool, torch.Tensor]:
-    plan = implementation.plan(batch.parts, batch.key_cache.shape[1])
+    plan = ATTENTION.make("native").plan(batch.parts, batch.key_cache.shape[1])
     out = torch.full((*batch.query.shape[:2], batch.value.shape[-1]), math.nan, dtype=batch.query.dtype)
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
-    return implementation.attend(*tensors, plan, batch.scale, out), out
+    return ATTENTION.make("native").attend(*tensors, plan, batch.spec, out), out
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 0.0])
@@ -41,7 +41,7 @@ def test_garbage_is_never_looked_at(
     monkeypatch: pytest.MonkeyPatch, poison: float, dtype: torch.dtype, dim: int, value_dim: int
 ) -> None:
     """covers: A9. The reference is not asked, so the tests of `native` are not tests of the reference."""
-    monkeypatch.setattr(reference, "attend", lambda *_: pytest.fail("the reference was asked"))
+    monkeypatch.setattr(reference.ReferenceAttention, "attend", lambda *_: pytest.fail("the reference was asked"))
     shape = Shape(poison=poison, dtype=dtype, dim=dim, value_dim=value_dim, contiguous=True)
     assert_matches(build(MIXED, shape), "native", prepared=True)
 
@@ -111,7 +111,7 @@ def test_a_block_outside_of_the_cache_is_named() -> None:
     ready = prepare(batch.parts, batch.key_cache.shape[1], implementation="native")
     small = batch.key_cache[:1], batch.value_cache[:1]
     with pytest.raises(IndexError, match="outside of the cache, which has 1 blocks of 4 tokens"):
-        unified_attention(batch.query, batch.key, batch.value, *small, ready, batch.scale)
+        unified_attention(batch.query, batch.key, batch.value, *small, ready, batch.spec)
 
 
 def test_one_plan_serves_layers_of_other_shapes() -> None:
@@ -120,5 +120,5 @@ def test_one_plan_serves_layers_of_other_shapes() -> None:
     ready = prepare(wide.parts, 4, implementation="native")
     for batch in (narrow, wide, narrow):
         tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
-        found = unified_attention(*tensors, ready, batch.scale)
-        torch.testing.assert_close(found, unified_attention(*tensors, batch.parts, batch.scale))
+        found = unified_attention(*tensors, ready, batch.spec)
+        torch.testing.assert_close(found, unified_attention(*tensors, batch.parts, batch.spec))

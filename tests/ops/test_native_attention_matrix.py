@@ -53,7 +53,7 @@ def test_garbage_is_never_looked_at(
     monkeypatch: pytest.MonkeyPatch, poison: float, dtype: torch.dtype, dim: int, value_dim: int
 ) -> None:
     """covers: A9. Every kind of cache, in any of which keys and values split into another number of parts."""
-    monkeypatch.setattr(reference, "attend", lambda *_: pytest.fail("the reference was asked"))
+    monkeypatch.setattr(reference.ReferenceAttention, "attend", lambda *_: pytest.fail("the reference was asked"))
     shape = replace(WIDE, poison=poison, dtype=dtype, dim=dim, value_dim=value_dim, contiguous=True)
     assert_matches(build(MIXED, shape), "native", prepared=True)
 
@@ -143,7 +143,7 @@ def test_a_maximum_that_rises_or_falls_by_far(rising: bool) -> None:
     batch = build([Request(300, 40)], replace(WIDE, block_size=16))
     keys = torch.linspace(-150, 150, 300) if rising else torch.linspace(150, -150, 300)
     batch.query[:] = 0.0
-    batch.query[..., 0] = 1 / batch.scale
+    batch.query[..., 0] = 1 / batch.spec.scale
     for position, score in enumerate(keys):
         block = batch.tables[0][position // 16]
         batch.key_cache[block, position % 16, :, 0] = score

@@ -13,7 +13,9 @@ import torch
 
 from vllm_gaudi_ucm.ops.native import build, library
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, UniquePart
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 PARTS = AttentionParts(unique=UniquePart(torch.tensor([1]), torch.tensor([0]), torch.tensor([0]), torch.tensor([2]), 1))
@@ -164,11 +166,12 @@ def test_without_kernels_auto_is_torch_and_native_is_refused(monkeypatch: pytest
     monkeypatch.setattr(library, "_outcome", None)
     monkeypatch.setattr(library, "build", _no_build)
     assert library.why_not_native() == "no compiler in this test"
-    ready = prepare(PARTS, 2)
-    assert ready.implementation == "cpu"
-    assert torch.equal(_attend(ready), expected)
-    with pytest.raises(ValueError, match=r"'native' cannot be used here \(no compiler in this test\)"):
-        prepare(PARTS, 2, implementation="native")
+    with ATTENTION.scope():
+        ready = prepare(PARTS, 2)
+        assert ready.implementation.name == "cpu"
+        assert torch.equal(_attend(ready), expected)
+        with pytest.raises(ValueError, match=r"'native' cannot be used here \(no compiler in this test\)"):
+            prepare(PARTS, 2, implementation="native")
 
 
 def test_threads_that_ask_at_once_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,4 +195,4 @@ def _attend(parts: object) -> torch.Tensor:
     query = torch.randn(1, 2, 16, generator=generator)
     cache = torch.randn(3, 2, 1, 16, generator=generator)
     new = cache[1, 1:2]
-    return unified_attention(query, new, new, cache, cache, parts, 0.25)  # type: ignore[arg-type]
+    return unified_attention(query, new, new, cache, cache, parts, AttentionSpec(0.25))  # type: ignore[arg-type]

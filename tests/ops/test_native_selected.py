@@ -16,15 +16,15 @@ from tests.ops.test_selected_part import MIXED
 from tests.ops.test_unified_attention import COMMON, shapes
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
-from vllm_gaudi_ucm.ops.unified_attention.impl import cpu, native_jobs, reference
-from vllm_gaudi_ucm.ops.unified_attention.impl import native as implementation
+from vllm_gaudi_ucm.ops.unified_attention.impl import native_jobs, reference
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 pytestmark = pytest.mark.skipif(native() is None, reason=why_not_native())
 
 
 @pytest.fixture
 def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "attend", lambda *_: pytest.fail("the reference was asked"))
+    monkeypatch.setattr(reference.ReferenceAttention, "attend", lambda *_: pytest.fail("the reference was asked"))
 
 
 @given(requests=sparse_requests_strategy(block_size=4), shape=shapes())
@@ -77,7 +77,7 @@ def test_every_layer_brings_its_blocks_to_one_plan() -> None:
     for batch in (*layers, layers[0]):
         own = None if batch is layers[0] else blocks_at(batch, first.spans, first.hi)
         tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
-        found = unified_attention(*tensors, ready, batch.scale, selected_blocks=own)
+        found = unified_attention(*tensors, ready, batch.spec, selected_blocks=own)
         torch.testing.assert_close(found, attend(batch, "native"))
 
 
@@ -128,13 +128,15 @@ def test_what_is_chosen_and_not_finite_is_reported() -> None:
     batch = build([Request(31, 1, chosen=frozenset({3}))], Shape())
     batch.value_cache[batch.tables[0][3], 2] = math.nan
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
-    plan = implementation.plan(batch.parts, 4)
-    assert not implementation.attend(*tensors, plan, batch.scale, torch.empty_like(batch.query))
+    plan = ATTENTION.make("native").plan(batch.parts, 4)
+    assert not ATTENTION.make("native").attend(*tensors, plan, batch.spec, torch.empty_like(batch.query))
     assert attend(batch, "native")[0].isnan().all()
 
 
 def test_without_kernels_the_reference_is_asked() -> None:
     batch = build(MIXED, Shape(poison=0.0))
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
-    assert not cpu.attend(*tensors, cpu.plan(batch.parts, 4), batch.scale, torch.empty_like(batch.query))
+    assert not ATTENTION.make("cpu").attend(
+        *tensors, ATTENTION.make("cpu").plan(batch.parts, 4), batch.spec, torch.empty_like(batch.query)
+    )
     assert_matches(batch, "cpu")

@@ -19,6 +19,7 @@ from tests.ops.test_unified_attention import COMMON, shapes
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.impl import reference
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 
 def _set(*indices: int) -> frozenset[int]:
@@ -150,7 +151,7 @@ def test_a_layer_gives_its_own_blocks() -> None:
 def test_a_step_of_selected_blocks_only() -> None:
     batch = build([Request(15, 1, chosen=frozenset(range(4)))], Shape())
     assert batch.parts[:3] == (None, None, None)
-    assert prepare(batch.parts, 4, implementation="reference").plan is None
+    assert prepare(batch.parts, 4, implementation="reference").plan is batch.parts
     assert_matches(batch, "reference", prepared=True)
 
 
@@ -173,7 +174,7 @@ def test_cost_follows_the_chosen_blocks() -> None:
         blocks, blocks % 2, torch.full_like(blocks, 4), torch.tensor([3, 20]), torch.tensor([3, 1]), max_rows=3
     )
     with FlopCounterMode(display=False) as counter:
-        reference.selected(query, cache, cache, part, 0.25, blocks)
+        reference.selected(query, cache, cache, part, AttentionSpec(0.25), blocks)
     assert counter.get_total_flops() == 10 * 4 * 3 * (2 * 4 * 16 * 2 + 2 * 2)
 
 
@@ -182,7 +183,7 @@ def test_traces_as_one_graph() -> None:
     batch = build(MIXED, Shape())
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
     compiled = torch.compile(unified_attention, backend="eager", fullgraph=True)
-    out = compiled(*tensors, batch.parts, batch.scale, selected_blocks=batch.parts.selected.blocks)  # type: ignore[union-attr]
+    out = compiled(*tensors, batch.parts, batch.spec, selected_blocks=batch.parts.selected.blocks)  # type: ignore[union-attr]
     torch.testing.assert_close(out, attend(batch, "reference"))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.ops.batch import Batch, Memory, Request, Shape, build, requests_strategy
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend, examples
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 COMMON = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 # Each line is a way of laying out a step that was wrong somewhere once.
@@ -99,7 +100,7 @@ def test_fp16_whose_scores_overflow_fp16(implementation: str) -> None:
     wide = build(MIXED, Shape(poison=0.0))
     for name in ("query", "key", "value", "key_cache", "value_cache"):
         getattr(wide, name).copy_(getattr(batch, name))
-    batch.scale = wide.scale = 1000.0
+    batch.spec = wide.spec = AttentionSpec(1000.0)
     expected = attend(wide, "reference")
     assert torch.isfinite(expected).all()
     torch.testing.assert_close(attend(batch, implementation).float(), expected, atol=2e-3, rtol=2e-3)

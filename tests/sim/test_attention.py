@@ -125,7 +125,7 @@ def test_tiles_are_one_graph_of_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     batch = build([Request(9, 1, prefix=2), *[Request(0, 6)] * 5], Shape(pads=5, poison=1e4))
     parts = prepare(in_tiles(batch), batch.key_cache.shape[1], implementation="hpu")
     compiled = torch.compile(unified_attention, backend="eager", fullgraph=True)
-    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache, parts, batch.scale)
+    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache, parts, batch.spec)
     torch.testing.assert_close(compiled(*tensors), unified_attention(*tensors))
 
 
@@ -170,7 +170,7 @@ def test_inside_a_captured_graph(
     parts = on_card(batch.parts)
 
     def run(*tensors: Tensor) -> Tensor:
-        return unified_attention(*tensors, parts, batch.scale, implementation="hpu")  # type: ignore[arg-type]
+        return unified_attention(*tensors, parts, batch.spec, implementation="hpu")  # type: ignore[arg-type]
 
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
     inputs = [tensor.to("hpu") for tensor in tensors]

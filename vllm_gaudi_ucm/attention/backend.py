@@ -13,6 +13,7 @@ import torch
 from vllm_gaudi_ucm.kv_cache.allocation import split_key_value
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.attention import (
     AttentionBackend,
@@ -122,7 +123,8 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
                 raise UnsupportedFeatureError(feature, "an attention layer of the model")
         self.num_heads = num_heads
         self.head_size = head_size
-        self.scale = float(scale)
+        self.scale = float(scale)  # vLLM's name
+        self.spec = AttentionSpec(self.scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         # place among the model's attention layers; the runner sets it
@@ -152,7 +154,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         write_kv(key, value, key_cache, value_cache, attn_metadata.slots)
         sparse, parts = attn_metadata.sparse, attn_metadata.parts
         if sparse is None:
-            return unified_attention(query, key, value, key_cache, value_cache, parts, self.scale, out=output)
+            return unified_attention(query, key, value, key_cache, value_cache, parts, self.spec, out=output)
         index = self.layer_index
         if attn_metadata.selector is not None:
             attn_metadata.selector.attention_begin(index, query, attn_metadata)
@@ -163,7 +165,7 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
             if chosen is None and selection.dense_parts is not None:
                 parts = selection.dense_parts
         found = unified_attention(
-            query, key, value, key_cache, value_cache, parts, self.scale, out=place, selected_blocks=chosen
+            query, key, value, key_cache, value_cache, parts, self.spec, out=place, selected_blocks=chosen
         )
         finished = sparse.attention_finished(index, found)
         # vLLM's layer reads what it gave

@@ -22,6 +22,8 @@ from pydantic.fields import FieldInfo
 
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.options.errors import (
     WORDS,
     Problem,
@@ -78,7 +80,7 @@ ROOT = "ucm"
 class AttentionConfig(Section):
     """How Unified Attention computes its three parts."""
 
-    implementation: Literal["auto", "reference", "cpu", "native", "hpu", "cuda"] = Field(
+    implementation: Annotated[str, NameOf(ATTENTION, AUTO)] = Field(
         default="auto",
         description="Kernels to use. `auto` takes the fastest for the device; `reference` defines the semantics and "
         "runs everywhere, slower; `cpu` is torch on a CPU, `native` C++ there, built with the machine's compiler; "

@@ -84,7 +84,7 @@ def step_metadata(
         if sparse is not None and sparse.has_dense_layers:
             whole = parts._replace(selected=selection.candidates_part(block_size))
             dense_parts = prepare(whole, block_size, implementation=implementation)
-        choices = LayerSelection(selection, dense_parts, reused, at_once=prepared.implementation == "native")
+        choices = LayerSelection(selection, dense_parts, reused, at_once=prepared.implementation.name == "native")
     if sparse is None:
         return UnifiedAttentionMetadata(slots, prepared, summary_blocks=summary_blocks, selection=choices)
     return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices, sparse.selector)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
+
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, UcmConfig
 
@@ -23,9 +26,6 @@ def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) 
     Raises:
         ValueError: the device has no such graphs, or an option contradicts static shapes.
     """
-    # late: it imports torch
-    from vllm_gaudi_ucm.ops.unified_attention.api import STATIC_IMPLEMENTATIONS
-
     mode = config.graphs.mode
     if mode == "auto":
         kind = _automatic(device, lazy, enforce_eager)
@@ -33,17 +33,24 @@ def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) 
         kind = _captured(device, lazy)
     else:
         kind = mode
-    if kind != "off" and config.attention.implementation not in ("auto", *STATIC_IMPLEMENTATIONS):
+    if kind != "off" and config.attention.implementation != AUTO:
+        _check_named(config.attention.implementation, kind, mode)
+    return kind
+
+
+def _check_named(name: str, kind: GraphKind, mode: str) -> None:
+    """Raises ValueError for an implementation of attention that these graphs exclude."""
+    implementation = ATTENTION.make(name)
+    if not implementation.capturable:
         raise ValueError(
-            f"ucm.attention.implementation: {config.attention.implementation!r} reads a step's shape on the host, "
+            f"ucm.attention.implementation: {name!r} reads a step's shape on the host, "
             f"which ucm.graphs.mode {mode!r} excludes; set the implementation to 'auto', or the mode to 'off'"
         )
-    if kind == "compile" and config.attention.implementation == "cuda":
+    if kind == "compile" and not implementation.traceable:
         raise ValueError(
-            "ucm.attention.implementation: 'cuda' launches kernels of its own, which ucm.graphs.mode 'compile' cannot "
-            "trace; set the implementation to 'auto', or the mode to 'capture'"
+            f"ucm.attention.implementation: {name!r} launches kernels of its own, which ucm.graphs.mode 'compile' "
+            "cannot trace; set the implementation to 'auto', or the mode to 'capture'"
         )
-    return kind
 
 
 def _automatic(device: str, lazy: bool, enforce_eager: bool) -> GraphKind:

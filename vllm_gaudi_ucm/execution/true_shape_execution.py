@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.native.call_graph.call_graph import CpuGraph, capture
 from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
-from vllm_gaudi_ucm.ops.unified_attention.impl.native import Plan, RecordedPlan
+from vllm_gaudi_ucm.ops.unified_attention.impl.native import NativePlan, RecordedPlan
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class NativeGraphs:
     def hidden(self, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
         """[rows, hidden size], valid until the next call; writes the step's K/V."""
         rows, parts = len(step.token_ids), metadata.parts
-        if rows > MOST_ROWS or metadata.sparse is not None or parts.implementation != "native":
+        if rows > MOST_ROWS or metadata.sparse is not None or parts.implementation.name != "native":
             return self._run(step, metadata)
         graph = self._graphs.get(rows)
         if graph is None:
@@ -202,7 +202,7 @@ class NativeGraphs:
             logger.info("Steps of %d rows run the ordinary way, and maybe others: %s", rows, reason)
         self._refused.add(rows)
 
-    def _replay(self, graph: _Graph, step: StepInputs, plan: Plan) -> bool:
+    def _replay(self, graph: _Graph, step: StepInputs, plan: NativePlan) -> bool:
         self._fill(step)
         graph.plan.bind(plan)
         return graph.graph.replay()

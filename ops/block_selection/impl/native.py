@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, query_features
-from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation
+from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST_HEAD = 512  # of summaries in half precision, which are converted in a buffer of this size
@@ -106,6 +107,33 @@ def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int
             f"choose_blocks: a place is outside of 0 to {num_spans * width}, of {num_spans} x {width} blocks"
         )
     return out
+
+
+class NativeBlockSelection(BlockSelectionImplementation):
+    """C++ kernels, on a CPU where they can be built."""
+
+    devices = frozenset({"cpu"})
+    priority = 20
+
+    def unavailable(self, device: str) -> str | None:
+        return super().unavailable(device) or why_not_native() or None
+
+    def scores(
+        self,
+        query: Tensor,
+        summaries: Tensor,
+        blocks: Tensor,
+        spans: Tensor,
+        first_rows: Tensor,
+        num_rows: Tensor,
+        max_rows: int,
+        scale: float,
+        kind: SummaryKind,
+    ) -> Tensor | None:
+        return scores(query, summaries, blocks, spans, first_rows, num_rows, scale, kind)
+
+    def choose(self, scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor | None:
+        return choose(scores, places, num_spans, width, most)
 
 
 class Candidates(NamedTuple):

@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import (
     query_features,
     summarise,
 )
+from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum_
 
 NEG_INF = float("-inf")
@@ -26,6 +27,27 @@ REUSE, CHECK = 1, 2
 FEW_SPANS = 32
 # Elements of the largest intermediate tensor: memory is bounded however many candidates there are.
 TILE = 1 << 24
+
+
+class ReferenceBlockSelection(BlockSelectionImplementation):
+    """Any tensors, on any device."""
+
+    def scores(
+        self,
+        query: Tensor,
+        summaries: Tensor,
+        blocks: Tensor,
+        spans: Tensor,
+        first_rows: Tensor,
+        num_rows: Tensor,
+        max_rows: int,
+        scale: float,
+        kind: SummaryKind,
+    ) -> Tensor:
+        return scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
+
+    def choose(self, scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor:
+        return choose(scores, places, num_spans, width, most)
 
 
 def write(key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind) -> None:

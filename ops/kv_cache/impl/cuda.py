@@ -1,16 +1,50 @@
-"""KV-cache operations on CUDA in Triton, each one launch; nothing is read on the host."""
+"""KV-cache operations on CUDA in Triton, each one launch; nothing is read on the host.
+
+Kernels are imported where they are launched: triton is not everywhere.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.kv_cache.impl.triton.blocks import copy_pairs, write_rows
+from vllm_gaudi_ucm.ops.kv_cache.impl.reference import stacked
+from vllm_gaudi_ucm.ops.kv_cache.implementation import KvCacheImplementation
+from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 ROW_PIECE = 1024  # elements of a row that a program copies at once
 BLOCK_PIECE = 4096  # elements of a block that one program copies
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class CudaKvCache(KvCacheImplementation):
+    """Triton kernels, on a GPU."""
+
+    devices = frozenset({"cuda"})
+    priority = 20
+
+    def unavailable(self, device: str) -> str | None:
+        return why_not_triton(device)
+
+    def write(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> bool:
+        covered = can_write(key, value, key_cache, value_cache)
+        if covered:
+            write(key, value, key_cache, value_cache, slots)
+        return covered
+
+    def swap(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool) -> bool:
+        """Covers copies within one GPU, of layers that lie evenly spaced."""
+        device = sources[0].device
+        if device != targets[0].device:
+            return False
+        source, target = stacked(sources), stacked(targets)
+        if source is None or target is None or not can_copy(source, target):
+            return False
+        copy(source, target, pairs.to(device))
+        return True
 
 
 def can_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
@@ -21,12 +55,14 @@ def can_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
 
 def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Writes validated tensors for which `can_write` holds; a row whose slot is outside of the cache is not written."""
+    from vllm_gaudi_ucm.ops.kv_cache.impl.triton import blocks as kernels
+
     rows, heads, dim = key.shape
     if not rows:
         return
     blocks, block_size = key_cache.shape[:2]
     largest = heads * max(dim, value.shape[2])
-    write_rows[(rows,)](
+    kernels.write_rows[(rows,)](
         key,
         value,
         key_cache,
@@ -59,10 +95,12 @@ def can_copy(source: Tensor, target: Tensor) -> bool:
 
 def copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copies blocks of stacks for which `can_copy` holds; pairs: int64 [n, 2] on the device (source, target)."""
+    from vllm_gaudi_ucm.ops.kv_cache.impl.triton import blocks as kernels
+
     word = _WORDS[source.element_size()]
     size = source[0, 0].numel()
     pieces = -(-size // BLOCK_PIECE)
-    copy_pairs[(pairs.shape[0] * pieces, source.shape[0])](
+    kernels.copy_pairs[(pairs.shape[0] * pieces, source.shape[0])](
         source.view(word) if source.dtype != word else source,
         target.view(word) if target.dtype != word else target,
         pairs,

@@ -8,7 +8,30 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.kv_cache.implementation import KvCacheImplementation
+from vllm_gaudi_ucm.ops.native.library import native, why_not_native
+
+
+class NativeKvCache(KvCacheImplementation):
+    """C++ kernels, on a CPU where they can be built."""
+
+    devices = frozenset({"cpu"})
+    priority = 20
+
+    def unavailable(self, device: str) -> str | None:
+        return super().unavailable(device) or why_not_native() or None
+
+    def write(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> bool:
+        covered = can_write(key, value, key_cache, value_cache, slots)
+        if covered:
+            write(key, value, key_cache, value_cache, slots)
+        return covered
+
+    def swap(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool) -> bool:
+        covered = can_swap(sources, targets)
+        if covered:
+            swap(sources, targets, pairs)
+        return covered
 
 
 def can_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> bool:

@@ -7,6 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.kv_cache.implementation import KvCacheImplementation
+
+
+class ReferenceKvCache(KvCacheImplementation):
+    """Any tensors, on any device."""
+
+    def write(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> bool:
+        write(key, key_cache, slots)
+        write(value, value_cache, slots)
+        return True
+
+    def swap(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool) -> bool:
+        swap(sources, targets, pairs, non_blocking)
+        return True
+
 
 def write(tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Writes tokens [rows, kv_heads, dim] to cache [blocks, block_size, kv_heads, dim] at slots [rows]."""

@@ -14,9 +14,10 @@ import math
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cpu_plan import BlockCall, CausalCall, Plan, Rows, plan
-
-__all__ = ["attend", "plan"]
+from vllm_gaudi_ucm.ops.unified_attention.impl.cpu_plan import BlockCall, CausalCall, CpuPlan, RowIndex, make_plan
+from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -24,44 +25,53 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 FOLD_ROWS = 16
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    plan: Plan,
-    scale: float,
-    out: Tensor,
-    selected_blocks: Tensor | None = None,
-) -> bool:
-    """Writes the attention of one layer to `out`; False if only the reference is exact for these tensors.
+class CpuAttention(AttentionImplementation):
+    """torch's flash kernel, on a CPU."""
 
-    It is so for a selected part: its blocks differ from layer to layer, and the calls are formed once per step.
-    """
-    if plan.selected:
-        return False
-    if value.shape[-1] != query.shape[-1] or any(
-        tensor.stride(-1) != 1 for tensor in (query, key, value, key_cache, value_cache)
-    ):
-        return False  # the kernel knows one head size, and no stride inside a head
-    rows, heads, _ = query.shape
-    result = out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
-    lse = query.new_full((rows, heads), -math.inf, dtype=torch.float32) if plan.merges else None
-    if plan.fresh_rows < rows:
-        result.zero_()
-    query = query.float()
-    if plan.causal:
-        key, value = key.float(), value.float()
-    for call in plan.causal:
-        _run_causal(query, key, value, call, scale, result, lse)
-    for cached in plan.cached:
-        _run_cached(query, key_cache, value_cache, cached, scale, result, lse, plan.scratch)
-    if not math.isfinite(result.sum().item()):
-        return False
-    if result is not out:
-        out.copy_(result)
-    return True
+    devices = frozenset({"cpu"})
+    priority = 10
+    capturable = False
+    traceable = False
+
+    def plan(self, parts: AttentionParts, block_size: int) -> CpuPlan:
+        return make_plan(parts, block_size)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: CpuPlan,
+        spec: AttentionSpec,
+        out: Tensor,
+        selected_blocks: Tensor | None = None,
+    ) -> bool:
+        """False for a selected part, too: its blocks differ by layer, and the calls are formed once per step."""
+        if plan.selected:
+            return False
+        if value.shape[-1] != query.shape[-1] or any(
+            tensor.stride(-1) != 1 for tensor in (query, key, value, key_cache, value_cache)
+        ):
+            return False  # the kernel knows one head size, and no stride inside a head
+        rows, heads, _ = query.shape
+        result = out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
+        lse = query.new_full((rows, heads), -math.inf, dtype=torch.float32) if plan.merges else None
+        if plan.fresh_rows < rows:
+            result.zero_()
+        query = query.float()
+        if plan.causal:
+            key, value = key.float(), value.float()
+        for call in plan.causal:
+            _run_causal(query, key, value, call, spec.scale, result, lse)
+        for cached in plan.cached:
+            _run_cached(query, key_cache, value_cache, cached, spec.scale, result, lse, plan.scratch)
+        if not math.isfinite(result.sum().item()):
+            return False
+        if result is not out:
+            out.copy_(result)
+        return True
 
 
 def _run_causal(
@@ -109,7 +119,7 @@ def _run_cached(
         _merge(result, lse, call.rows, out, out_lse)
 
 
-def _merge(result: Tensor, lse: Tensor, rows: Rows, out: Tensor, out_lse: Tensor) -> None:
+def _merge(result: Tensor, lse: Tensor, rows: RowIndex, out: Tensor, out_lse: Tensor) -> None:
     before = lse[rows]
     after = torch.logaddexp(before, out_lse)
     kept = result[rows] * torch.exp(before - after)[..., None]

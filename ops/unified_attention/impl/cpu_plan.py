@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, SharedGroup, SharedPart, UniquePart
 
-Rows = slice | Tensor
+RowIndex = slice | Tensor
 
 
 class CausalCall(NamedTuple):
@@ -34,7 +34,7 @@ class BlockCall(NamedTuple):
     fresh: no earlier call of the plan has written any of these rows.
     """
 
-    rows: Rows
+    rows: RowIndex
     items: int
     rows_per_item: int
     blocks: Tensor | slice
@@ -43,7 +43,7 @@ class BlockCall(NamedTuple):
     fresh: bool
 
 
-class Plan(NamedTuple):
+class CpuPlan(NamedTuple):
     """The calls of a layer; `fresh_rows` are written by a call that need not look at what is there.
 
     merges: some row is written by more than one call, so log-sum-exps are kept.
@@ -67,7 +67,7 @@ def range_bias(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, -math.inf).flatten(1)
 
 
-def as_run(ids: Tensor) -> Rows:
+def as_run(ids: Tensor) -> RowIndex:
     """Consecutive rows or blocks as a slice, which is read and written without a copy."""
     first, count = int(ids[0]), ids.shape[0]
     return slice(first, first + count) if torch.equal(ids, torch.arange(first, first + count)) else ids
@@ -192,7 +192,7 @@ CALL_TOKENS = 2048  # gathered per call; more, and the copies fall out of cache 
 SHORT = 16
 
 
-def plan(parts: AttentionParts, block_size: int) -> Plan:
+def make_plan(parts: AttentionParts, block_size: int) -> CpuPlan:
     """Turns the parts of a step into calls; reads them on the host."""
     causal = _causal_calls(parts.causal) if parts.causal is not None else ()
     items: list[Item] = []
@@ -279,7 +279,7 @@ def _block_call(batch: list[Item], entries: Entries, block_size: int) -> BlockCa
     )
 
 
-def _mark_fresh(causal: tuple[CausalCall, ...], calls: list[BlockCall]) -> Plan:
+def _mark_fresh(causal: tuple[CausalCall, ...], calls: list[BlockCall]) -> CpuPlan:
     written = {row for call in causal for row in range(call.first, call.first + call.squares * call.length)}
     fresh = len(written)
     marked = []
@@ -291,4 +291,4 @@ def _mark_fresh(causal: tuple[CausalCall, ...], calls: list[BlockCall]) -> Plan:
         written |= mine
         marked.append(call._replace(fresh=is_fresh))
     merges = any(not call.fresh for call in marked)
-    return Plan(causal, tuple(marked), fresh, merges, {})
+    return CpuPlan(causal, tuple(marked), fresh, merges, {})

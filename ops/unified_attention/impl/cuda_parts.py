@@ -10,9 +10,9 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, follows, lists_size, power_of_two, starts_early
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
+    CudaPlan,
     Found,
     Lists,
-    Plan,
     Tiles,
     Work,
     causal_tile,
@@ -40,10 +40,10 @@ Sums = tuple[Tensor, Tensor, Tensor]
 LOOKED_AT = 64  # pairs of a tile and a head that a program of the repair looks at
 
 
-def causal(layer: Layer, plan: Plan, starts: Tensor, others: Sequence[Found]) -> Work:
+def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found]) -> Work:
     """New tokens among themselves: finished in `out`, or to scratch for rows that also have cached blocks.
 
-    starts: int32 [rows], see Plan. others: where the other parts of the step leave what they find.
+    starts: int32 [rows], see CudaPlan. others: where the other parts of the step leave what they find.
     """
     tile = causal_tile(layer)
     tiles = -(-layer.rows // tile.block_m)
@@ -81,7 +81,7 @@ def causal(layer: Layer, plan: Plan, starts: Tensor, others: Sequence[Found]) ->
     return Work(launch, None)
 
 
-def saved_sums(layer: Layer, plan: Plan, others: Sequence[Found]) -> Sums | None:
+def saved_sums(layer: Layer, plan: CudaPlan, others: Sequence[Found]) -> Sums | None:
     """Where the sums of rows with cached blocks are left: acc, top, total. None if such rows cannot be.
 
     Unique blocks are of single rows, which take no part here.
@@ -109,7 +109,7 @@ def _bounds(starts: Tensor, block_m: int) -> Tensor:
 COLUMNS = 128  # shared blocks that a program looks at in one step
 
 
-def shared(layer: Layer, plan: Plan, part: SharedPart, beside: bool) -> Work:
+def shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> Work:
     """Tiles of rows with the shared blocks that they use. beside: the step has other parts that read the cache."""
     tile = shared_tile(layer)
     rows_per_tile = tile.block_m // layer.group
@@ -198,7 +198,7 @@ MANY_SPANS = 64
 FINAL_TOKENS = 256
 
 
-def unique(layer: Layer, plan: Plan, lists: Lists, beside: bool, alone: bool) -> Work:
+def unique(layer: Layer, plan: CudaPlan, lists: Lists, beside: bool, alone: bool) -> Work:
     """The single rows with the blocks that only they use. beside: it leaves room for the shared part.
 
     alone: the step has no other part; then a few tokens go straight to the result.
@@ -209,7 +209,7 @@ def unique(layer: Layer, plan: Plan, lists: Lists, beside: bool, alone: bool) ->
     return _spans(layer, plan, "unique", place, lists, lists.blocks, 1, (None, None), beside)
 
 
-def _finished(layer: Layer, plan: Plan, lists: Lists) -> Work:
+def _finished(layer: Layer, plan: CudaPlan, lists: Lists) -> Work:
     """All rows, each with all of its blocks at once."""
     sizes = {**layer.sizes(), **spans_tile(layer, 1).sizes(), "BLOCK_SIZE": plan.block_size}
 
@@ -223,7 +223,7 @@ def _finished(layer: Layer, plan: Plan, lists: Lists) -> Work:
     return Work(launch, None)
 
 
-def selected(layer: Layer, plan: Plan, part: SelectedPart, lists: Lists, blocks: Tensor | None) -> Work:
+def selected(layer: Layer, plan: CudaPlan, part: SelectedPart, lists: Lists, blocks: Tensor | None) -> Work:
     """The rows of each span with the blocks that were chosen for it; blocks: int64 [selected], the layer's own."""
     chosen = lists.blocks if blocks is None else blocks[lists.order]
     place = plan.kept(("selected place", layer.rows), lambda: selected_place(part, layer.rows))
@@ -232,7 +232,7 @@ def selected(layer: Layer, plan: Plan, part: SelectedPart, lists: Lists, blocks:
 
 def _spans(
     layer: Layer,
-    plan: Plan,
+    plan: CudaPlan,
     part: str,
     place: Tensor,
     lists: Lists,
@@ -269,7 +269,7 @@ def _spans(
 FEW_ROWS, OF_FEW, OF_MANY = 16, (1, 32), (4, 8)
 
 
-def merge(layer: Layer, plan: Plan, found: Sequence[Found], alone: bool) -> None:
+def merge(layer: Layer, plan: CudaPlan, found: Sequence[Found], alone: bool) -> None:
     """Adds up what has been found of each row; rows that have a causal part alone are finished already.
 
     alone: the step has one part, whose kernel is the last one on this stream.

@@ -68,7 +68,7 @@ class Tiles(NamedTuple):
 
 
 @dataclass
-class Plan:
+class CudaPlan:
     """Of one step; one layer at a time may use it, for `scratch` is kept from layer to layer.
 
     starts: int32 [rows] first row that a row sees in the causal part, beyond the row itself where it takes no part.
@@ -90,9 +90,9 @@ class Plan:
         return cast(T, self.derived[key])
 
 
-def make_plan(parts: AttentionParts, block_size: int) -> Plan:
+def make_plan(parts: AttentionParts, block_size: int) -> CudaPlan:
     """Sorts the entries of the parts; queues device work only."""
-    return Plan(
+    return CudaPlan(
         parts,
         block_size,
         None if parts.causal is None else _starts(parts.causal.groups),
@@ -231,7 +231,9 @@ class Work(NamedTuple):
     found: Found | None
 
 
-def room_for(layer: Layer, plan: Plan, part: str, place: Tensor, offsets: Tensor, programs: int, rows: int) -> Found:
+def room_for(
+    layer: Layer, plan: CudaPlan, part: str, place: Tensor, offsets: Tensor, programs: int, rows: int
+) -> Found:
     """Scratch for a part whose lists have `rows` rows each."""
     size = (programs + offsets.shape[0] - 1) * rows * layer.heads
     acc = scratch(layer, plan, f"{part} acc", size * layer.value_dim)
@@ -239,7 +241,7 @@ def room_for(layer: Layer, plan: Plan, part: str, place: Tensor, offsets: Tensor
     return Found(part, place, acc, top, total, offsets, programs, rows)
 
 
-def scratch(layer: Layer, plan: Plan, name: str, size: int) -> Tensor:
+def scratch(layer: Layer, plan: CudaPlan, name: str, size: int) -> Tensor:
     """fp32, at least `size` elements of any contents, kept from layer to layer."""
     kept = plan.scratch.get(name)
     if kept is None or kept.numel() < size:

@@ -22,6 +22,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_causal import (
     gather,
 )
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import Scaling
+from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     NEG_INF,
     AttentionParts,
@@ -30,49 +31,53 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     Partial,
     combine,
 )
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 
-def plan(parts: AttentionParts, block_size: int) -> AttentionParts:
-    """Nothing is derived from the parts: their tensors are data of a captured graph."""
-    return parts
+class HpuAttention(AttentionImplementation):
+    """Made for Gaudi; by name on any device."""
 
+    devices = frozenset({"hpu"})
+    priority = 20
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    parts: AttentionParts,
-    scale: float,
-    out: Tensor,
-    selected_blocks: Tensor | None = None,
-) -> bool:
-    """Writes the attention of the step to `out` [rows, heads, value_dim]; True: it always can.
+    def unavailable(self, device: str) -> str | None:
+        return None
 
-    selected_blocks: int64 [selected], or None for those of the selected part.
-    """
-    scaling = Scaling.of(query, key_cache, scale)
-    cached = None
-    if parts.unique is not None:
-        cached = unique(query, key_cache, value_cache, parts.unique, scaling)
-    if parts.shared is not None:
-        cached = _add(cached, shared(query, key_cache, value_cache, parts.shared, scaling))
-    if parts.selected is not None:
-        blocks = parts.selected.blocks if selected_blocks is None else selected_blocks
-        cached = _add(cached, selected(query, key_cache, value_cache, parts.selected, scaling, blocks))
-    fused = hpu_kernels.FUSED_SDPA
-    if fused is not None and parts.causal is not None and cached is None and query.dtype == torch.bfloat16:
-        fused_causal(query, key, value, parts.causal, scale, out, fused)
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: AttentionParts,
+        spec: AttentionSpec,
+        out: Tensor,
+        selected_blocks: Tensor | None = None,
+    ) -> bool:
+        """Always True: no tensors need the reference."""
+        parts = plan
+        scaling = Scaling.of(query, key_cache, spec.scale)
+        cached = None
+        if parts.unique is not None:
+            cached = unique(query, key_cache, value_cache, parts.unique, scaling)
+        if parts.shared is not None:
+            cached = _add(cached, shared(query, key_cache, value_cache, parts.shared, scaling))
+        if parts.selected is not None:
+            blocks = parts.selected.blocks if selected_blocks is None else selected_blocks
+            cached = _add(cached, selected(query, key_cache, value_cache, parts.selected, scaling, blocks))
+        fused = hpu_kernels.FUSED_SDPA
+        if fused is not None and parts.causal is not None and cached is None and query.dtype == torch.bfloat16:
+            fused_causal(query, key, value, parts.causal, spec.scale, out, fused)
+            return True
+        if parts.causal is None:
+            _write(out, Rows(0, 1, 0, 0, out.shape[0]), None, cached)
+            return True
+        if parts.causal.tiles is not None:
+            _write_tiles(query, key, value, parts.causal.groups, parts.causal.tiles, scaling, cached, out)
+            return True
+        _write_causal(query, key, value, parts.causal, scaling, cached, out)
         return True
-    if parts.causal is None:
-        _write(out, Rows(0, 1, 0, 0, out.shape[0]), None, cached)
-        return True
-    if parts.causal.tiles is not None:
-        _write_tiles(query, key, value, parts.causal.groups, parts.causal.tiles, scaling, cached, out)
-        return True
-    _write_causal(query, key, value, parts.causal, scaling, cached, out)
-    return True
 
 
 def _write_causal(

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native.library import native
+from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import Jobs, make_jobs
+from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 _CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST_HEAD = 512  # of caches in half precision, which are converted in a buffer of this size
@@ -57,7 +59,7 @@ class _Tensors(ctypes.Structure):
 
 
 @dataclass
-class Plan:
+class NativePlan:
     """A step's jobs and what its layers share. One layer at a time may use it: partial results are kept in it.
 
     selected: int64, the blocks of the selected part, where a layer brings none of its own; empty without such a part.
@@ -71,64 +73,74 @@ class Plan:
     tensors: _Tensors = field(default_factory=_Tensors)
 
 
-def plan(parts: AttentionParts, block_size: int) -> Plan:
-    """Turns the parts of a step into jobs; reads them on the host."""
-    jobs = make_jobs(parts, block_size)
-    struct = _Plan(
-        _address(jobs.jobs),
-        len(jobs.jobs),
-        _address(jobs.rows),
-        _address(jobs.spans),
-        _address(jobs.merges),
-        len(jobs.merges),
-    )
-    selected = torch.empty(0, dtype=torch.int64) if parts.selected is None else parts.selected.blocks.contiguous()
-    return Plan(jobs, struct, selected)
+class NativeAttention(AttentionImplementation):
+    """C++ kernels, on a CPU where they can be built."""
 
+    devices = frozenset({"cpu"})
+    priority = 20
+    capturable = False
+    traceable = False
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    plan: Plan,
-    scale: float,
-    out: Tensor,
-    selected_blocks: Tensor | None = None,
-) -> bool:
-    """Writes the attention of one layer to `out`; False if only the reference is exact for these tensors.
+    def unavailable(self, device: str) -> str | None:
+        return super().unavailable(device) or why_not_native() or None
 
-    selected_blocks: int64 [selected], the layer's blocks of the selected part in place of the plan's.
-    Raises IndexError if a block is outside of the cache.
-    """
-    library = native()
-    assert library is not None, "planned for kernels that are not there"
-    if query.dtype != torch.float32:
-        query, key, value = query.float(), key.float(), value.float()
-    result = out if out.dtype == torch.float32 and out.is_contiguous() else torch.empty(out.shape, dtype=torch.float32)
-    layer = _layer(query, key, value, key_cache, value_cache, plan, scale)
-    if layer is None:
-        return False
-    tensors = plan.tensors
-    tensors.query, tensors.key, tensors.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    tensors.key_cache, tensors.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
-    tensors.out = result.data_ptr()
-    selected = plan.selected if selected_blocks is None else selected_blocks.contiguous()
-    tensors.selected = selected.data_ptr()
-    status = library.ucm_attend(ctypes.byref(plan.struct), ctypes.byref(layer), ctypes.byref(tensors))
-    if status == 2:
-        raise IndexError(
-            f"unified_attention: a block of the parts{' or of selected_blocks' if len(selected) else ''} is outside of "
-            f"the cache, which has {key_cache.shape[0]} blocks of {key_cache.shape[1]} tokens"
+    def plan(self, parts: AttentionParts, block_size: int) -> NativePlan:
+        """Turns the parts of a step into jobs; reads them on the host."""
+        jobs = make_jobs(parts, block_size)
+        struct = _Plan(
+            _address(jobs.jobs),
+            len(jobs.jobs),
+            _address(jobs.rows),
+            _address(jobs.spans),
+            _address(jobs.merges),
+            len(jobs.merges),
         )
-    if status == 0 and result is not out:
-        out.copy_(result)
-    return status == 0
+        selected = torch.empty(0, dtype=torch.int64) if parts.selected is None else parts.selected.blocks.contiguous()
+        return NativePlan(jobs, struct, selected)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: NativePlan,
+        spec: AttentionSpec,
+        out: Tensor,
+        selected_blocks: Tensor | None = None,
+    ) -> bool:
+        """Raises IndexError if a block is outside of the cache."""
+        library = native()
+        assert library is not None, "planned for kernels that are not there"
+        if query.dtype != torch.float32:
+            query, key, value = query.float(), key.float(), value.float()
+        result = (
+            out if out.dtype == torch.float32 and out.is_contiguous() else torch.empty(out.shape, dtype=torch.float32)
+        )
+        layer = _layer(query, key, value, key_cache, value_cache, plan, spec.scale)
+        if layer is None:
+            return False
+        tensors = plan.tensors
+        tensors.query, tensors.key, tensors.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        tensors.key_cache, tensors.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
+        tensors.out = result.data_ptr()
+        selected = plan.selected if selected_blocks is None else selected_blocks.contiguous()
+        tensors.selected = selected.data_ptr()
+        status = library.ucm_attend(ctypes.byref(plan.struct), ctypes.byref(layer), ctypes.byref(tensors))
+        if status == 2:
+            given = "the parts or of selected_blocks" if len(selected) else "the parts"
+            raise IndexError(
+                f"unified_attention: a block of {given} is outside of the cache, "
+                f"which has {key_cache.shape[0]} blocks of {key_cache.shape[1]} tokens"
+            )
+        if status == 0 and result is not out:
+            out.copy_(result)
+        return status == 0
 
 
 def _layer(
-    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan, scale: float
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: NativePlan, scale: float
 ) -> _Layer | None:
     """The layer's description, made once per kind of layer; None if the kernel does not cover it."""
     five = (query, key, value, key_cache, value_cache)
@@ -153,7 +165,7 @@ def _layer(
     return layer
 
 
-def _make_room(plan: Plan, rows: int, heads: int, value_dim: int) -> None:
+def _make_room(plan: NativePlan, rows: int, heads: int, value_dim: int) -> None:
     """Room for the partial results of any layer, and the rows that no job has."""
     size = plan.jobs.partials * heads * (value_dim + 2)
     if plan.partials is None or plan.partials.numel() < size:
@@ -170,7 +182,7 @@ class RecordedPlan:
         plan: of the step that is recorded.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: NativePlan) -> None:
         self._replaced = id(plan.struct)
         self._struct = _Plan()
         self._rooms: list[tuple[int, int, int]] = []
@@ -180,11 +192,11 @@ class RecordedPlan:
         """What recorded calls pass, by the id of what they were given."""
         return {self._replaced: self._struct}
 
-    def recorded(self, plan: Plan, rows: int) -> None:
+    def recorded(self, plan: NativePlan, rows: int) -> None:
         """All layers of the step have run with the plan: what they need room for is known."""
         self._rooms = [(rows, layer.sizes[0], layer.sizes[3]) for layer in plan.layers.values()]
 
-    def bind(self, plan: Plan) -> None:
+    def bind(self, plan: NativePlan) -> None:
         """From now on the calls attend as this plan says, which has as many rows and lives as long as they run."""
         for room in self._rooms:
             _make_room(plan, *room)

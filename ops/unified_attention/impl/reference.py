@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     NEG_INF,
     AttentionParts,
@@ -31,41 +32,48 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     reduce_to_rows,
     shift,
 )
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 # A tile of scores is at most ROW_TILE x TOKEN_TILE per head: memory is bounded however many rows share how many blocks.
 ROW_TILE = 256
 TOKEN_TILE = 2048
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    parts: AttentionParts,
-    scale: float,
-    out: Tensor,
-    selected_blocks: Tensor | None = None,
-) -> Tensor:
-    """Writes the merge of the parts that exist to `out` [rows, heads, value_dim] and returns it.
+class ReferenceAttention(AttentionImplementation):
+    """The semantics, on any device."""
 
-    selected_blocks: int64 [selected], or None for those of the selected part.
-    """
-    partials = []
-    if parts.causal is not None:
-        partials.append(causal(query, key, value, parts.causal, scale))
-    if parts.shared is not None:
-        partials.append(shared(query, key_cache, value_cache, parts.shared, scale))
-    if parts.unique is not None:
-        partials.append(unique(query, key_cache, value_cache, parts.unique, scale))
-    if parts.selected is not None:
-        blocks = parts.selected.blocks if selected_blocks is None else selected_blocks
-        partials.append(selected(query, key_cache, value_cache, parts.selected, scale, blocks))
-    return merge(partials, out)
+    def supports(self, spec: AttentionSpec) -> bool:
+        return True
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: AttentionParts,
+        spec: AttentionSpec,
+        out: Tensor,
+        selected_blocks: Tensor | None = None,
+    ) -> bool:
+        """Writes the merge of the parts that exist; the plan is these parts. Always True."""
+        parts = plan
+        partials = []
+        if parts.causal is not None:
+            partials.append(causal(query, key, value, parts.causal, spec))
+        if parts.shared is not None:
+            partials.append(shared(query, key_cache, value_cache, parts.shared, spec))
+        if parts.unique is not None:
+            partials.append(unique(query, key_cache, value_cache, parts.unique, spec))
+        if parts.selected is not None:
+            blocks = parts.selected.blocks if selected_blocks is None else selected_blocks
+            partials.append(selected(query, key_cache, value_cache, parts.selected, spec, blocks))
+        merge(partials, out)
+        return True
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, part: CausalPart, scale: float) -> Partial:
+def causal(query: Tensor, key: Tensor, value: Tensor, part: CausalPart, spec: AttentionSpec) -> Partial:
     """New tokens among themselves, slice by slice; rows of different groups never see each other.
 
     query [rows, heads, dim], key [rows, kv_heads, dim], value [rows, kv_heads, value_dim]; the partial has all rows.
@@ -76,18 +84,20 @@ def causal(query: Tensor, key: Tensor, value: Tensor, part: CausalPart, scale: f
         rows, keys = slice(query_lo, query_hi), slice(key_lo, key_hi)
         same = (part.groups[rows, None] == part.groups[None, keys]) & (part.groups[rows, None] >= 0)
         visible = same & (position[None, keys] <= position[rows, None])
-        piece = _attend_visible(query[rows], key[keys], value[keys], visible, scale)
+        if spec.sliding_window is not None:
+            visible &= position[None, keys] > position[rows, None] - spec.sliding_window
+        piece = _attend_visible(query[rows], key[keys], value[keys], visible, spec)
         for whole, tile in zip(result, piece, strict=True):
             whole[rows] = tile
     return result
 
 
-def shared(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SharedPart, scale: float) -> Partial:
+def shared(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SharedPart, spec: AttentionSpec) -> Partial:
     """Cached blocks that several rows use; cost follows the groups' rows x blocks. The partial has all rows."""
     result = nothing(query, query.shape[0], value_cache.shape[-1])
     for group in part.groups:
         for rows in group.rows.split(ROW_TILE):
-            _add_shared_rows(result, query, key_cache, value_cache, part, group._replace(rows=rows), scale)
+            _add_shared_rows(result, query, key_cache, value_cache, part, group._replace(rows=rows), spec)
     return result
 
 
@@ -98,7 +108,7 @@ def _add_shared_rows(
     value_cache: Tensor,
     part: SharedPart,
     group: SharedGroup,
-    scale: float,
+    spec: AttentionSpec,
 ) -> None:
     """Adds one tile of rows of a group to `result`, a tile of blocks at a time."""
     block_size = key_cache.shape[1]
@@ -109,14 +119,14 @@ def _add_shared_rows(
         ids = part.blocks[blocks]
         visible = _in_range(part.lo[:, blocks][spans], part.hi[:, blocks][spans], block_size).flatten(1)
         piece = _attend_visible(
-            query[group.rows], key_cache[ids].flatten(0, 1), value_cache[ids].flatten(0, 1), visible, scale
+            query[group.rows], key_cache[ids].flatten(0, 1), value_cache[ids].flatten(0, 1), visible, spec
         )
         both = combine(Partial(*(whole[group.rows] for whole in result)), piece)
         for whole, rows in zip(result, both, strict=True):
             whole.index_copy_(0, group.rows, rows)
 
 
-def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart, scale: float) -> Partial:
+def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart, spec: AttentionSpec) -> Partial:
     """Cached blocks that one row uses: computed per block, reduced to the single rows [0, num_rows) only."""
     count, block_size = part.rows.shape[0], key_cache.shape[1]
     result = nothing(query, part.num_rows, value_cache.shape[-1])
@@ -129,13 +139,13 @@ def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePa
         ids = span if part.blocks is None else part.blocks[span]
         visible = _in_range(part.lo[span], part.hi[span], block_size)[:, None]
         rows = query[part.rows[span], None]
-        pieces.append(_attend_visible(rows, key_cache[ids], value_cache[ids], visible, scale))
+        pieces.append(_attend_visible(rows, key_cache[ids], value_cache[ids], visible, spec))
     piece = Partial(*(torch.cat(tensors).squeeze(1) for tensors in zip(*pieces, strict=True)))
     return reduce_to_rows(piece, part.rows, result)
 
 
 def selected(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SelectedPart, scale: float, blocks: Tensor
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SelectedPart, spec: AttentionSpec, blocks: Tensor
 ) -> Partial:
     """Chosen blocks (int64 [selected]): each is read once for all rows of its span. The partial has all rows."""
     result = nothing(query, query.shape[0], value_cache.shape[-1])
@@ -152,7 +162,7 @@ def selected(
     tiles = zip(blocks.split(tile), part.spans.split(tile), part.hi.split(tile), strict=True)
     for ids, spans, hi in tiles:
         visible = _in_range(torch.zeros_like(hi), hi, key_cache.shape[1])[:, None] & inside[spans][..., None]
-        tensors = _attend_visible(query[rows[spans]], key_cache[ids], value_cache[ids], visible, scale)
+        tensors = _attend_visible(query[rows[spans]], key_cache[ids], value_cache[ids], visible, spec)
         piece = Partial(*(tensor.flatten(0, 1) for tensor in tensors))
         empty = nothing(query, num_spans * most, value_cache.shape[-1])
         sums = reduce_to_rows(piece, places[spans].flatten(), empty)
@@ -162,14 +172,16 @@ def selected(
     return reduce_to_rows(of_spans, rows.flatten(), result)
 
 
-def _attend_visible(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Partial:
+def _attend_visible(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, spec: AttentionSpec) -> Partial:
     """Partial of query [..., rows, heads, dim] over key and value [..., tokens, kv_heads, dim].
 
     visible: bool [..., rows, tokens].
     """
     kv_heads = key.shape[-2]
     folded = query.float().unflatten(-2, (kv_heads, -1))
-    scores = torch.einsum("...rhgd,...shd->...rhgs", folded, key.float()) * scale
+    scores = torch.einsum("...rhgd,...shd->...rhgs", folded, key.float()) * spec.scale
+    if spec.logits_soft_cap is not None:
+        scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
     scores = scores.masked_fill(~visible[..., None, None, :], NEG_INF)
     top = scores.amax(-1)
     weights = torch.exp(scores - shift(top)[..., None])

@@ -20,6 +20,7 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.api import unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
@@ -132,7 +133,7 @@ class OneLayer:
             self.selector.choose(0, query, metadata.selection)
             chosen = metadata.selection.chosen
         out = unified_attention(
-            query, key, value, self.keys, self.values, metadata.parts, SCALE, selected_blocks=chosen
+            query, key, value, self.keys, self.values, metadata.parts, AttentionSpec(SCALE), selected_blocks=chosen
         )
         seen = {}
         for index, member in enumerate(flat):

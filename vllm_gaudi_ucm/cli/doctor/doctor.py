@@ -30,6 +30,7 @@ from vllm_gaudi_ucm.cli.doctor.configuration import (
 from vllm_gaudi_ucm.cli.doctor.machine import (
     PluginChecks,
     device_checks,
+    implementation_checks,
     matrix_unit_checks,
     thread_checks,
     version_checks,
@@ -90,6 +91,7 @@ def examine(config: str | None, store: str | None = None) -> Examination:
     device = _device()
     if device is not None:
         checks += guarded("device", lambda: device_checks(device))
+        checks += guarded("device", lambda: _of_config(config, lambda ucm: implementation_checks(ucm, device)))
     checks += guarded("device", thread_checks)
     checks += guarded("device", lambda: _of_config(config, lambda ucm: matrix_unit_checks(ucm, device)))
     checks += guarded("static shapes", lambda: _of_config(config, lambda ucm: static_shape_checks(ucm, device)))

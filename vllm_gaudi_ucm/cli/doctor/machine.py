@@ -15,6 +15,8 @@ from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import decide, gaudi_cards
 from vllm_gaudi_ucm.device.host_limits import Cores, find_cores
+from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.vllm_api.compat import WINDOWS, Window, installed_version
 
 DEVICE = "device"
@@ -61,6 +63,23 @@ def matrix_unit_checks(config: UcmConfig, device: str | None) -> Iterator[Check]
         yield Check(DEVICE, "matrix unit", "ok", "used for float32, as sums of bfloat16")
     else:
         yield Check(DEVICE, "matrix unit", "info", "there, but ucm.cpu.matrix_unit is false", "true")
+
+
+def implementation_checks(config: UcmConfig, device: str) -> Iterator[Check]:
+    """A row for each operation: its implementation at true shapes, and why not others. May build the kernels."""
+    from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
+    from vllm_gaudi_ucm.ops.kv_cache.implementation import KV_CACHE
+
+    of_attention = config.attention.implementation
+    for operations, name in ((ATTENTION, of_attention), (KV_CACHE, AUTO), (BLOCK_SELECTION, AUTO)):
+        row = operations.operation
+        try:
+            chosen = operations.choose(name, device).name
+        except ValueError as error:
+            yield Check(DEVICE, row, "fail", str(error), advice="correct ucm.attention.implementation")
+            continue
+        others = [f"{other}: {why}" for other, why in operations.explain(device).items() if why]
+        yield Check(DEVICE, row, "ok", "; ".join((chosen, *others)))
 
 
 def _cards() -> Check:

@@ -28,6 +28,7 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 SOFTMAX_OPERATIONS = 4
 # softmax_fa2 is a Gaudi 3's, FusedSDPA both have.
@@ -148,10 +149,10 @@ def layer_cost(
     query, out = tensor(rows, model.heads), tensor(rows, model.heads)
     key, value = tensor(rows, model.kv_heads), tensor(rows, model.kv_heads)
     caches = [tensor(num_blocks, block_size, model.kv_heads) for _ in range(2)]
-    ready = prepare(parts, block_size, implementation=implementation)
+    ready, spec = prepare(parts, block_size, implementation=implementation), AttentionSpec(model.head_dim**-0.5)
 
     def stream() -> OperatorTrace:
-        return trace(unified_attention, query, key, value, *caches, ready, model.head_dim**-0.5, out)
+        return trace(unified_attention, query, key, value, *caches, ready, spec, out)
 
     if implementation != "hpu":
         return LayerCost.of(dict.fromkeys(CHIPS, stream()))

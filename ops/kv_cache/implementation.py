@@ -1,0 +1,31 @@
+"""What an implementation of the KV-cache operations is, and the registry of those that there are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
+
+
+class KvCacheImplementation(Implementation[None], ABC):
+    """Writes new tokens and copies blocks. Both answer False for tensors that they leave to the reference."""
+
+    @abstractmethod
+    def write(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> bool:
+        """As `write_kv`, of validated tensors."""
+
+    @abstractmethod
+    def swap(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool) -> bool:
+        """As `swap_blocks`, of validated caches; pairs: int64 [n, 2], contiguous."""
+
+
+KV_CACHE: Implementations[KvCacheImplementation] = Implementations(
+    "kv_cache",
+    "vllm_gaudi_ucm.kv_cache_implementations",
+    reference="vllm_gaudi_ucm.ops.kv_cache.impl.reference:ReferenceKvCache",
+    native="vllm_gaudi_ucm.ops.kv_cache.impl.native:NativeKvCache",
+    cuda="vllm_gaudi_ucm.ops.kv_cache.impl.cuda:CudaKvCache",
+)

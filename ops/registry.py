@@ -1,0 +1,167 @@
+"""Implementations of an operation by name: where each runs, what it computes, and the choice among them.
+
+Standard library only: the configuration knows the names, and asking for them imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Generic, TypeVar
+
+from vllm_gaudi_ucm.registry import Registry
+
+AUTO = "auto"
+
+SpecT = TypeVar("SpecT")
+ImplementationT = TypeVar("ImplementationT", bound="Implementation[Any]")
+
+
+class Implementation(Generic[SpecT]):
+    """One way to compute an operation. Subclasses stand beside their code and import heavy packages on use only.
+
+    Args:
+        name: that it is registered under.
+
+    devices: types of device where `auto` considers it; None: all.
+    priority: `auto` takes the highest among those that fit.
+    capturable: reads nothing on the host, so it may run while a graph is captured.
+    traceable: torch.compile can trace it.
+    """
+
+    devices: ClassVar[frozenset[str] | None] = None
+    priority: ClassVar[int] = 0
+    capturable: ClassVar[bool] = True
+    traceable: ClassVar[bool] = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def unavailable(self, device: str) -> str | None:
+        """Why it cannot compute on tensors of a type of device, here; None where it can.
+
+        An override may allow more than `devices` to whoever asks by name, and look for packages and compilers.
+        """
+        if self.devices is None or device in self.devices:
+            return None
+        return f"it is for {', '.join(sorted(self.devices))}, got tensors on {device}"
+
+    def supports(self, spec: SpecT) -> bool:
+        """Whether it computes what `spec` describes."""
+        return True
+
+
+class Implementations(Registry[type[ImplementationT]]):
+    """The implementations of one operation: classes by name, one object of each per process.
+
+    Args:
+        operation: its name, for errors.
+        group: entry points that name more of them, as `NAME = "package.module:ClassName"`.
+        classes: known from the start, as `"package.module:ClassName"`.
+    """
+
+    def __init__(self, operation: str, group: str, **classes: str) -> None:
+        super().__init__(f"implementation of {operation}", group, **classes)
+        self.operation = operation
+        self._made: dict[str, ImplementationT] = {}
+        self._chosen: dict[tuple[object, ...], ImplementationT] = {}
+
+    def make(self, name: str) -> ImplementationT:
+        """The object of a name, made at the first call. Raises ValueError for an unknown name."""
+        found = self._made.get(name)
+        if found is None:
+            if name not in self:
+                known = ", ".join((AUTO, *self.names()))
+                raise ValueError(f"{self.operation}: implementation {name!r} is unknown, choose one of {known}")
+            found = self._made[name] = self.get(name)(name)
+        return found
+
+    def choose(self, name: str, device: str, spec: object = None, *, captured: bool = False) -> ImplementationT:
+        """The named implementation, or with `auto` the one of highest priority that fits. Kept per set of arguments.
+
+        Args:
+            name: of an implementation, or `auto`.
+            device: type of the tensors' device.
+            spec: what to compute; None: anything that every implementation computes.
+            captured: it runs while a graph is captured.
+
+        Raises:
+            ValueError: the name is unknown, or nothing fits; the message has the choices and why each does not fit.
+        """
+        key = (name, device, spec, captured)
+        found = self._chosen.get(key)
+        if found is None:
+            choose = self._fastest if name == AUTO else partial(self._named, name)
+            found = self._chosen[key] = choose(device, spec, captured)
+        return found
+
+    def explain(self, device: str, spec: object = None, *, captured: bool = False) -> dict[str, str]:
+        """Why `auto` does not take each implementation, by name; empty for those that fit."""
+        return {name: self._why_not_auto(self.make(name), device, spec, captured) or "" for name in self.names()}
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Choices and what is registered inside are forgotten at its end, and choices from before are made anew."""
+        before = self._made, self._chosen
+        self._made, self._chosen = {}, {}
+        try:
+            with super().scope():
+                yield
+        finally:
+            self._made, self._chosen = before
+
+    def _fastest(self, device: str, spec: object, captured: bool) -> ImplementationT:
+        # best first: asking whether an implementation is available may build it
+        for one in sorted(map(self.make, self.names()), key=lambda one: -one.priority):
+            if self._why_not_auto(one, device, spec, captured) is None:
+                return one
+        reasons = ", ".join(f"{name} ({why})" for name, why in self.explain(device, spec, captured=captured).items())
+        wanted = "" if spec is None else f" of {spec}"
+        raise ValueError(f"{self.operation}: no implementation{wanted} on {device}: {reasons}")
+
+    def _named(self, name: str, device: str, spec: object, captured: bool) -> ImplementationT:
+        one = self.make(name)
+        if captured and not one.capturable:
+            known = ", ".join((AUTO, *(other for other in self.names() if self.make(other).capturable)))
+            raise ValueError(
+                f"{self.operation}: implementation {name!r} reads tensors on the host, which a graph excludes; "
+                f"choose one of {known}"
+            )
+        reason = self._why_not(one, device, spec)
+        if reason is None:
+            return one
+        fits = self._fastest(device, spec, captured).name
+        raise ValueError(
+            f"{self.operation}: implementation {name!r} cannot be used here ({reason}), choose {AUTO!r} or {fits!r}"
+        )
+
+    def _why_not_auto(self, one: ImplementationT, device: str, spec: object, captured: bool) -> str | None:
+        if one.devices is not None and device not in one.devices:
+            return f"it is for {', '.join(sorted(one.devices))}"
+        if captured and not one.capturable:
+            return "it reads tensors on the host, which a graph excludes"
+        return self._why_not(one, device, spec)
+
+    def _why_not(self, one: ImplementationT, device: str, spec: object) -> str | None:
+        if (reason := one.unavailable(device)) is not None:
+            return reason
+        return None if spec is None or one.supports(spec) else f"it does not compute {spec}"
+
+
+@lru_cache(maxsize=8)
+def why_not_triton(device: str) -> str | None:
+    """Why Triton has no kernels for tensors on this type of device; None if it has.
+
+    Triton is imported to find out, and only where it may be used. On a CPU it has kernels under its interpreter
+    (TRITON_INTERPRET=1), which is for tests: very slow.
+    """
+    if device not in ("cpu", "cuda"):
+        return f"they are for cuda, the tensors are on {device}"
+    try:
+        from triton import knobs
+    except ImportError as error:
+        return f"triton cannot be imported: {error}"
+    if device == "cpu" and not knobs.runtime.interpret:
+        return "the tensors are on cpu, and TRITON_INTERPRET=1 is not set"
+    return None
