@@ -10,13 +10,13 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest
-from vllm_gaudi_ucm.vllm_api.compat import raise_if_nan_logits
 from vllm_gaudi_ucm.vllm_api.sampling import (
     BatchUpdate,
     LogitsProcessors,
     MoveDirectionality,
     SamplingMetadata,
     build_logitsprocs,
+    raise_if_nan_logits,
 )
 
 

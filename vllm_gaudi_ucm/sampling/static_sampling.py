@@ -13,8 +13,7 @@ from vllm_gaudi_ucm.sampling.stages.grammar_mask import WORD, GrammarMask, bitma
 from vllm_gaudi_ucm.sampling.stages.penalties import Penalties
 from vllm_gaudi_ucm.sampling.stages.token_choice import TokenChoice, TopLogprobs
 from vllm_gaudi_ucm.sampling.token_sampler import SampledTokens
-from vllm_gaudi_ucm.vllm_api.compat import host_sampler
-from vllm_gaudi_ucm.vllm_api.sampling import BUILTIN_LOGITS_PROCESSORS
+from vllm_gaudi_ucm.vllm_api.sampling import BUILTIN_LOGITS_PROCESSORS, host_sampler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

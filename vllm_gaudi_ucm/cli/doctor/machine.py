@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import decide, gaudi_cards
 from vllm_gaudi_ucm.device.host_limits import Cores, find_cores
-from vllm_gaudi_ucm.vllm_api.compat import WINDOWS, Window, installed_version
+from vllm_gaudi_ucm.vllm_api.versions import WINDOWS, Window, installed_version
 
 DEVICE = "device"
 GIB = 1 << 30

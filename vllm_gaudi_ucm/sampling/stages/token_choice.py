@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
-from vllm_gaudi_ucm.vllm_api.compat import top_k_top_p
-from vllm_gaudi_ucm.vllm_api.sampling import random_sample
+from vllm_gaudi_ucm.vllm_api.sampling import random_sample, top_k_top_p
 from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists
 
 if TYPE_CHECKING:
