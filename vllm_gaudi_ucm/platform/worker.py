@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effe
 from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.graphs.shapes.padding import default_shared_blocks
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_budget
-from vllm_gaudi_ucm.layers import register_cpu_layers
+from vllm_gaudi_ucm.layers.cpu_layers import register_cpu_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
