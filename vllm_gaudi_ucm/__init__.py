@@ -11,7 +11,7 @@ def register() -> str | None:
     vLLM swallows what this raises and goes on without the plugin; `gaudi-ucm doctor` shows it.
     """
     from vllm_gaudi_ucm.device.detect import detect_device
-    from vllm_gaudi_ucm.vllm_api.parent_watch import watch_parent
+    from vllm_gaudi_ucm.vllm_api.engine_process import watch_parent
 
     # the first that an engine's process runs of ours: the server may be gone before it asks for a worker
     watch_parent()

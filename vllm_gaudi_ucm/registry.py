@@ -1,7 +1,7 @@
-"""Names to things that can be added from outside: sparse methods, bucket strategies, implementations, stores.
+"""Names of things that can be added from outside: sparse methods, bucket strategies, implementations, stores.
 
-A thing is registered as itself, or as `"package.module:name"`, which is imported when it is first asked for. What
-packages name in a group of entry points is known, too. Standard library only, so that `ops` and `graphs` may use it.
+A thing is registered as itself, or as `"package.module:name"`, which is imported when it is first asked for. Installed
+packages add theirs by entry points. Standard library only, so that `ops` and `graphs` may use it.
 """
 
 from __future__ import annotations
@@ -10,42 +10,57 @@ import difflib
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
 class RegistryError(ValueError):
-    """A name that is not known or already taken, or a thing that cannot be imported."""
+    """A name that is unknown or taken, or a thing that cannot be imported."""
+
+
+class Entry(NamedTuple):
+    """One thing of a registry, which need not be imported yet.
+
+    place: the module and name behind it. origin: who named it, for people. built_in: this package did.
+    hidden: its name stands for another thing, so that it cannot be had.
+    """
+
+    name: str
+    place: str
+    origin: str
+    built_in: bool = False
+    hidden: bool = False
 
 
 class Registry(Generic[T]):
-    """What stands behind each name of one kind of thing.
+    """The things of one kind, by name.
 
     Args:
-        kind: of the things, for errors, such as "sparse method".
-        group: entry points that name more of them, as `NAME = "package.module:name"`.
-        things: known from the start.
+        kind: what they are, such as "sparse method"; for errors.
+        group: entry point group in which packages name theirs, as `NAME = "package.module:name"`.
+        things: those that are built in.
     """
 
     def __init__(self, kind: str, group: str | None = None, **things: T | str) -> None:
-        self._kind = kind
+        self.kind = kind
         self._group = group
         self._things: dict[str, T | str] = dict(things)
+        self._built_in = frozenset(things)
 
     def register(self, name: str, thing: T | str) -> None:
         """Raises RegistryError where the name already stands for another thing."""
         found = self._things.setdefault(name, thing)
         if found != thing:
             raise RegistryError(
-                f"{self._kind} {name!r}: found {_show(found)} registered already, expected a name that is free; "
+                f"{self.kind} {name!r}: found {_show(found)} registered already, expected a name that is free; "
                 f"choose another name for {_show(thing)}"
             )
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """What is registered inside is forgotten at its end: for tests."""
+        """Forgets at its end what was registered inside: for tests."""
         before = dict(self._things)
         try:
             yield
@@ -54,14 +69,25 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Every name, ours first."""
-        return list(dict.fromkeys([*self._things, *(name for name, _ in self._named_by_packages())]))
+        return list(dict.fromkeys([*self._things, *(point.name for point in self._entry_points())]))
+
+    def entries(self) -> Iterator[Entry]:
+        """Every thing and where it comes from, ours first, without an import."""
+        for name, thing in self._things.items():
+            built_in = name in self._built_in
+            yield Entry(name, _show(thing), "built in" if built_in else "registered in this process", built_in)
+        taken = set(self._things)
+        for point in self._entry_points():
+            package = f" of {point.dist.name} {point.dist.version}" if point.dist is not None else ""
+            yield Entry(point.name, _show(point.value), f"entry point{package}", hidden=point.name in taken)
+            taken.add(point.name)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names()
 
     def get(self, name: str) -> T:
         """The thing behind a name, imported now if it is not yet. Raises RegistryError."""
-        thing = self._things.get(name) or dict(self._named_by_packages()).get(name)
+        thing = self._find(name)
         if thing is None:
             raise RegistryError(self.unknown(name))
         if not isinstance(thing, str):
@@ -70,13 +96,13 @@ class Registry(Generic[T]):
         try:
             loaded: T = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
-            place = f"{self._kind} {name!r}: {_show(thing)}"
+            place = f"{self.kind} {name!r}: {_show(thing)}"
             raise RegistryError(f"{place} cannot be loaded ({error}); install or correct it") from error
         return loaded
 
     def place(self, name: str) -> str:
         """Where the thing comes from, for messages."""
-        thing = self._things.get(name) or dict(self._named_by_packages()).get(name)
+        thing = self._find(name)
         return _show(thing)
 
     def unknown(self, name: str) -> str:
@@ -84,11 +110,16 @@ class Registry(Generic[T]):
         known = self.names()
         nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
         hint = f"; the nearest is {nearest[0]}" if nearest else ""
-        return f"{self._kind}: found {name!r}, expected one of {', '.join(known)}{hint}"
+        return f"{self.kind}: found {name!r}, expected one of {', '.join(known)}{hint}"
 
-    def _named_by_packages(self) -> Iterator[tuple[str, str]]:
+    def _find(self, name: str) -> T | str | None:
+        if name in self._things:
+            return self._things[name]
+        return next((point.value for point in self._entry_points() if point.name == name), None)
+
+    def _entry_points(self) -> Iterator[EntryPoint]:
         if self._group is not None:
-            yield from ((point.name, point.value) for point in entry_points(group=self._group))
+            yield from entry_points(group=self._group)
 
 
 def _show(thing: object) -> str:

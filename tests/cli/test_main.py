@@ -12,7 +12,7 @@ import pytest
 from tests.observability.records import mixed_steps, write_log
 from vllm_gaudi_ucm import __version__
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.vllm_api import compat
+from vllm_gaudi_ucm.vllm_api import versions
 
 
 def command(monkeypatch: pytest.MonkeyPatch, run: Callable[[Any], int]) -> None:
@@ -35,7 +35,7 @@ def test_command_gets_its_options_and_gives_the_exit_code(monkeypatch: pytest.Mo
     [
         ValueError("ucm.cpu.threads: found 0\n  expected more"),
         FileNotFoundError(2, "No such file", "a.jsonl"),
-        compat.UnsupportedVersionError("vllm 0.31"),
+        versions.UnsupportedVersionError("vllm 0.31"),
     ],
 )
 def test_expected_error_is_one_line(

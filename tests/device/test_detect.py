@@ -10,7 +10,7 @@ import torch
 import vllm_gaudi_ucm
 from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.device import detect
-from vllm_gaudi_ucm.vllm_api import compat
+from vllm_gaudi_ucm.vllm_api import platforms, versions
 
 SIM = Path(__file__).parents[1] / "sim_hpu"
 
@@ -25,8 +25,8 @@ class Machine:
         monkeypatch.setattr(detect, "has_gaudi_software", lambda: self.software)
         monkeypatch.setattr(detect, "gaudi_cards", lambda: self.cards)
         monkeypatch.setattr(detect, "has_cuda", lambda: self.cuda)
-        monkeypatch.setattr(compat, "vllm_own_platforms", lambda: self.own)
-        monkeypatch.setattr(compat, "installed_version", lambda name: self.vllm)
+        monkeypatch.setattr(platforms, "vllm_own_platforms", lambda: self.own)
+        monkeypatch.setattr(versions, "installed_version", lambda name: self.vllm)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
 from tests.observability.exposition import scrape
 from tests.prefetch.stores import eventually
-from vllm_gaudi_ucm.observability.folder import metrics_folder
+from vllm_gaudi_ucm.observability.metrics_file import metrics_folder
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 BLOCK = 16

@@ -15,7 +15,7 @@ import pytest
 from tests.observability.exposition import scrape
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.kv_offload.copies import CopyStore
-from vllm_gaudi_ucm.observability.folder import make_private
+from vllm_gaudi_ucm.observability.metrics_file import make_private
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import host_memory
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions

@@ -12,10 +12,12 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from vllm_gaudi_ucm.layers import register_cpu_layers
-from vllm_gaudi_ucm.layers.rms_norm import FusedRMSNorm
-from vllm_gaudi_ucm.layers.rotary_embedding import StepRotaryEmbedding
-from vllm_gaudi_ucm.layers.silu_and_mul import FusedSiluAndMul
+from vllm_gaudi_ucm.layers.cpu_layers import (
+    FusedRMSNorm,
+    FusedSiluAndMul,
+    StepRotaryEmbedding,
+    register_cpu_layers,
+)
 from vllm_gaudi_ucm.ops.native import library
 
 HIDDEN, HEAD, HEADS = 96, 16, 3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.observability.folder import make_private
+from vllm_gaudi_ucm.observability.metrics_file import make_private
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_gaudi_ucm.observability.reporter import MetricsCollector
+from vllm_gaudi_ucm.observability.stat_logger import MetricsCollector
 
 Samples = Mapping[str, float]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.observability.folder import (
+from vllm_gaudi_ucm.observability.metrics_file import (
     LOCK,
     hold_private,
     is_private,

@@ -17,7 +17,7 @@ import pytest
 from vllm_gaudi_ucm.connector.block_saver import BlockSaver
 from vllm_gaudi_ucm.platform.worker import UcmWorker
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
-from vllm_gaudi_ucm.vllm_api import compat, parent_watch, start_signals
+from vllm_gaudi_ucm.vllm_api import engine_process
 
 
 def test_a_part_that_fails_does_not_keep_the_others_open() -> None:
@@ -48,12 +48,12 @@ def test_stores_have_the_time_that_they_may_take(monkeypatch: pytest.MonkeyPatch
         inspect.signature(close).parameters["timeout"].default for close in (BlockSaver.close, PrefetchEngine.stop)
     )
     config: Any = SimpleNamespace(shutdown_timeout=0)
-    compat.give_engine_time_to_stop(config)
+    engine_process.give_engine_time_to_stop(config)
     assert config.shutdown_timeout == int(os.environ[name]) > needed
-    compat.abort_at_shutdown(config)
+    engine_process.abort_at_shutdown(config)
     assert config.shutdown_timeout == 0
     config.shutdown_timeout = 3
-    compat.give_engine_time_to_stop(config)
+    engine_process.give_engine_time_to_stop(config)
     assert config.shutdown_timeout == 3
 
 
@@ -67,9 +67,9 @@ def test_only_an_engine_that_has_closed_everything_ends_at_once(
     monkeypatch.setattr(atexit, "register", registered.append)
     monkeypatch.setattr(os, "_exit", statuses.append)
     monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore_DP0" if is_engine else "MainProcess")
-    assert parent_watch.is_engine_process() is is_engine
+    assert engine_process.is_engine_process() is is_engine
     worker: Any = object.__new__(UcmWorker)
-    compat.leave_heap_to_the_system(lambda: worker._is_closed)
+    engine_process.leave_heap_to_the_system(lambda: worker._is_closed)
     for end in registered:
         end()
     assert not statuses
@@ -92,9 +92,9 @@ def test_a_users_own_handler_stays() -> None:
     try:
         for mine in (handler, signal.SIG_DFL):
             signal.signal(signal.SIGTERM, mine)
-            start_signals.end_start_at_sigterm(start_signals.OF_SERVER)
+            engine_process.end_start_at_sigterm(engine_process.OF_SERVER)
             assert signal.getsignal(signal.SIGTERM) is mine
-            start_signals.start_is_over()
+            engine_process.start_is_over()
             assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -107,14 +107,14 @@ def test_vllm_gets_its_handler_back() -> None:
     def handler(number: int, frame: object) -> None:
         noted.append(number)
 
-    handler.__qualname__ = start_signals.OF_ENGINE
+    handler.__qualname__ = engine_process.OF_ENGINE
     try:
         signal.signal(signal.SIGTERM, handler)
-        start_signals.end_start_at_sigterm(start_signals.OF_ENGINE)
+        engine_process.end_start_at_sigterm(engine_process.OF_ENGINE)
         with pytest.raises(SystemExit, match="143"):
             signal.raise_signal(signal.SIGTERM)
         assert noted == [signal.SIGTERM]
-        start_signals.start_is_over()
+        engine_process.start_is_over()
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -126,8 +126,8 @@ def test_vllm_has_the_handlers_that_ours_stand_in_for() -> None:
     from vllm.v1.engine.core import EngineCoreProc
 
     for function, name in (
-        (entry.run_server, start_signals.OF_SERVER),
-        (EngineCoreProc.run_engine_core, start_signals.OF_ENGINE),
+        (entry.run_server, engine_process.OF_SERVER),
+        (EngineCoreProc.run_engine_core, engine_process.OF_ENGINE),
     ):
         owner, _, local = name.rpartition(".<locals>.")
         assert function.__qualname__ == owner

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.server.server import MODEL_NAME, Server, start_server
-from vllm_gaudi_ucm.vllm_api.parent_watch import GRACE_SECONDS, POLL_SECONDS
+from vllm_gaudi_ucm.vllm_api.engine_process import GRACE_SECONDS, POLL_SECONDS
 
 TERMINATED = 128 + signal.SIGTERM
 # vLLM gives an engine 5 s that it cannot be asked in; the rest is for a machine that does something else as well

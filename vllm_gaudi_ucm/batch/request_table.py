@@ -122,7 +122,7 @@ class RequestTable:
     def _add(self, new: NewRequestData) -> None:
         """Adds a request, or takes back a preempted one that the scheduler sends with all its tokens.
 
-        The scheduler has two contracts (compat.py): it sends a resumed request as a cached one, or as a new one with
+        The scheduler has two contracts: it sends a resumed request as a cached one, or as a new one with
         `prefill_token_ids`. In the second case generator and collected prompt logprobs must survive.
         """
         prompt = new.prompt_token_ids or []

@@ -121,7 +121,7 @@ def _load(name: str, command: Command) -> ModuleType:
 def _expected_errors() -> tuple[type[Exception], ...]:
     # Imported late: `gaudi-ucm --version` and `--help` answer without it.
     from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-    from vllm_gaudi_ucm.vllm_api.compat import UnsupportedVersionError
+    from vllm_gaudi_ucm.vllm_api.versions import UnsupportedVersionError
 
     return (ValueError, OSError, MissingModuleError, UnsupportedVersionError, UnsupportedFeatureError)
 

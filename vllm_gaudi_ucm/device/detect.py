@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_gaudi_ucm import envs
-from vllm_gaudi_ucm.vllm_api import compat
+from vllm_gaudi_ucm.vllm_api import platforms, versions
 
 GAUDI_SOFTWARE = "habana_frameworks.torch"
 # Habana Labs' PCI vendor. Other drivers (such as Intel's NPUs) make nodes under /dev/accel, too.
@@ -56,9 +56,9 @@ def _decide_auto() -> Decision:
     if has_gaudi_software() and cards:
         return Decision("hpu", f"Gaudi software and {len(cards)} Gaudi card(s) are present")
     missing = f"no {'Gaudi card' if has_gaudi_software() else 'Gaudi software'} here"
-    if compat.installed_version("vllm") is None:
+    if versions.installed_version("vllm") is None:
         return Decision(None, f"{missing}, and vLLM is not installed")
-    own = compat.vllm_own_platforms()
+    own = platforms.vllm_own_platforms()
     if own:
         names = ", ".join(own)
         return Decision(None, f"{missing}, and vLLM has a platform of its own ({names}); set {envs.DEVICE} to use ours")

@@ -1,16 +1,102 @@
-"""Metrics of one process as memory-mapped files, which another process reads while they are written."""
+"""Metrics of an engine as memory-mapped files, and the private folder in which the API server reads them."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
+import re
+import stat
 import struct
+import tempfile
 import time
 from pathlib import Path
 
 from prometheus_client.mmap_dict import mmap_key
 
 from vllm_gaudi_ucm.observability.metric import Metric
+
+PREFIX = "gaudi-ucm-metrics-"
+# Held by every engine that writes to the folder, until its process ends, however it does.
+LOCK = "lock"
+
+
+def metrics_folder(instance_id: str) -> Path:
+    """The folder of an engine, from vLLM's `instance_id`: the same in all its processes, another for each server.
+
+    vLLM appends `_dp<rank>` to the id of a data-parallel engine in that engine's own process; such engines share one
+    folder, in which each has files of its own.
+    """
+    name = re.sub(r"\W", "_", re.sub(r"_dp\d+$", "", instance_id))
+    return Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, for this user alone.
+
+    Raises PermissionError where it is there already and others could write to it, OSError where it cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not is_private(folder):
+            raise PermissionError(
+                f"{folder} is not a folder of this user alone (mode 0700); remove it, or set TMPDIR to another folder"
+            ) from None
+
+
+def hold_private(folder: Path) -> int:
+    """Make the folder and lock it; the lock ends when the descriptor returned is closed. Raises as `make_private`."""
+    while True:
+        make_private(folder)
+        # until it is locked, another engine that starts may remove it as stale
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if os.fstat(lock).st_nlink:
+                return lock
+            os.close(lock)
+
+
+def remove_stale() -> None:
+    """Remove the folders of this user's engines that were killed together with their servers."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if is_private(folder):
+            # removed meanwhile, locked by a living engine, or not locked yet by one that starts
+            with contextlib.suppress(OSError):
+                _remove_unless_held(folder)
+
+
+def _remove_unless_held(folder: Path) -> None:
+    """Raises BlockingIOError where an engine holds the lock, FileNotFoundError where there is none."""
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_files(folder)
+    finally:
+        os.close(lock)
+
+
+def is_private(folder: Path) -> bool:
+    """Whether it is a folder, not a link, that only this user can read and write: every user may write to /tmp."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def remove_files(folder: Path, engine: str = "*") -> None:
+    """Remove the files of one engine (or of all), and the folder with the last of them; safe to call twice."""
+    if not is_private(folder):
+        return
+    for file in folder.glob(f"*_{engine}.db"):
+        file.unlink(missing_ok=True)
+    if folder.is_dir() and {file.name for file in folder.iterdir()} <= {LOCK}:
+        (folder / LOCK).unlink(missing_ok=True)
+        folder.rmdir()
+
 
 # Room for 4096 buckets, the most that a configuration can ask for; the files do not grow.
 COUNTER_BYTES = 1 << 20
@@ -19,7 +105,7 @@ CELL = struct.calcsize("d")
 
 
 class Series:
-    """One metric with its label values: a cell of 8 bytes, so that a store is never seen half, and its time stamp."""
+    """One metric with its label values: a cell of 8 bytes, so that a write is never seen in part, and a time stamp."""
 
     __slots__ = ("_cells", "_index")
 
@@ -48,7 +134,7 @@ class _Entries:
         self._use(CELL)
 
     def append(self, key: str) -> Series:
-        """A new entry of value 0. One that has no room left is counted, and not read by anybody."""
+        """A new entry of value 0. Where no room is left it counts in memory of its own, and is not exported."""
         text = key.encode()
         padded = text + b" " * (CELL - (len(text) + 4) % CELL)
         entry = struct.pack(f"i{len(padded)}sdd", len(text), padded, 0.0, 0.0)
@@ -66,7 +152,7 @@ class _Entries:
 
 
 class MetricsFile:
-    """The files of one engine in `folder`; without a folder the same in memory of its own, which nobody reads.
+    """The files of one engine in `folder`; without a folder they are memory that is not exported.
 
     engine: the value of the label `engine`. writer: what the files are named after, without `_`.
     Raises OSError where the folder does not take them.
@@ -74,7 +160,7 @@ class MetricsFile:
 
     def __init__(self, folder: Path | None, engine: int, writer: str) -> None:
         self._engine = str(engine)
-        # The reader takes kind, mode and writer from the name; `mostrecent`: the last value stands.
+        # The reader takes kind, mode and writer from the name; `mostrecent`: the last value counts.
         self._entries = {
             "counter": _Entries(_map(folder and folder / f"counter_{writer}.db", COUNTER_BYTES)),
             "gauge": _Entries(_map(folder and folder / f"gauge_mostrecent_{writer}.db", GAUGE_BYTES)),
@@ -87,9 +173,9 @@ class MetricsFile:
 
 
 def _map(path: Path | None, size: int) -> mmap.mmap:
-    """A new file, allocated in full: a store to a mapped page for which the disk has no room would kill the process.
+    """A new file, allocated in full: writing to a mapped page for which the disk has no room would kill the process.
 
-    It takes its place, and that of an earlier engine's file, once it is whole: a reader never finds it empty or gone.
+    It is renamed to `path` once it is complete: a reader never finds it empty or gone.
     """
     if path is None:
         return mmap.mmap(-1, size)

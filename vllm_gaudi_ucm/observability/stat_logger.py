@@ -3,18 +3,57 @@
 from __future__ import annotations
 
 import atexit
+import struct
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
-from vllm_gaudi_ucm.observability.folder import metrics_folder, remove_files
-from vllm_gaudi_ucm.observability.reporter import MetricsCollector
+from vllm_gaudi_ucm.observability.metrics_file import is_private, metrics_folder, remove_files
 from vllm_gaudi_ucm.vllm_api.metrics import AggregateStatLoggerBase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.vllm_api.metrics import IterationStats, MultiModalCacheStats, SchedulerStats
+
+
+# What a file that is missing, cut short or overwritten can raise in the reader of prometheus_client.
+UNREADABLE = (OSError, RuntimeError, ValueError, TypeError, AttributeError, struct.error)
+
+
+class MetricsCollector(Collector):
+    """The metrics in `folder`; none while it is not there, and never an error: /metrics is not ours alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: otherwise the registry would collect at once to learn the names."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        if not is_private(self._folder):
+            return
+        for kind in ("counter", "gauge_mostrecent"):
+            yield from _read(sorted(self._folder.glob(f"{kind}_*.db")))
+
+
+def _read(files: list[Path]) -> list[Metric]:
+    """The metrics of the files that can be read; one engine's broken file does not hide the other engines."""
+    readable = [str(file) for file in files if _merge([str(file)]) is not None]
+    return _merge(readable) or []
+
+
+def _merge(files: list[str]) -> list[Metric] | None:
+    try:
+        return list(MultiProcessCollector.merge(files))
+    except UNREADABLE:
+        return None
 
 
 class UcmStatLogger(AggregateStatLoggerBase):

@@ -14,8 +14,14 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability import metric
-from vllm_gaudi_ucm.observability.folder import hold_private, metrics_folder, remove_files, remove_stale
-from vllm_gaudi_ucm.observability.metrics_file import MetricsFile, Series
+from vllm_gaudi_ucm.observability.metrics_file import (
+    MetricsFile,
+    Series,
+    hold_private,
+    metrics_folder,
+    remove_files,
+    remove_stale,
+)
 from vllm_gaudi_ucm.observability.room_metrics import (
     MemoryModeMetrics,
     NativeGraphMetrics,
@@ -41,11 +47,12 @@ class StepMetrics:
         folder: where the API server looks for the figures; None: they are counted and go nowhere.
         engine: the data-parallel rank, the value of the label `engine`.
         is_shared: `folder` is prometheus_client's, with files of others that are named after process ids.
+        lock: descriptor that holds `folder`; `close` closes it.
     """
 
-    def __init__(self, folder: Path | None, engine: int = 0, is_shared: bool = False) -> None:
+    def __init__(self, folder: Path | None, engine: int = 0, is_shared: bool = False, lock: int | None = None) -> None:
         self._own_folder = None if is_shared else folder
-        self._lock: int | None = None
+        self._lock = lock
         self._writer = f"ucm{engine}" if is_shared else str(engine)
         self._file = file = MetricsFile(folder, engine, self._writer)
         # Series start at 0 where their labels are known: a rate needs the value before the first event.
@@ -97,10 +104,7 @@ class StepMetrics:
                 return cls(shared, engine, is_shared=True)
             remove_stale()
             folder = metrics_folder(instance_id)
-            lock = hold_private(folder)
-            metrics = cls(folder, engine)
-            metrics._lock = lock
-            return metrics
+            return cls(folder, engine, lock=hold_private(folder))
         except OSError as error:
             logger.warning("No gaudi_ucm metrics on /metrics: %s", error)
             return cls(None, engine)

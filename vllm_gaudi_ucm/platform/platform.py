@@ -18,14 +18,15 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.checks import check_places, check_request
 from vllm_gaudi_ucm.platform.features import refuse_beside_memory_mode, refuse_unsupported
 from vllm_gaudi_ucm.scheduler.scheduler_class import use_planning_scheduler, use_sparse_scheduler
-from vllm_gaudi_ucm.vllm_api.compat import (
-    check_versions,
-    client_error,
+from vllm_gaudi_ucm.vllm_api.engine_process import (
+    OF_SERVER,
+    end_start_at_sigterm,
     give_engine_time_to_stop,
-    tolerate_missing_accelerator,
+    is_engine_process,
+    watch_parent,
 )
-from vllm_gaudi_ucm.vllm_api.parent_watch import is_engine_process, watch_parent
-from vllm_gaudi_ucm.vllm_api.start_signals import OF_SERVER, end_start_at_sigterm
+from vllm_gaudi_ucm.vllm_api.platforms import client_error, tolerate_missing_accelerator
+from vllm_gaudi_ucm.vllm_api.versions import check_versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -17,26 +17,28 @@ from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effe
 from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.graphs.shapes.limits import default_shared_blocks
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_budget
-from vllm_gaudi_ucm.layers import register_cpu_layers
+from vllm_gaudi_ucm.layers.cpu_layers import register_cpu_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 from vllm_gaudi_ucm.runner.setup import max_selected_blocks, summaries_per_block
-from vllm_gaudi_ucm.vllm_api.compat import (
+from vllm_gaudi_ucm.vllm_api.engine_process import (
+    OF_ENGINE,
     abort_at_shutdown,
+    end_start_at_sigterm,
     leave_heap_to_the_system,
-    model_loading,
-    tolerate_missing_accelerator,
+    start_is_over,
+    watch_parent,
 )
-from vllm_gaudi_ucm.vllm_api.parent_watch import watch_parent
-from vllm_gaudi_ucm.vllm_api.start_signals import OF_ENGINE, end_start_at_sigterm, start_is_over
+from vllm_gaudi_ucm.vllm_api.platforms import tolerate_missing_accelerator
 from vllm_gaudi_ucm.vllm_api.worker import (
     CompilationTimes,
     WorkerBase,
     ensure_model_parallel_initialized,
     init_distributed_environment,
+    model_loading,
     set_random_seed,
 )
 

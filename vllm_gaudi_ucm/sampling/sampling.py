@@ -14,7 +14,6 @@ from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest
 from vllm_gaudi_ucm.execution.execution import Execution
-from vllm_gaudi_ucm.vllm_api.compat import raise_if_nan_logits
 from vllm_gaudi_ucm.vllm_api.sampling import (
     BatchUpdate,
     LogitsProcessors,
@@ -23,6 +22,7 @@ from vllm_gaudi_ucm.vllm_api.sampling import (
     SamplingMetadata,
     apply_grammar_bitmask,
     build_logitsprocs,
+    raise_if_nan_logits,
 )
 from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists, LogprobsTensors
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.vllm_api.compat import propose_ngram
+from vllm_gaudi_ucm.vllm_api.sampling import propose_ngram
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput

@@ -1,1 +1,23 @@
-"""What depends on the version of vLLM or torch."""
+"""vLLM as this package knows it: no other room imports vLLM's internals.
+
+Each module takes its names from one part of vLLM, and its docstring says which of them are a documented extension point
+(or public), and which are internal. A function here does what vLLM has no call for; it names its "Reason:" and the
+condition under which it goes ("Remove when:").
+
+| module | part of vLLM |
+|---|---|
+| `versions` | the versions that we run with |
+| `platforms` | the platform, and what it leaves open |
+| `engine_process` | start and end of an engine's process |
+| `engine` | engines, their arguments, their logs |
+| `metrics` | statistics and their loggers |
+| `scheduling`, `blocks` | the scheduler; operations on its blocks and requests |
+| `steps` | messages between scheduler and worker |
+| `worker` | the worker's interface |
+| `model`, `attention`, `kv_cache` | layers, attention backends, the cache's description |
+| `sampling` | samplers, logits processors, grammars |
+| `kv_transfer`, `kv_offload` | KV connectors; offloading to the host |
+
+Our platform class is loaded while vLLM is being imported. What it needs at module level is in `versions`, `platforms`,
+`engine_process`, `blocks` and `kv_cache`; the other modules import parts of vLLM that need a platform.
+"""

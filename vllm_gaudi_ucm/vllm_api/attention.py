@@ -1,4 +1,9 @@
-"""vLLM's attention interface."""
+"""Attention backends: `vllm.v1.attention`.
+
+Extension point: a platform plugin brings a backend of its own. `AttentionBackend`, `AttentionImpl`,
+`AttentionMetadata` and `AttentionMetadataBuilder` are its classes; `AttentionBackendEnum`, `AttentionLayer`,
+`AttentionSelectorConfig`, `AttentionType` and `MultipleOf` are types of their methods.
+"""
 
 from vllm.v1.attention.backend import (
     AttentionBackend,

@@ -1,4 +1,9 @@
-"""vLLM's description of a KV cache."""
+"""Description of a KV cache: `vllm.v1.kv_cache_interface`, which may be imported while vLLM looks for its platform.
+
+Extension point: `KVCacheSpec`, `AttentionSpec`, `KVCacheConfig` and `KVCacheLayout` are what a platform plugin's worker
+and attention backend are given and return.
+Internal: `create_kv_cache_views`, which makes the tensors of layers of the bytes that they share.
+"""
 
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheLayout, KVCacheSpec, create_kv_cache_views
 

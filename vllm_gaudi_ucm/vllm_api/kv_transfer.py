@@ -1,4 +1,11 @@
-"""vLLM's connector interface."""
+"""KV connectors: `vllm.distributed.kv_transfer`.
+
+Extension point, experimental: `--kv-transfer-config` names a connector and its module. `KVConnectorBase_V1` and
+`SupportsHMA` are its base classes; `KVConnectorHandshakeMetadata`, `KVConnectorMetadata`, `KVConnectorRole`,
+`KVConnectorTransferResults` and `KVConnectorWorkerMetadata` are types of their methods.
+Internal: `ensure_kv_transfer_initialized`, `ensure_kv_transfer_shutdown` and `get_kv_transfer_group`, by which vLLM's
+own runner drives connectors; `KVConnectorFactory`, `MultiConnector`, and `copy_kv_blocks`.
+"""
 
 from vllm.distributed.kv_transfer import (
     ensure_kv_transfer_initialized,

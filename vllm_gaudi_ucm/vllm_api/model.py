@@ -1,4 +1,11 @@
-"""vLLM's models and layers, and the context of a forward pass."""
+"""Models, their layers, and the context of a forward pass: `vllm.model_executor`, `vllm.forward_context`.
+
+Extension point: a platform plugin replaces custom operations, such as `RMSNorm`, `RotaryEmbedding` and `SiluAndMul`,
+by subclasses; `op_registry_oot` is where vLLM keeps them.
+Internal: `get_model`; `Attention`, `AttentionLayerBase`, `LinearBase`, `ParallelLMHead`, `UnquantizedEmbeddingMethod`
+and `UnquantizedLinearMethod`, the layers that we look for in a model; `ForwardContext`, `get_forward_context`,
+`is_forward_context_available` and `set_forward_context`, through which layers find the step's metadata.
+"""
 
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
 from vllm.model_executor.custom_op import op_registry_oot

@@ -1,4 +1,10 @@
-"""vLLM's scheduler and its blocks."""
+"""The scheduler and its blocks: `vllm.v1.core`.
+
+Extension point: `--scheduler-cls` names a class; vLLM says that the interface is not public. `Scheduler` and
+`AsyncScheduler` are what ours derive from.
+Internal: `EngineCoreOutputs`, `KVCacheBlock`, `KVCacheBlocks`, `KVCacheManager` and `generate_block_hash_extra_keys`.
+Functions for what the scheduler has no call for are in `blocks`.
+"""
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, generate_block_hash_extra_keys

@@ -1,4 +1,10 @@
-"""What scheduler and worker say to each other in vLLM: requests, steps, outputs."""
+"""Messages between scheduler and worker: `vllm.v1.core.sched.output`, `vllm.v1.outputs`, `vllm.v1.request`.
+
+Extension point: `SchedulerOutput`, with `NewRequestData`, `CachedRequestData` and `GrammarOutput`, is what a platform
+plugin's worker is given; `ModelRunnerOutput`, with `DraftTokenIds`, `KVConnectorOutput`, `LogprobsLists` and
+`LogprobsTensors`, is what it returns. Their fields change with every minor release.
+Internal: `Request` and `RequestStatus`, the scheduler's view of a request, which connectors are given, too.
+"""
 
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput

@@ -1,5 +1,14 @@
-"""vLLM's worker interface."""
+"""Workers: `vllm.v1.worker`, `vllm.distributed`.
 
+Extension point: `WorkerBase` is the base class of a platform plugin's worker; `CompilationTimes` and `SupportedTask`
+are types of its methods.
+Internal: `InputBatch`, which custom logits processors are made from; `ensure_model_parallel_initialized`,
+`init_distributed_environment` and `set_random_seed`, by which vLLM's own workers prepare a device.
+"""
+
+from contextlib import AbstractContextManager
+
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.tasks import SupportedTask
 from vllm.utils.torch_utils import set_random_seed
@@ -13,5 +22,16 @@ __all__ = [
     "WorkerBase",
     "ensure_model_parallel_initialized",
     "init_distributed_environment",
+    "model_loading",
     "set_random_seed",
 ]
+
+
+def model_loading(vllm_config: VllmConfig) -> AbstractContextManager[None]:
+    """The context in which a worker loads its model.
+
+    Reason: `WorkerWrapperBase` sets the current configuration around `init_device` and `initialize_from_config`, but
+    not around `load_model`, where the layers of a model read it.
+    Remove when: `WorkerWrapperBase.load_model` exists and sets it.
+    """
+    return set_current_vllm_config(vllm_config)

@@ -72,8 +72,7 @@ def check_model(model: Path) -> int:
 def start_engine(model: Path, phase_log: Path, seed: int, log_level: str) -> AsyncLLM:
     """The engine as `vllm serve` would start it, writing its phase log; only the sizes are small."""
     max_model_len = check_model(model)
-    from vllm_gaudi_ucm.vllm_api.engine import AsyncEngineArgs, AsyncLLM
-    from vllm_gaudi_ucm.vllm_api.logging import LoggingConfig, configure_logging
+    from vllm_gaudi_ucm.vllm_api.engine import AsyncEngineArgs, AsyncLLM, LoggingConfig, configure_logging
 
     logging_config = LoggingConfig(log_level=log_level)  # type: ignore[arg-type]  # a Literal, checked by pydantic
     configure_logging(logging_config)

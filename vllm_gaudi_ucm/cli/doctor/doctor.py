@@ -27,6 +27,7 @@ from vllm_gaudi_ucm.cli.doctor.configuration import (
     sparse_checks,
     static_shape_checks,
 )
+from vllm_gaudi_ucm.cli.doctor.extensions import extension_checks
 from vllm_gaudi_ucm.cli.doctor.machine import (
     PluginChecks,
     device_checks,
@@ -98,6 +99,7 @@ def examine(config: str | None, store: str | None = None) -> Examination:
     checks += guarded("files", lambda: _of_config(config, lambda ucm: place_checks(ucm, device)))
     checks += guarded("sparse", lambda: _of_config(config, sparse_checks))
     checks += guarded("store", lambda: store_checks(store))
+    checks += guarded("extensions", extension_checks)
     for section in plugins:
         first += guarded("platform plugin", section.rows)
     return Examination(device, first + checks)

@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.device.detect import decide, gaudi_cards
 from vllm_gaudi_ucm.device.host_limits import Cores, find_cores
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
-from vllm_gaudi_ucm.vllm_api.compat import WINDOWS, Window, installed_version
+from vllm_gaudi_ucm.vllm_api.versions import WINDOWS, Window, installed_version
 
 DEVICE = "device"
 GIB = 1 << 30

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
-from vllm_gaudi_ucm.vllm_api.compat import apply_penalties
+from vllm_gaudi_ucm.vllm_api.sampling import apply_penalties
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import LiveRequest

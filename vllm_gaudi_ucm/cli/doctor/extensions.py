@@ -1,0 +1,62 @@
+"""Doctor's section on extensions: what each registry holds, and what packages and plugins have added."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from pydantic import BaseModel
+
+from vllm_gaudi_ucm.cli.doctor.check import Check
+from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
+from vllm_gaudi_ucm.registry import Entry, Registry, RegistryError
+from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS
+
+EXTENSIONS = "extensions"
+REGISTRIES: Sequence[Registry[Any]] = (SPARSE_METHODS, STRATEGIES)
+
+
+@runtime_checkable
+class HasOptions(Protocol):
+    """A thing with a model of its options, as sparse methods and stores have."""
+
+    Options: type[BaseModel]
+
+
+def extension_checks() -> Iterator[Check]:
+    """The section's rows."""
+    for registry in REGISTRIES:
+        yield from registry_rows(registry)
+
+
+def registry_rows(registry: Registry[Any]) -> Iterator[Check]:
+    """A row with the names that are built in, and one for each thing from outside, which is imported to see it."""
+    entries = list(registry.entries())
+    built_in = ", ".join(entry.name for entry in entries if entry.built_in)
+    yield Check(EXTENSIONS, registry.kind, "ok", f"built in: {built_in or 'none'}")
+    for entry in entries:
+        if not entry.built_in:
+            yield _from_outside(registry, entry)
+
+
+def _from_outside(registry: Registry[Any], entry: Entry) -> Check:
+    """A warning where it cannot be used: a configuration that asks for it fails in a row of its own."""
+    name, found = f"{registry.kind} {entry.name}", f"{entry.place} ({entry.origin})"
+    if entry.hidden:
+        found += f", but {entry.name!r} stands for {registry.place(entry.name)}"
+        return Check(EXTENSIONS, name, "warn", found, "a name that is free", "choose another name, or uninstall one")
+    try:
+        options = option_names(registry.get(entry.name))
+    except RegistryError as error:
+        return Check(EXTENSIONS, name, "warn", f"{error} ({entry.origin})", "something that can be imported")
+    return Check(EXTENSIONS, name, "ok", f"{found}; options: {', '.join(options) or 'none'}")
+
+
+def option_names(thing: object) -> list[str]:
+    """Keys of a thing's options: of its model `Options`, or the fields of a dataclass."""
+    if isinstance(thing, HasOptions):
+        return list(thing.Options.model_fields)
+    if isinstance(thing, type) and dataclasses.is_dataclass(thing):
+        return [field.name for field in dataclasses.fields(thing)]
+    return []

@@ -1,0 +1,80 @@
+"""Versions of vLLM and torch that this plugin runs with. Imports nothing of either."""
+
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+
+class UnsupportedVersionError(RuntimeError):
+    """An installed package is missing or outside the versions this plugin was tested with."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The versions of one distribution that this plugin supports."""
+
+    distribution: str
+    versions: str
+    # Gaudi's own builds call themselves pre-releases (2.11.0a0+git...) although they are the release.
+    prereleases_count: bool = False
+
+    def holds(self, version: str) -> bool:
+        """Whether a version is inside; a local suffix (`+cpu`, `+empty`) says how it was built, and does not count."""
+        parsed = Version(version)
+        compared = parsed.base_version if self.prereleases_count else parsed.public
+        return SpecifierSet(self.versions).contains(compared, prereleases=True)
+
+
+SUPPORTED_VLLM = ">=0.32.0,<0.33"
+"""The vLLM releases whose scheduler/worker contract the runner was written against.
+
+Reason: `SchedulerOutput`, `ModelRunnerOutput` and `WorkerBase` change between minor releases without notice.
+Remove when: vLLM declares that contract stable; until then the window moves with each release that passes the tests.
+"""
+
+SUPPORTED_TORCH = ">=2.11,<2.14"
+"""The torch releases that were tested: Gaudi software 1.24 ships 2.11, vLLM 0.32 is built for 2.13.
+
+Reason: graph capture and `torch.compile` differ below and above.
+Remove when: Gaudi software ships the torch that the supported vLLM asks for; then vLLM's own requirement is enough.
+"""
+
+WINDOWS = (Window("vllm", SUPPORTED_VLLM), Window("torch", SUPPORTED_TORCH, prereleases_count=True))
+
+
+def installed_version(distribution: str) -> str | None:
+    """The installed version of a distribution, None where it is missing.
+
+    Reason: it is read from metadata, because `vllm.__version__` would import vLLM.
+    Remove when: as for `check_versions`.
+    """
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _problem(window: Window) -> str | None:
+    """What is wrong with the installed version of one distribution, None if nothing is."""
+    found = installed_version(window.distribution)
+    if found is None:
+        return f"{window.distribution} is not installed, expected {window.versions}"
+    if not window.holds(found):
+        return f"{window.distribution} {found} is installed, expected {window.versions}"
+    return None
+
+
+def check_versions() -> None:
+    """Raises UnsupportedVersionError that names every package outside its window. It cannot be switched off.
+
+    Reason: outside the window steps would run against another contract, and give wrong tokens instead of an error.
+    Remove when: both windows above are gone.
+    """
+    problems = [problem for window in WINDOWS if (problem := _problem(window)) is not None]
+    if problems:
+        raise UnsupportedVersionError(
+            f"vllm-gaudi-ucm {installed_version('vllm-gaudi-ucm') or ''} cannot run here: {'; '.join(problems)}. "
+            "Install a supported version, or a release of vllm-gaudi-ucm that supports yours."
+        )
