@@ -1,8 +1,8 @@
 """Every command of README, CONTRIBUTING and docs runs here or in a test that is named here, or says what it needs.
 
-A new block runs as it is: `gaudi-ucm` truly, in a folder with a phase log, a bucket file and a store; of `vllm serve` the
-options are read. A block that cannot run here has `<!-- needs: gaudi|cuda|network|minutes -->` in the line above it; its
-options are read, too.
+A new block runs as it is: `gaudi-ucm` truly, in a folder with a phase log, a bucket file and a store; the options of
+`vllm serve` are read. A block that cannot run has `<!-- needs: gaudi|cuda|network|minutes -->` in the line above it;
+its options are read, too.
 """
 
 from __future__ import annotations
