@@ -20,7 +20,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 FOLDER = Path("images") / "walks"  # below docs/
 
 _SECTION = re.compile(r"^## (The way of .+?)$\n(.*?)(?=^## |\Z)", re.M | re.S)
-_ITEM = re.compile(r"^\d+\. (.*(?:\n(?!\d+\. |\n).*)*)", re.M)
+# a numbered line with what continues it, or the line before some of them, such as "In the scheduler:"
+_ITEM = re.compile(r"^(?:\d+\. (.*(?:\n(?!\d+\. |\n).*)*)|([A-Z][^`\n]*):\n(?=\n\d+\. ))", re.M)
 _PAIR = re.compile(r"`([\w/]+\.py)` `([\w.]+)`")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
@@ -36,6 +37,7 @@ STYLE = """
   .name { fill: #1f2328; font: 600 14px ui-sans-serif, system-ui, sans-serif }
   .file { fill: #57606a; font: 11px ui-monospace, monospace }
   .text { fill: #1f2328; font: 12.5px ui-sans-serif, system-ui, sans-serif }
+  .part { fill: #1f2328; font: italic 14px ui-sans-serif, system-ui, sans-serif }
   .room { fill: #1f2328; font: 600 13px ui-sans-serif, system-ui, sans-serif }
   .number { fill: #57606a; font: 600 12px ui-sans-serif, system-ui, sans-serif; text-anchor: middle }
   .arrow { stroke: #57606a; stroke-width: 1.6; fill: none }
@@ -44,7 +46,7 @@ STYLE = """
 DARK = """
     .page { fill: #0d1117; stroke: #30363d }
     .box { fill: #161b22; stroke: #8b949e }
-    .name, .text, .room { fill: #e6edf3 }
+    .name, .text, .part, .room { fill: #e6edf3 }
     .file, .number { fill: #9da7b3 }
     .arrow { stroke: #9da7b3 }
     .head { fill: #9da7b3 }
@@ -53,11 +55,15 @@ DARK = """
 
 @dataclass(frozen=True)
 class Stop:
-    """A numbered line. places: (file, name), several where the way forks. text: what happens there."""
+    """A numbered line. places: (file, name), several where the way forks. text: what happens there.
+
+    part: of the walk, such as "In the scheduler"; empty in a walk of one part.
+    """
 
     number: int
     places: tuple[tuple[str, str], ...]
     text: str
+    part: str = ""
 
     @property
     def room(self) -> str:
@@ -87,18 +93,23 @@ def walks(page: str) -> list[Walk]:
     """The walks of the page's text."""
     found = []
     for title, body in _SECTION.findall(page):
-        stops = [_stop(number, item) for number, item in enumerate(_ITEM.findall(body), start=1)]
+        stops: list[Stop] = []
+        part = ""
+        for item, heading in _ITEM.findall(body):
+            part = heading or part
+            if item:
+                stops.append(_stop(len(stops) + 1, item, part))
         found.append(Walk(title, tuple(stop for stop in stops if stop.places)))
     return [walk for walk in found if walk.stops]
 
 
-def _stop(number: int, item: str) -> Stop:
+def _stop(number: int, item: str, part: str) -> Stop:
     head, colon, text = item.partition(": ")
     places = _PAIR.findall(head)
     if not colon or not places:
         places, text = _PAIR.findall(item)[:1], _PAIR.sub("", item, count=1)
     text = _LINK.sub(r"\1", _PAIR.sub(r"\2", text)).replace("`", "").replace("**", "")
-    return Stop(number, tuple(places), " ".join(text.split()).strip(" ,"))
+    return Stop(number, tuple(places), " ".join(text.split()).strip(" ,"), part)
 
 
 def svg(walk: Walk) -> str:
@@ -107,8 +118,13 @@ def svg(walk: Walk) -> str:
     shapes: list[str] = []
     top = MARGIN
     end: int | None = None  # where the last stop's arrow begins
-    for room, group in groupby(walk.stops, key=lambda stop: stop.room):
+    shown = ""
+    for (part, room), group in groupby(walk.stops, key=lambda stop: (stop.part, stop.room)):
         stops = list(group)
+        if part != shown:
+            shapes.append(_words("part", MARGIN + PAD, top + 18, part))
+            top += 30
+            shown = part
         bottom = top + sum(_height(stop) + GAP for stop in stops)
         shapes.append(_rectangle(f"r{rooms.index(room)}", MARGIN, top, WIDTH - 2 * MARGIN, bottom - top, 8))
         shapes.append(_words("room", MARGIN + PAD, top + 26, room))
@@ -168,7 +184,7 @@ def _words(kind: str, x: int, y: int, words: str) -> str:
 
 
 def _arrow(begin: int, end: int) -> str:
-    x = MARGIN + ROOM + 40
+    x = MARGIN + 2 * ROOM + 40
     head = f'<path class="head" d="M{x - 5} {end - 7} L{x + 5} {end - 7} L{x} {end} Z"/>'
     return f'<path class="arrow" d="M{x} {begin} V{end - 7}"/>{head}'
 

@@ -27,6 +27,21 @@ def test_a_drawing_has_every_place_of_its_walk(walk: Walk) -> None:
         assert all(any(name in text for text in shown) for _, name in stop.places)
 
 
+def test_parts_of_a_walk() -> None:
+    """Their lines are numbered through."""
+    page = (
+        "## The way of a test\n\nIn the scheduler:\n\n1. `ops/a.py` `one`: first.\n\nIn the worker:\n\n"
+        "2. `ops/b.py` `two`: second,\n   and more.\n3. `ops/c.py` `three`, as said.\n\nThe end: it is here.\n"
+    )
+    (walk,) = walks(page)
+    assert [(stop.number, stop.part, stop.text) for stop in walk.stops] == [
+        (1, "In the scheduler", "first."),
+        (2, "In the worker", "second, and more."),
+        (3, "In the worker", "as said."),
+    ]
+    assert "In the worker" in svg(walk)
+
+
 def test_forks_rooms_and_text_of_a_walk() -> None:
     page = (
         "## The way of a test\n\nWords.\n\n1. `ops/a/api.py` `one`: begins with `ops/b.py` `other`.\n"
