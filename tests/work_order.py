@@ -9,7 +9,7 @@ from xdist.scheduler import LoadScopeScheduling
 # Their tests share what takes long to start: a server, a child process on the simulated card.
 SHARED_ROOMS = ("server", "sim")
 # Handed out first: who gets the last file works on alone, so that must be a short one.
-LONG_ROOMS = ("server", "engine", "cli", "ops", "prefetch", "sim")
+LONG_ROOMS = ("server", "engine", "examples", "cli", "ops", "prefetch", "sim")
 
 
 class RoomScheduling(LoadScopeScheduling):  # type: ignore[misc]

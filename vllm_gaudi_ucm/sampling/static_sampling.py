@@ -13,8 +13,7 @@ from vllm_gaudi_ucm.sampling.sampling import SampledTokens
 from vllm_gaudi_ucm.sampling.stages.grammar_mask import WORD, GrammarMask, bitmask_of, mask_logits
 from vllm_gaudi_ucm.sampling.stages.penalties import Penalties
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
-from vllm_gaudi_ucm.sampling.stages.token_choice import TokenChoice, TopLogprobs
-from vllm_gaudi_ucm.vllm_api.sampling import BUILTIN_LOGITS_PROCESSORS, host_sampler, random_sample
+from vllm_gaudi_ucm.vllm_api.sampling import BUILTIN_LOGITS_PROCESSORS, host_sampler, random_sample, top_k_top_p
 from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists
 
 if TYPE_CHECKING:

@@ -1,0 +1,219 @@
+"""Draws the numbered walks of docs/architecture.md: one SVG file each, for light and dark, in docs/images/walks.
+
+    python scripts/draw_walks.py            # writes the files, and links each below the heading of its walk
+
+A walk is a section `## The way of ...` with numbered lines that begin with `file` `name` pairs. `make drawings` runs
+this; tests/docs/test_walks.py fails where a drawing is older than its walk. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+FOLDER = Path("images") / "walks"  # below docs/
+
+_SECTION = re.compile(r"^## (The way of .+?)$\n(.*?)(?=^## |\Z)", re.M | re.S)
+# a numbered line with what continues it, or the line before some of them, such as "In the scheduler:"
+_ITEM = re.compile(r"^(?:\d+\. (.*(?:\n(?!\d+\. |\n).*)*)|([A-Z][^`\n]*):\n(?=\n\d+\. ))", re.M)
+_PAIR = re.compile(r"`([\w/]+\.py)` `([\w.]+)`")
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
+
+# pixels
+WIDTH, MARGIN, ROOM, GAP, PAD = 880, 16, 128, 18, 12
+LINE = 17  # of the text
+CHARACTER = 6.4  # of the text, on average
+HUES = (212, 32, 150, 275, 350, 190, 55, 120, 310, 240)
+
+STYLE = """
+  .page { fill: #ffffff; stroke: #d0d7de }
+  .box { fill: #ffffff; stroke: #57606a }
+  .name { fill: #1f2328; font: 600 14px ui-sans-serif, system-ui, sans-serif }
+  .file { fill: #57606a; font: 11px ui-monospace, monospace }
+  .text { fill: #1f2328; font: 12.5px ui-sans-serif, system-ui, sans-serif }
+  .part { fill: #1f2328; font: italic 14px ui-sans-serif, system-ui, sans-serif }
+  .room { fill: #1f2328; font: 600 13px ui-sans-serif, system-ui, sans-serif }
+  .number { fill: #57606a; font: 600 12px ui-sans-serif, system-ui, sans-serif; text-anchor: middle }
+  .arrow { stroke: #57606a; stroke-width: 1.6; fill: none }
+  .head { fill: #57606a }
+"""
+DARK = """
+    .page { fill: #0d1117; stroke: #30363d }
+    .box { fill: #161b22; stroke: #8b949e }
+    .name, .text, .part, .room { fill: #e6edf3 }
+    .file, .number { fill: #9da7b3 }
+    .arrow { stroke: #9da7b3 }
+    .head { fill: #9da7b3 }
+"""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A numbered line. places: (file, name), several where the way forks. text: what happens there.
+
+    part: of the walk, such as "In the scheduler"; empty in a walk of one part.
+    """
+
+    number: int
+    places: tuple[tuple[str, str], ...]
+    text: str
+    part: str = ""
+
+    @property
+    def room(self) -> str:
+        parts = self.places[0][0].split("/")
+        return parts[1] if parts[0] == "vllm_gaudi_ucm" and len(parts) > 2 else parts[0]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A section with numbered lines."""
+
+    title: str
+    stops: tuple[Stop, ...]
+
+    @property
+    def file(self) -> Path:
+        """Of the drawing, relative to docs/."""
+        return FOLDER / (re.sub(r"\W+", "-", self.title.lower()) + ".svg")
+
+    @property
+    def link(self) -> str:
+        """The line of the page that shows the drawing."""
+        return f"![{self.title}, as a drawing of the list below]({self.file.as_posix()})"
+
+
+def walks(page: str) -> list[Walk]:
+    """The walks of the page's text."""
+    found = []
+    for title, body in _SECTION.findall(page):
+        stops: list[Stop] = []
+        part = ""
+        for item, heading in _ITEM.findall(body):
+            part = heading or part
+            if item:
+                stops.append(_stop(len(stops) + 1, item, part))
+        found.append(Walk(title, tuple(stop for stop in stops if stop.places)))
+    return [walk for walk in found if walk.stops]
+
+
+def _stop(number: int, item: str, part: str) -> Stop:
+    head, colon, text = item.partition(": ")
+    places = _PAIR.findall(head)
+    if not colon or not places:
+        places, text = _PAIR.findall(item)[:1], _PAIR.sub("", item, count=1)
+    text = _LINK.sub(r"\1", _PAIR.sub(r"\2", text)).replace("`", "").replace("**", "")
+    return Stop(number, tuple(places), " ".join(text.split()).strip(" ,"), part)
+
+
+def svg(walk: Walk) -> str:
+    """The drawing: a band for each stretch in one room, a box for each place, arrows from stop to stop."""
+    rooms = list(dict.fromkeys(stop.room for stop in walk.stops))
+    shapes: list[str] = []
+    top = MARGIN
+    end: int | None = None  # where the last stop's arrow begins
+    shown = ""
+    for (part, room), group in groupby(walk.stops, key=lambda stop: (stop.part, stop.room)):
+        stops = list(group)
+        if part != shown:
+            shapes.append(_words("part", MARGIN + PAD, top + 18, part))
+            top += 30
+            shown = part
+        bottom = top + sum(_height(stop) + GAP for stop in stops)
+        shapes.append(_rectangle(f"r{rooms.index(room)}", MARGIN, top, WIDTH - 2 * MARGIN, bottom - top, 8))
+        shapes.append(_words("room", MARGIN + PAD, top + 26, room))
+        for stop in stops:
+            begin = top + GAP // 2
+            if end is not None:
+                shapes.append(_arrow(end, begin))
+            shapes += _boxes(stop, begin)
+            end = begin + _height(stop)
+            top = end + GAP - GAP // 2
+        top += GAP // 2
+    height = top - GAP // 2 + MARGIN
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
+    page = _rectangle("page", 0.5, 0.5, WIDTH - 1, height - 1, 10)
+    return "\n".join(
+        [head, f"<title>{escape(walk.title)}</title>", _style(len(rooms)), page, *shapes, "</svg>", ""],
+    )
+
+
+def _style(rooms: int) -> str:
+    hues = [HUES[index % len(HUES)] for index in range(rooms)]
+    light = "".join(f"  .r{index} {{ fill: hsl({hue}, 60%, 92%) }}\n" for index, hue in enumerate(hues))
+    dark = "".join(f"    .r{index} {{ fill: hsl({hue}, 28%, 21%) }}\n" for index, hue in enumerate(hues))
+    return f"<style>{STYLE}{light}  @media (prefers-color-scheme: dark) {{{DARK}{dark}  }}\n</style>"
+
+
+def _lines(stop: Stop) -> list[str]:
+    width = (WIDTH - 2 * MARGIN - ROOM - 4 * PAD) / CHARACTER
+    return textwrap.wrap(stop.text, int(width))
+
+
+def _height(stop: Stop) -> int:
+    return 46 + LINE * len(_lines(stop)) + (PAD // 2 if stop.text else 0)
+
+
+def _boxes(stop: Stop, top: int) -> list[str]:
+    """A box around a stop, with a place beside the other in it."""
+    left, width = MARGIN + ROOM, WIDTH - 2 * MARGIN - ROOM - PAD
+    shapes = [_rectangle("box", left, top, width, _height(stop), 6)]
+    shapes.append(_words("number", left - 16, top + 22, str(stop.number)))
+    share = (width - 2 * PAD) // len(stop.places)
+    for index, (file, name) in enumerate(stop.places):
+        x = left + PAD + index * share
+        shapes.append(_words("name", x, top + 20, name if index == 0 else f"or {name}"))
+        shapes.append(_words("file", x, top + 36, file.removeprefix("vllm_gaudi_ucm/")))
+    for index, line in enumerate(_lines(stop)):
+        shapes.append(_words("text", left + PAD, top + 54 + LINE * index, line))
+    return shapes
+
+
+def _rectangle(kind: str, x: float, y: float, width: float, height: float, radius: int) -> str:
+    return f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="{radius}"/>'
+
+
+def _words(kind: str, x: int, y: int, words: str) -> str:
+    return f'<text class="{kind}" x="{x}" y="{y}">{escape(words)}</text>'
+
+
+def _arrow(begin: int, end: int) -> str:
+    x = MARGIN + 2 * ROOM + 40
+    head = f'<path class="head" d="M{x - 5} {end - 7} L{x + 5} {end - 7} L{x} {end} Z"/>'
+    return f'<path class="arrow" d="M{x} {begin} V{end - 7}"/>{head}'
+
+
+def drawings(page: str) -> dict[Path, str]:
+    """Every file, relative to docs/, with what belongs into it."""
+    return {walk.file: svg(walk) for walk in walks(page)}
+
+
+def linked(page: str) -> str:
+    """The page, with the drawing of each walk below its heading."""
+    for walk in walks(page):
+        if walk.link not in page:
+            page = page.replace(f"## {walk.title}\n", f"## {walk.title}\n\n{walk.link}\n", 1)
+    return page
+
+
+def main() -> None:
+    """Writes the files that are not current, and removes those of walks that are gone."""
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(linked(page), encoding="utf-8")
+    current = drawings(page)
+    folder = PAGE.parent / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in current.items():
+        (PAGE.parent / file).write_text(text, encoding="utf-8")
+    for stale in set(folder.glob("*.svg")) - {PAGE.parent / file for file in current}:
+        stale.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Every program of `examples/` runs as its docstring says, on the CPU reference device."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.server import OFFLINE, Server, start_server
+from vllm_gaudi_ucm.graphs.strategies.file import read_bucket_file
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SECONDS = 240  # for a busy machine; a quiet one takes half a minute
+
+
+def run(name: str, *arguments: str, folder: Path) -> str:
+    """What a program prints; it must end with status 0."""
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment | OFFLINE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.fixture
+def server(smollm2: Path, tmp_path: Path) -> Iterator[Server]:
+    server = start_server(smollm2, tmp_path)
+    yield server
+    server.kill()
+
+
+def test_offline_batch(smollm2: Path, tmp_path: Path) -> None:
+    printed = run("offline_batch.py", "--model", str(smollm2), folder=tmp_path)
+    assert "Jupiter" in printed
+    # prompts that arrive one by one make more than one step with a causal part
+    assert re.search(r"^steps: \d x c--, .*\d+ x --u", printed, re.M), printed[-2000:]
+
+
+def test_openai_client(server: Server, tmp_path: Path) -> None:
+    printed = run("openai_client.py", "--base-url", f"{server.url}/v1", folder=tmp_path)
+    pieces = re.findall(r"-> .*Paris.* \(first token after \d+ ms, (\d+) pieces\)", printed)
+    assert len(pieces) == 1
+    assert int(pieces[0]) > 1
+    assert "Name three colours. -> " in printed
+
+
+def test_tune_buckets(tmp_path: Path) -> None:
+    printed = run("tune_buckets.py", "--max-graphs", "16", folder=tmp_path)
+    read_bucket_file(tmp_path / "buckets.yaml")  # raises where it cannot be served
+    tuned, blind = (float(ratio) for ratio in re.findall(r"padding +([\d.]+)x the true cost", printed))
+    assert tuned < blind
+
+
+def test_own_sparse_method(smollm2: Path, tmp_path: Path) -> None:
+    printed = run("own_sparse_method.py", "--model", str(smollm2), folder=tmp_path)
+    assert "Sparse method Stride: contexts of 128 tokens and more are sparse" in printed
+    answers = dict(re.findall(r"^(sparse|dense ) '(.*)'$", printed, re.M))
+    assert len(answers) == 2
+    assert answers["sparse"] != answers["dense "]  # what it leaves out is missed
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_every_example_is_short_tested_and_named(name: str) -> None:
+    lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 100
+    assert f'"{name}"' in Path(__file__).read_text(encoding="utf-8")
+    for page in ("README.md", "docs/examples.md"):
+        assert f"examples/{name}" in (ROOT / page).read_text(encoding="utf-8"), page
