@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.protocol.offload import BlockMove, ResidencyOrders
 from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.store.options import MemoryStoreOptions
+from vllm_gaudi_ucm.store.memory import MemoryStoreOptions
 
 BLOCKS, TARGET = 4, 2
 STEP, LOADED = 9.0, 5.0

@@ -246,18 +246,15 @@ def resolve_value(value: Any) -> UcmConfig:
         raise UcmConfigError(list(problems(error, UcmConfig, ROOT)), source) from None
 
 
-def describe() -> list[Row]:
-    """Every key with its type, default and description, in the order of declaration."""
-    return [
-        Row(key, expected(field), _show(field.get_default(call_default_factory=False)), field.description or "")
-        for key, field in _leaves(UcmConfig, ROOT)
-    ]
+def describe(model: type[BaseModel] = UcmConfig, root: str = ROOT) -> list[Row]:
+    """Every key of a section with its type, default and description, in the order of declaration."""
+    return [Row(key, expected(field), _default(field), field.description or "") for key, field in _leaves(model, root)]
 
 
-def markdown_table() -> str:
-    """The configuration table as Markdown, as it stands in the README."""
+def markdown_table(model: type[BaseModel] = UcmConfig, root: str = ROOT) -> str:
+    """A section's table as Markdown, as it stands in the reference."""
     lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
-    lines += [f"| `{row.key}` | {row.type} | `{row.default}` | {row.description} |" for row in describe()]
+    lines += [f"| `{row.key}` | {row.type} | `{row.default}` | {row.description} |" for row in describe(model, root)]
     return "\n".join(lines)
 
 
@@ -270,7 +267,10 @@ def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInf
             yield from _leaves(inner, f"{prefix}.{name}")
 
 
-def _show(default: Any) -> str:
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "none: required"
+    default = field.get_default(call_default_factory=False)
     return "null" if default is None else str(default)
 
 

@@ -282,7 +282,7 @@ class SchedulerSide:
         """
         self._epoch = os.urandom(16)
         self.known.clear()
-        if self._setup.options.store.kind == "memory":
+        if self._setup.options.store.ends_with_process:
             self.store.clear()
         for request_id, state in list(self._states.items()):
             self._waiting.forget(request_id)

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOpti
 from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.store.block_key import Namespace
-from vllm_gaudi_ucm.store.factory import open_store
+from vllm_gaudi_ucm.store.factory import lasting_kinds, open_store
 from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class ConnectorSetup:
 
     def _refuse_unknown_weights(self, models: list[str]) -> None:
         """What outlives this process would be found by engines whose weights have the same name, and are others."""
-        if self.options.store.kind != "memory":
+        if not self.options.store.ends_with_process:
             found = f"none, and no weights in files here that tell {' and '.join(models)} apart"
             raise UcmConfigError([Problem("--revision", found, "a name that changes when the weights change")])
 
@@ -141,9 +141,10 @@ class ConnectorSetup:
 
 def _check_process(options: ConnectorOptions, executor: object) -> None:
     """Scheduler and worker see one memory only where the engine runs its worker itself."""
-    if options.store.kind == "memory" and executor not in (None, "uni"):
-        found = f'"memory" with --distributed-executor-backend {executor}'
-        raise UcmConfigError([Problem(f"{EXTRA_CONFIG}.store.kind", found, '"file" or "redis", or no such flag')])
+    if options.store.ends_with_process and executor not in (None, "uni"):
+        found = f'"{options.store.kind}" with --distributed-executor-backend {executor}'
+        others = " or ".join(f'"{kind}"' for kind in lasting_kinds())
+        raise UcmConfigError([Problem(f"{EXTRA_CONFIG}.store.kind", found, f"{others}, or no such flag")])
 
 
 def sparse_policy(config: UcmConfig) -> str:

@@ -28,8 +28,7 @@ from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, SparseWor
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer, is_draft_layer
 from vllm_gaudi_ucm.speculation.proposer import NgramProposer
 from vllm_gaudi_ucm.store.factory import open_medium, open_store
-from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions
-from vllm_gaudi_ucm.store.shared_memory import new_memory_store
+from vllm_gaudi_ucm.store.file import FileStoreOptions
 from vllm_gaudi_ucm.vllm_api.model import Attention
 
 if TYPE_CHECKING:
@@ -81,14 +80,11 @@ def open_copies(config: UcmConfig, num_rows: int, blocks: DeviceBlocks) -> CopyS
     folder: CopyFolder | None = None
     store: KvStore | None = None
     try:
-        if isinstance(options, MemoryStoreOptions):
-            # never the one of a connector with the same options: what that evicts would be copies
-            store = new_memory_store(options, block_bytes, evicts=False)
-        else:
-            if isinstance(options, FileStoreOptions):
-                folder = _own_folder(options)
-                options = options.model_copy(update={"path": folder.path})
-            store = open_store(options, block_bytes, evicts=False)
+        if isinstance(options, FileStoreOptions):
+            folder = _own_folder(options)
+            options = options.model_copy(update={"path": folder.path})
+        # never a connector's store in this process: what that evicts would be copies
+        store = open_store(options, block_bytes, evicts=False)
         return CopyStore(store, block_bytes, blocks.allocate, memory_mode_prefetch(config), folder)
     except BaseException:
         if store is not None:
