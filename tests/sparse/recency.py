@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm_gaudi_ucm.sparse.selection.block_selector import Candidates
+    from vllm_gaudi_ucm.sparse.selection.block_selector import CandidateBlocks
 
 
 class RecencyOptions(BlockOptions):
@@ -26,6 +26,6 @@ class Recency(BlockSparse):
 
     Options: ClassVar[type[MethodOptions]] = RecencyOptions
 
-    def block_scores(self, layer_idx: int, query: Tensor, candidates: Candidates) -> Tensor | None:
+    def block_scores(self, layer_idx: int, query: Tensor, candidates: CandidateBlocks) -> Tensor | None:
         numbers = (candidates.places % candidates.width).float()
         return numbers if cast(RecencyOptions, self.options).prefer == "newest" else -numbers

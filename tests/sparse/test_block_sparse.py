@@ -1,6 +1,5 @@
-"""The scheduler's role of GSA and ESA: which requests are sparse, with what budget, in which mode; and delegation."""
+"""The scheduler's role of GSA and ESA: which requests are sparse, with what budget, in which mode."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,20 +62,20 @@ def test_drafts_are_no_context(drafts: int) -> None:
 
 def test_prompt_rows_of_a_context_with_gaps() -> None:
     """Chunks too, with the budget of what they have computed; a request without gaps stays dense beside it."""
-    method = gsa()
     requests: Any = {
         "gaps": Live("gaps", 43, computed=40),
         "chunk": Live("chunk", 52, computed=48),
         "whole": Live("whole", 43, computed=40),
     }
-    begin(method, *requests.values())
     asked = []
 
     def has_gaps(request_id: str, num_rows: int) -> bool:
         asked.append((request_id, num_rows))
         return request_id != "whole"
 
-    method.has_gaps = has_gaps
+    method = GSA(UcmSparseRole.SCHEDULER, {"min_tokens": 20}, has_gaps)
+    method.register_block_size(BLOCK_SIZE)
+    begin(method, *requests.values())
     meta = method.build_sparse_meta(step_of({"gaps": 3, "chunk": 2, "whole": 3}, requests), requests)
     assert meta.requests == {"gaps": RequestSelection(SELECT, 1, 8, 1), "chunk": RequestSelection(SELECT, 1, 10, 1)}
     assert asked == [("gaps", 3), ("chunk", 2), ("whole", 3)]
@@ -152,16 +151,6 @@ def test_missing_block_size() -> None:
     begin(method, request)
     with pytest.raises(RuntimeError, match="found no block size, expected register_block_size"):
         decode(method, request)
-
-
-def test_the_worker_asks_its_selector_before_attention() -> None:
-    """The tensors pass through: which blocks a layer attends to is in the metadata."""
-    method: Any = GSA(UcmSparseRole.WORKER)
-    calls: list[tuple[Any, ...]] = []
-    method.selector = SimpleNamespace(attention_begin=lambda *arguments: calls.append(arguments))
-    assert method.attention_begin(3, "q", "k", "v", "metadata", "o") == ("q", "k", "v", "o")
-    assert method.attention_finished(3, "o") == "o"
-    assert calls == [(3, "q", "metadata")]
 
 
 def test_options_that_name_no_budget() -> None:

@@ -27,6 +27,7 @@ from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheLayout, KVCacheSpec
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+    from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector
     from vllm_gaudi_ucm.sparse.selection.selection_tensors import LayerSelection
 
 # 128 tokens: Gaudi's vectors are 128 bf16 wide (gaudi-api.md), and fewer blocks make planning cheaper everywhere
@@ -41,6 +42,7 @@ class UnifiedAttentionMetadata(AttentionMetadata):
     sparse: the worker side of a sparse method, whose hooks run around the attention of each layer.
     summary_blocks: int64 [n], blocks that are full and to be summarised.
     selection: the choices of the step; None: every request is dense.
+    selector: chooses the blocks of each layer; None for a method that does not choose blocks.
     """
 
     slots: torch.Tensor
@@ -48,6 +50,7 @@ class UnifiedAttentionMetadata(AttentionMetadata):
     sparse: UcmSparseBase | None = None
     summary_blocks: torch.Tensor | None = None
     selection: LayerSelection | None = None
+    selector: BlockSelector | None = None
 
 
 class UnifiedAttentionBackend(AttentionBackend):
@@ -152,6 +155,8 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         if sparse is None:
             return unified_attention(query, key, value, key_cache, value_cache, parts, self.scale, out=output)
         index = self.layer_index
+        if attn_metadata.selector is not None:
+            attn_metadata.selector.attention_begin(index, query, attn_metadata)
         query, key, value, place = sparse.attention_begin(index, query, key, value, attn_metadata, output)
         chosen = None
         if (selection := attn_metadata.selection) is not None:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorMetadata
     from vllm_gaudi_ucm.vllm_api.model import ForwardContext
@@ -122,15 +124,19 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         """Called once by our scheduler, in memory mode."""
         self._scheduler.bind_memory_mode(residency)
 
+    def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
+        """The logical blocks that a request's query would choose of all; called with KV offload, at every scoring."""
+        self._scheduler.wanted_by_query(request_id, numbers)
+
     def fetch(self, request_id: str, fetched: Fetched) -> None:
         """Loads blocks that were left in the store; called by our scheduler for a request that waits for them."""
         self._scheduler.fetch(request_id, fetched)
 
     # in the worker
 
-    def bind_sparse_worker(self, sparse: SparseWorker) -> None:
-        """Called once by our runner, after `register_kv_caches`, in memory mode."""
-        self._worker.bind_sparse_worker(sparse)
+    def stored_copies(self, selection: BlockSelection, options: BlockOptions) -> StoredCopies | None:
+        """Called once by our runner, after `register_kv_caches`, with KV offload."""
+        return self._worker.stored_copies(selection, options)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register_kv_caches(kv_caches)

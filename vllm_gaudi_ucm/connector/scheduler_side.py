@@ -75,11 +75,12 @@ class SchedulerSide:
         if not self._setup.options.loads_partly or not span:
             return
         self._partial = self._saves.partial = PartialLoads(residency, self._block_size, span, self._waiting.order)
-        residency.on_wanted = self._wanted_by_query
 
-    def _wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
+    def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
+        """The logical blocks that a request's query would choose of all; of use where loads leave blocks in the
+        store."""
         state = self._states.get(request_id)
-        if state is not None:
+        if state is not None and self._partial is not None:
             keys = state.keys.known
             self._waiting.used(keys[number] for number in numbers if number < len(keys))
 

@@ -17,17 +17,17 @@ from vllm_gaudi_ucm.device.step_activity import StepActivity
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyLoads
 from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords
-from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
+from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
 from vllm_gaudi_ucm.observability.reporter import MetricsReporter
 from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
-from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.store.base import KvStore
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
-    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
 
 USE = "connector"
 
@@ -97,28 +97,23 @@ class WorkerSide:
         waiting = SaveQueue(options.save_queue, options.patience(device.kind), self.activity)
         self.saver = BlockSaver(self.store, self.blocks, waiting, options.save_workers)
 
-    def bind_sparse_worker(self, sparse: SparseWorker) -> None:
-        """Under memory mode: blocks may be left in the store, and come from there when they are wanted."""
-        residency, scorer, method = sparse.residency, sparse.scorer, sparse.method.selecting_method.options
-        blocks, setup = self.blocks, self._setup
-        if (
-            not isinstance(residency, ResidencyWorker)
-            or scorer is None
-            or sparse.state is None
-            or not isinstance(method, BlockOptions)
-        ):
-            return
+    def stored_copies(self, selection: BlockSelection, options: BlockOptions) -> StoredCopies | None:
+        """With KV offload: how blocks that are left in the store come from there; None where none are left.
+
+        selection, options: of the method that chooses blocks.
+        """
+        blocks, setup, scorer = self.blocks, self._setup, selection.selector.scorer
         assert blocks is not None, "the cache is registered before"
-        span = setup.summaries_per_record(method)
-        if not setup.options.loads_partly or not span:
-            return
+        span = setup.summaries_per_record(options)
+        if not setup.options.loads_partly or not span or scorer is None:
+            return None
         device = get_device(current_platform.device_type)
-        summaries = self.loads.summaries = SummaryRecords(scorer, sparse.state.summaries, span, device)
+        summaries = self.loads.summaries = SummaryRecords(scorer, selection.state.summaries, span, device)
         # has a device that compiles compile both directions now
         record = blocks.allocate(setup.block_bytes)
         summaries.read([], record)
         summaries.write(bytearray(record), [], [])
-        residency.load_stored_with(CopyLoads(self.engine, setup.block_bytes, blocks.allocate), blocks)
+        return StoredCopies(CopyLoads(self.engine, setup.block_bytes, blocks.allocate), blocks)
 
     def start_loads(self, metadata: UcmMetadata) -> None:
         """Before the step, also one without tokens: loads do without the threads that save, as steps do."""

@@ -38,5 +38,6 @@ def step_metadata(
             whole = parts._replace(selected=selection.candidates_part(block_size))
             dense_parts = prepare(whole, block_size, implementation=implementation)
         choices = LayerSelection(selection, dense_parts, reused, at_once=prepared.implementation == "native")
-    method = None if sparse is None else sparse.method
-    return UnifiedAttentionMetadata(slots, prepared, method, summary_blocks, choices)
+    if sparse is None:
+        return UnifiedAttentionMetadata(slots, prepared, summary_blocks=summary_blocks, selection=choices)
+    return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices, sparse.selector)

@@ -29,6 +29,10 @@ Fetched = dict[int, tuple[bytes, int]]
 """Logical block -> the connector's key of it, and the physical block that waits for it."""
 
 
+OnWanted = Callable[[str, list[int]], None]
+"""(request id, logical blocks) -> nothing."""
+
+
 class ResidencyScheduler:
     """Decides what leaves and what comes back; the worker moves it and reports.
 
@@ -42,6 +46,7 @@ class ResidencyScheduler:
         blocks: tables and free blocks.
         num_rows: blocks that may have a copy.
         num_ahead: most blocks that are brought to host memory before it is their turn to come back.
+        on_wanted: called with the blocks that a request's query would choose of all, whenever it is scored.
     """
 
     def __init__(
@@ -52,13 +57,12 @@ class ResidencyScheduler:
         blocks: RequestBlocks,
         num_rows: int,
         num_ahead: int = 0,
+        on_wanted: OnWanted | None = None,
     ) -> None:
         self.totals = ResidencyTotals()
         self.method = method
         self.max_tail = block_size
         """Most rows of a prompt that may be a sparse step: near each other, so that one choice serves them all."""
-        self.on_wanted: Callable[[str, list[int]], None] = lambda request_id, numbers: None
-        """Called with the blocks that a request's query would choose of all, whenever it is scored."""
         self._options = options
         self._block_size = block_size
         self._num_ahead = num_ahead
@@ -68,6 +72,7 @@ class ResidencyScheduler:
         self._scores = ScoreBook(options, method, block_size, self.totals)
         self._num_running = 0
         self._repeats: dict[str, Fetched] = {}
+        self._on_wanted = on_wanted
         self._moves = Moves(blocks, num_rows, self.totals)
 
     @property
@@ -198,7 +203,8 @@ class ResidencyScheduler:
         return repeats
 
     def _take_scores(self, life: Life, scores: NDArray[np.float64]) -> None:
-        self.on_wanted(life.request_id, wanted_blocks(scores, self._block_size, self.method))
+        if self._on_wanted is not None:
+            self._on_wanted(life.request_id, wanted_blocks(scores, self._block_size, self.method))
         if self._scores.take(life, scores):
             self._repeat(life, life.coming)
             life.coming = [number for number in life.coming if number in life.away]

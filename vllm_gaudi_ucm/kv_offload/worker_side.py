@@ -32,6 +32,13 @@ class _Target(NamedTuple):
     after: Fence
 
 
+class StoredCopies(NamedTuple):
+    """Blocks whose copy is a connector's record come back by its engine, in its order of layers."""
+
+    loads: CopyLoads
+    blocks: DeviceBlocks
+
+
 class ResidencyWorker:
     """Blocks of the device are written here between two steps.
 
@@ -42,6 +49,7 @@ class ResidencyWorker:
         blocks: of the KV cache.
         copies: where blocks go.
         device: whose recipes are cut.
+        stored: how blocks come back that a connector has left in its store; None: it leaves none.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class ResidencyWorker:
         blocks: DeviceBlocks,
         copies: CopyStore,
         device: Device,
+        stored: StoredCopies | None = None,
     ) -> None:
         self._table = table
         self._state = state
@@ -65,11 +74,7 @@ class ResidencyWorker:
         self._scored: dict[str, int] = {}
         self._report = ResidencyReport()
         self._metrics: MemoryModeMetrics | None = None
-        self._stored: tuple[CopyLoads, DeviceBlocks] | None = None
-
-    def load_stored_with(self, loads: CopyLoads, blocks: DeviceBlocks) -> None:
-        """Blocks whose copy is a connector's record come back by its engine, in its order of layers."""
-        self._stored = loads, blocks
+        self._stored = stored
 
     def report_to(self, metrics: StepMetrics) -> None:
         """Figures of memory mode, and of its copies, reach /metrics."""
@@ -81,7 +86,7 @@ class ResidencyWorker:
         for life in orders.ended:
             self._copies.end(life)
             if self._stored is not None:
-                self._stored[0].end(life)
+                self._stored.loads.end(life)
             self._rows.pop(life, None)
             self._targets = {pair: target for pair, target in self._targets.items() if pair[0] != life}
         for life, number, row in orders.stored:
@@ -146,7 +151,7 @@ class ResidencyWorker:
             self._copies.load((move.life, move.number))
             return
         assert self._stored is not None, "only a connector leaves blocks in its store"
-        self._stored[0].start((move.life, move.number), move.key)
+        self._stored.loads.start((move.life, move.number), move.key)
 
     def _take_finished(self) -> None:
         for pair, saved in self._copies.finished_saves():
@@ -154,8 +159,8 @@ class ResidencyWorker:
         for pair, data in self._copies.finished_loads():
             self._put(pair, data, self._blocks)
         if self._stored is not None:
-            for pair, data in self._stored[0].finished():
-                self._put(pair, data, self._stored[1])
+            for pair, data in self._stored.loads.finished():
+                self._put(pair, data, self._stored.blocks)
 
     def _put(self, pair: Pair, data: memoryview | None, blocks: DeviceBlocks) -> None:
         block, after = self._targets.pop(pair)

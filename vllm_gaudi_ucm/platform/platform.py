@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.checks import check_places, check_request
 from vllm_gaudi_ucm.platform.features import refuse_beside_memory_mode, refuse_unsupported
-from vllm_gaudi_ucm.scheduler.setup import use_planning_scheduler, use_sparse_scheduler
+from vllm_gaudi_ucm.scheduler.scheduler_class import use_planning_scheduler, use_sparse_scheduler
 from vllm_gaudi_ucm.vllm_api.compat import (
     check_versions,
     client_error,

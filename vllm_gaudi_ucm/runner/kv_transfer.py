@@ -30,8 +30,10 @@ from vllm_gaudi_ucm.vllm_api.steps import KVConnectorOutput
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorBase_V1
     from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
@@ -217,10 +219,12 @@ class KvTransfer:
         """Blocks among those that were loaded whose summaries have come with them; only our own connector has such."""
         return np.fromiter(set() if self._ours is None else self._ours.take_summarised_block_ids(), np.int64)
 
-    def bind_sparse_worker(self, sparse: SparseWorker) -> None:
-        """Our own connector leaves blocks in its store under memory mode."""
-        if self._ours is not None:
-            self._ours.bind_sparse_worker(sparse)
+    def stored_copies(self, selection: BlockSelection, options: BlockOptions) -> StoredCopies | None:
+        """How blocks come back that our own connector leaves in its store with KV offload; None where it leaves none.
+
+        selection, options: of the method that chooses blocks.
+        """
+        return None if self._ours is None else self._ours.stored_copies(selection, options)
 
     def close(self) -> None:
         """Ends its threads; a second call does nothing."""

@@ -133,9 +133,8 @@ class ModelRunner:
             kv_cache_config.num_blocks,
             static=self.kind != "off",
             table=self.requests,
+            transfer=self.transfer,
         )
-        if self.transfer is not None and self._sparse is not None:
-            self.transfer.bind_sparse_worker(self._sparse)
         sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         execution, token_sampler = self._make_execution(kv_cache_config, metrics, sampler)
         nans = NanCounter(self._sampling, on_host=self.static is not None)

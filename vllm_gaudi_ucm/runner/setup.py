@@ -22,9 +22,16 @@ from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
-from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, SparseWorker, selection_limits, summary_share
+from vllm_gaudi_ucm.sparse.selection.block_selector import KeptQueries, SelectionLayer
+from vllm_gaudi_ucm.sparse.selection.sparse_worker import (
+    BlockSelection,
+    ServerSizes,
+    SparseWorker,
+    selection_limits,
+    summary_share,
+)
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer, is_draft_layer
 from vllm_gaudi_ucm.speculation.proposer import NgramProposer
 from vllm_gaudi_ucm.store.factory import open_medium, open_store
@@ -38,6 +45,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig, UcmConfig
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
+    from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
+    from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
     from vllm_gaudi_ucm.store.base import KvStore
@@ -46,27 +55,28 @@ if TYPE_CHECKING:
 
 def residency_worker(
     config: UcmConfig,
-    sparse: SparseWorker,
+    selection: BlockSelection,
     table: RequestTable,
     blocks: DeviceBlocks,
     num_rows: int,
     device: Device,
+    stored: StoredCopies | None,
 ) -> ResidencyWorker:
-    """The worker's side of memory mode.
+    """The worker's side of KV offload.
 
     Args:
-        config: memory mode is on in it.
-        sparse: worker's side of the method, which keeps queries.
+        config: KV offload is on in it.
+        selection: of the method, which keeps queries.
         table: block tables of the live requests.
         blocks: of the KV cache.
         num_rows: blocks that can have a copy.
         device: where the cache is.
+        stored: how blocks come back whose copy is a connector's record.
     """
-    selector, state = sparse.selector, sparse.state
-    if selector is None or state is None or selector.scorer is None:
-        raise ValueError("ucm.memory_mode: found a worker that keeps no queries, expected keep_queries before")
+    scorer = selection.selector.scorer
+    assert scorer is not None, "made with the queries that it keeps"
     copies = open_copies(config, num_rows, blocks)
-    worker = ResidencyWorker(table, state, selector.scorer, blocks, copies, device)
+    worker = ResidencyWorker(table, selection.state, scorer, blocks, copies, device, stored)
     worker.warm_up()
     return worker
 
@@ -162,28 +172,43 @@ def make_sparse_worker(
     num_blocks: int,
     static: bool,
     table: RequestTable | None = None,
+    transfer: KvTransfer | None = None,
 ) -> SparseWorker | None:
     """The worker side of `ucm_sparse_method`, None without one.
 
-    kv_caches: [blocks, kv heads, block size, k | v] by layer name, bound to the layers. num_blocks, static: see
-    ServerSizes. table: block tables of the live requests; without it nothing is moved in memory mode.
+    Args:
+        config, vllm_config: the engine's.
+        kv_caches: [blocks, kv heads, block size, k | v] by layer name, bound to the layers.
+        block_size, num_blocks, static: see ServerSizes.
+        table: block tables of the live requests; without it nothing is moved with KV offload.
+        transfer: a KV connector, which may leave blocks in its store with KV offload.
     """
     if config.ucm_sparse_method is None:
         return None
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
+    layers = _layers(vllm_config, kv_caches)
+    method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
+    choosing, offloads = method.selecting_method, config.memory_mode.enabled
+    if not isinstance(choosing, BlockSparse):
+        if offloads:
+            raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
+        return SparseWorker(method)
     sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
-        some_away=config.memory_mode.enabled, tail_rows=_tail_rows(config, vllm_config, block_size)
+        some_away=offloads, tail_rows=_tail_rows(config, vllm_config, block_size)
     )
-    worker = SparseWorker(method, _layers(vllm_config, kv_caches), sizes)
-    if config.memory_mode.enabled:
-        device = get_device(next(iter(kv_caches.values())).device.type)
-        blocks = DeviceBlocks(kv_caches, device)
-        # a cache for measurements has one block only
-        num_rows = 1 if table is None else config.memory_mode.max_away(num_blocks, blocks.block_bytes)
-        worker.keep_queries(num_rows, _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype))
-        if table is not None:
-            worker.residency = residency_worker(config, worker, table, blocks, num_rows, device)
-    return worker
+    if not offloads:
+        return SparseWorker(method, BlockSelection.of(choosing, list(layers.values()), sizes))
+    device = get_device(next(iter(kv_caches.values())).device.type)
+    blocks = DeviceBlocks(kv_caches, device)
+    # a cache for measurements has one block only
+    num_rows = 1 if table is None else config.memory_mode.max_away(num_blocks, blocks.block_bytes)
+    kept = KeptQueries(num_rows, _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype))
+    selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept)
+    if table is None:
+        return SparseWorker(method, selection)
+    stored = None if transfer is None else transfer.stored_copies(selection, choosing.block_options)
+    residency = residency_worker(config, selection, table, blocks, num_rows, device, stored)
+    return SparseWorker(method, selection, residency)
 
 
 def max_selected_blocks(

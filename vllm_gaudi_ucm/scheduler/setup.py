@@ -1,59 +1,86 @@
-"""Memory mode of a server: its scheduler's side."""
+"""Where the objects of our scheduler are made: its sparse method, KV offload, prefetch for requests that wait."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_ucm.config.ucm_config import blocks_ahead
+from vllm_gaudi_ucm.config.ucm_config import block_options, blocks_ahead, idle_options, resolve_config
+from vllm_gaudi_ucm.connector.connector import UcmConnector, our_connector
 from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
-from vllm_gaudi_ucm.kv_offload.scheduler_side import ResidencyScheduler
+from vllm_gaudi_ucm.kv_offload.scheduler_side import OnWanted, ResidencyScheduler
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.scheduler.parts import OffloadedSteps, SchedulerPart, SparseSteps, WaitingRequests
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
-from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
-    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheManager
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheManager, Scheduler
 
 logger = plugin_logger(__name__)
 
 
+def make_parts(scheduler: Scheduler) -> tuple[SchedulerPart, ...]:
+    """What is switched on, in the order in which the scheduler calls it."""
+    config = resolve_config(scheduler.vllm_config.additional_config)
+    parts: list[SchedulerPart] = []
+    sparse = _sparse_steps(scheduler, config)
+    if sparse is not None:
+        parts.append(sparse)
+    # others than our connector do not ask who waits
+    ours = our_connector(scheduler.connector)
+    if ours is not None:
+        parts.append(WaitingRequests(scheduler, ours.plan_prefetch))
+    elif idle := idle_options(config):
+        where = "see --kv-transfer-config, and ucm.memory_mode.store"
+        logger.warning("GSA's options %s do nothing without a store: %s.", ", ".join(idle), where)
+    return tuple(parts)
+
+
+def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None:
+    block_size, max_model_len = scheduler.block_size, scheduler.max_model_len
+    if config.ucm_sparse_method is None or not config.memory_mode.enabled:
+        method = scheduler_role(config, block_size, max_model_len)
+        return None if method is None else SparseSteps(scheduler, method)
+    # beside other connectors only our own loads, so that nothing is left in its store
+    connector = scheduler.connector if isinstance(scheduler.connector, UcmConnector) else None
+    on_wanted = None if connector is None else connector.wanted_by_query
+    residency = residency_role(config, block_size, scheduler.kv_cache_manager, on_wanted)
+    method = scheduler_role(config, block_size, max_model_len, has_gaps=residency.has_gaps)
+    assert method is not None, "one is configured"
+    if connector is None:
+        return OffloadedSteps(scheduler, method, residency)
+    connector.bind_memory_mode(residency)
+    return OffloadedSteps(scheduler, method, residency, connector.fetch)
+
+
 def residency_role(
-    config: UcmConfig,
-    sparse: UcmSparseBase | None,
-    block_size: int,
-    manager: KVCacheManager,
-) -> ResidencyScheduler | None:
-    """The scheduler's side of memory mode, None where it is off."""
-    if not config.memory_mode.enabled or sparse is None:
-        return None
-    method = sparse.selecting_method
-    assert isinstance(method, BlockSparse), "refused when the configuration was read"
+    config: UcmConfig, block_size: int, manager: KVCacheManager, on_wanted: OnWanted | None = None
+) -> ResidencyScheduler:
+    """The scheduler's side of KV offload. on_wanted: see ResidencyScheduler."""
+    options = block_options(config)
+    assert options is not None, "refused when the configuration was read"
     num_rows = config.memory_mode.max_away(manager.block_pool.num_gpu_blocks, kv_block_bytes(manager))
     logger.info("Memory mode: up to %d blocks have a copy off the device.", num_rows)
     blocks = RequestBlocks(manager, block_size)
-    options, ahead = method.block_options, blocks_ahead(config)
-    residency = ResidencyScheduler(config.memory_mode, options, block_size, blocks, num_rows, ahead)
-    method.has_gaps = residency.has_gaps
-    return residency
+    return ResidencyScheduler(
+        config.memory_mode, options, block_size, blocks, num_rows, blocks_ahead(config), on_wanted
+    )
 
 
-def scheduler_role(config: UcmConfig, block_size: int, max_model_len: int) -> UcmSparseBase | None:
+def scheduler_role(config: UcmConfig, block_size: int, max_model_len: int, **parts: Any) -> UcmSparseBase | None:
     """The method's object in the engine process, None without a method.
 
-    Raises `SparseMethodError` for a method that changes how many slots requests have: nothing here would ask it.
+    parts: see `UcmSparseFactory.create_sparse_method`. Raises `SparseMethodError` for a method that changes how many
+    slots requests have: nothing here would ask it.
     """
     name = config.ucm_sparse_method
     if name is None:
         return None
-    method = UcmSparseFactory.create_sparse_method(name, UcmSparseRole.SCHEDULER, config)
+    method = UcmSparseFactory.create_sparse_method(name, UcmSparseRole.SCHEDULER, config, **parts)
     selecting = method.selecting_method
     for hook in ("estimate_num_slots_sparsed", "allocate_slots"):
         if getattr(type(selecting), hook) is not getattr(UcmSparseBase, hook):
@@ -75,28 +102,3 @@ def scheduler_role(config: UcmConfig, block_size: int, max_model_len: int) -> Uc
                 shortest,
             )
     return method
-
-
-_OURS = "vllm_gaudi_ucm.scheduler.scheduler"
-
-
-def use_sparse_scheduler(vllm_config: VllmConfig) -> None:
-    """Sets `scheduler_cls`, vLLM's extension point. Raises UnsupportedFeatureError where the user set another one."""
-    if not _use_ours(vllm_config):
-        raise UnsupportedFeatureError("ucm.ucm_sparse_method with a scheduler of your own", "--scheduler-cls")
-
-
-def use_planning_scheduler(vllm_config: VllmConfig) -> None:
-    """Sets it for our connector. A scheduler of the user's stays: blocks are loaded when a request's turn comes."""
-    if not _use_ours(vllm_config):
-        logger.warning("--scheduler-cls is not ours, so that nothing is prefetched for requests that wait.")
-
-
-def _use_ours(vllm_config: VllmConfig) -> bool:
-    """Whether it could be set, or was set before."""
-    scheduler = vllm_config.scheduler_config
-    ours = f"{_OURS}.{'UcmAsyncScheduler' if scheduler.async_scheduling else 'UcmScheduler'}"
-    if scheduler.scheduler_cls not in (None, ours):
-        return False
-    scheduler.scheduler_cls = ours
-    return True

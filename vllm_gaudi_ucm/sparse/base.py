@@ -146,6 +146,29 @@ class UcmSparseBase:
         """The worker has dropped the request."""
 
 
+class WrappingSparse(UcmSparseBase):
+    """A method around another one: a hook that the subclass does not define is the inner method's.
+
+    Args:
+        role: where both objects live.
+        config: the subclass's options.
+        base_sparse: the inner method.
+    """
+
+    def __init__(
+        self, role: UcmSparseRole, config: Mapping[str, Any] | MethodOptions | None, base_sparse: UcmSparseBase
+    ) -> None:
+        super().__init__(role, config)
+        self.base_sparse = base_sparse
+        for hook in SCHEDULER_HOOKS if role is UcmSparseRole.SCHEDULER else WORKER_HOOKS:
+            if getattr(type(self), hook) is getattr(UcmSparseBase, hook):
+                setattr(self, hook, getattr(base_sparse, hook))
+
+    @property
+    def selecting_method(self) -> UcmSparseBase:
+        return self.base_sparse.selecting_method
+
+
 def _refusal(method: str, hook: str, role: UcmSparseRole) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         other = UcmSparseRole.WORKER if role is UcmSparseRole.SCHEDULER else UcmSparseRole.SCHEDULER

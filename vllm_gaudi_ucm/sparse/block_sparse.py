@@ -1,10 +1,10 @@
-"""What the methods that choose blocks by their summaries share: budgets in the scheduler, a selector in the worker."""
+"""What the methods that choose blocks by their summaries share: budgets in the scheduler, scores in the worker."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
-
-
-class Selector(Protocol):
-    """What the worker's role delegates to: the tensors of the selection."""
-
-    def attention_begin(self, layer_idx: int, query: Tensor, metadata: Any) -> None: ...
 
 
 @dataclass
@@ -34,18 +28,25 @@ class _Held:
 class BlockSparse(UcmSparseBase):
     """Selects blocks by scores. A subclass names its options; it may change `reuse_steps` and `block_scores`.
 
-    `selector` is set by the worker; without one its hooks pass every tensor through.
+    In the worker the choice is made beside the method, by a `BlockSelector` that asks it for `block_scores`.
+
+    Args:
+        role, config: see `UcmSparseBase`.
+        has_gaps: which contexts have blocks off the device, in the scheduler with KV offload.
     """
 
     Options: ClassVar[type[MethodOptions]] = BlockOptions
 
-    def __init__(self, role: UcmSparseRole, config: Mapping[str, Any] | MethodOptions | None = None) -> None:
+    def __init__(
+        self,
+        role: UcmSparseRole,
+        config: Mapping[str, Any] | MethodOptions | None = None,
+        has_gaps: HasGaps = no_gaps,
+    ) -> None:
         super().__init__(role, config)
         self.block_options = _block_options(self)
-        self.selector: Selector | None = None
         self.block_size: int | None = None
-        self.has_gaps: HasGaps = no_gaps
-        """Set by memory mode."""
+        self.has_gaps = has_gaps
         self._held: dict[str, _Held | None] = {}
 
     @property
@@ -71,7 +72,7 @@ class BlockSparse(UcmSparseBase):
         Args:
             layer_idx: index of the layer.
             query: [rows, heads, dim].
-            candidates: `vllm_gaudi_ucm.sparse.selection.block_selector.Candidates`.
+            candidates: `vllm_gaudi_ucm.sparse.selection.block_selector.CandidateBlocks`.
         """
         return None
 
@@ -120,22 +121,6 @@ class BlockSparse(UcmSparseBase):
                 "called before the first step; call it once"
             )
         return self.block_size
-
-    # --- worker role ---
-
-    def attention_begin(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        metadata: Any,
-        output: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Chooses the layer's blocks, which `metadata` then names."""
-        if self.selector is not None:
-            self.selector.attention_begin(layer_idx, query, metadata)
-        return query, key, value, output
 
 
 def _block_options(method: UcmSparseBase) -> BlockOptions:

@@ -86,6 +86,7 @@ class UcmSparseFactory:
         name: str,
         role: UcmSparseRole,
         config: HasSparseSections | MethodOptions | Mapping[str, Any] | None = None,
+        **parts: Any,
     ) -> UcmSparseBase:
         """A method object for one role.
 
@@ -94,13 +95,14 @@ class UcmSparseFactory:
             role: the process it lives in.
             config: the method's own options, or the whole configuration with `ucm_sparse_config` (whose sections are
                 by method name), as a mapping or resolved. Raises `UcmConfigError`.
+            parts: what the server gives the class's constructor beside these: `has_gaps` with KV offload.
         """
         from vllm_gaudi_ucm.sparse.sections import resolve_sparse_config
 
         method = cls.method_class(name)
         if isinstance(config, HasSparseSections):
-            return method(role, config.ucm_sparse_config.options(name))
+            return method(role, config.ucm_sparse_config.options(name), **parts)
         if isinstance(config, Mapping) and ("ucm_sparse_config" in config or "ucm_sparse_method" in config):
             sections = resolve_sparse_config(config.get("ucm_sparse_config", {}), "ucm.ucm_sparse_config")
-            return method(role, sections.options(name))
-        return method(role, config)
+            return method(role, sections.options(name), **parts)
+        return method(role, config, **parts)

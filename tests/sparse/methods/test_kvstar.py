@@ -7,6 +7,7 @@ import pytest
 from tests.sparse.steps import BLOCK_SIZE, Live, decode, step_of
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
+from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.methods.gsa import ESA, GSA
 from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
 
@@ -136,11 +137,9 @@ def test_base_method() -> None:
 
 
 def test_the_worker_is_the_base_methods() -> None:
-    method: Any = KVStar(UcmSparseRole.WORKER)
-    calls: list[str] = []
-    for hook in ("register_kv_caches", "execute_begin", "update_states", "request_finished_in_worker"):
-        setattr(method.base_sparse, hook, lambda argument, hook=hook: calls.append(hook))
-    method.base_sparse.execute_finished = lambda: calls.append("execute_finished")
+    with SPARSE_METHODS.scope():
+        UcmSparseFactory.register_sparse_method("HookLog", "tests.sparse.hook_log", "HookLog")
+        method: Any = KVStar(UcmSparseRole.WORKER, {"base_method": "HookLog"})
     method.register_kv_caches({})
     method.update_states(None)
     method.execute_begin(None)
@@ -148,10 +147,12 @@ def test_the_worker_is_the_base_methods() -> None:
     assert method.attention_finished(0, "o") == "o"
     method.execute_finished()
     method.request_finished_in_worker("a")
-    assert calls == [
-        "register_kv_caches",
-        "update_states",
-        "execute_begin",
-        "execute_finished",
-        "request_finished_in_worker",
+    assert method.base_sparse.calls == [
+        ("register_kv_caches",),
+        ("update_states",),
+        ("execute_begin",),
+        ("attention_begin", 0),
+        ("attention_finished", 0),
+        ("execute_finished",),
+        ("request_finished_in_worker", "a"),
     ]

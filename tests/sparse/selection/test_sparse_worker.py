@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_gaudi_ucm.attention import backend
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput
 from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
-from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, SparseWorker
+from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection, ServerSizes, SparseWorker
 
 BLOCK_SIZE = 4
 PADDING = -1
@@ -28,7 +30,8 @@ def worker(tail_rows: int = 0) -> SparseWorker:
     sizes = ServerSizes(
         max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=tail_rows > 0
     )._replace(tail_rows=tail_rows)
-    return SparseWorker(method, {"layer": SelectionLayer(keys, 1.0)}, sizes)
+    assert isinstance(method, BlockSparse)
+    return SparseWorker(method, BlockSelection.of(method, [SelectionLayer(keys, 1.0)], sizes))
 
 
 def summarised(computed: int, drafts: list[int]) -> list[int]:
@@ -79,3 +82,20 @@ def test_tails_are_sparse_and_have_more_rows_than_a_verification(tail_rows: int,
     assert worker(tail_rows).tails(output, requests, batch).tolist() == []
     attach_sparse_meta(output, SparseMeta(dict.fromkeys("abde", chosen)))
     assert worker(tail_rows).tails(output, requests, batch).tolist() == tails
+
+
+def test_a_layer_chooses_before_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors pass through the hooks: which blocks a layer attends to is in the metadata."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(backend, "write_kv", lambda *arguments: None)
+    monkeypatch.setattr(backend, "unified_attention", lambda *arguments, out, **others: out)
+    selector: Any = SimpleNamespace(attention_begin=lambda *arguments: calls.append(arguments))
+    method = UcmSparseFactory.create_sparse_method("GSA", UcmSparseRole.WORKER, {})
+    layer, nothing = backend.UnifiedAttentionImpl(1, 8, 1.0), torch.zeros(1, 1, 8)
+    none: Any = None
+    metadata = backend.UnifiedAttentionMetadata(none, none, method, selector=selector)
+    cache = torch.zeros(2, 1, BLOCK_SIZE, 16)
+    output = torch.ones(1, 1, 8)
+    assert layer.forward(none, nothing, nothing, nothing, cache, metadata, output) is output
+    ((index, query, seen),) = calls
+    assert (index, query is nothing, seen is metadata) == (0, True, True)

@@ -4,69 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field
 
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, unknown_key
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
-from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
+from vllm_gaudi_ucm.sparse.base import UcmSparseRole, WrappingSparse
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
-from vllm_gaudi_ucm.sparse.methods.locked_verification import KVStarSpeculative
+from vllm_gaudi_ucm.sparse.methods.locked_verification import KVStarSpeculative, Sessions
 from vllm_gaudi_ucm.sparse.options import MethodOptions
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
-
-
-class BaseMethodHooks:
-    """Every hook but those that decide about locks."""
-
-    base_sparse: UcmSparseBase
-
-    @property
-    def selecting_method(self) -> UcmSparseBase:
-        return self.base_sparse.selecting_method
-
-    def register_block_size(self, block_size: int) -> None:
-        self.base_sparse.register_block_size(block_size)
-
-    def estimate_num_slots_sparsed(self, request: Request) -> int:
-        return self.base_sparse.estimate_num_slots_sparsed(request)
-
-    def allocate_slots(self, request: Request, num_slots_sparsed: int) -> Any:
-        return self.base_sparse.allocate_slots(request, num_slots_sparsed)
-
-    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        self.base_sparse.register_kv_caches(kv_caches)
-
-    def execute_begin(self, step: Any) -> None:
-        self.base_sparse.execute_begin(step)
-
-    def attention_begin(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        metadata: Any,
-        output: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        return self.base_sparse.attention_begin(layer_idx, query, key, value, metadata, output)
-
-    def attention_finished(self, layer_idx: int, output: Tensor | None) -> Tensor | None:
-        return self.base_sparse.attention_finished(layer_idx, output)
-
-    def execute_finished(self) -> None:
-        self.base_sparse.execute_finished()
-
-    def update_states(self, scheduler_output: SchedulerOutput) -> None:
-        self.base_sparse.update_states(scheduler_output)
-
-    def request_finished_in_worker(self, request_id: str) -> None:
-        self.base_sparse.request_finished_in_worker(request_id)
 
 
 class KVStarOptions(MethodOptions):
@@ -241,23 +191,29 @@ class KVStarMetrics:
         }
 
 
-class KVStar(BaseMethodHooks, UcmSparseBase):
+class KVStar(WrappingSparse):
     """In the scheduler it decides in which steps the base method selects; in the worker the base method does the work.
 
     `lock_selection`, `unlock_selection` and `get_selection` serve selections that the host makes.
+
+    Args:
+        role, config: see `UcmSparseBase`.
+        parts: what the server gives the base method's constructor.
     """
 
     Options: ClassVar[type[MethodOptions]] = KVStarOptions
 
-    def __init__(self, role: UcmSparseRole, config: Mapping[str, Any] | MethodOptions | None = None) -> None:
-        super().__init__(role, config)
-        self.kvstar_options = cast(KVStarOptions, self.options)
-        self.base_sparse = UcmSparseFactory.create_sparse_method(
-            self.kvstar_options.base_method, role, self.kvstar_options.base_options()
-        )
+    def __init__(
+        self, role: UcmSparseRole, config: Mapping[str, Any] | MethodOptions | None = None, **parts: Any
+    ) -> None:
+        options = KVStarOptions.resolve({} if config is None else config, "KVStar")
+        base = UcmSparseFactory.create_sparse_method(options.base_method, role, options.base_options(), **parts)
+        super().__init__(role, options, base)
+        self.kvstar_options = options
         self.metrics = KVStarMetrics()
         self._states: dict[str, KVStarState] = {}
-        self._speculatives: list[KVStarSpeculative] = []
+        self.sessions: Sessions = {}
+        """Drafts that are not verified yet, by request; one that ends or is preempted has none."""
         self.speculative = KVStarSpeculative(self)
 
     # --- selections that the host makes ---
@@ -287,7 +243,7 @@ class KVStar(BaseMethodHooks, UcmSparseBase):
         """
         state = self._state(request_id)
         if state.is_locked and state.locked_selection is not None:
-            if state.position == current_position or self._is_speculating(request_id):
+            if state.position == current_position or request_id in self.sessions:
                 return list(state.locked_selection)
             state.position = current_position
             mode = state.next_step()
@@ -309,10 +265,6 @@ class KVStar(BaseMethodHooks, UcmSparseBase):
 
     # --- speculation ---
 
-    def attach_speculative(self, speculative: KVStarSpeculative) -> None:
-        """Speculations that end when their request does."""
-        self._speculatives.append(speculative)
-
     def ensure_locked(self, request_id: str) -> None:
         """Locks what the request's next step selects, unless a selection is locked."""
         if not self._state(request_id).is_locked:
@@ -322,9 +274,6 @@ class KVStar(BaseMethodHooks, UcmSparseBase):
         """Tokens of the request when its selection was last asked for, 0 before that."""
         state = self._states.get(request_id)
         return 0 if state is None or state.position is None else state.position
-
-    def _is_speculating(self, request_id: str) -> bool:
-        return any(speculative.oldest_session(request_id) for speculative in self._speculatives)
 
     # --- scheduler role ---
 
@@ -386,5 +335,4 @@ class KVStar(BaseMethodHooks, UcmSparseBase):
     def _forget(self, request_id: str) -> None:
         self.unlock_selection(request_id)
         self._states.pop(request_id, None)
-        for speculative in self._speculatives:
-            speculative.forget(request_id)
+        self.sessions.pop(request_id, None)

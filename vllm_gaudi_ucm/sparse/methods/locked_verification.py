@@ -20,14 +20,21 @@ class SpeculativeSession:
     start_position: int
 
 
+Sessions = dict[str, deque[SpeculativeSession]]
+"""Open speculations by request, oldest first: under asynchronous scheduling the drafts of a step may begin before those
+of the previous one are verified."""
+
+
 class KVStarSpeculative:
-    """Opens and closes speculations. A speculation is one step of the lock, however many of its tokens are accepted."""
+    """Opens and closes speculations. A speculation is one step of the lock, however many of its tokens are accepted.
+
+    Args:
+        kvstar: the method, which owns the open speculations.
+    """
 
     def __init__(self, kvstar: KVStar) -> None:
         self.kvstar = kvstar
-        # oldest first: under asynchronous scheduling a step's drafts may begin before those of the last are verified
-        self._sessions: dict[str, deque[SpeculativeSession]] = {}
-        kvstar.attach_speculative(self)
+        self._sessions = kvstar.sessions
 
     def begin_speculation(
         self, request_id: str, num_speculative_tokens: int | None = None, *, num_speculative: int | None = None
@@ -73,10 +80,6 @@ class KVStarSpeculative:
         """The drafts that are verified next, None where none are open."""
         sessions = self._sessions.get(request_id)
         return sessions[0] if sessions else None
-
-    def forget(self, request_id: str) -> None:
-        """The request finished, was preempted, or begins anew."""
-        self._sessions.pop(request_id, None)
 
     def verify_consistency(
         self, request_id: str, draft_selection: Iterable[int], target_selection: Iterable[int]

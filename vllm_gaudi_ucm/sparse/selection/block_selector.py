@@ -28,7 +28,18 @@ class SelectionLayer(NamedTuple):
     scale: float
 
 
-class Candidates(NamedTuple):
+class KeptQueries(NamedTuple):
+    """What is kept of each step to score all blocks of a request by, with KV offload.
+
+    num_rows: blocks that can have a copy off the device. heads, dtype: of queries.
+    """
+
+    num_rows: int
+    heads: int
+    dtype: torch.dtype
+
+
+class CandidateBlocks(NamedTuple):
     """What a method scores in one layer.
 
     layer_idx: of the layer. summaries: [blocks, vectors, kv heads, width] by physical block.
@@ -48,7 +59,7 @@ class Candidates(NamedTuple):
     width: int
 
 
-Score = Callable[[int, torch.Tensor, Candidates], torch.Tensor | None]
+Score = Callable[[int, torch.Tensor, CandidateBlocks], torch.Tensor | None]
 """(layer, query [rows, heads, dim], candidates) -> float32 [candidates], or None for the scores of the summaries."""
 
 
@@ -75,6 +86,7 @@ class BlockSelector:
         reuse_layers: consecutive layers that share a choice; the first of them makes it.
         dense_layers: layers that attend to whole contexts.
         score: a method's own scores.
+        kept: queries to keep of each step; None: none are.
     """
 
     def __init__(
@@ -85,6 +97,7 @@ class BlockSelector:
         reuse_layers: int = 1,
         dense_layers: Sequence[int] = (),
         score: Score | None = None,
+        kept: KeptQueries | None = None,
     ) -> None:
         self._layers = layers
         self._kind = kind
@@ -97,20 +110,17 @@ class BlockSelector:
         # one slot more than there are requests: pads store there
         shape = (len(layers), limits.max_num_seqs + 1, limits.most)
         self._stored = torch.full(shape, -1, dtype=torch.int64, device=device)
-        self.scorer: BlockScorer | None = None
+        self.scorer = None if kept is None else self._scorer(kept)
+        """Keeps the queries of each step; None without KV offload."""
         self.checks = torch.zeros(2, dtype=torch.int64, device=device)
         self.recall = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
 
-    def score_all_blocks(self, num_rows: int, heads: int, dtype: torch.dtype) -> None:
-        """From now on keeps the queries of each step; before anything is captured. See BlockScorer.
-
-        heads, dtype: of queries.
-        """
+    def _scorer(self, kept: KeptQueries) -> BlockScorer:
         chosen = sorted({leader for leader in self.leaders if leader is not None})
         layers = [ScoredLayer(index, self._summaries[index], self._layers[index].scale) for index in chosen]
         slots, width = self._limits.max_num_seqs + 1, self._limits.width
-        shape = heads, self._layers[0].keys.shape[-1]
-        self.scorer = BlockScorer(layers, self._kind, slots, num_rows, width, shape, dtype)
+        shape = kept.heads, self._layers[0].keys.shape[-1]
+        return BlockScorer(layers, self._kind, slots, kept.num_rows, width, shape, kept.dtype)
 
     def counts(self) -> DeviceCounts:
         """Reads the device: not to be called while graphs are captured, nor in every step."""
@@ -175,7 +185,7 @@ class BlockSelector:
         return ranking
 
     def _scores(self, layer_idx: int, query: torch.Tensor, t: SelectionTensors) -> torch.Tensor:
-        asked = Candidates(
+        asked = CandidateBlocks(
             layer_idx,
             self._summaries[layer_idx],
             t.candidate_blocks,
@@ -189,7 +199,7 @@ class BlockSelector:
         found = None if self._score is None else self._score(layer_idx, query, asked)
         return self._of_summaries(query, asked) if found is None else found
 
-    def _of_summaries(self, query: torch.Tensor, asked: Candidates) -> torch.Tensor:
+    def _of_summaries(self, query: torch.Tensor, asked: CandidateBlocks) -> torch.Tensor:
         blocks_of_rows = asked.summaries, asked.blocks, asked.spans, asked.first_rows, asked.num_rows, asked.max_rows
         return block_scores(query, *blocks_of_rows, self._layers[asked.layer_idx].scale, self._kind)
 

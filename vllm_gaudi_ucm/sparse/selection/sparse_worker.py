@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -13,12 +14,10 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.protocol.attachments import attach_report, sparse_meta_of
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import block_budget
-from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
+from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, KeptQueries, SelectionLayer
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionLimits, SelectionState, StepSelection
 
 if TYPE_CHECKING:
-    import torch
-
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.observability.room_metrics import SparseMetrics
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
-    from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 
@@ -64,29 +62,25 @@ class BlockMover(Protocol):
     def close(self) -> None: ...
 
 
-class SparseWorker:
-    """Drives the hooks of a method, and for one that chooses blocks its state on host and device.
+@dataclass(frozen=True)
+class BlockSelection:
+    """What a method that chooses blocks has in the worker.
 
-    Args:
-        method: in the role WORKER.
-        layers: the model's attention layers by name, in the model's order.
-        sizes: of the server.
+    limits: sizes of choices. state: what the host keeps. selector: the tensors on the device.
     """
 
-    def __init__(self, method: UcmSparseBase, layers: dict[str, SelectionLayer], sizes: ServerSizes) -> None:
-        self.method = method
-        self.limits: SelectionLimits | None = None
-        self.selector: BlockSelector | None = None
-        self.state: SelectionState | None = None
-        self.residency: BlockMover | None = None
-        self._steps = 0
-        self._locks = (0, 0)
-        method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
-        selecting = method.selecting_method
-        if isinstance(selecting, BlockSparse):
-            self._select_blocks(selecting, list(layers.values()), sizes)
+    limits: SelectionLimits
+    state: SelectionState
+    selector: BlockSelector
 
-    def _select_blocks(self, method: BlockSparse, layers: Sequence[SelectionLayer], sizes: ServerSizes) -> None:
+    @classmethod
+    def of(
+        cls, method: BlockSparse, layers: Sequence[SelectionLayer], sizes: ServerSizes, kept: KeptQueries | None = None
+    ) -> BlockSelection:
+        """layers: the model's attention layers, in its order. kept: see BlockSelector.
+
+        Raises ValueError for dense layers that the model does not have.
+        """
         options = method.block_options
         beyond = [layer for layer in method.dense_layers if layer >= len(layers)]
         if beyond:
@@ -94,27 +88,38 @@ class SparseWorker:
                 f"ucm_sparse_config: dense_layers has {beyond}, expected indices below {len(layers)}, "
                 "the number of the model's attention layers"
             )
-        self.limits = selection_limits(options, sizes)
-        self.state = SelectionState(sizes.num_blocks, self.limits, sizes.static, sizes.some_away)
-        self.selector = method.selector = BlockSelector(
+        limits = selection_limits(options, sizes)
+        selector = BlockSelector(
             layers,
             SummaryKind(options.summary),
-            self.limits,
+            limits,
             method.reuse_layers,
             method.dense_layers,
             method.block_scores if type(method).block_scores is not BlockSparse.block_scores else None,
+            kept,
         )
+        return cls(limits, SelectionState(sizes.num_blocks, limits, sizes.static, sizes.some_away), selector)
 
-    def keep_queries(self, num_rows: int, heads: int, dtype: torch.dtype) -> None:
-        """From now on steps keep their queries, to score blocks by. num_rows: blocks that can have a copy."""
-        if self.selector is None:
-            raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
-        self.selector.score_all_blocks(num_rows, heads, dtype)
 
-    @property
-    def scorer(self) -> BlockScorer | None:
-        """In memory mode, what all blocks of a request are scored with."""
-        return None if self.selector is None else self.selector.scorer
+class SparseWorker:
+    """Drives the hooks of a method, and for one that chooses blocks its state on host and device.
+
+    Args:
+        method: in the role WORKER, which knows its KV caches.
+        selection: of a method that chooses blocks.
+        residency: moves blocks off the device and back, with KV offload.
+    """
+
+    def __init__(
+        self, method: UcmSparseBase, selection: BlockSelection | None = None, residency: BlockMover | None = None
+    ) -> None:
+        self.method = method
+        self.limits = None if selection is None else selection.limits
+        self.state = None if selection is None else selection.state
+        self.selector = None if selection is None else selection.selector
+        self.residency = residency
+        self._steps = 0
+        self._locks = (0, 0)
 
     @property
     def has_dense_layers(self) -> bool:

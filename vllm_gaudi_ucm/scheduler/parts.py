@@ -1,0 +1,224 @@
+"""What our scheduler is composed of: a sparse method, KV offload, prefetch for requests that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.protocol.attachments import (
+    attach_sparse_meta,
+    computed_tokens,
+    report_of,
+    verified_drafts,
+)
+from vllm_gaudi_ucm.protocol.offload import ResidencyReport
+from vllm_gaudi_ucm.sparse.options import read_extra_args
+from vllm_gaudi_ucm.vllm_api.blocks import set_blocks_apart, step_never_was, wait_for_blocks_again
+from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
+    from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+    from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
+    from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
+
+logger = plugin_logger(__name__)
+
+_WITHOUT_BLOCKS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+Fetch = Callable[[str, "Fetched"], None]
+"""(request id, blocks) -> has our connector load blocks that it left in its store."""
+
+
+class SchedulerPart:
+    """Hooks around vLLM's scheduling; each does nothing unless a part defines it.
+
+    Args:
+        scheduler: vLLM's, whose queues the part reads.
+    """
+
+    method: UcmSparseBase | None = None
+    residency: ResidencyScheduler | None = None
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def before_adding(self, request: Request) -> None:
+        """A request arrives that the scheduler does not know yet."""
+
+    def before_schedule(self, reset: Collection[str]) -> None:
+        """Before a step is scheduled; reset: requests that a reset of the prefix cache has preempted."""
+
+    def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
+        """A step was scheduled; reset: as in `before_schedule`."""
+
+    def finished(self) -> None:
+        """Requests have finished, or were aborted."""
+
+    def before_preempting(self, request_ids: Iterable[str]) -> None:
+        """These requests are about to be preempted outside of a step."""
+
+    def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Before the scheduler takes the output of a step."""
+
+    def after_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Once it has."""
+
+
+class WaitingRequests(SchedulerPart):
+    """Tells our connector which requests wait, so that their blocks come nearer before it is their turn.
+
+    Args:
+        scheduler: vLLM's.
+        plan_prefetch: of our connector; takes requests without blocks, the next one first.
+    """
+
+    def __init__(self, scheduler: Scheduler, plan_prefetch: Callable[[Iterable[Request]], None]) -> None:
+        super().__init__(scheduler)
+        self._plan_prefetch = plan_prefetch
+
+    def before_schedule(self, reset: Collection[str]) -> None:
+        self._plan_prefetch(request for request in self._scheduler.waiting if request.status in _WITHOUT_BLOCKS)
+
+
+class SparseSteps(SchedulerPart):
+    """Tells the method what happens to requests, and sends its selections with every step.
+
+    Args:
+        scheduler: vLLM's.
+        method: in the role SCHEDULER.
+    """
+
+    def __init__(self, scheduler: Scheduler, method: UcmSparseBase) -> None:
+        super().__init__(scheduler)
+        self.method: UcmSparseBase = method
+
+    def before_adding(self, request: Request) -> None:
+        # the id may be that of a request that has finished since the last step: its end is told first
+        self.end(request.request_id)
+        if _may_be_sparse(request):
+            self.begin(request)
+        else:
+            # a block does not say what wrote it: what sparse steps have written must not be found
+            set_blocks_apart(request, "ucm dense")
+
+    def begin(self, request: Request) -> None:
+        """A request that may be sparse was added."""
+        self.method.request_begin(request.request_id, request.prompt_token_ids or ())
+
+    def end(self, request_id: str) -> None:
+        """A request has ended, or never began."""
+        self.method.request_finished_in_scheduler(request_id)
+
+    def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self.method.request_preempted(request_id)
+        for request_id in self._ended(scheduler_output.finished_req_ids):
+            self.method.request_finished_in_scheduler(request_id)
+        attach_sparse_meta(scheduler_output, self._meta(scheduler_output, reset))
+
+    def _meta(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> SparseMeta:
+        """What travels with the step."""
+        return self.method.build_sparse_meta(scheduler_output, self._scheduler.requests)
+
+    def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        if scheduler_output.scheduled_spec_decode_tokens:
+            for verified in verified_drafts(scheduler_output, output, self._scheduler.requests):
+                self.method.drafts_verified(*verified)
+
+    def _ended(self, request_ids: Iterable[str]) -> list[str]:
+        """Those whose id is not that of a later request."""
+        requests = ((request_id, self._scheduler.requests.get(request_id)) for request_id in request_ids)
+        return [request_id for request_id, request in requests if request is None or request.is_finished()]
+
+
+class OffloadedSteps(SparseSteps):
+    """Sparse steps of requests whose blocks leave the device and come back.
+
+    A first step that has missed too much is repeated, and a request whose load failed begins anew; both only where our
+    connector leaves blocks of prompts in its store.
+
+    Args:
+        scheduler: vLLM's.
+        method: in the role SCHEDULER.
+        residency: decides which blocks leave and come back.
+        fetch: of our connector; None without it.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, method: UcmSparseBase, residency: ResidencyScheduler, fetch: Fetch | None = None
+    ) -> None:
+        super().__init__(scheduler, method)
+        self.residency: ResidencyScheduler = residency
+        self._fetch = fetch
+        self._repeated: Mapping[str, Fetched] = {}
+
+    def begin(self, request: Request) -> None:
+        super().begin(request)
+        # the next chunk of a streamed input would attend to a context with gaps
+        if not request.resumable:
+            self.residency.begin(request.request_id)
+
+    def end(self, request_id: str) -> None:
+        super().end(request_id)
+        self.residency.end(request_id)
+
+    def before_schedule(self, reset: Collection[str]) -> None:
+        self.finished()
+        self.residency.preempted(reset)
+        self.residency.before_scheduling(self._scheduler.requests, len(self._scheduler.running))
+
+    def _meta(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> SparseMeta:
+        meta = super()._meta(scheduler_output, reset)
+        self.residency.preempted(set(scheduler_output.preempted_req_ids or ()) - set(reset))
+        orders = self.residency.orders(meta.requests, self._scheduler.requests, computed_tokens(scheduler_output))
+        return msgspec.structs.replace(meta, residency=orders)
+
+    def finished(self) -> None:
+        """A request that has ended waits for no block any more: those that wait for it are free for others."""
+        for request_id in self._ended(self._scheduler.finished_req_ids):
+            self.residency.end(request_id)
+
+    def before_preempting(self, request_ids: Iterable[str]) -> None:
+        self.residency.preempted(request_ids)
+
+    def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        super().before_output(scheduler_output, output)
+        report = report_of(output) or ResidencyReport()
+        self._repeated = self.residency.take(report, scheduler_output.num_scheduled_tokens)
+        for request_id in self._repeated:
+            # its tokens are no part of the output any more
+            step_never_was(self._scheduler.requests[request_id], output)
+
+    def after_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Requests whose step is repeated wait for what their queries want; those whose load has failed lose all of
+        their blocks, as they have gaps."""
+        repeated, self._repeated = self._repeated, {}
+        for request_id in repeated:
+            self.method.request_preempted(request_id)
+        before = dict(computed_tokens(scheduler_output)) if repeated else {}
+        for request_id, fetched in repeated.items():
+            assert self._fetch is not None, "only our connector leaves blocks in its store"
+            wait_for_blocks_again(self._scheduler, self._scheduler.requests[request_id], before[request_id])
+            self._fetch(request_id, fetched)
+        transfer = output.kv_connector_output
+        for request_id in () if transfer is None else transfer.failed_recving:
+            request = self._scheduler.requests.get(request_id)
+            if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self.residency.give_up(request)
+        self.finished()
+
+
+def _may_be_sparse(request: Request) -> bool:
+    if request.sampling_params is None:
+        return False
+    try:
+        return read_extra_args(request.sampling_params.extra_args)
+    except ValueError as error:
+        # refused where requests are validated; one that came another way must not end the engine
+        logger.warning("request %s is dense: %s", request.request_id, error)
+        return False

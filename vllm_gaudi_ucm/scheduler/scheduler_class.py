@@ -1,0 +1,37 @@
+"""Which scheduler class vLLM makes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = plugin_logger(__name__)
+
+_OURS = "vllm_gaudi_ucm.scheduler.scheduler"
+
+
+def use_sparse_scheduler(vllm_config: VllmConfig) -> None:
+    """Sets `scheduler_cls`, vLLM's extension point. Raises UnsupportedFeatureError where the user set another one."""
+    if not _use_ours(vllm_config):
+        raise UnsupportedFeatureError("ucm.ucm_sparse_method with a scheduler of your own", "--scheduler-cls")
+
+
+def use_planning_scheduler(vllm_config: VllmConfig) -> None:
+    """Sets it for our connector. A scheduler of the user's stays: blocks are loaded when a request's turn comes."""
+    if not _use_ours(vllm_config):
+        logger.warning("--scheduler-cls is not ours, so that nothing is prefetched for requests that wait.")
+
+
+def _use_ours(vllm_config: VllmConfig) -> bool:
+    """Whether it could be set, or was set before."""
+    scheduler = vllm_config.scheduler_config
+    ours = f"{_OURS}.{'UcmAsyncScheduler' if scheduler.async_scheduling else 'UcmScheduler'}"
+    if scheduler.scheduler_cls not in (None, ours):
+        return False
+    scheduler.scheduler_cls = ours
+    return True
