@@ -52,9 +52,12 @@ class BlockLoads:
         engine: loads; the caller's to stop.
         blocks: of the device.
         deadline: seconds that a request waits.
+        summaries: where records go, None without KV offload.
     """
 
-    def __init__(self, engine: PrefetchEngine, blocks: DeviceBlocks, deadline: float) -> None:
+    def __init__(
+        self, engine: PrefetchEngine, blocks: DeviceBlocks, deadline: float, summaries: SummaryRecords | None = None
+    ) -> None:
         self._engine = engine
         self._blocks = blocks
         self._deadline = deadline
@@ -65,8 +68,7 @@ class BlockLoads:
         self._failed: set[str] = set()
         self._late: list[str] = []
         self.counts = LoadCounts()
-        self.summaries: SummaryRecords | None = None
-        """Set under memory mode: where records go."""
+        self._summaries = summaries
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -134,8 +136,8 @@ class BlockLoads:
 
     def _take_records(self, load: _Load) -> None:
         for index, record in enumerate(load.order.records):
-            assert self.summaries is not None, "the scheduler's side has the same options"
-            self.summaries.write(load.records[index], record.rows, record.block_ids)
+            assert self._summaries is not None, "the scheduler's side has the same options"
+            self._summaries.write(load.records[index], record.rows, record.block_ids)
             self._summarised.update(block_id for block_id in record.block_ids if block_id)
 
     def take_failed(self) -> set[str]:

@@ -42,6 +42,7 @@ class SchedulerSide:
         setup: of the engine.
         block_table: block ids of a live request.
         cached_tokens: leading tokens of a request that the device's prefix cache holds.
+        residency: KV offload, with which loads may leave blocks in the store.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class SchedulerSide:
         setup: ConnectorSetup,
         block_table: Callable[[str], list[int]],
         cached_tokens: Callable[[Request], int] = lambda request: 0,
+        residency: ResidencyScheduler | None = None,
     ) -> None:
         self._setup = setup
         setup.namespace(sparse=False)  # now: files are read for it, and may tell nothing
@@ -58,7 +60,6 @@ class SchedulerSide:
         self._epoch = b""
         self._loads: list[BlockLoad] = []
         self.known = KnownKeys()
-        self._saves = SavePlan(self.known, self._block_size, block_table, self._keys)
         self.counts = LookupCounts()
         self.store = setup.open_store()
         self._lookups = LookupThread(self.store, setup.options.lookup_deadline)
@@ -67,14 +68,14 @@ class SchedulerSide:
             setup.prefetch_options, batch_size, self._lookups, self._wanted_keys, self._wanted_part
         )
         self._plan = PrefetchPlan()
-        self._partial: PartialLoads | None = None
+        self._partial = None if residency is None else self._partial_loads(residency)
+        self._saves = SavePlan(self.known, self._block_size, block_table, self._keys, self._partial)
 
-    def bind_memory_mode(self, residency: ResidencyScheduler) -> None:
-        """From now on loads may leave blocks in the store; before the first request."""
+    def _partial_loads(self, residency: ResidencyScheduler) -> PartialLoads | None:
         span = self._setup.summaries_per_record(residency.method)
         if not self._setup.options.loads_partly or not span:
-            return
-        self._partial = self._saves.partial = PartialLoads(residency, self._block_size, span, self._waiting.order)
+            return None
+        return PartialLoads(residency, self._block_size, span, self._waiting.order)
 
     def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
         """The logical blocks that a request's query would choose of all; of use where loads leave blocks in the

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import lasting_kinds, open_store
-from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
+from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,9 +50,7 @@ class ConnectorSetup:
         assert vllm_config.kv_transfer_config is not None
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         (group,) = kv_cache_config.kv_cache_groups
-        per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        specs = {name: per_layer[name] if per_layer else group.kv_cache_spec for name in group.layer_names}
-        layers = {name: spec for name, spec in specs.items() if isinstance(spec, AttentionSpec)}
+        layers = {name: spec for name, spec in layer_specs(kv_cache_config).items() if isinstance(spec, AttentionSpec)}
         options = ConnectorOptions.resolve(extra, EXTRA_CONFIG)
         _check_process(options, vllm_config.parallel_config.distributed_executor_backend)
         return cls(vllm_config, options, group.kv_cache_spec.block_size, layers)
@@ -71,6 +69,11 @@ class ConnectorSetup:
     def saves(self) -> bool:
         assert self.vllm_config.kv_transfer_config is not None
         return self.options.save and self.vllm_config.kv_transfer_config.is_kv_producer
+
+    @property
+    def offloads(self) -> bool:
+        """Whether KV offload is on, with which loads may leave blocks in the store."""
+        return resolve_config(self.vllm_config.additional_config).memory_mode.enabled
 
     @cached_property
     def prefetch_options(self) -> PrefetchOptions:

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.connector.block_loads import BlockLoads, LoadCounts
 from vllm_gaudi_ucm.connector.block_saver import BlockSaver, SaveQueue
 from vllm_gaudi_ucm.connector.metadata import RecordSave, UcmMetadata, UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.waiting_prefetch import apply_plan
-from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.device import Device, get_device
 from vllm_gaudi_ucm.device.step_activity import StepActivity
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyLoads
@@ -65,55 +65,53 @@ class WorkerMetrics:
 
 
 class WorkerSide:
-    """Made before the cache is allocated; works from `register_kv_caches` on."""
+    """Made once the cache is allocated, and with KV offload once blocks have summaries.
 
-    def __init__(self, setup: ConnectorSetup) -> None:
-        self._setup = setup
-        self.blocks: DeviceBlocks | None = None
-        self._metrics: WorkerMetrics | None = None
-        self._leaves_out_saves = False
-        self.activity = StepActivity()
+    Args:
+        setup: of the engine.
+        caches: by layer [blocks, kv heads, block size, k | v]; they stay where they are until the end.
+        selection: of the method that chooses blocks, with KV offload: then loads may leave blocks in the store.
+        method: the method's options.
+    """
 
-    def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """caches: by layer [blocks, kv heads, block size, k | v]."""
-        setup, device = self._setup, get_device(current_platform.device_type)
-        self.blocks = DeviceBlocks({name: caches[name] for name in setup.layers}, device)
-        if self.blocks.block_bytes != setup.block_bytes:
+    def __init__(
+        self,
+        setup: ConnectorSetup,
+        caches: Mapping[str, torch.Tensor],
+        selection: BlockSelection | None = None,
+        method: BlockOptions | None = None,
+    ) -> None:
+        device, options = get_device(current_platform.device_type), setup.options
+        self.blocks = blocks = DeviceBlocks({name: caches[name] for name in setup.layers}, device)
+        if blocks.block_bytes != setup.block_bytes:
             raise RuntimeError(
-                f"UcmConnector: a block of the cache has {self.blocks.block_bytes} bytes, expected {setup.block_bytes}"
+                f"UcmConnector: a block of the cache has {blocks.block_bytes} bytes, expected {setup.block_bytes}"
             )
-        self.blocks.warm_up()
+        blocks.warm_up()
+        self.activity = StepActivity()
         self.store = setup.open_store()
-        options = setup.options
         self.engine = PrefetchEngine(
             self.store,
             setup.block_bytes,
             setup.prefetch_options,
-            allocate=self.blocks.allocate,
+            allocate=blocks.allocate,
             enter_thread=device.enter_thread,
         )
         self.engine.start()
-        self.loads = BlockLoads(self.engine, self.blocks, options.load_deadline)
+        self._summaries = None
+        if selection is not None and method is not None:
+            self._summaries = _summary_records(setup, blocks, device, selection, method)
+        self.loads = BlockLoads(self.engine, blocks, options.load_deadline, self._summaries)
         waiting = SaveQueue(options.save_queue, options.patience(device.kind), self.activity)
-        self.saver = BlockSaver(self.store, self.blocks, waiting, options.save_workers)
+        self.saver = BlockSaver(self.store, blocks, waiting, options.save_workers)
+        self._metrics: WorkerMetrics | None = None
+        self._leaves_out_saves = self._is_closed = False
 
-    def stored_copies(self, selection: BlockSelection, options: BlockOptions) -> StoredCopies | None:
-        """With KV offload: how blocks that are left in the store come from there; None where none are left.
-
-        selection, options: of the method that chooses blocks.
-        """
-        blocks, setup, scorer = self.blocks, self._setup, selection.selector.scorer
-        assert blocks is not None, "the cache is registered before"
-        span = setup.summaries_per_record(options)
-        if not setup.options.loads_partly or not span or scorer is None:
+    def stored_copies(self) -> StoredCopies | None:
+        """How blocks that loads have left in the store come from there; None where none are left."""
+        if self._summaries is None:
             return None
-        device = get_device(current_platform.device_type)
-        summaries = self.loads.summaries = SummaryRecords(scorer, selection.state.summaries, span, device)
-        # has a device that compiles compile both directions now
-        record = blocks.allocate(setup.block_bytes)
-        summaries.read([], record)
-        summaries.write(bytearray(record), [], [])
-        return StoredCopies(CopyLoads(self.engine, setup.block_bytes, blocks.allocate), blocks)
+        return StoredCopies(CopyLoads(self.engine, self.blocks.block_bytes, self.blocks.allocate), self.blocks)
 
     def start_loads(self, metadata: UcmMetadata) -> None:
         """Before the step, also one without tokens: loads do without the threads that save, as steps do."""
@@ -145,7 +143,7 @@ class WorkerSide:
         self._leaves_out_saves = True
 
     def _save_record(self, record: RecordSave) -> None:
-        summaries, block_ids = self.loads.summaries, record.block_ids
+        summaries, block_ids = self._summaries, record.block_ids
         if summaries is None or not summaries.are_ready(block_ids):
             # at static shapes blocks that were loaded wait for theirs
             self.saver.refuse(record.key)
@@ -177,11 +175,26 @@ class WorkerSide:
 
     def close(self) -> None:
         """Stores what is on its way, and ends all threads; a second call does nothing."""
-        if self.blocks is None:
+        if self._is_closed:
             return
-        self.blocks = None
+        self._is_closed = True
         if self._metrics is not None:
             self._metrics.close()
         self.saver.close()
         self.engine.stop()
         self.store.close()
+
+
+def _summary_records(
+    setup: ConnectorSetup, blocks: DeviceBlocks, device: Device, selection: BlockSelection, method: BlockOptions
+) -> SummaryRecords | None:
+    """None where every load is whole."""
+    span, scorer = setup.summaries_per_record(method), selection.selector.scorer
+    if not setup.options.loads_partly or not span or scorer is None:
+        return None
+    summaries = SummaryRecords(scorer, selection.state.summaries, span, device)
+    # has a device that compiles compile both directions now
+    record = blocks.allocate(setup.block_bytes)
+    summaries.read([], record)
+    summaries.write(bytearray(record), [], [])
+    return summaries

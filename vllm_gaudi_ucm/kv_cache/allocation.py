@@ -21,6 +21,7 @@ from vllm_gaudi_ucm.vllm_api.kv_cache import (
     KVCacheLayout,
     KVCacheSpec,
     create_kv_cache_views,
+    layer_specs,
 )
 
 if TYPE_CHECKING:
@@ -102,15 +103,14 @@ def allocate_kv_cache(
 def _views(
     config: KVCacheConfig, device: torch.device, is_idle: Callable[[], bool] = lambda: True
 ) -> dict[str, torch.Tensor]:
-    specs = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
+    specs = layer_specs(config)
     (size,) = {tensor.size for tensor in config.kv_cache_tensors}
     on_host = device.type == "cpu"
     backing = zeroed_pages(size, is_idle) if on_host else torch.zeros(size, dtype=torch.int8, device=device)
     layout = KVCacheLayout[config.kv_cache_layout or KVCacheLayout.LBNHC.name]
     caches: dict[str, torch.Tensor] = {}
     for tensor in config.kv_cache_tensors:
-        spec = _spec_of(specs, tensor.layers[0])
-        views = create_kv_cache_views(backing, spec, config.num_blocks, layout, tensor)
+        views = create_kv_cache_views(backing, specs[tensor.layers[0]], config.num_blocks, layout, tensor)
         caches.update(zip(tensor.layers, views, strict=True))
     return caches
 
@@ -130,12 +130,6 @@ def split_key_value(kv_cache: torch.Tensor, key_size: int) -> tuple[torch.Tensor
     """[blocks, kv heads, block size, k | v] -> key and value views [blocks, block size, kv heads, head size]."""
     by_token = kv_cache.transpose(1, 2)
     return by_token[..., :key_size], by_token[..., key_size:]
-
-
-def _spec_of(specs: dict[str, KVCacheSpec], layer: str) -> KVCacheSpec:
-    spec = specs[layer]
-    per_layer = getattr(spec, "kv_cache_specs", None)
-    return spec if per_layer is None else per_layer[layer]
 
 
 logger = plugin_logger(__name__)
