@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.engine.hpu_process import run_on_card
-from vllm_gaudi_ucm.connector.block_loads import BlockLoads
 from vllm_gaudi_ucm.connector.metadata import BlockLoad
+from vllm_gaudi_ucm.connector.worker_side import BlockLoads
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker

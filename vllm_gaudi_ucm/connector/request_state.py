@@ -11,9 +11,9 @@ from vllm_gaudi_ucm.store.block_key import chain_keys
 from vllm_gaudi_ucm.vllm_api.scheduling import generate_block_hash_extra_keys
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.connector.block_loads import PartialLoads
     from vllm_gaudi_ucm.connector.lookup import KnownKeys, Lookup
     from vllm_gaudi_ucm.connector.metadata import BlockLoad
+    from vllm_gaudi_ucm.connector.partial_loads import PartialLoads
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_gaudi_ucm.connector.block_loads import PartialLoads
 from vllm_gaudi_ucm.connector.lookup import KnownKeys, Lookup, LookupThread
 from vllm_gaudi_ucm.connector.metadata import BlockLoad, BlockSave, RecordSave, UcmMetadata
+from vllm_gaudi_ucm.connector.partial_loads import PartialLoads
 from vllm_gaudi_ucm.connector.request_state import RequestKeys, RequestState, SavePlan
 from vllm_gaudi_ucm.connector.waiting_prefetch import WaitingPrefetch
 from vllm_gaudi_ucm.logger import plugin_logger

@@ -1,4 +1,4 @@
-"""The KV cache: one allocation as vLLM describes it, viewed per layer."""
+"""The KV cache: its budget, one allocation as vLLM describes it, and the view of each attention layer."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.vllm_api.kv_cache import (
     create_kv_cache_views,
     layer_specs,
 )
+from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -124,6 +125,25 @@ def dummy_kv_cache(specs: Mapping[str, KVCacheSpec], device: torch.device) -> di
         shape = (1, spec.block_size, spec.num_kv_heads, width)
         caches[name] = torch.zeros(shape, dtype=spec.dtype, device=device).transpose(1, 2)
     return caches
+
+
+def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
+    """The layers by name; they register themselves when the model is built."""
+    context = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in context.items() if isinstance(layer, AttentionLayerBase)}
+
+
+def kv_cache_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """What each layer keeps per block."""
+    specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in attention_layers(vllm_config).items()}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def bind_kv_caches(vllm_config: VllmConfig, caches: Mapping[str, torch.Tensor]) -> None:
+    """Gives each layer its cache [blocks, kv heads, block size, k | v]."""
+    layers = attention_layers(vllm_config)
+    for name, cache in caches.items():
+        layers[name].bind_kv_cache(cache)
 
 
 def split_key_value(kv_cache: torch.Tensor, key_size: int) -> tuple[torch.Tensor, torch.Tensor]:

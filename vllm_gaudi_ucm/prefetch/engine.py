@@ -10,10 +10,9 @@ import msgspec
 from vllm_gaudi_ucm.prefetch.dispatcher import Dispatcher
 from vllm_gaudi_ucm.prefetch.loads import Allocate, BlockReader, LoadRunner, broken_law
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.plan import end_with
 from vllm_gaudi_ucm.prefetch.stats import PrefetchHandle, PrefetchStats
 from vllm_gaudi_ucm.prefetch.tasks import Deliver, PrefetchOutcome, PrefetchPriority
-from vllm_gaudi_ucm.prefetch.threads import EngineThreads
+from vllm_gaudi_ucm.prefetch.threads import EngineThreads, end_with
 from vllm_gaudi_ucm.store.base import KvStore
 
 

@@ -20,8 +20,7 @@ from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
 from vllm_gaudi_ucm.execution.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.execution.tail_graphs import tail_shapes
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
-from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache
-from vllm_gaudi_ucm.kv_cache.attention_layers import bind_kv_caches, kv_cache_specs
+from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches, kv_cache_specs
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics

@@ -15,8 +15,7 @@ from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.execution.decoder import Decoder
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import tail_rows
-from vllm_gaudi_ucm.kv_cache.allocation import split_key_value
-from vllm_gaudi_ucm.kv_cache.attention_layers import attention_layers
+from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, split_key_value
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
