@@ -18,7 +18,7 @@ from benchmarks.sparse_rows import load_causal
 from benchmarks.sparse_shared_choice import SharedChoice
 from benchmarks.sparse_text import find_text, read_text
 from benchmarks.sparse_verification import Rows, dense_continuation, rounded, verify
-from vllm_gaudi_ucm.sparse.options import GsaOptions
+from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 
 
 def main() -> None:

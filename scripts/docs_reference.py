@@ -7,7 +7,7 @@ import argparse
 import mkdocs_gen_files
 
 from vllm_gaudi_ucm.cli.main import COMMANDS, build_parser
-from vllm_gaudi_ucm.config.ucm_config import markdown_table
+from vllm_gaudi_ucm.config.ucm_config import describe_section, markdown_table
 from vllm_gaudi_ucm.store.factory import STORES, store_class
 
 CONFIGURATION = """# Configuration
@@ -47,7 +47,8 @@ def usage(name: str) -> str:
 with mkdocs_gen_files.open("reference/configuration.md", "w") as page:
     page.write(CONFIGURATION + markdown_table() + "\n")
     for kind in STORES.names():
-        page.write(STORE.format(kind=kind) + markdown_table(store_class(kind).Options, "store") + "\n")
+        options = describe_section(store_class(kind).Options, "store")
+        page.write(STORE.format(kind=kind) + markdown_table(options) + "\n")
 
 with mkdocs_gen_files.open("reference/cli.md", "w") as page:
     page.write(COMMAND_LINE)

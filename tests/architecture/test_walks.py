@@ -35,3 +35,16 @@ def test_there_is_a_walk() -> None:
 @pytest.mark.parametrize(("file", "name"), walks())
 def test_what_a_walk_names_is_there(file: str, name: str) -> None:
     assert name in names_in(ROOT / file)
+
+
+HEADINGS = ("The way of a step", "The way of a sparse choice")
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_each_way_is_a_numbered_walk(heading: str) -> None:
+    """From 1 on, without a gap; each number names a file and a function."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^## {heading}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    lines = re.findall(r"^(\d+)\. (.*)$", section, re.MULTILINE)
+    assert [int(number) for number, _ in lines] == list(range(1, len(lines) + 1))
+    assert not [line for _, line in lines if not NAMED.search(line)]

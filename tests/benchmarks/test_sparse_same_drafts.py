@@ -26,7 +26,7 @@ from benchmarks.sparse_verification import (
     tokens_of_step,
     verify,
 )
-from vllm_gaudi_ucm.sparse.options import GsaOptions
+from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 
 BLOCK, DRAFTS, NEW = 16, 4, 24
 

@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
-from vllm_gaudi_ucm.sparse.options import EsaOptions
+from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 
@@ -244,7 +244,7 @@ def test_graphs_for_tails_are_planned(tmp_path: Path, capsys: pytest.CaptureFixt
     argv = (*limits, "--model", tmp_path, "--max-graphs", 40, "--sparse", json.dumps(PARTIAL_LOADS))
     without, value = plan(capsys, *argv), plan(capsys, *argv, "--partial-loads")
     sizes = ServerSizes(16384, 48, 1, 128, 3400, static=True, tail_rows=128)
-    choices = selection_limits(EsaOptions(), sizes)
+    choices = selection_limits(BlockOptions(), sizes)
     buckets, _, _ = served(3400, choices=choices, max_graphs=40)
     shapes, left = tail_shapes(buckets.limits, choices), value["graphs"] - 3
     assert shapes is not None

@@ -16,7 +16,7 @@ from vllm.logger import configure_logging
 from tests.cli.sparse_report_model import tiny_model
 from vllm_gaudi_ucm.cli import main
 from vllm_gaudi_ucm.sparse.budget import block_budget
-from vllm_gaudi_ucm.sparse.options import EsaOptions
+from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 PROMPT, ANSWER, BLOCK = 300, 20, 16
 WINDOWS = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
@@ -68,7 +68,7 @@ def best_recall(model: Path, text: Path, answer: list[int]) -> float:
         weights = decoder(torch.tensor([prompt + answer[:-1]]), output_attentions=True).attentions[0][0].mean(0)
     found = []
     for row in range(PROMPT, PROMPT + ANSWER - 1):
-        budget = block_budget(row + 1, BLOCK, EsaOptions(**WINDOWS, sparse_ratio=0.3))
+        budget = block_budget(row + 1, BLOCK, BlockOptions(**WINDOWS, sparse_ratio=0.3))
         assert budget is not None
         mass = torch.stack([block.sum() for block in weights[row, : row + 1].split(BLOCK)])
         candidates = mass[budget.sink_blocks : budget.window_start]

@@ -65,8 +65,8 @@ class WatchedEngine:
         self.steps += 1
         self.residency.check_integrity()
         self._before, self._there = self._there, {}
-        for life in list(self.residency._lives.values()):
-            self._check_request(life)
+        for state in list(self.residency._states.values()):
+            self._check_request(state)
         self._poison()
         return outputs
 
@@ -85,15 +85,17 @@ class WatchedEngine:
 
         scheduler.schedule = noted
 
-    def _check_request(self, life: Any) -> None:
-        request = self.engine._core.scheduler.requests[life.request_id]
-        row = self.engine.runner.requests.requests.get(life.request_id)
-        blocks = self.residency._blocks.table(life.request_id)
+    def _check_request(self, state: Any) -> None:
+        request = self.engine._core.scheduler.requests[state.request_id]
+        row = self.engine.runner.requests.requests.get(state.request_id)
+        blocks = self.residency._blocks.table(state.request_id)
         # one that waits for a connector's load has blocks that the worker does not know of yet
         if row is None or not blocks or request.status != RequestStatus.RUNNING:
             return
-        seen = self.engine.runner.requests.blocks(life.request_id, len(blocks)).tolist()
-        not_sent = {patch.number for patch in self.residency._moves.orders.patches if patch.life == life.number}
+        seen = self.engine.runner.requests.blocks(state.request_id, len(blocks)).tolist()
+        not_sent = {
+            patch.number for patch in self.residency._moves.orders.patches if patch.generation == state.generation
+        }
         block_size = self.engine.runner._block_size
         for number in range(min(request.num_computed_tokens // block_size, len(blocks))):
             if number in not_sent:
@@ -101,7 +103,7 @@ class WatchedEngine:
             assert seen[number] == blocks[number].block_id, "both sides have the same table"
             if seen[number]:
                 is_compared = self._tolerance is None or not self._rests_on_choices(request, number)
-                self._check_content((life.number, number), seen[number], is_compared)
+                self._check_content((state.generation, number), seen[number], is_compared)
 
     def _rests_on_choices(self, request: Any, number: int) -> bool:
         if number >= request.num_prompt_tokens // self.engine.runner._block_size:
@@ -109,23 +111,23 @@ class WatchedEngine:
         return not self._chosen.isdisjoint(request.block_hashes[: number + 1])
 
     def _check_content(self, place: tuple[int, int], block: int, is_compared: bool) -> None:
-        """place: life, logical block."""
+        """place: state, logical block."""
         content = self.engine.runner.kv_caches
         found = torch.stack([cache[block] for cache in content.values()])
         self._there[place] = block, found
         before = self._before.get(place)
         if before is not None and before[0] == block:
-            assert torch.equal(found, before[1]), f"block {place[1]} of life {place[0]} was written where it stays"
+            assert torch.equal(found, before[1]), f"block {place[1]} of state {place[0]} was written where it stays"
         if is_compared:
             changed = float((found - self._first.setdefault(place, found)).abs().max())
             # NaN is no small change
-            assert changed <= (self._tolerance or 0.0), f"block {place[1]} of life {place[0]} has changed by {changed}"
+            assert changed <= (self._tolerance or 0.0), f"block {place[1]} of state {place[0]} has changed by {changed}"
 
     @torch.inference_mode()
     def _poison(self) -> None:
         pool = self.engine._core.scheduler.kv_cache_manager.block_pool
         free = [block.block_id for block in pool.blocks if block.ref_cnt <= 0 and block.block_hash is None]
-        waiting = {block.block_id for life in self.residency._lives.values() for block in life.loading.values()}
+        waiting = {block.block_id for state in self.residency._states.values() for block in state.loading.values()}
         assert not waiting & set(free)
         index = torch.from_numpy(np.array(sorted({0, *free})))
         for cache in self.engine.runner.kv_caches.values():

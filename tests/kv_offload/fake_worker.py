@@ -42,10 +42,10 @@ class FakeWorker:
         assert meta is not None
         assert meta.residency is not None
         orders = meta.residency
-        for life in orders.ended:
-            self._moving = [entry for entry in self._moving if entry[2].life != life]
-            self._copies = {key: value for key, value in self._copies.items() if key[0] != life}
-            self._rows = {key: value for key, value in self._rows.items() if key[0] != life}
+        for generation in orders.ended:
+            self._moving = [entry for entry in self._moving if entry[2].generation != generation]
+            self._copies = {key: value for key, value in self._copies.items() if key[0] != generation}
+            self._rows = {key: value for key, value in self._rows.items() if key[0] != generation}
         for pair in orders.dropped:
             del self._rows[pair], self._copies[pair]
         for patch in orders.patches:
@@ -54,21 +54,21 @@ class FakeWorker:
             table[patch.number] = patch.block
         for move in orders.saves:
             assert move.row not in self._rows.values(), "a row has one owner"
-            self._rows[move.life, move.number] = move.row
-            self._copies[move.life, move.number] = self.content[move.block]
+            self._rows[move.generation, move.number] = move.row
+            self._copies[move.generation, move.number] = self.content[move.block]
             self._moving.append((self._rng.randint(0, self._delay), True, move))
         self._finish_moves(report)
         for move in orders.loads:
-            assert self._rows[move.life, move.number] == move.row
+            assert self._rows[move.generation, move.number] == move.row
             self._moving.append((self._rng.randint(0, self._delay), False, move))
         assert set(orders.ahead) <= set(self._copies), "what is brought nearer has a copy"
         # each request as a division of its own: one that runs early must not need what a later one fills
         for request_id, scheduled in output.num_scheduled_tokens.items():
             self._write(request_id, scheduled, requests)
             self._check(request_id, requests)
-        for request_id, life in orders.scored.items():
+        for request_id, generation in orders.scored.items():
             full = self._tokens(output, requests, request_id) // self._block_size
-            report.scores[life] = [self._rng.choice([-1.0, *[self._rng.random()] * 20]) for _ in range(full)]
+            report.scores[generation] = [self._rng.choice([-1.0, *[self._rng.random()] * 20]) for _ in range(full)]
         return report
 
     def _update_tables(self, output: SchedulerOutput) -> None:
@@ -85,7 +85,7 @@ class FakeWorker:
     def _finish_moves(self, report: ResidencyReport) -> None:
         waiting = []
         for steps, is_save, move in self._moving:
-            pair = move.life, move.number
+            pair = move.generation, move.number
             if steps:
                 waiting.append((steps - 1, is_save, move))
             elif is_save:

@@ -66,7 +66,7 @@ def test_saved_and_loaded(copies: CopyStore) -> None:
 
 
 def test_lives_do_not_see_each_other(copies: CopyStore) -> None:
-    """covers: C5. A later request of the same id, or a resumed one, is another life."""
+    """covers: C5. A later request of the same id, or a resumed one, is another generation."""
     copies.save((1, 0), block(1))
     assert wait_for(copies.finished_saves)
     copies.load((2, 0))
@@ -98,7 +98,7 @@ def test_a_dropped_copy_is_deleted(copies: CopyStore) -> None:
 
 
 def test_nobody_waits_for_a_store_that_hangs(copies: CopyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """covers: C6 C7 C9. A life ends while its save and its load are under way."""
+    """covers: C6 C7 C9. A generation ends while its save and its load are under way."""
     free = threading.Event()
     save, lend = copies.store.save, copies.store.lend
     monkeypatch.setattr(copies.store, "save", lambda *a: free.wait(5) and save(*a))
@@ -158,7 +158,7 @@ def test_figures_on_metrics(copies: CopyStore, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["memory", "file"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_copy_is_there_for_as_long_as_it_is_wanted(kind: str, seed: int, tmp_path: Path) -> None:
-    """covers: C5 C8 F7. Conservation: a copy once reported stays until it is dropped or its life ends, whoever reads
+    """covers: C5 C8 F7. Conservation: a copy once reported stays until it is dropped or its request ends, whoever reads
     copies that are dropped meanwhile, and whatever the store could not delete. As many are wanted as there is room
     for; one that has no room is not made, which is said. Once readers and faults have gone there is room again."""
     rng = random.Random(seed)
@@ -194,9 +194,9 @@ def test_a_copy_is_there_for_as_long_as_it_is_wanted(kind: str, seed: int, tmp_p
             del wanted[pair]
             copies.drop(pair)
         if rng.random() < 0.1:
-            life = rng.randrange(3)
-            copies.end(life)
-            wanted = {pair: value for pair, value in wanted.items() if pair[0] != life}
+            generation = rng.randrange(3)
+            copies.end(generation)
+            wanted = {pair: value for pair, value in wanted.items() if pair[0] != generation}
         while readers and rng.random() < 0.4:
             readers.pop(rng.randrange(len(readers))).__exit__(None, None, None)
         for pair, value in wanted.items():
@@ -208,8 +208,8 @@ def test_a_copy_is_there_for_as_long_as_it_is_wanted(kind: str, seed: int, tmp_p
     broken[0] = False
     for loan in readers:
         loan.__exit__(None, None, None)
-    for life in range(3):
-        copies.end(life)
+    for generation in range(3):
+        copies.end(generation)
     copies.save((4, 0), block(1))
     assert wait_for(copies.finished_saves)
     copies.end(4)

@@ -128,7 +128,7 @@ def test_everything_comes_back_where_too_much_is_missed(tmp_path: Path) -> None:
     away = []
     for _ in range(60):
         run_step(scheduler, worker)
-        away.append(scheduler.residency.num_away)
+        away.append(scheduler.residency.num_offloaded)
     totals = scheduler.residency.totals
     assert max(away) > 10
     assert away[-1] == 0
@@ -144,7 +144,7 @@ def test_away_ratio(tmp_path: Path, ratio: float, most: int) -> None:
     found = []
     for _ in range(20):
         run_step(scheduler, worker)
-        found.append(scheduler.residency.num_away)
+        found.append(scheduler.residency.num_offloaded)
         assert len(worker._copies) <= most
     assert max(found) == most
     assert min(found[6:]) >= most // 4
@@ -162,7 +162,7 @@ def test_shared_blocks_stay(tmp_path: Path) -> None:
             assert one.is_null == other.is_null or one.ref_cnt <= 1
     for _ in range(10):
         run_step(scheduler, worker)
-    assert scheduler.residency.num_away > 10
+    assert scheduler.residency.num_offloaded > 10
 
 
 def test_blocks_come_back_from_the_prefix_cache(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_failed_saves_change_nothing(tmp_path: Path) -> None:
     for _ in range(30):
         run_step(scheduler, worker)
     assert scheduler.residency.totals.unsaved
-    assert scheduler.residency.num_away == 0
+    assert scheduler.residency.num_offloaded == 0
 
 
 def test_failed_loads_stay_away(tmp_path: Path) -> None:
@@ -196,9 +196,9 @@ def test_failed_loads_stay_away(tmp_path: Path) -> None:
     assert totals.loaded == 0
     sent = run_step(scheduler, worker).ucm_sparse_meta.residency.totals
     assert sent.failed == totals.failed
-    assert sent.away == scheduler.residency.num_away
-    (life,) = scheduler.residency._lives.values()
-    assert len(life.lost) == totals.failed, "each is tried once"
+    assert sent.away == scheduler.residency.num_offloaded
+    (generation,) = scheduler.residency._states.values()
+    assert len(generation.lost) == totals.failed, "each is tried once"
 
 
 def test_short_and_dense_requests_keep_everything(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_an_id_used_again_while_a_block_is_on_its_way(tmp_path: Path) -> None:
     worker = FakeWorker(random.Random(0), delay=6)
     for _ in range(3):
         scheduler.add_request(request("a", 160, max_tokens=80))
-        while not (scheduler.residency._lives["a"].loading):
+        while not (scheduler.residency._states["a"].loading):
             run_step(scheduler, worker)
         scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
         pool = scheduler.kv_cache_manager.block_pool
@@ -277,7 +277,7 @@ def test_blocks_that_the_same_step_fills_are_not_found(tmp_path: Path) -> None:
     output = run_step(scheduler, worker)
     assert list(output.num_scheduled_tokens) == ["first", "second"]
     assert output.num_scheduled_tokens["second"] == 20
-    assert residency.num_away
+    assert residency.num_offloaded
     assert not residency.totals.found
 
 

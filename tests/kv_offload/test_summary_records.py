@@ -11,7 +11,7 @@ from tests.ops.selection import KINDS
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords, summary_bytes
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.sparse.options import GsaOptions
+from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 from vllm_gaudi_ucm.sparse.selection.block_scorer import SummaryQueue
 
 SPAN = 4
@@ -38,8 +38,8 @@ def test_blocks_score_as_before(kind: SummaryKind) -> None:
     for summaries, before in zip(case.summaries, kept, strict=True):
         others = [block for block in range(1, 12) if block not in (5, 7, 9)]
         assert torch.equal(summaries[others], before[others])
-    for away in case.scorer.away:
-        assert not away[[row for row in range(ROWS) if row != 3]].any()
+    for offloaded in case.scorer.offloaded:
+        assert not offloaded[[row for row in range(ROWS) if row != 3]].any()
 
 
 def test_ready() -> None:

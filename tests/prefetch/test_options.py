@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 from vllm_gaudi_ucm.config.ucm_config import connector_prefetch, idle_options, resolve_config
 from vllm_gaudi_ucm.options.errors import expected
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.sparse.options import GsaOptions
+from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 
 SECTION = {"prefetch_workers": 8, "prefetch_ahead": 5, "prefetch_cache_size": 77}
 

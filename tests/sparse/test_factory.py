@@ -10,14 +10,14 @@ import torch
 
 from tests.sparse.third_party import Newest, NewestOptions
 from vllm_gaudi_ucm import registry as registry_module
-from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.cli.doctor.configuration import sparse_checks
+from vllm_gaudi_ucm.config.ucm_config import describe, resolve_config
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import ENTRY_POINTS, SPARSE_METHODS, SparseMethodError, UcmSparseFactory
-from vllm_gaudi_ucm.sparse.methods.gsa import ESA, GSA
+from vllm_gaudi_ucm.sparse.methods.gsa import ESA, GSA, GsaOptions
 from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
-from vllm_gaudi_ucm.sparse.options import GsaOptions
 
 HERE = "tests.sparse.third_party"
 WORKER, SCHEDULER = UcmSparseRole.WORKER, UcmSparseRole.SCHEDULER
@@ -137,3 +137,23 @@ def test_method_that_cannot_be_used(module: str, name: str, message: str) -> Non
 def test_name_that_is_taken() -> None:
     with pytest.raises(SparseMethodError, match=r"'GSA': found .*gsa\.GSA registered already, expected a name that is"):
         UcmSparseFactory.register_sparse_method("GSA", HERE, "Newest")
+
+
+def test_a_method_of_one_file_is_known_everywhere() -> None:
+    """Its section, its row of the doctor and its rows of the configuration's reference come from the registry."""
+    key = "ucm.ucm_sparse_config.Newest"
+    assert not [row for row in describe() if row.key.startswith(key)]
+    UcmSparseFactory.register_sparse_method("Newest", HERE, "Newest")
+    rows = {row.key: row for row in describe()}
+    assert rows[f"{key}.weight"][1:] == ("number", "1.0", "Of the newest block.")
+    assert f"{key}.sparse_ratio" in rows
+    section = {"ucm_sparse_config": {"Newest": {"weight": 2.0}}}
+    with pytest.raises(UcmConfigError, match=r"Newest\.wieght: found an unknown key, expected .*Newest\.weight"):
+        resolve_config({"ucm": {"ucm_sparse_config": {"Newest": {"wieght": 2.0}}}})
+    on = {
+        check.name: check
+        for check in sparse_checks(resolve_config({"ucm": {"ucm_sparse_method": "Newest", **section}}))
+    }
+    assert "weight=2.0" in on["Newest"].found
+    off = {check.name: check for check in sparse_checks(resolve_config({"ucm": section}))}
+    assert off[key].status == "warn"

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.cli.doctor.store import store_checks
-from vllm_gaudi_ucm.config.ucm_config import markdown_table, resolve_config
+from vllm_gaudi_ucm.config.ucm_config import describe_section, markdown_table, resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
@@ -148,7 +148,7 @@ def test_the_command_says_which_stores_it_can_look_into(capsys: pytest.CaptureFi
 
 
 def test_its_options_are_a_table_of_the_reference() -> None:
-    table = markdown_table(store_class("shelf").Options, "store")
+    table = markdown_table(describe_section(store_class("shelf").Options, "store"))
     assert "| `store.boards` | integer, at least 1 | `3` | Boards of the shelf. |" in table
 
 

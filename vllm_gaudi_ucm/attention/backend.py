@@ -27,8 +27,7 @@ from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheLayout, KVCacheSpec
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
-    from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector
-    from vllm_gaudi_ucm.sparse.selection.selection_tensors import LayerSelection
+    from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, LayerSelection
 
 # 128 tokens: Gaudi's vectors are 128 bf16 wide (gaudi-api.md), and fewer blocks make planning cheaper everywhere
 DEFAULT_BLOCK_SIZE = 128

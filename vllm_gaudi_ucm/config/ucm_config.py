@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -15,12 +15,12 @@ from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, expected, pro
 from vllm_gaudi_ucm.options.files import read_config_file
 from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.options.values import NameOf
-from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+from vllm_gaudi_ucm.prefetch.options import EngineOptions, PrefetchOptions
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions
-from vllm_gaudi_ucm.sparse.options import BlockOptions, GsaOptions
+from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
+from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.sections import SparseConfig, resolve_sparse_config, resolve_sparse_method
 
 
@@ -40,9 +40,7 @@ def check_memory_mode(
     attends to."""
     if method is None:
         raise UcmConfigError([Problem(f"{key}.enabled", "true", "false without ucm.ucm_sparse_method")])
-    options = sparse_config.options(method)
-    if isinstance(options, KVStarOptions):
-        options = options.base_options()
+    options = sparse_config.options(method).selecting
     if not isinstance(options, BlockOptions):
         wanted = f"false with {method!r}, which does not choose blocks by their scores"
         raise UcmConfigError([Problem(f"{key}.enabled", "true", wanted)])
@@ -246,16 +244,33 @@ def resolve_value(value: Any) -> UcmConfig:
         raise UcmConfigError(list(problems(error, UcmConfig, ROOT)), source) from None
 
 
-def describe(model: type[BaseModel] = UcmConfig, root: str = ROOT) -> list[Row]:
-    """Every key of a section with its type, default and description, in the order of declaration."""
-    return [Row(key, expected(field), _default(field), field.description or "") for key, field in _leaves(model, root)]
+def describe() -> list[Row]:
+    """Every key with its type, default and description, in the order of declaration; registered methods come last."""
+    return _rows([*_leaves(UcmConfig, ROOT), *_registered()])
 
 
-def markdown_table(model: type[BaseModel] = UcmConfig, root: str = ROOT) -> str:
-    """A section's table as Markdown, as it stands in the reference."""
+def describe_section(model: type[BaseModel], key: str) -> list[Row]:
+    """The same of options that stand under `key`."""
+    return _rows(_leaves(model, key))
+
+
+def _rows(leaves: Iterable[tuple[str, FieldInfo]]) -> list[Row]:
+    return [Row(key, expected(field), _default(field), field.description or "") for key, field in leaves]
+
+
+def markdown_table(rows: Sequence[Row] | None = None) -> str:
+    """Rows as Markdown, as they stand in the reference; without them the whole configuration."""
     lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
-    lines += [f"| `{row.key}` | {row.type} | `{row.default}` | {row.description} |" for row in describe(model, root)]
+    for row in describe() if rows is None else rows:
+        lines.append(f"| `{row.key}` | {row.type} | `{row.default}` | {row.description} |")
     return "\n".join(lines)
+
+
+def _registered() -> Iterator[tuple[str, FieldInfo]]:
+    """Options of sparse methods that others have registered."""
+    for name in UcmSparseFactory.known_methods():
+        if name not in SparseConfig.model_fields:
+            yield from _leaves(UcmSparseFactory.options_class(name), f"{ROOT}.ucm_sparse_config.{name}")
 
 
 def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
@@ -279,8 +294,8 @@ def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchO
     section = _gsa_section(config)
     if section is None:
         return options
-    shared = {name for name in PrefetchOptions.model_fields if name in GsaOptions.model_fields}
-    return options.model_copy(update={name: getattr(section, name) for name in shared - options.model_fields_set})
+    given = section.model_dump(include=set(EngineOptions.model_fields) - options.model_fields_set)
+    return options.model_copy(update=given)
 
 
 def memory_mode_prefetch(config: UcmConfig) -> PrefetchOptions:
@@ -309,15 +324,13 @@ def idle_options(config: UcmConfig) -> list[str]:
     if section is None or (memory_mode.enabled and not memory_mode.is_in_host_memory):
         return []
     used = {"prefetch_workers"} if memory_mode.enabled else set()
-    shared = [name for name in GsaOptions.model_fields if name in PrefetchOptions.model_fields and name not in used]
-    return [name for name in shared if getattr(section, name) != GsaOptions.model_fields[name].default]
+    shared = section.model_dump(include=set(EngineOptions.model_fields) - used)
+    return [name for name, value in shared.items() if value != EngineOptions.model_fields[name].default]
 
 
 def _gsa_section(config: UcmConfig) -> GsaOptions | None:
     """The options of GSA, also where it is KVStar's base method; None where it does not select."""
     if config.ucm_sparse_method is None:
         return None
-    options = config.ucm_sparse_config.options(config.ucm_sparse_method)
-    base = getattr(options, "base_options", None)
-    selecting = options if base is None else base()
+    selecting = config.ucm_sparse_config.options(config.ucm_sparse_method).selecting
     return selecting if isinstance(selecting, GsaOptions) else None

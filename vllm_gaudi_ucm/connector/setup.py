@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.connector.forward_inputs import forward_inputs
 from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.prefetch.options import EngineOptions
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import lasting_kinds, open_store
 from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, layer_specs
@@ -26,13 +27,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
 
 # of the prefetch engine: they decide when a block comes, not what is in it
-_NO_PART_OF_KV = {
-    "prefetch_workers",
-    "max_pending_prefetch",
-    "prefetch_ahead",
-    "prefetch_cache_size",
-    "prefetch_cache_bytes",
-}
+_NO_PART_OF_KV = set(EngineOptions.model_fields)
 
 
 @dataclass(frozen=True)

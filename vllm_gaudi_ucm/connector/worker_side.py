@@ -29,7 +29,7 @@ from vllm_gaudi_ucm.store.base import KvStore
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
-    from vllm_gaudi_ucm.prefetch.stats import PrefetchHandle
+    from vllm_gaudi_ucm.prefetch.engine import PrefetchHandle
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
 

@@ -23,7 +23,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     UniquePart,
 )
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
-from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionArrays, SelectionTensors
+from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors, selection_arrays
 
 ContiguousPa = Literal["auto"] | bool
 
@@ -117,8 +117,8 @@ class Staging:
         if longest > limits.max_rows:
             # what is left of a prompt; kernels are compiled by this number, so that it has few values
             limits = replace(limits, max_rows=1 << (longest - 1).bit_length())
-        arrays = SelectionArrays.of(plan, limits)
-        return SelectionTensors.of({name: self._tensor(array) for name, array in arrays._asdict().items()}, limits)
+        arrays = selection_arrays(plan, limits)
+        return SelectionTensors.of({name: self._tensor(array) for name, array in arrays.items()}, limits)
 
     def _causal(self, plan: CausalPlan) -> CausalPart:
         return CausalPart(self._tensor(plan.groups), tuple(CausalSlice(*bounds) for bounds in plan.slices))

@@ -31,9 +31,9 @@ from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
     CANDIDATE_ARRAYS,
     CHOICE_ARRAYS,
     SPAN_ARRAYS,
-    SelectionArrays,
     SelectionTensors,
     pad_values,
+    selection_arrays,
 )
 
 NO_GROUP = -1
@@ -206,7 +206,7 @@ class StaticInputs:
 
     def _fill_selection(self, arrays: dict[str, NDArray[np.int64]], plan: SelectionPlan | None) -> None:
         assert self._choices is not None
-        real = {} if plan is None else SelectionArrays.of(plan, self._choices)._asdict()
+        real = {} if plan is None else selection_arrays(plan, self._choices)
         for name, pad in pad_values(len(arrays["first_rows"]), self._choices).items():
             _pad(arrays[name], real.get(name, ()), pad)
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
-from vllm_gaudi_ucm.sparse.selection.selection_tensors import LayerSelection, SelectionTensors
+from vllm_gaudi_ucm.sparse.selection.block_selector import LayerSelection
+from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 
 if TYPE_CHECKING:
     import torch

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.prefetch.engine import PrefetchHandle
     from vllm_gaudi_ucm.prefetch.loads import Allocate
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-    from vllm_gaudi_ucm.prefetch.stats import PrefetchHandle
     from vllm_gaudi_ucm.store.base import KvStore
 
 _ENGINES = "engines"
@@ -37,8 +37,8 @@ logger = plugin_logger(__name__)
 class CopyFolder:
     """The folder `engines/<number>` under `root`, and beside it a file that this process has locked.
 
-    Copies are of use to the engine that made them only, and as long as it lives. Making one removes what engines have
-    left that were killed: the system has ended their locks.
+    Copies are of use to the engine that made them only, and as long as it lives. Making one removes the copies
+    of engines that were killed: the system has ended their locks.
 
     Raises OSError where nothing can be made in `root`, an existing folder.
     """
@@ -154,10 +154,10 @@ class CopyLoads:
             self._engine.forget(handle.request_id)
             yield pair, data if is_ready else None
 
-    def end(self, life: int) -> None:
-        """Gives up the loads of a life."""
-        self._failed = [pair for pair in self._failed if pair[0] != life]
-        for pair in [pair for pair in self._loads if pair[0] == life]:
+    def end(self, generation: int) -> None:
+        """Gives up the loads of a generation."""
+        self._failed = [pair for pair in self._failed if pair[0] != generation]
+        for pair in [pair for pair in self._loads if pair[0] == generation]:
             handle, _ = self._loads.pop(pair)
             self._engine.forget(handle.request_id)
 
@@ -253,15 +253,15 @@ class CopyStore:
         self._copies[pair[0]].discard(pair[1])
         self._writer.submit(self._delete, [self._key(pair)])
 
-    def end(self, life: int) -> None:
-        """Gives up the moves of a life and deletes its copies."""
-        for pair in [pair for pair in self._saves if pair[0] == life]:
+    def end(self, generation: int) -> None:
+        """Gives up the moves of a generation and deletes its copies."""
+        for pair in [pair for pair in self._saves if pair[0] == generation]:
             del self._saves[pair]
-        self._loads.end(life)
-        self.bring_near([pair for pair in self._near if pair[0] != life])
-        numbers = self._copies.pop(life, None)
+        self._loads.end(generation)
+        self.bring_near([pair for pair in self._near if pair[0] != generation])
+        numbers = self._copies.pop(generation, None)
         if numbers:
-            self._writer.submit(self._delete, [self._key((life, number)) for number in numbers])
+            self._writer.submit(self._delete, [self._key((generation, number)) for number in numbers])
 
     def check_idle(self) -> None:
         """Raises AssertionError where a move is under way or a copy is kept. Waits for deletions."""
@@ -272,8 +272,8 @@ class CopyStore:
 
     def close(self) -> None:
         """Deletes what is there, ends the threads and closes the store."""
-        for life in [*self._copies]:
-            self.end(life)
+        for generation in [*self._copies]:
+            self.end(generation)
         if self._reporter is not None:
             self._reporter.close()
         self._writer.shutdown()

@@ -58,7 +58,7 @@ class MemoryModeOptions(Section):
     def _store_by_kind(cls, value: Any) -> Any:
         return None if value is None else resolve_store_options(value, "ucm.memory_mode.store")
 
-    def max_away(self, num_blocks: int, block_bytes: int) -> int:
+    def max_copies(self, num_blocks: int, block_bytes: int) -> int:
         """Blocks that may have a copy, of a KV cache of `num_blocks` of `block_bytes` each.
 
         What a store would evict to make room is never sent to it.
@@ -72,8 +72,8 @@ class MemoryModeOptions(Section):
         """Whether copies lie in this process, where nothing can be brought nearer to the device."""
         return self.store is None or self.store.ends_with_process
 
-    def open_options(self, max_away: int, block_bytes: int) -> StoreOptions:
+    def open_options(self, max_copies: int, block_bytes: int) -> StoreOptions:
         """The store to open."""
         if self.store is not None:
             return self.store
-        return resolve_store_options({"kind": "memory", "capacity": max_away * block_bytes})
+        return resolve_store_options({"kind": "memory", "capacity": max_copies * block_bytes})

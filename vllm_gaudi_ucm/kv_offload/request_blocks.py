@@ -1,20 +1,13 @@
-"""Block tables and free blocks of vLLM's scheduler, as far as memory mode changes them."""
+"""Block tables and free blocks of vLLM's scheduler, as far as KV offload changes them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.sparse.budget import block_budget
-from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.vllm_api.blocks import forget_cached_blocks, kv_block_lists
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheManager
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
@@ -42,7 +35,7 @@ class RequestBlocks:
         return int(self._pool.num_gpu_blocks)
 
     def table(self, request_id: str) -> list[KVCacheBlock]:
-        """The request's blocks, the null block where one is away; empty for a request that has none."""
+        """The request's blocks, the null block for an offloaded one; empty for a request that has none."""
         return self._lists.get(request_id, [])
 
     def is_owned_alone(self, request_id: str, number: int) -> bool:
@@ -97,76 +90,3 @@ class RequestBlocks:
     def give_back(self, blocks: list[KVCacheBlock]) -> None:
         """Frees blocks that the caller owns."""
         self._pool.free_blocks(blocks)
-
-
-def dispensable_blocks(
-    full: int, missing: Sequence[int], block_size: int, resident_ratio: float, options: BlockOptions
-) -> list[int]:
-    """The blocks that may stay where they are, least wanted first; empty where the step is dense.
-
-    Sinks and local window are always wanted, and of the others as many as memory mode would keep.
-
-    Args:
-        full: blocks of the context; up to a block of tokens more is to be computed, maybe in several steps.
-        missing: those that are not on the device, most wanted first.
-        block_size: tokens per block.
-        resident_ratio: part of the full blocks that may be on the device.
-        options: of the method.
-    """
-    # windows only move away from what is missing as tokens are added, and by the block that a full tail adds to the
-    # budget there is one more on the device to choose from
-    budget = block_budget(full * block_size + 1, block_size, options)
-    if budget is None:
-        return []
-    between = [number for number in missing if budget.sink_blocks <= number < budget.window_start]
-    live = full - budget.num_candidates
-    room = max(budget.num_selected, math.ceil(resident_ratio * full - 1e-9) - live)
-    here = budget.num_candidates - len(between)
-    return between[max(0, room - here) :][::-1]
-
-
-@dataclass
-class Life:
-    """A request from its beginning, or from its resumption, to its end or preemption.
-
-    number: which life it is; never used again. rows: of the blocks that have a copy, or of which one is being made.
-    saving, saved: blocks of which a copy is being made, and is there. away: blocks that are not in the block table.
-    loading: those among them on their way back, and the physical blocks that wait for them; no table has these yet.
-    lost: those among them whose copy could not be read. stored: those among them whose copy is the connector's record,
-    and its key. leaving, coming: what the last scores ask for.
-    scores: decayed, by logical block. idle_steps, next_scoring: sparse steps since the last scores, and at which the
-    next are asked for. stays: too much was missed, and every block comes back. is_guess: what is on the device was
-    chosen without a query, and nothing was scored yet.
-    """
-
-    request_id: str
-    number: int
-    rows: dict[int, int] = field(default_factory=dict)
-    saving: set[int] = field(default_factory=set)
-    saved: set[int] = field(default_factory=set)
-    away: set[int] = field(default_factory=set)
-    loading: dict[int, KVCacheBlock] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)
-    stored: dict[int, bytes] = field(default_factory=dict)
-    leaving: list[int] = field(default_factory=list)
-    coming: list[int] = field(default_factory=list)
-    scores: NDArray[np.float64] | None = None
-    idle_steps: int = 0
-    next_scoring: int = 1
-    stays: bool = False
-    is_guess: bool = False
-
-    def check_integrity(self) -> None:
-        """Conservation: every copy has a row; what is away has a copy; what is on its way back, or in the connector's
-        store only, is away."""
-        broken = []
-        if set(self.rows) != self.saving | self.saved or self.saving & self.saved:
-            broken.append(f"rows {sorted(self.rows)}, saving {sorted(self.saving)}, saved {sorted(self.saved)}")
-        if not self.away <= self.saved:
-            broken.append(f"away {sorted(self.away)} without a copy, saved {sorted(self.saved)}")
-        if not (set(self.loading) | self.lost) <= self.away:
-            broken.append(f"loading {sorted(self.loading)} or lost {sorted(self.lost)}, away {sorted(self.away)}")
-        if not set(self.stored) <= self.away:
-            broken.append(f"stored {sorted(self.stored)}, away {sorted(self.away)}")
-        if broken:
-            raise AssertionError(f"memory mode of request {self.request_id!r}: {'; '.join(broken)}")

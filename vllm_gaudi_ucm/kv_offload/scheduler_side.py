@@ -1,4 +1,4 @@
-"""Memory mode in the scheduler: frees blocks of running requests, and takes blocks for those that come back."""
+"""KV offload in the scheduler: frees blocks of running requests, and takes blocks for those that come back."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from vllm_gaudi_ucm.kv_offload.moves import Moves
-from vllm_gaudi_ucm.kv_offload.request_blocks import Life, dispensable_blocks
-from vllm_gaudi_ucm.kv_offload.targets import ScoreBook, wanted_blocks
+from vllm_gaudi_ucm.kv_offload.offload_state import OffloadState
+from vllm_gaudi_ucm.kv_offload.placement import ScoreBook, dispensable_blocks, wanted_blocks
 from vllm_gaudi_ucm.protocol.offload import ResidencyOrders, ResidencyReport, ResidencyTotals
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class ResidencyScheduler:
     """Decides what leaves and what comes back; the worker moves it and reports.
 
     A block leaves once its copy is reported, and is in a table again once its load is: at every step both sides agree
-    which block is where, and a block that is late or lost is away and nothing else.
+    which block is where, and a block that is late or lost is offloaded, and nothing else.
 
     Args:
-        options: of memory mode.
+        options: of KV offload.
         method: options of the method that chooses blocks.
         block_size: tokens per block.
         blocks: tables and free blocks.
@@ -67,7 +67,7 @@ class ResidencyScheduler:
         self._block_size = block_size
         self._num_ahead = num_ahead
         self._blocks = blocks
-        self._lives: dict[str, Life] = {}
+        self._states: dict[str, OffloadState] = {}
         self._numbers = count(1)
         self._scores = ScoreBook(options, method, block_size, self.totals)
         self._num_running = 0
@@ -76,37 +76,37 @@ class ResidencyScheduler:
         self._moves = Moves(blocks, num_rows, self.totals)
 
     @property
-    def num_away(self) -> int:
+    def num_offloaded(self) -> int:
         """Blocks of live requests that are not on the device."""
-        return sum(len(life.away) for life in self._lives.values())
+        return sum(len(state.offloaded) for state in self._states.values())
 
     def begin(self, request_id: str) -> None:
         """A request whose blocks may leave."""
         self.end(request_id)
-        self._lives[request_id] = Life(request_id, next(self._numbers))
+        self._states[request_id] = OffloadState(request_id, next(self._numbers))
 
     def end(self, request_id: str) -> None:
         """A request has ended; its table is vLLM's to free. One that never began is ignored."""
-        life = self._lives.pop(request_id, None)
-        if life is None:
+        state = self._states.pop(request_id, None)
+        if state is None:
             return
-        self._moves.end(life)
+        self._moves.end(state)
 
     def dispensable(self, request_id: str, full: int, missing: Sequence[int]) -> list[int]:
         """Blocks of a stored prompt that its first step can do without, least wanted first. See dispensable_blocks."""
-        if request_id not in self._lives:
+        if request_id not in self._states:
             return []
         return dispensable_blocks(full, missing, self._block_size, self._options.resident_ratio, self.method)
 
     def has_gaps(self, request_id: str, num_rows: int) -> bool:
-        """Whether a step of so many rows, of a prompt too, is sparse because blocks of the request are away."""
-        life = self._lives.get(request_id)
-        return life is not None and bool(life.away) and num_rows <= self.max_tail
+        """Whether a step of so many rows, of a prompt too, is sparse because the request has offloaded blocks."""
+        state = self._states.get(request_id)
+        return state is not None and bool(state.offloaded) and num_rows <= self.max_tail
 
     def is_guess(self, request_id: str) -> bool:
         """Whether the next step of a request may be repeated."""
-        life = self._lives.get(request_id)
-        return life is not None and life.is_guess
+        state = self._states.get(request_id)
+        return state is not None and state.is_guess
 
     def hide_guess(self, request: Request) -> None:
         """A request was allotted slots to compute. What it fills in a step that may be repeated is not found by others
@@ -116,9 +116,9 @@ class ResidencyScheduler:
 
     def leave_stored(self, request_id: str, keys: Mapping[int, bytes]) -> dict[int, int]:
         """A connector loads all blocks of a request but these, whose records are their copies. See Moves."""
-        life = self._lives[request_id]
-        left = self._moves.leave_stored(life, keys)
-        life.is_guess = bool(left)
+        state = self._states[request_id]
+        left = self._moves.leave_stored(state, keys)
+        state.begin_guess(bool(left))
         return left
 
     def give_up(self, request: Request) -> None:
@@ -129,23 +129,23 @@ class ResidencyScheduler:
     def preempted(self, request_ids: Iterable[str]) -> None:
         """Requests whose tables are gone: what they compute again is on the device, all of it."""
         for request_id in request_ids:
-            if request_id in self._lives:
+            if request_id in self._states:
                 self.begin(request_id)
 
     def before_scheduling(self, requests: Mapping[str, Request], num_running: int) -> None:
         """Frees and takes blocks, so that what is freed serves the step that is about to be scheduled."""
         # a slow store must not fill the host's memory with blocks on their way
-        most, lives = self._options.moves_per_step, self._lives.values()
+        most, states = self._options.moves_per_step, self._states.values()
         self._num_running = num_running
-        saves = min(most, STEPS_UNDER_WAY * most - sum(len(life.saving) for life in lives))
-        loads = min(most, STEPS_UNDER_WAY * most - sum(len(life.loading) for life in lives))
-        for life in self._lives.values():
-            if not life.leaving and not life.coming:
+        saves = min(most, STEPS_UNDER_WAY * most - sum(len(state.saving) for state in states))
+        loads = min(most, STEPS_UNDER_WAY * most - sum(len(state.loading) for state in states))
+        for state in self._states.values():
+            if not state.to_evict and not state.to_load:
                 continue
-            released, saves = self._moves.release(life, saves)
+            released, saves = self._moves.release(state, saves)
             # a block of its own in exchange, or one that no running request needs next
             spare = max(released, self._blocks.num_free - num_running)
-            loads = self._moves.bring_back(life, requests[life.request_id], spare, loads)
+            loads = self._moves.bring_back(state, requests[state.request_id], spare, loads)
 
     def orders(
         self, sparse: Collection[str], requests: Mapping[str, Request], computed: Iterable[tuple[str, int]]
@@ -154,77 +154,80 @@ class ResidencyScheduler:
 
         computed: each request of the step, and its tokens that were computed before.
         """
-        guesses = [life for name in sparse if (life := self._lives.get(name)) is not None and life.is_guess]
+        guesses = [state for name in sparse if (state := self._states.get(name)) is not None and state.is_guess]
         # vLLM has entered these in the prefix cache already, but whoever runs before the request that fills them finds
         # nothing in them: the step may be divided
         unwritten = self._blocks.blocks_to_write(computed) if guesses else set()
-        for life in guesses:
-            self._moves.find_cached(life, requests[life.request_id], unwritten)
-        orders = self._moves.take_orders()
-        self.totals.away = self.num_away
-        orders.totals = msgspec.structs.replace(self.totals)
+        for state in guesses:
+            self._moves.find_cached(state, requests[state.request_id], unwritten)
         waiting = (
-            (life.number, number)
-            for life in self._lives.values()
-            for number in life.coming
-            if number not in life.stored
+            (state.generation, number)
+            for state in self._states.values()
+            for number in state.to_load
+            if number not in state.stored
         )
-        orders.ahead = list(islice(waiting, self._num_ahead))
+        self.totals.count_offloaded(self.num_offloaded)
+        orders = msgspec.structs.replace(
+            self._moves.take_orders(),
+            ahead=list(islice(waiting, self._num_ahead)),
+            totals=msgspec.structs.replace(self.totals),
+        )
         for request_id in sparse:
-            life = self._lives.get(request_id)
-            if life is None:
+            state = self._states.get(request_id)
+            if state is None:
                 continue
-            life.idle_steps += 1
-            if life.idle_steps >= life.next_scoring:
-                orders.scored[request_id] = life.number
+            state.idle_steps += 1
+            if state.idle_steps >= state.next_scoring:
+                orders.scored[request_id] = state.generation
         return orders
 
     def take(self, report: ResidencyReport, scheduled: Collection[str] = ()) -> dict[str, Fetched]:
-        """Before the scheduler takes the output of the step. What is said of lives that are over is ignored.
+        """Before the scheduler takes the output of the step. Reports on earlier generations are ignored.
 
         Returns, of the requests `scheduled` in the step, those whose first step on blocks that were loaded without a
         query has missed too much: it is to be repeated, once a connector has loaded these.
         """
-        lives = {life.number: life for life in self._lives.values()}
+        states = {state.generation: state for state in self._states.values()}
         for number, saved in [*((pair, True) for pair in report.saved), *((pair, False) for pair in report.unsaved)]:
-            if number[0] in lives:
-                self._moves.take_save(lives[number[0]], number[1], saved)
+            if number[0] in states:
+                self._moves.take_save(states[number[0]], number[1], saved)
         for number, loaded in [*((pair, True) for pair in report.loaded), *((pair, False) for pair in report.failed)]:
-            if number[0] in lives:
-                self._moves.take_load(lives[number[0]], number[1], loaded)
-        for life_number, scores in report.scores.items():
-            if life_number in lives:
-                self._take_scores(lives[life_number], np.array(scores, np.float64))
-        for life in self._lives.values():
-            if life.is_guess and life.request_id in scheduled:
+            if number[0] in states:
+                self._moves.take_load(states[number[0]], number[1], loaded)
+        for generation, scores in report.scores.items():
+            if generation in states:
+                self._take_scores(states[generation], np.array(scores, np.float64))
+        for state in self._states.values():
+            if state.is_guess and state.request_id in scheduled:
                 # nobody knows what it has missed
-                self._repeat(life, sorted(life.away))
+                self._repeat(state, sorted(state.offloaded))
         repeats, self._repeats = self._repeats, {}
         return repeats
 
-    def _take_scores(self, life: Life, scores: NDArray[np.float64]) -> None:
+    def _take_scores(self, state: OffloadState, scores: NDArray[np.float64]) -> None:
         if self._on_wanted is not None:
-            self._on_wanted(life.request_id, wanted_blocks(scores, self._block_size, self.method))
-        if self._scores.take(life, scores):
-            self._repeat(life, life.coming)
-            life.coming = [number for number in life.coming if number in life.away]
+            self._on_wanted(state.request_id, wanted_blocks(scores, self._block_size, self.method))
+        if self._scores.take(state, scores):
+            self._repeat(state, state.to_load)
+            state.want(to_load=[number for number in state.to_load if number in state.offloaded])
 
-    def _repeat(self, life: Life, wanted: Sequence[int]) -> None:
+    def _repeat(self, state: OffloadState, wanted: Sequence[int]) -> None:
         """Has blocks fetched for a first step to be repeated; without a free block it stands."""
-        life.is_guess = False
-        fetched = self._moves.fetch_stored(life, wanted, self._blocks.num_free - self._num_running)
+        state.end_guess()
+        fetched = self._moves.fetch_stored(state, wanted, self._blocks.num_free - self._num_running)
         if fetched:
-            self._repeats[life.request_id] = fetched
+            self._repeats[state.request_id] = fetched
             self.totals.repeated += 1
 
     def check_integrity(self) -> None:
-        """Conservation: of every full block there is a copy or a device block; tables lack exactly what is away."""
-        for life in self._lives.values():
-            life.check_integrity()
-            table = self._blocks.table(life.request_id)
+        """Conservation: every full block has a copy or a device block; tables lack exactly the offloaded ones."""
+        for state in self._states.values():
+            state.check_integrity()
+            table = self._blocks.table(state.request_id)
             absent = {number for number, block in enumerate(table) if block.is_null}
-            if absent != life.away:
+            if absent != state.offloaded:
                 raise AssertionError(
-                    f"memory mode of request {life.request_id!r}: away {sorted(life.away)}, absent {sorted(absent)}"
+                    f"KV offload of request {state.request_id!r}: offloaded {sorted(state.offloaded)}, "
+                    f"absent {sorted(absent)}"
                 )
-        self._moves.rows.check_integrity([row for life in self._lives.values() for row in life.rows.values()])
+        self._moves.rows.check_integrity([row for state in self._states.values() for row in state.rows.values()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +36,7 @@ class SummaryRecords:
     Bytes of a record: [layer that chooses, block, summary], what is beyond the last block undefined.
 
     Args:
-        scorer: has the summaries, and places for those of blocks that are away.
+        scorer: has the summaries, and places for those of offloaded blocks.
         ready: which blocks have a summary.
         span: most blocks of a record.
         device: whose recipes are cut.
@@ -47,7 +47,7 @@ class SummaryRecords:
         self._ready = ready
         self._span = span
         self._device = device
-        self._pad_row = len(scorer.away[0]) - 1
+        self._pad_row = len(scorer.offloaded[0]) - 1
 
     def are_ready(self, blocks: Sequence[int]) -> bool:
         """Whether all of these blocks have a summary."""
@@ -67,47 +67,23 @@ class SummaryRecords:
 
     @torch.inference_mode()
     def write(self, record: bytearray, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Host to device. Of each block of the record the row for one that is away, below 0 for others, and the
-        physical block, DUMMY_BLOCK for one that is away."""
+        """Host to device. Of each block of the record the row for an offloaded one, below 0 for others, and the
+        physical block, DUMMY_BLOCK for an offloaded one."""
         self._device.end_recipe()
         to_rows = self._padded([self._pad_row if row < 0 else row for row in rows], self._pad_row)
         to_blocks = self._padded(blocks, DUMMY_BLOCK)
         offset = 0
-        for layer, away in zip(self._scorer.layers, self._scorer.away, strict=True):
-            shape = self._span, *away.shape[1:]
-            count = away[0].nbytes * self._span
+        for layer, offloaded in zip(self._scorer.layers, self._scorer.offloaded, strict=True):
+            shape = self._span, *offloaded.shape[1:]
+            count = offloaded[0].nbytes * self._span
             flat = torch.frombuffer(record, dtype=torch.uint8, count=count, offset=offset)
             # a copy: views of other types ask for offsets that fit
-            data = flat.clone().view(away.dtype).view(shape).to(away.device)
-            away.index_copy_(0, to_rows, data)
+            data = flat.clone().view(offloaded.dtype).view(shape).to(offloaded.device)
+            offloaded.index_copy_(0, to_rows, data)
             layer.summaries.index_copy_(0, to_blocks, data)
             offset += count
         self._device.end_recipe()
 
     def _padded(self, numbers: Sequence[int], pad: int) -> torch.Tensor:
         padded = [*numbers, *[pad] * (self._span - len(numbers))]
-        return torch.tensor(padded, device=self._scorer.away[0].device)
-
-
-class Rows:
-    """Numbers 0 to `num_rows`, each free or taken."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self._free = list(range(num_rows))[::-1]
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def take(self) -> int | None:
-        """A free row, None where all are taken."""
-        return self._free.pop() if self._free else None
-
-    def give_back(self, rows: Iterable[int]) -> None:
-        self._free.extend(rows)
-
-    def check_integrity(self, taken: Iterable[int]) -> None:
-        """Conservation: every row is free or taken, once."""
-        if sorted([*self._free, *taken]) != list(range(self.num_rows)):
-            raise AssertionError(f"rows of blocks that are away: free {sorted(self._free)}, taken {sorted(taken)}")
+        return torch.tensor(padded, device=self._scorer.offloaded[0].device)

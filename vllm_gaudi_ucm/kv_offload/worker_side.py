@@ -1,4 +1,4 @@
-"""Memory mode in the worker: carries out a step's orders before its forward, and reports after it."""
+"""KV offload in the worker: carries out a step's orders before its forward, and reports after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = plugin_logger(__name__)
 
 
-class _Target(NamedTuple):
+class _Destination(NamedTuple):
     """Where a load is to go, once what was launched before the order has run: the block was another's then."""
 
     block: int
@@ -68,29 +68,29 @@ class ResidencyWorker:
         self._blocks = blocks
         self._copies = copies
         self._device = device
-        # of each life, the summary's row of every block that was saved; and where a load is to go
+        # by generation and block: the row of a saved block's summary; by both: where a load is to go
         self._rows: dict[int, dict[int, int]] = {}
-        self._targets: dict[Pair, _Target] = {}
+        self._destinations: dict[Pair, _Destination] = {}
         self._scored: dict[str, int] = {}
         self._report = ResidencyReport()
         self._metrics: MemoryModeMetrics | None = None
         self._stored = stored
 
     def report_to(self, metrics: StepMetrics) -> None:
-        """Figures of memory mode, and of its copies, reach /metrics."""
+        """Figures of KV offload, and of its copies, reach /metrics."""
         self._metrics = metrics.memory_mode()
         self._copies.report_to(metrics)
 
     def begin_step(self, orders: ResidencyOrders) -> None:
         """Once the request table knows the step's requests, before the step is planned."""
-        for life in orders.ended:
-            self._copies.end(life)
+        for generation in orders.ended:
+            self._copies.end(generation)
             if self._stored is not None:
-                self._stored.loads.end(life)
-            self._rows.pop(life, None)
-            self._targets = {pair: target for pair, target in self._targets.items() if pair[0] != life}
-        for life, number, row in orders.stored:
-            self._rows.setdefault(life, {})[number] = row
+                self._stored.loads.end(generation)
+            self._rows.pop(generation, None)
+            self._destinations = {pair: place for pair, place in self._destinations.items() if pair[0] != generation}
+        for generation, number, row in orders.stored:
+            self._rows.setdefault(generation, {})[number] = row
         for pair in orders.dropped:
             self._copies.drop(pair)
             del self._rows[pair[0]][pair[1]]
@@ -110,11 +110,11 @@ class ResidencyWorker:
 
     def report(self) -> ResidencyReport:
         """After a step: what has happened since the last report. Waits for the device where a request is scored."""
-        for request_id, life in self._scored.items():
+        for request_id, generation in self._scored.items():
             chosen = self._state.chosen.get(request_id)
             # a request that did not fit chose nothing, and is asked for again
             if chosen is not None:
-                self._report.scores[life] = self._score(request_id, life, *chosen)
+                self._report.scores[generation] = self._score(request_id, generation, *chosen)
         report, self._report, self._scored = self._report, ResidencyReport(), {}
         return report
 
@@ -133,25 +133,25 @@ class ResidencyWorker:
         self._copies.close()
 
     def _save(self, move: BlockMove) -> None:
-        self._rows.setdefault(move.life, {})[move.number] = move.row
+        self._rows.setdefault(move.generation, {})[move.number] = move.row
         try:
             data = self._blocks.allocate(self._blocks.block_bytes)
         except NO_MEMORY as error:
             logger.warning("memory mode: no host memory for a copy: %s", error)
-            self._report.unsaved.append((move.life, move.number))
+            self._report.unsaved.append((move.generation, move.number))
             return
         self._scorer.keep_summary(move.block, move.row)
         self._device.end_recipe()
         self._blocks.read([(move.block, data)])
-        self._copies.save((move.life, move.number), data)
+        self._copies.save((move.generation, move.number), data)
 
     def _load(self, move: BlockMove) -> None:
-        self._targets[move.life, move.number] = _Target(move.block, self._device.fence())
+        self._destinations[move.generation, move.number] = _Destination(move.block, self._device.fence())
         if not move.key:
-            self._copies.load((move.life, move.number))
+            self._copies.load((move.generation, move.number))
             return
         assert self._stored is not None, "only a connector leaves blocks in its store"
-        self._stored.loads.start((move.life, move.number), move.key)
+        self._stored.loads.start((move.generation, move.number), move.key)
 
     def _take_finished(self) -> None:
         for pair, saved in self._copies.finished_saves():
@@ -163,7 +163,7 @@ class ResidencyWorker:
                 self._put(pair, data, self._stored.blocks)
 
     def _put(self, pair: Pair, data: memoryview | None, blocks: DeviceBlocks) -> None:
-        block, after = self._targets.pop(pair)
+        block, after = self._destinations.pop(pair)
         if data is None:
             self._report.failed.append(pair)
             return
@@ -175,10 +175,10 @@ class ResidencyWorker:
         self._state.summaries.brought(np.array([block]))
         self._report.loaded.append(pair)
 
-    def _score(self, request_id: str, life: int, slot: int, num_full: int) -> list[float]:
+    def _score(self, request_id: str, generation: int, slot: int, num_full: int) -> list[float]:
         blocks: NDArray[np.int64] = self._table.blocks(request_id, num_full).astype(np.int64)
         rows = np.full(num_full, -1, np.int64)
-        for number, row in self._rows.get(life, {}).items():
+        for number, row in self._rows.get(generation, {}).items():
             if blocks[number] == 0:
                 rows[number] = row
         blocks[(blocks == 0) | ~self._state.summaries.ready[blocks]] = -1

@@ -35,7 +35,7 @@ def sparse_meta_of(scheduler_output: SchedulerOutput) -> SparseMeta | None:
 
 
 def attach_report(output: ModelRunnerOutput, report: ResidencyReport) -> None:
-    """Sends what became of memory mode's orders back with the output of a step."""
+    """Sends back what became of the orders of KV offload with the output of a step."""
     if report:
         setattr(output, _REPORT, report)
 

@@ -9,12 +9,12 @@ class ResidencyTotals(msgspec.Struct):
     """Blocks, but for `scored`, `missed`, `kept` and `repeated`.
 
     scored: how often a request was scored. missed: the sum, over these, of the estimated share of its attention that
-    fell on blocks that were away. kept: requests that got all of their blocks back because too much was missed.
+    fell on offloaded blocks. kept: requests that got all of their blocks back because too much was missed.
     stored: left in the connector's store when a prompt was loaded. repeated: first steps of such prompts that missed
     too much and were computed again.
     saved, unsaved: copies made, and not made because the store could not. released: left the device.
     loaded, failed: came back from the store, and could not. found: came back from the prefix cache, without a copy.
-    away: of live requests, not on the device now.
+    away: offloaded blocks of live requests, now.
     """
 
     scored: int = 0
@@ -30,16 +30,20 @@ class ResidencyTotals(msgspec.Struct):
     found: int = 0
     away: int = 0
 
+    def count_offloaded(self, num_blocks: int) -> None:
+        """Sets `away`, which is a count of now."""
+        self.away = num_blocks
+
 
 class BlockMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One block of one request on its way.
 
-    life: number of the request's present life; a preempted request, or a later one of the same id, has another.
-    number: logical block. block: physical block that is read or written. row: place of the summary while away.
+    generation: of the request; one that was preempted, or a later one of the same id, has another.
+    number: logical block. block: physical block that is read or written. row: place of the summary while offloaded.
     key: of the connector's record of the block, where that is its copy.
     """
 
-    life: int
+    generation: int
     number: int
     block: int
     row: int
@@ -47,9 +51,9 @@ class BlockMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TablePatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """From this step on, logical block `number` of a request in this life is physical block `block`; 0: it is away."""
+    """From this step on, logical block `number` of a request is physical block `block`; 0: it is offloaded."""
 
-    life: int
+    generation: int
     request_id: str
     number: int
     block: int
@@ -58,14 +62,14 @@ class TablePatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ResidencyOrders(msgspec.Struct):
     """Of a step, to be carried out before its forward in this order.
 
-    ended: lives that are over: their moves are cancelled and their copies deleted.
-    dropped: copies, by (life, logical block), to delete; the blocks are on the device.
-    stored: (life, logical block, row) of blocks that a connector left in its store, and whose summaries it brings.
+    ended: generations that have ended: their moves are cancelled and their copies deleted.
+    dropped: copies, by (generation, logical block), to delete; the blocks are on the device.
+    stored: (generation, logical block, row) of blocks that a connector left in its store; it brings their summaries.
     patches: changes of block tables.
     saves: blocks to copy off the device. loads: blocks to bring back.
-    ahead: copies, by (life, logical block), to bring to host memory and keep there; those of earlier steps that it does
-        not name any more are not wanted.
-    scored: requests to score after the forward, and their life. totals: for the worker's metrics.
+    ahead: copies, by (generation, logical block), to bring to host memory and keep there; copies that earlier steps
+        named and this one does not are not wanted any more.
+    scored: requests to score after the forward, and their generation. totals: for the worker's metrics.
     """
 
     ended: list[int] = []
@@ -80,11 +84,11 @@ class ResidencyOrders(msgspec.Struct):
 
 
 class ResidencyReport(msgspec.Struct):
-    """What became of orders, of this step or of earlier ones. Pairs are (life, logical block).
+    """What became of orders, of this step or of earlier ones. Pairs are (generation, logical block).
 
     saved, unsaved: blocks whose copy is there, and could not be made.
     loaded, failed: blocks that are on the device again, and whose copy could not be read.
-    scores: by life, the share of attention of each full block of its context; below 0 for one without a summary.
+    scores: by generation, the share of attention of each full block of its context; below 0 for one without a summary.
     """
 
     saved: list[tuple[int, int]] = []

@@ -40,8 +40,9 @@ class RequestSelection(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SparseMeta(msgspec.Struct):
-    """The sparse requests of a step by id; every other request is dense. residency: orders of memory mode, if on.
+    """The sparse requests of a step by id; every other request is dense.
 
+    residency: orders of KV offload, where it is on.
     locks: selections that KVStar has locked and unlocked since the start, for the worker's metrics.
     """
 

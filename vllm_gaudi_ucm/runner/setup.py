@@ -193,14 +193,14 @@ def make_sparse_worker(
             raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
         return SparseWorker(method)
     sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
-        some_away=offloads, tail_rows=_tail_rows(config, vllm_config, block_size)
+        some_offloaded=offloads, tail_rows=_tail_rows(config, vllm_config, block_size)
     )
     if not offloads:
         return SparseWorker(method, BlockSelection.of(choosing, list(layers.values()), sizes))
     device = get_device(next(iter(kv_caches.values())).device.type)
     blocks = DeviceBlocks(kv_caches, device)
     # a cache for measurements has one block only
-    num_rows = 1 if table is None else config.memory_mode.max_away(num_blocks, blocks.block_bytes)
+    num_rows = 1 if table is None else config.memory_mode.max_copies(num_blocks, blocks.block_bytes)
     kept = KeptQueries(num_rows, _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype))
     selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept)
     if table is None:
@@ -227,7 +227,7 @@ def summaries_per_block(config: UcmConfig, specs: Mapping[str, KVCacheSpec]) -> 
         return 0.0
     spec = cast("AttentionSpec", next(iter(specs.values())))
     share = summary_share(options, spec.block_size, spec.head_size, spec.dtype.itemsize)
-    # those of blocks that are away stay
+    # those of offloaded blocks stay
     return share * (1 + config.memory_mode.away_ratio) if config.memory_mode.enabled else share
 
 

@@ -63,7 +63,7 @@ def residency_role(
     """The scheduler's side of KV offload. on_wanted: see ResidencyScheduler."""
     options = block_options(config)
     assert options is not None, "refused when the configuration was read"
-    num_rows = config.memory_mode.max_away(manager.block_pool.num_gpu_blocks, kv_block_bytes(manager))
+    num_rows = config.memory_mode.max_copies(manager.block_pool.num_gpu_blocks, kv_block_bytes(manager))
     logger.info("Memory mode: up to %d blocks have a copy off the device.", num_rows)
     blocks = RequestBlocks(manager, block_size)
     return ResidencyScheduler(

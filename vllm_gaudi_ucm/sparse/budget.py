@@ -73,7 +73,7 @@ HasGaps = Callable[[str, int], bool]
 
 
 def no_gaps(request_id: str, num_rows: int) -> bool:
-    """Without memory mode every context is whole."""
+    """Without KV offload every context is whole."""
     return False
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from vllm_gaudi_ucm.options.section import Section
-from vllm_gaudi_ucm.prefetch.options import (
-    DEFAULT_CACHE_BYTES,
-    MaxPendingPrefetch,
-    PrefetchAhead,
-    PrefetchCacheBytes,
-    PrefetchCacheSize,
-    PrefetchWorkers,
-)
 
 
 class MethodOptions(Section):
     """Base of every method's options."""
+
+    @property
+    def selecting(self) -> MethodOptions:
+        """Those of the method that selects: these, or those of the method that it wraps."""
+        return self
+
+    def with_sections(self, section_of: Callable[[str, str], MethodOptions], key: str) -> MethodOptions:
+        """These options, completed by sections of other methods where the method wraps one.
+
+        section_of: (method, key) -> its section. key: of all sections. Raises `UcmConfigError`.
+        """
+        return self
 
 
 class BlockOptions(MethodOptions):
@@ -48,29 +52,6 @@ class BlockOptions(MethodOptions):
         description="What is kept of a full block's keys to score it: their mean, the smallest and largest value of "
         "each element, the keys farthest from the mean and the mean of the rest, or sign codes of these.",
     )
-
-
-class EsaOptions(BlockOptions):
-    """ESA chooses anew in every step and in every layer."""
-
-
-class GsaOptions(BlockOptions):
-    """GSA: a selection may serve several steps and several layers."""
-
-    reuse_steps: Annotated[int, Field(ge=1)] = Field(
-        default=1, description="Steps that one selection serves; 1 selects anew in every step."
-    )
-    reuse_layers: Annotated[int, Field(ge=1)] = Field(
-        default=1, description="Consecutive layers that share the selection of the first of them."
-    )
-    dense_layers: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = Field(
-        default=(), strict=False, description="Indices of layers that attend to the whole context."
-    )
-    prefetch_workers: PrefetchWorkers = 4
-    max_pending_prefetch: MaxPendingPrefetch = 64
-    prefetch_ahead: PrefetchAhead = 2
-    prefetch_cache_size: PrefetchCacheSize = 1000
-    prefetch_cache_bytes: PrefetchCacheBytes = DEFAULT_CACHE_BYTES
 
 
 SWITCH = "ucm_sparse"

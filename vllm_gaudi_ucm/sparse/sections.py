@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown, unknown_key
 from vllm_gaudi_ucm.options.files import read_config_file
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 from vllm_gaudi_ucm.sparse.methods.kvstar import KVStarOptions
-from vllm_gaudi_ucm.sparse.options import EsaOptions, GsaOptions, MethodOptions
+from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
 
 
 class SparseConfig(BaseModel):
@@ -21,7 +22,7 @@ class SparseConfig(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     GSA: GsaOptions = Field(default=GsaOptions(), description="GSA.")
-    ESA: EsaOptions = Field(default=EsaOptions(), description="ESA.")
+    ESA: BlockOptions = Field(default=BlockOptions(), description="ESA.")
     KVStar: KVStarOptions = Field(default=KVStarOptions(), description="KVStar.")
 
     def __hash__(self) -> int:
@@ -32,10 +33,22 @@ class SparseConfig(BaseModel):
 
         Raises `SparseMethodError` for an unknown method, `UcmConfigError` for sections that do not go together.
         """
-        if name == "KVStar":
-            return self.KVStar.with_base_section(self.options(self.KVStar.base_method, key), f"{key}.KVStar")
-        given: MethodOptions | None = getattr(self, name, None)
-        return UcmSparseFactory.options_class(name)() if given is None else given
+        given = dict(self).get(name)
+        own: MethodOptions = UcmSparseFactory.options_class(name)() if given is None else given
+        return own.with_sections(self.options, key)
+
+    def used_by(self, name: str | None) -> set[str]:
+        """The sections that a method reads: its own, and that of the method that it wraps."""
+        read = {name} if name is not None else set()
+
+        def section_of(other: str, key: str) -> MethodOptions:
+            read.add(other)
+            return self.options(other, key)
+
+        if name is not None:
+            own: MethodOptions = dict(self).get(name) or UcmSparseFactory.options_class(name)()
+            own.with_sections(section_of, "ucm.ucm_sparse_config")
+        return read
 
 
 def resolve_sparse_config(value: Any, key: str) -> SparseConfig:

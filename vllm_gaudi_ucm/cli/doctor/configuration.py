@@ -26,7 +26,6 @@ from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import block_budget, shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.sparse.sections import SparseConfig
 
 CONFIGURATION = "configuration"
 
@@ -237,10 +236,9 @@ def _contexts(options: BlockOptions) -> Check:
 def _unused(config: UcmConfig) -> Iterator[Check]:
     """Sections that were filled in for methods that are not on."""
     name = config.ucm_sparse_method
-    used = {name, config.ucm_sparse_config.KVStar.base_method} if name == "KVStar" else {name}
-    defaults = SparseConfig()
+    used = config.ucm_sparse_config.used_by(name)
     for section, options in config.ucm_sparse_config:
-        if section not in used and options != getattr(defaults, section, None):
+        if section not in used and options != UcmSparseFactory.options_class(section)():
             found = f"options of a method that is not on (the method is {json.dumps(name)})"
             advice = f"set {METHOD} to {section}, or remove the section"
             yield Check(SPARSE, f"ucm.ucm_sparse_config.{section}", "warn", found, "options of the method", advice)

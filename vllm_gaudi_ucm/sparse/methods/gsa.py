@@ -1,11 +1,28 @@
-"""GSA: gather-scatter attention over the blocks that score highest. Source: seed 000."""
+"""GSA: gather-scatter attention over the blocks that score highest; ESA is GSA without reuse. Sources: seed 000."""
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import Annotated, ClassVar, cast
 
+from pydantic import Field
+
+from vllm_gaudi_ucm.prefetch.options import EngineOptions
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.options import EsaOptions, GsaOptions, MethodOptions
+from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
+
+
+class GsaOptions(EngineOptions, BlockOptions):
+    """GSA: a selection may serve several steps and several layers."""
+
+    reuse_steps: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="Steps that one selection serves; 1 selects anew in every step."
+    )
+    reuse_layers: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="Consecutive layers that share the selection of the first of them."
+    )
+    dense_layers: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = Field(
+        default=(), strict=False, description="Indices of layers that attend to the whole context."
+    )
 
 
 class GSA(BlockSparse):
@@ -27,6 +44,4 @@ class GSA(BlockSparse):
 
 
 class ESA(BlockSparse):
-    """The simplest method: nothing is kept between steps or layers."""
-
-    Options: ClassVar[type[MethodOptions]] = EsaOptions
+    """A name for GSA without reuse: it chooses anew in every step and in every layer."""

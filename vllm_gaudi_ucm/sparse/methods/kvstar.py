@@ -66,10 +66,15 @@ class KVStarOptions(MethodOptions):
         """The base method's options that stand beside KVStar's own."""
         return self.__pydantic_extra__ or {}
 
-    def with_base_section(self, section: MethodOptions, key: str) -> Self:
-        """These options over those in the base method's own section. Raises `UcmConfigError`."""
+    def with_sections(self, section_of: Callable[[str, str], MethodOptions], key: str) -> Self:
+        """These options over those in the base method's own section."""
+        section = section_of(self.base_method, key)
         beside = {name: getattr(section, name) for name in type(section).model_fields}
-        return self.resolve({**self.__dict__, **beside, **self.given_base_options()}, key)
+        return self.resolve({**self.__dict__, **beside, **self.given_base_options()}, f"{key}.KVStar")
+
+    @property
+    def selecting(self) -> MethodOptions:
+        return self.base_options().selecting
 
     def base_options(self) -> MethodOptions:
         """The options that the base method is created with."""
@@ -91,9 +96,10 @@ def _resolve_base(name: Any, given: dict[str, Any], key: str, own: list[str]) ->
     if unknown:
         raise UcmConfigError(unknown)
     base = options.resolve(given, key)
-    if getattr(base, "reuse_steps", 1) != 1:
+    reuse_steps = dict(base).get("reuse_steps", 1)
+    if reuse_steps != 1:
         expected = "1, because KVStar's lock decides how long a selection serves"
-        raise UcmConfigError([Problem(f"{key}.reuse_steps", repr(getattr(base, "reuse_steps", 1)), expected)])
+        raise UcmConfigError([Problem(f"{key}.reuse_steps", repr(reuse_steps), expected)])
     return base
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,9 +17,11 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     write_summaries,
 )
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.impl.native import Candidates, NativeSelection
+from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
 from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
-from vllm_gaudi_ucm.sparse.selection.selection_tensors import LayerSelection, SelectionTensors
+from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 
 
 class SelectionLayer(NamedTuple):
@@ -57,6 +60,34 @@ class CandidateBlocks(NamedTuple):
     max_rows: int
     places: torch.Tensor
     width: int
+
+
+@dataclass
+class LayerSelection:
+    """What the layers of one forward hand on to each other.
+
+    tensors: of the step. dense_parts: the step's parts for dense layers, where there are such layers.
+    reused: whether every request uses its stored choice, so that nothing is scored.
+    at_once: whether a layer's choice may be one native call, on a CPU and outside of graphs.
+    chosen: int64 [selected] the blocks of the current layer; None: it is dense.
+    """
+
+    tensors: SelectionTensors
+    dense_parts: PreparedParts | None = None
+    reused: bool = False
+    at_once: bool = False
+    chosen: torch.Tensor | None = None
+    block_table: torch.Tensor = field(init=False)
+    native: NativeSelection | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        t = self.tensors
+        self.block_table = t.block_table()
+        if self.at_once:
+            spans = t.first_rows, t.num_rows, t.modes, t.counts, t.thresholds, t.choice_slots
+            candidates = t.candidate_blocks, t.candidate_spans, t.candidate_places
+            choices = t.choice_places, t.choice_spans, t.choice_hi
+            self.native = NativeSelection(Candidates(*candidates, *spans, *choices, self.block_table, t.width, t.most))
 
 
 Score = Callable[[int, torch.Tensor, CandidateBlocks], torch.Tensor | None]

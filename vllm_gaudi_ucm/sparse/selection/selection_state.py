@@ -79,10 +79,10 @@ class SelectionState:
         num_blocks: of the KV cache.
         limits: sizes of choices.
         bounded: whether a step has room for `limits.summaries` only; at true shapes it has as many as it needs.
-        some_away: whether block tables have the dummy block where a block is not on the device.
+        some_offloaded: whether block tables have the dummy block where a block is not on the device.
     """
 
-    def __init__(self, num_blocks: int, limits: SelectionLimits, bounded: bool, some_away: bool = False) -> None:
+    def __init__(self, num_blocks: int, limits: SelectionLimits, bounded: bool, some_offloaded: bool = False) -> None:
         self.summaries = SummaryQueue(num_blocks)
         self.slots = ChoiceSlots(limits.max_num_seqs, limits.width)
         self.totals = SelectionTotals()
@@ -90,7 +90,7 @@ class SelectionState:
         self.chosen: dict[str, tuple[int, int]] = {}
         self._limits = limits
         self._bounded = bounded
-        self._some_away = some_away
+        self._some_offloaded = some_offloaded
 
     def begin_step(self) -> None:
         """Before the step, or its first division."""
@@ -115,7 +115,7 @@ class SelectionState:
             num_drafts: [requests] how many of a request's new tokens may turn out wrong.
             decisions: what the scheduler says of sparse requests.
         """
-        absent = self._absent(batch) if self._some_away else None
+        absent = self._absent(batch) if self._some_offloaded else None
         is_full = self._follow(batch, num_drafts, absent)
         rows = int(batch.num_scheduled.sum())
         summary_blocks = self.summaries.take(self._limits.summaries(rows) if self._bounded else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
-from vllm_gaudi_ucm.ops.block_selection.impl.native import Candidates, NativeSelection
-from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 
@@ -21,49 +18,27 @@ Ints = NDArray[np.int64]
 SPAN_ARRAYS = ("first_rows", "num_rows", "scored_rows", "modes", "counts", "thresholds", "choice_slots")
 CANDIDATE_ARRAYS = ("candidate_blocks", "candidate_spans", "candidate_places")
 CHOICE_ARRAYS = ("choice_places", "choice_spans", "choice_hi")
+ARRAYS = SPAN_ARRAYS + CANDIDATE_ARRAYS + CHOICE_ARRAYS
+"""Names of the tensors of SelectionTensors, in its order."""
 
 
-class SelectionArrays(NamedTuple):
-    """int64 arrays, named and defined as in SelectionTensors."""
-
-    first_rows: Ints
-    num_rows: Ints
-    scored_rows: Ints
-    modes: Ints
-    counts: Ints
-    thresholds: Ints
-    choice_slots: Ints
-    candidate_blocks: Ints
-    candidate_spans: Ints
-    candidate_places: Ints
-    choice_places: Ints
-    choice_spans: Ints
-    choice_hi: Ints
-
-    @classmethod
-    def of(cls, plan: SelectionPlan, limits: SelectionLimits) -> SelectionArrays:
-        """The real entries of a step."""
-        return cls(
-            plan.first_rows,
-            plan.num_rows,
-            plan.scored_rows,
-            plan.modes,
-            plan.counts,
-            plan.thresholds,
-            plan.choice_slots,
-            plan.candidate_blocks,
-            plan.candidate_spans,
-            plan.candidate_spans * limits.width + plan.candidate_numbers,
-            plan.choice_spans * limits.most + plan.choice_ranks,
-            plan.choice_spans,
-            np.full(len(plan.choice_spans), limits.block_size, np.int64),
-        )
+def selection_arrays(plan: SelectionPlan, limits: SelectionLimits) -> dict[str, Ints]:
+    """The real entries of a step, by the names of SelectionTensors."""
+    return {
+        **{name: getattr(plan, name) for name in SPAN_ARRAYS},
+        "candidate_blocks": plan.candidate_blocks,
+        "candidate_spans": plan.candidate_spans,
+        "candidate_places": plan.candidate_spans * limits.width + plan.candidate_numbers,
+        "choice_places": plan.choice_spans * limits.most + plan.choice_ranks,
+        "choice_spans": plan.choice_spans,
+        "choice_hi": np.full(len(plan.choice_spans), limits.block_size, np.int64),
+    }
 
 
 def pad_values(spans: int, limits: SelectionLimits) -> dict[str, int]:
     """The pad of each array where there are so many spans, the last of which is no request's."""
     return {
-        **dict.fromkeys(SelectionArrays._fields, 0),
+        **dict.fromkeys(ARRAYS, 0),
         "choice_slots": limits.max_num_seqs,
         "candidate_spans": spans - 1,
         "candidate_places": spans * limits.width,
@@ -103,8 +78,8 @@ class SelectionTensors(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], limits: SelectionLimits) -> SelectionTensors:
-        """tensors: by the names of SelectionArrays."""
-        arrays = {name: tensors[name] for name in SelectionArrays._fields}
+        """tensors: by name."""
+        arrays = {name: tensors[name] for name in ARRAYS}
         return cls(**arrays, max_rows=limits.max_rows, width=limits.width, most=limits.most)
 
     @property
@@ -132,31 +107,3 @@ class SelectionTensors(NamedTuple):
         """int64 [spans * width + 1] physical block of each place; 0 where no candidate is."""
         table = self.candidate_blocks.new_zeros(self.num_spans * self.width + 1)
         return table.index_copy_(0, self.candidate_places, self.candidate_blocks)
-
-
-@dataclass
-class LayerSelection:
-    """What the layers of one forward hand on to each other.
-
-    tensors: of the step. dense_parts: the step's parts for dense layers, where there are such layers.
-    reused: whether every request uses its stored choice, so that nothing is scored.
-    at_once: whether a layer's choice may be one native call, on a CPU and outside of graphs.
-    chosen: int64 [selected] the blocks of the current layer; None: it is dense.
-    """
-
-    tensors: SelectionTensors
-    dense_parts: PreparedParts | None = None
-    reused: bool = False
-    at_once: bool = False
-    chosen: torch.Tensor | None = None
-    block_table: torch.Tensor = field(init=False)
-    native: NativeSelection | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        t = self.tensors
-        self.block_table = t.block_table()
-        if self.at_once:
-            spans = t.first_rows, t.num_rows, t.modes, t.counts, t.thresholds, t.choice_slots
-            candidates = t.candidate_blocks, t.candidate_spans, t.candidate_places
-            choices = t.choice_places, t.choice_spans, t.choice_hi
-            self.native = NativeSelection(Candidates(*candidates, *spans, *choices, self.block_table, t.width, t.most))

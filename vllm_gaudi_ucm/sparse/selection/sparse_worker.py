@@ -37,7 +37,7 @@ class ServerSizes(NamedTuple):
     """What the tensors of a choice are sized by.
 
     max_rows: rows of a decode with its drafts. num_blocks: of the KV cache. static: graphs of fixed shapes.
-    some_away: whether memory mode is on. tail_rows: see SelectionLimits.
+    some_offloaded: whether KV offload is on. tail_rows: see SelectionLimits.
     """
 
     max_model_len: int
@@ -46,12 +46,12 @@ class ServerSizes(NamedTuple):
     block_size: int
     num_blocks: int
     static: bool
-    some_away: bool = False
+    some_offloaded: bool = False
     tail_rows: int = 0
 
 
 class BlockMover(Protocol):
-    """Memory mode in the worker: moves blocks off the device and back."""
+    """KV offload in the worker: moves blocks off the device and back."""
 
     def begin_step(self, orders: ResidencyOrders) -> None: ...
 
@@ -98,7 +98,7 @@ class BlockSelection:
             method.block_scores if type(method).block_scores is not BlockSparse.block_scores else None,
             kept,
         )
-        return cls(limits, SelectionState(sizes.num_blocks, limits, sizes.static, sizes.some_away), selector)
+        return cls(limits, SelectionState(sizes.num_blocks, limits, sizes.static, sizes.some_offloaded), selector)
 
 
 class SparseWorker:
@@ -144,18 +144,18 @@ class SparseWorker:
             self.residency.begin_step(meta.residency)
 
     def report_to(self, metrics: StepMetrics) -> SparseMetrics:
-        """The series that `report` sets; those of memory mode are reported from now on."""
+        """The series that `report` sets; those of KV offload are reported from now on."""
         if self.residency is not None:
             self.residency.report_to(metrics)
         return metrics.sparse()
 
     def attach_report(self, output: ModelRunnerOutput) -> None:
-        """After a step: what the scheduler's side of memory mode is to know."""
+        """After a step: what the scheduler's side of KV offload is to know."""
         if self.residency is not None:
             attach_report(output, self.residency.report())
 
     def close(self) -> None:
-        """Ends the threads of memory mode."""
+        """Ends the threads of KV offload."""
         if self.residency is not None:
             self.residency.close()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.kv_offload.targets import Target, resident_target
+from vllm_gaudi_ucm.kv_offload.placement import ChosenMoves, choose_moves
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 
@@ -19,12 +19,12 @@ SIZE = 4
 
 def target(
     scores: list[float],
-    away: Set[int] = frozenset(),
+    offloaded: Set[int] = frozenset(),
     lost: Set[int] = frozenset(),
     resident_ratio: float = 0.5,
     max_swaps: int = 8,
-) -> Target:
-    return resident_target(np.array(scores), away, lost, SIZE, resident_ratio, max_swaps, OPTIONS)
+) -> ChosenMoves:
+    return choose_moves(np.array(scores), offloaded, lost, SIZE, resident_ratio, max_swaps, OPTIONS)
 
 
 def test_the_best_stay_and_the_worst_leave_first() -> None:
@@ -35,13 +35,13 @@ def test_the_best_stay_and_the_worst_leave_first() -> None:
 
 def test_better_ones_come_back_for_worse_ones() -> None:
     scores = [0, 0.9, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.1, 0, 0]
-    assert target(scores, away={1, 2, 3, 4, 5, 6}) == ([9], [1])
+    assert target(scores, offloaded={1, 2, 3, 4, 5, 6}) == ([9], [1])
 
 
 def test_as_many_swaps_as_allowed() -> None:
     scores = [0, 0.9, 0.8, 0.7, 0.4, 0.5, 0.1, 0.2, 0.3, 0, 0, 0]
-    assert target(scores, away={1, 2, 3, 4, 5, 9}, max_swaps=1) == ([6], [1])
-    assert target(scores, away={1, 2, 3, 4, 5, 9}, max_swaps=8) == ([6, 7, 8], [1, 2, 3])
+    assert target(scores, offloaded={1, 2, 3, 4, 5, 9}, max_swaps=1) == ([6], [1])
+    assert target(scores, offloaded={1, 2, 3, 4, 5, 9}, max_swaps=8) == ([6, 7, 8], [1, 2, 3])
 
 
 def test_blocks_without_a_score_stay_and_take_room() -> None:
@@ -51,7 +51,7 @@ def test_blocks_without_a_score_stay_and_take_room() -> None:
 
 def test_a_lost_block_does_not_come_back() -> None:
     scores = [0, 0.9, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.1, 0, 0]
-    assert target(scores, away={1, 2, 3, 4, 5, 6}, lost={1}) == ([9], [6])
+    assert target(scores, offloaded={1, 2, 3, 4, 5, 6}, lost={1}) == ([9], [6])
 
 
 def test_a_short_context_stays() -> None:
@@ -63,18 +63,18 @@ def test_a_short_context_stays() -> None:
 def test_any_context(data: st.DataObject) -> None:
     """Sinks, window and unscored blocks never leave; what is attended always has room; nothing is in both lists."""
     scores = data.draw(st.lists(st.one_of(st.just(-1.0), st.floats(0, 1)), min_size=1, max_size=40))
-    away = set(data.draw(st.lists(st.integers(1, max(1, len(scores) - 4))))) & set(range(1, len(scores) - 2))
+    offloaded = set(data.draw(st.lists(st.integers(1, max(1, len(scores) - 4))))) & set(range(1, len(scores) - 2))
     ratio = data.draw(st.floats(0.2, 1))
-    leaving, coming = target(scores, away, resident_ratio=ratio)
+    to_evict, to_load = target(scores, offloaded, resident_ratio=ratio)
     budget = block_budget(len(scores) * SIZE, SIZE, OPTIONS)
     if budget is None:
-        assert (leaving, coming) == ([], [])
+        assert (to_evict, to_load) == ([], [])
         return
     between = set(range(budget.sink_blocks, budget.window_start))
-    assert set(leaving) <= between - away
-    assert set(coming) <= between & away
-    assert all(scores[number] >= 0 for number in (*leaving, *coming))
-    left = between - away - set(leaving)
-    if leaving:
-        assert len(left) + len(coming) >= budget.num_selected
-        assert len(left) + len(coming) >= np.ceil(ratio * len(scores) - 1e-9) - (len(scores) - len(between))
+    assert set(to_evict) <= between - offloaded
+    assert set(to_load) <= between & offloaded
+    assert all(scores[number] >= 0 for number in (*to_evict, *to_load))
+    left = between - offloaded - set(to_evict)
+    if to_evict:
+        assert len(left) + len(to_load) >= budget.num_selected
+        assert len(left) + len(to_load) >= np.ceil(ratio * len(scores) - 1e-9) - (len(scores) - len(between))
