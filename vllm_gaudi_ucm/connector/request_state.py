@@ -33,11 +33,32 @@ class RequestState:
     is_whole: bool = False
     has_records: bool = False
 
+    def ask(self, lookup: Lookup) -> None:
+        """The store was asked; an earlier question is dropped."""
+        self.drop_lookup()
+        self.lookup = lookup
+
     def drop_lookup(self) -> None:
         """What was asked of the store is asked anew, if at all."""
         if self.lookup is not None:
-            self.lookup.is_wanted = False
+            self.lookup.drop()
         self.lookup = None
+
+    def close(self) -> None:
+        """Nothing more is loaded."""
+        self.is_closed = True
+
+    def begin_load(self, load: BlockLoad) -> None:
+        """Loaded once: what does not come is computed, and not asked for again."""
+        self.is_closed, self.lookup, self.loading = True, None, load
+
+    def end_load(self, all_came: bool) -> None:
+        """Where all blocks came it may load again, after a preemption."""
+        self.is_closed, self.loading = not all_came, None
+
+    def begin_anew(self, is_late: bool) -> None:
+        """A partial load has failed: the next one is whole, or there is none where time is up."""
+        self.is_whole, self.is_closed, self.loading = True, is_late, None
 
 
 class RequestKeys:

@@ -148,7 +148,7 @@ class SchedulerSide:
             if not self._lookups.is_late(lookup):
                 return None
             self.counts.timeouts += 1
-            state.is_closed = True
+            state.close()
             return 0
         hits = lookup.hits or 0
         self.known.add(lookup.keys[:hits])
@@ -167,13 +167,13 @@ class SchedulerSide:
         keys = self._keys(state, end)
         if keys is None or first >= end:
             return None
-        state.drop_lookup()
         self.counts.requests += 1
         records: list[bytes] = []
         if self._partial is not None and not state.is_whole:
             records = self._partial.record_keys(state.request, keys, first)
-        state.lookup = self._lookups.ask(keys[first:], first, records)
-        return state.lookup
+        lookup = self._lookups.ask(keys[first:], first, records)
+        state.ask(lookup)
+        return lookup
 
     def _keys(self, state: RequestState, blocks: int) -> list[bytes] | None:
         try:
@@ -198,8 +198,7 @@ class SchedulerSide:
             load = BlockLoad(request.request_id, list(lookup.keys[:count]), targets)
             self._waiting.used(load.keys)
         self._loads.append(load)
-        # once: what could not be loaded is computed, and not asked for again
-        state.is_closed, state.lookup, state.loading = True, None, load
+        state.begin_load(load)
 
     def runs(self, request: Request) -> None:
         """It has blocks now, and is about to compute: nothing is loaded before."""
@@ -229,7 +228,7 @@ class SchedulerSide:
         load = self._partial.fetch(request_id, keys, fetched)
         self._loads.append(load)
         if state is not None:
-            state.is_closed, state.loading = True, load
+            state.begin_load(load)
 
     def metadata(self, scheduler_output: SchedulerOutput) -> UcmMetadata:
         """Of the step that was just scheduled."""
@@ -257,7 +256,7 @@ class SchedulerSide:
                 continue
             # stored again once they are computed again
             self.known.discard(record.key for record in state.loading.records)
-            state.is_whole, state.is_closed, state.loading = True, request_id in late, None
+            state.begin_anew(request_id in late)
 
     def loaded(self, request_ids: set[str], invalid_block_ids: set[int]) -> None:
         """The loads of these requests have ended. One that got all its blocks may load again, after a preemption."""
@@ -269,7 +268,7 @@ class SchedulerSide:
             lost = [key for key, block_id in blocks if block_id in invalid_block_ids]
             # computed now, and then saved again
             self.known.discard(lost)
-            state.is_closed, state.loading = bool(lost), None
+            state.end_load(not lost)
 
     def unsaved(self, keys: list[bytes]) -> None:
         """The worker could not store these blocks."""

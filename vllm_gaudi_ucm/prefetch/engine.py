@@ -158,7 +158,7 @@ class PrefetchEngine:
                 return None
             cache = self._dispatcher.cache
             if not task.held and all(key in cache for key in task.keys):
-                task.held = [slot for key in task.keys if (slot := cache.use(key)) is not None]
+                task.hold([slot for key in task.keys if (slot := cache.use(key)) is not None])
             if len(task.held) != len(task.keys):
                 return None
             return [slot.buffer for slot in task.held if slot.buffer is not None]
@@ -169,7 +169,7 @@ class PrefetchEngine:
             task = self._dispatcher.ledger.find(request_id)
             if task is None or not task.is_open:
                 return False
-            task.priority = PrefetchPriority(priority)
+            task.move(PrefetchPriority(priority))
             if task in self._dispatcher.queue:
                 self._dispatcher.queue.put(task)
             return True
@@ -190,7 +190,7 @@ class PrefetchEngine:
         with self._dispatcher.lock:
             task = self._dispatcher.ledger.find(request_id)
             if task is not None:
-                task.forgotten = True
+                task.forget()
                 self._dispatcher.settle(task, PrefetchOutcome.CANCELLED)
                 self._dispatcher.ledger.forget(request_id)
 
