@@ -24,8 +24,7 @@ from vllm_gaudi_ucm.cli.main import COMMANDS, build_parser
 from vllm_gaudi_ucm.cli.main import main as gaudi_ucm
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import ConnectorOptions
-from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.store.options import resolve_store_options
+from vllm_gaudi_ucm.store.factory import open_store, resolve_store_options
 
 # Commands that a test of another room runs, with that test.
 TESTED_BY = {

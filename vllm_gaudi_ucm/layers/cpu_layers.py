@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,7 +95,7 @@ class FusedSiluAndMul(SiluAndMul):
         return silu_and_mul(x)
 
 
-LAYERS = {RMSNorm: FusedRMSNorm, RotaryEmbedding: StepRotaryEmbedding, SiluAndMul: FusedSiluAndMul}
+LAYERS: dict[Any, type] = {RMSNorm: FusedRMSNorm, RotaryEmbedding: StepRotaryEmbedding, SiluAndMul: FusedSiluAndMul}
 
 
 def register_cpu_layers() -> None:

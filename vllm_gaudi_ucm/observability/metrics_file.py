@@ -7,7 +7,6 @@ import fcntl
 import mmap
 import os
 import re
-import stat
 import struct
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from prometheus_client.mmap_dict import mmap_key
 
 from vllm_gaudi_ucm.observability.metric import Metric
+from vllm_gaudi_ucm.private_folder import PRIVATE, is_private
 
 PREFIX = "gaudi-ucm-metrics-"
 # Held by every engine that writes to the folder, until its process ends, however it does.
@@ -38,7 +38,7 @@ def make_private(folder: Path) -> None:
     Raises PermissionError where it is there already and others could write to it, OSError where it cannot be made.
     """
     try:
-        folder.mkdir(mode=0o700)
+        folder.mkdir(PRIVATE)
     except FileExistsError:
         if not is_private(folder):
             raise PermissionError(
@@ -76,15 +76,6 @@ def _remove_unless_held(folder: Path) -> None:
         remove_files(folder)
     finally:
         os.close(lock)
-
-
-def is_private(folder: Path) -> bool:
-    """Whether it is a folder, not a link, that only this user can read and write: every user may write to /tmp."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
 
 
 def remove_files(folder: Path, engine: str = "*") -> None:

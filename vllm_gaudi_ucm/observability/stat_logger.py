@@ -13,7 +13,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from vllm_gaudi_ucm.observability.metrics_file import is_private, metrics_folder, remove_files
+from vllm_gaudi_ucm.observability.metrics_file import metrics_folder, remove_files
+from vllm_gaudi_ucm.private_folder import is_private
 from vllm_gaudi_ucm.vllm_api.metrics import AggregateStatLoggerBase
 
 if TYPE_CHECKING:
