@@ -1,4 +1,4 @@
-"""The buckets that are warm, those that are still cold, and the lookup that never returns a cold one."""
+"""Warm and cold buckets, and the look-up that returns warm ones only."""
 
 from __future__ import annotations
 

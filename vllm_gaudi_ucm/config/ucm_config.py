@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def block_options(config: UcmConfig) -> BlockOptions | None:
-    """Those of `ucm_sparse_method`, or of its base method; None where nothing chooses blocks."""
+    """The options of `ucm_sparse_method`, or of its base method; None where nothing selects blocks."""
     if config.ucm_sparse_method is None:
         return None
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
@@ -123,8 +123,8 @@ class CpuConfig(Section):
     )
     native_graphs: bool = Field(
         default=True,
-        description="Record the native kernels of a step of up to 64 rows the first time it has so many, and run them "
-        "without Python from the third time on. No bit changes.",
+        description="Record the native kernels of a step of up to 64 rows the first time, and run them without Python "
+        "from the third time on. No bit changes.",
     )
 
 
@@ -258,7 +258,7 @@ class UcmConfig(Section):
         return self.model_dump(mode="json")
 
 
-class Row(NamedTuple):
+class OptionRow(NamedTuple):
     """One line of the configuration table."""
 
     key: str
@@ -300,10 +300,10 @@ def resolve_value(value: Any) -> UcmConfig:
         raise UcmConfigError(list(problems(error, UcmConfig, ROOT)), source) from None
 
 
-def describe(config: type[UcmConfig] = UcmConfig) -> list[Row]:
+def describe(config: type[UcmConfig] = UcmConfig) -> list[OptionRow]:
     """Every key with its type, default and description, in the order of declaration."""
     return [
-        Row(key, expected(field), _show(field.get_default(call_default_factory=False)), field.description or "")
+        OptionRow(key, expected(field), _show(field.get_default(call_default_factory=False)), field.description or "")
         for key, field in _leaves(config, ROOT)
     ]
 
@@ -343,7 +343,7 @@ def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchO
 
 
 def memory_mode_prefetch(config: UcmConfig) -> PrefetchOptions:
-    """Those of GSA where that method selects, else the defaults; never more host memory than what is on its way."""
+    """The options of GSA where that method selects, else the defaults; host memory for moving blocks only."""
     options = connector_prefetch(PrefetchOptions(), config)
     useful = 2 * config.memory_mode.moves_per_step + blocks_ahead(config)
     return options.model_copy(update={"prefetch_cache_size": min(options.prefetch_cache_size, useful)})

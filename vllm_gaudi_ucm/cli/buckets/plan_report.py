@@ -1,4 +1,4 @@
-"""What `gaudi-ucm plan` says: buckets, padding, memory and warm-up, all modelled."""
+"""The report of `gaudi-ucm plan`: buckets, padding, memory and warm-up, all modelled."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ MOST_ROWS = 12
 class PlanReport:
     """A plan.
 
-    traffic: names the steps that it was measured on, if any. divided: how many of them run in parts, though they count
-    as one with as many shared blocks as fit.
+    traffic: name of the steps that it was measured on, if any. divided: how many of them run in parts; each counts as
+    one step with the most shared blocks that fit.
     skeleton_size: forward graphs of the skeleton.
-    tails: shapes of the graphs for tails of prompts that are loaded in part. tail_steps: those of the traffic that ran
-    in such graphs; all other figures are without them.
+    tails: shapes of the graphs for prompt remainders. tail_steps: steps of the traffic that ran in these graphs; all
+    other figures are without them.
     """
 
     model: str
@@ -129,7 +129,7 @@ class PlanReport:
 
     @property
     def skeleton_seconds(self) -> float:
-        """Of what is warm before serving starts: the skeleton, and the graphs for tails."""
+        """Until serving starts: the skeleton, and the graphs for prompt remainders."""
         return self._seconds([*self.skeleton.keys, *self.tails])
 
     @property
