@@ -155,7 +155,7 @@ class GraphsConfig(Section):
         "tunes the buckets to it.",
     )
     max_graphs: Annotated[int, Field(ge=2, le=4096)] = Field(
-        default=64, description="Most graphs: forward, logits, and those for tails of prompts that are loaded in part."
+        default=64, description="Most graphs: forward, logits, and those for prompt remainders."
     )
     max_shared_blocks: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -203,7 +203,7 @@ class GraphsConfig(Section):
 def _section_of(strategy: type[BucketStrategy]) -> type[Section]:
     types = get_type_hints(strategy, include_extras=True)
     options: dict[str, Any] = {
-        option.name: (types[option.name], Field(default=option.default, description=option.metadata["description"]))
+        option.name: (types[option.name], Field(default=option.default, description=option.metadata.get("description")))
         for option in dataclasses.fields(strategy)
     }
     return create_model(strategy.__name__, __base__=Section, **options) if options else Section

@@ -183,10 +183,10 @@ def show(report: PlanReport) -> None:
         f"\n          {counted(limits.most_shared_blocks, 'shared block')} per step{selected}"
     )
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
-    tails = f", {len(report.tails)} for tails" if report.tails else ""
+    tails = f", {len(report.tails)} for prompt remainders" if report.tails else ""
     console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){tails}")
     if limits.max_selected_blocks and not report.tails:
-        console.print("          without those for tails of prompts that are loaded in part:")
+        console.print("          without those for prompt remainders:")
         console.print("          give --sparse and --partial-loads for these")
     skeleton = report.skeleton
     console.print(
@@ -206,7 +206,7 @@ def show(report: PlanReport) -> None:
         most = f"{limits.most_shared_blocks:,}"
         console.print(f"steps with more than {most} shared blocks, which run in parts: {report.divided:,}")
     if report.tail_steps:
-        console.print(f"steps in graphs for tails, which are in no other figure: {report.tail_steps:,}")
+        console.print(f"steps in graphs for prompt remainders, which are in no other figure: {report.tail_steps:,}")
 
 
 def _show_padding(console: Any, padding: Padding, traffic: str) -> None:
