@@ -266,8 +266,8 @@ def test_what_is_said_of_graphs_for_tails(log: Path, tmp_path: Path, capsys: pyt
     sparse = json.dumps(PARTIAL_LOADS)
     assert cli.main(["plan", "--sparse", sparse, "--partial-loads"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^graphs +64: .* 3 for prompt remainders$", out, re.MULTILINE)
-    assert "until serving starts (3 forward, 1 logits, 3 for prompt remainders)" in out
+    assert re.search(r"^graphs +64: .* 3 for remainders$", out, re.MULTILINE)
+    assert "until serving starts (3 forward, 1 logits, 3 for remainders)" in out
     assert cli.main(["plan", "--max-selected-blocks", "512"]) == 0
     assert "without those for prompt remainders" in capsys.readouterr().out
     path = edited(log, tmp_path / "phases.jsonl", ["cs-", 100, 4, 0, 1, 9], max_selected_blocks=500)

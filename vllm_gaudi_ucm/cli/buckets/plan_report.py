@@ -183,7 +183,7 @@ def show(report: PlanReport) -> None:
         f"\n          {counted(limits.most_shared_blocks, 'shared block')} per step{selected}"
     )
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
-    tails = f", {len(report.tails)} for prompt remainders" if report.tails else ""
+    tails = f", {len(report.tails)} for remainders" if report.tails else ""
     console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){tails}")
     if limits.max_selected_blocks and not report.tails:
         console.print("          without those for prompt remainders:")
