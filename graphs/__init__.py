@@ -1,1 +1,1 @@
-"""Static shapes: buckets and what is captured and replayed for them."""
+"""Static shapes: buckets, their choice and look-up, and the graphs that are captured and replayed for them."""

@@ -1,4 +1,4 @@
-"""Finds the bucket of a step: the cheapest one that dominates it. There is always one within the limits."""
+"""Finds the bucket of a step: the cheapest one that dominates it. Within the limits there is always one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, graph_array, shape_second
 
 
 class BucketSet:
-    """Forward shapes and logits rows that have graphs, and the lookup over them.
+    """Forward shapes and logits rows that have graphs, and the look-up over them: a pure function of the step's sizes.
 
-    Forward shapes are kept in ascending order of cost. For every value of a dimension there is a set of the shapes that
-    are large enough, as the bits of an integer; the intersection over all dimensions is every shape that dominates a
-    step, and its lowest bit the cheapest. That is three binary searches and three bitwise ands, whatever the buckets
-    are (about 1 microsecond at 64); with a sparse method it is one more of each, for the selected blocks, and one for
-    the max prompt tiles of causal steps where buckets bound them.
+    Forward shapes are kept in ascending order of cost. Each value of a dimension has the set of shapes that are large
+    enough, as the bits of an integer. The intersection over all dimensions holds the shapes that dominate a step; its
+    lowest bit is the cheapest, which is the step's own shape where that is a bucket. That takes three binary searches
+    and three bitwise ands (about 1 microsecond at 64 buckets); a sparse method adds one of each, for selected blocks,
+    and so do max prompt tiles where buckets bound them.
 
     Args:
         forward: forward shapes; `limits.maximum` is added where it is missing.
@@ -91,15 +91,15 @@ class BucketSet:
         """[n] index into `forward` of the cheapest that dominates each shape: the lookup for many at once.
 
         Args:
-            shapes: [n, 6], or fewer (see `Shapes`): then buckets are taken as having as many dimensions.
+            shapes: [n, 4] to [n, 6] (see `Shapes`); further dimensions of the buckets are ignored.
         """
         return cheapest_fit(graph_array(self.forward)[:, : shapes.shape[1]], shapes)
 
 
 class _Axis:
-    """The distinct values of one dimension, and for each the shapes (as bits) that have at least that much.
+    """The distinct values of one dimension, and for each the shapes (as bits) that are at least as large.
 
-    `fitting` has an entry more than `values`: nothing fits beyond the last.
+    `fitting` has one entry more than `values`: beyond the last value nothing fits.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -121,7 +121,7 @@ def cheapest_fit(ordered: Shapes, shapes: Shapes) -> NDArray[np.int64]:
 
 
 def _by_cost(shapes: Iterable[ForwardShape], cost: Cost) -> tuple[ForwardShape, ...]:
-    """Cheapest first. Among equals smaller sizes come first, so that a shape comes before all that dominate it."""
+    """Cheapest first; among equals smaller sizes first, so that a shape comes before all that dominate it."""
     listed = sorted(shapes, key=lambda shape: (shape.sizes, "c" in shape.phase))
     seconds = shape_seconds(cost, graph_array(listed))
     return tuple(listed[index] for index in np.argsort(seconds, kind="stable"))

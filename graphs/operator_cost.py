@@ -21,7 +21,7 @@ from vllm_gaudi_ucm.graphs.recipes.recipe import operator_of, tensors_in
 class Access(NamedTuple):
     """Bytes [begin, end) of a memory that an operator touches.
 
-    used: bytes of these that it needs. chosen: an index chooses those, so nobody knows where they are.
+    used: bytes of these that it needs. chosen: an index chooses them at run time, so their places are unknown.
     """
 
     memory: int
@@ -32,7 +32,7 @@ class Access(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Operation:
+class TracedOperator:
     """matrix: FLOPs of a matrix product. vector: elements that other arithmetic goes over, in units of two bytes."""
 
     name: str
@@ -60,12 +60,12 @@ _ALLOCATIONS = frozenset(f"aten::{name}" for name in ("empty", "new_empty", "emp
 class OperatorTrace(TorchDispatchMode):
     """While it is entered, `operations` grows by every operator that is no view and no change of metadata.
 
-    Memories are numbered in order of first appearance. `sizes`: their bytes. `outside`: those that were there before.
+    Memories are numbered in order of first appearance. `sizes`: their bytes. `outside`: memories from before.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
+        self.operations: list[TracedOperator] = []
         self.sizes: list[int] = []
         self.outside: set[int] = set()
         self._numbers: dict[int, int] = {}
@@ -103,7 +103,7 @@ class OperatorTrace(TorchDispatchMode):
             reads[0] = _chosen(reads[0], sum(access.used for access in writes))
         elif name in _SCATTERS:
             writes = [_chosen(access, reads[-1].used) for access in writes]
-            # what is added to must be read, what is replaced must not
+            # an addition reads its target, a replacement does not
             reads[0:1] = [] if name in _MOVES else [_chosen(reads[0], reads[-1].used)]
         elif name in _MOVES and operator_of(func).writes:
             reads = reads[1:]  # what was there is not looked at
@@ -112,7 +112,7 @@ class OperatorTrace(TorchDispatchMode):
         own = VECTOR_WORK.get(func._overloadpacket)
         vector = 0.0 if matrix or name in _MOVES or name in _GATHERS else _vector_work(inputs, results)
         vector = vector if own is None else own(*args, **kwargs)
-        self.operations.append(Operation(str(func), tuple(reads), tuple(writes), matrix, vector))
+        self.operations.append(TracedOperator(str(func), tuple(reads), tuple(writes), matrix, vector))
 
     def _is_view(self, func: OpOverload, results: list[Tensor], inputs: list[Tensor]) -> bool:
         if operator_of(func).writes or not results:
@@ -220,7 +220,7 @@ class OnChipMemory:
 
 
 def memory_traffic(trace: OperatorTrace, capacity: int) -> int:
-    """Bytes that a stream of operators moves, one after the other, with so many bytes on the chip."""
+    """Bytes that operators move to and from memory, run one after the other, with `capacity` bytes on the chip."""
     chip = OnChipMemory(capacity, trace.sizes)
     last: dict[int, int] = {}
     for index, operation in enumerate(trace.operations):
@@ -236,7 +236,7 @@ def memory_traffic(trace: OperatorTrace, capacity: int) -> int:
     return chip.traffic
 
 
-def _memories(operation: Operation) -> set[int]:
+def _memories(operation: TracedOperator) -> set[int]:
     return {access.memory for access in (*operation.reads, *operation.writes)}
 
 
@@ -254,7 +254,7 @@ class Work:
     vector: float = 0.0
 
     def seconds(self, device: DeviceSpec) -> float:
-        """What the work cannot be faster than: the slowest of its engines, all working at once at their peaks."""
+        """A lower bound of the time: that of the slowest engine, all working at once at their peaks."""
         chip = CHIPS[device.name]
         return max(self.flops / device.flops, self.bytes / device.bandwidth, self.vector / chip.vector)
 

@@ -1,1 +1,1 @@
-"""What steps cost on a device, modelled."""
+"""The modelled cost of steps on a device."""

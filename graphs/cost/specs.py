@@ -55,7 +55,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class ChipSpec:
-    """What the cost of a stream needs beyond DeviceSpec.
+    """What the cost of a stream of operators needs beyond `DeviceSpec`.
 
     on_chip: bytes of SRAM. vector: operations per second of the vector engines on two-byte elements.
     """
@@ -110,7 +110,7 @@ class ModelSpec:
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """The sizes in a `config.json`; a missing or impossible one raises a ValueError that names the key."""
         for key in EXPERT_KEYS:
-            # one expert is none: configurations of dense models carry the keys of their mixtures, too
+            # one expert is none: configurations of dense models also carry the keys of their mixtures
             if config.get(key) not in (None, 0, 1):
                 raise ValueError(f"model config: {key} is {config[key]!r}; only dense models have a cost model")
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
@@ -145,7 +145,7 @@ class ModelSpec:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
 
-# Sizes of Meta's Llama 3.1 8B, the model that plans are made for when none is named.
+# Sizes of Meta's Llama 3.1 8B, the model of plans that name none.
 LLAMA_8B = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256)
 
 

@@ -1,4 +1,4 @@
-"""What a step costs on a device, modelled: the roofline of its parts. Lookup, strategies, tune and plan share it."""
+"""The modelled cost of a step on a device: the roofline of its parts. Look-up, strategies, tune and plan share it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 
 Floats = NDArray[np.float64]
 
-# Rows of a causal slice, which sees the keys up to its own end and no later ones.
+# Rows of a causal slice, which sees the keys up to its own end.
 CAUSAL_SLICE = 512
 # Partial results (max, sum, out) are float32.
 PARTIAL_BYTES = 4
-# Blocks that a sparse method scores for each one that it selects, and vectors of a block's summary.
+# Scored blocks for each selected one, and vectors of a block's summary.
 CANDIDATES_PER_SELECTED = 8
 SUMMARY_VECTORS = 2
 
 
 class Cost(Protocol):
-    """What a search over buckets needs: seconds, never smaller when a size grows or a part is added."""
+    """The seconds that a search over buckets compares: never fewer when a size grows or a part is added."""
 
     def forward_seconds(
         self,
@@ -44,7 +44,7 @@ class Cost(Protocol):
 class CostModel:
     """Roofline: each part takes max(FLOPs / peak, bytes / bandwidth), parts follow one another.
 
-    A bucket is charged for everything its static shapes compute, so an empty part of it costs what a full one does.
+    A bucket pays for everything that its static shapes compute: an empty part costs the same as a full one.
     """
 
     device: DeviceSpec
@@ -78,7 +78,7 @@ class CostModel:
         return parts * self.device.launch_seconds + seconds + self.selected_seconds(selected)
 
     def selected_seconds(self, selected: ArrayLike) -> Floats:
-        """Seconds that a selected part adds to a forward graph, whatever its other sizes: scoring, then attention."""
+        """Seconds that a selected part adds to a forward graph of any other sizes: scoring, then attention."""
         blocks = np.asarray(selected, np.float64)
         m = self.model
         summaries = blocks * CANDIDATES_PER_SELECTED * SUMMARY_VECTORS

@@ -1,1 +1,1 @@
-"""Recipes as a device with lazy execution would form them, counted on any device: what is compiled after warm-up."""
+"""Recipes of a device with lazy execution, counted on any device: which are compiled after warm-up."""

@@ -1,4 +1,4 @@
-"""The protocol of graph runners: what the runner of steps asks of captured graphs, whatever the device."""
+"""The protocol of graph runners, the eager one, and the choice by kind of graph."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 StaticFunction = Callable[..., None]
-"""A function of static tensors that leaves its results in tensors which outlive it: a graph returns nothing."""
+"""A function of static tensors. Its results stay in tensors that outlive it: a graph returns nothing."""
 
 
 class GraphRunner(Protocol):
     """Runs one function at static shapes. A key stands for one set of shapes.
 
-    The inputs of a key are the same tensors in every call (their contents change): a graph reads fixed memory.
-    Inputs may be nested in tuples; what is not a tensor is a part of the graph.
+    The inputs of a key are the same tensors in every call, with other contents: a graph reads fixed memory.
+    Inputs may be nested in tuples; anything but a tensor is part of the graph.
     """
 
     def capture(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
@@ -31,7 +31,7 @@ class GraphRunner(Protocol):
 
 
 class EagerRunner:
-    """Calls the function; keeps the keys, so that a shape that was never warmed is an error here as on a device."""
+    """Calls the function. Keeps the keys, so that a shape that was never captured is an error, as on a device."""
 
     def __init__(self, function: StaticFunction) -> None:
         self._function = function
@@ -51,9 +51,9 @@ class EagerRunner:
 
 
 def runner_maker(kind: str) -> Callable[[StaticFunction], GraphRunner]:
-    """Makes runners that may share memory: of all functions that it is called with, one runs at a time.
+    """Makes runners that may share memory: of all their functions, one runs at a time.
 
-    kind: `cuda_graph`, `hpu_graph`, `eager`; or `compile`, where the function calls what is compiled already.
+    kind: `cuda_graph`, `hpu_graph`, `eager`; or `compile`, where the function calls compiled code itself.
     """
     if kind == "cuda_graph":
         import torch

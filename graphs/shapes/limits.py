@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 
 MOST = 2**31 - 1
-"""Of any limit: what is added up of them is counted in 64 bits."""
+"""The highest value of any limit, so that their sums and products fit 64 bits."""
 
 
 class LimitsError(ValueError):
@@ -23,11 +23,11 @@ class Limits:
     max_model_len: tokens of a request.
     block_size: tokens of a KV-cache block.
     num_blocks: blocks of the KV cache; block 0 is the dummy block and never a request's.
-    contiguous: the unique part may read the slice `cache[:k]`, so that it spans as many blocks as the largest id says,
-        not as many as are used.
-    max_shared_blocks: distinct shared blocks of a step. None: as many as the requests can use, each of several prompts
-        with a context of its own. Fewer keep the largest graph small, whose shared part is rows x blocks; whoever runs
-        steps then divides those that have more.
+    contiguous: the unique part may read the slice `cache[:k]`, so that it spans all blocks up to the largest id, used
+        or not.
+    max_shared_blocks: distinct shared blocks of a step. None: all blocks that the requests can use, each of several
+        prompts with a context of its own. A bound keeps the largest graph small, whose shared part is rows x blocks;
+        a step with more shared blocks then runs in several parts.
     max_selected_blocks: blocks that a sparse method chooses for the requests of a step, one counted for each request
         that it is chosen for. 0: there is no such method.
     causal_reach: buckets may bound the max prompt tiles, which is less work for Gaudi's attention.
@@ -143,7 +143,7 @@ class Limits:
 
 
 # The largest graph multiplies all rows with all shared blocks, while the contexts of several prompts have few pairs in
-# common. Two long contexts fit one step; more are rare, and such a step runs in parts.
+# common. Two long contexts fit one step; more are rare, and run in parts.
 SHARED_CONTEXTS = 2
 
 

@@ -1,4 +1,4 @@
-"""What steps cost in a set of buckets, against what they cost unpadded."""
+"""The modelled cost of steps in a set of buckets, beside their cost without padding."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from vllm_gaudi_ucm.graphs.shapes.steps import Steps, graph_array, shape_seconds
 class Padding:
     """Sums over steps; seconds are modelled.
 
-    seconds, true_seconds: padded, and as the steps truly are.
+    seconds, true_seconds: padded, and at true shapes.
     axes: padded over true size of each dimension (1 where the steps have none of it).
-    used: [forward buckets] steps that ran in each. true, padded: [forward buckets] their seconds.
+    used: [forward buckets] steps in each. true, padded: [forward buckets] their seconds.
     maximum_steps: steps that only the configured maximum could hold.
     """
 
@@ -41,7 +41,7 @@ class Padding:
         return int(self.used[self.buckets.forward.index(self.buckets.limits.maximum.forward)])
 
     def by_bucket(self) -> list[tuple[ForwardShape, int, float]]:
-        """(bucket, steps, padded over true seconds) of those in use, the most seconds first."""
+        """(bucket, steps, padded over true seconds) of the buckets in use, the most seconds first."""
         order = [int(index) for index in np.argsort(-self.padded) if self.used[index]]
         return [
             (self.buckets.forward[index], int(self.used[index]), float(self.padded[index] / self.true[index]))

@@ -1,4 +1,4 @@
-"""Steps that were observed, as arrays: distinct shapes with the number of times that each occurred."""
+"""Observed steps as arrays: distinct shapes, and how often each occurred."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles
 
 Shapes = NDArray[np.int64]
 """[n, 4]: causal (0 or 1), query_len, shared_blocks, unique_blocks. A shape dominates another one exactly if it is
-nowhere smaller: a phase has `s` and `u` where their sizes are not 0. [n, 5]: selected_blocks, too; [n, 6]: and
+nowhere smaller: a phase has `s` and `u` where their sizes are not 0. [n, 5]: also selected_blocks; [n, 6]: also
 max prompt tiles (`causal_reach`), 0 where there is no causal part."""
 
 
@@ -70,7 +70,7 @@ class Steps:
         return np.concatenate([self.forward, self.selected[:, None], self.prompt_tiles[:, None]], axis=1)
 
     def with_shapes(self, shapes: Shapes) -> Steps:
-        """The same steps with other shapes [n, 6], one for each of `shapes` now; those alike become one."""
+        """The same steps with other shapes [n, 6], one for each of the present ones; equal shapes are merged."""
         distinct, places = np.unique(shapes, axis=0, return_inverse=True)
         counts = np.zeros(len(distinct), np.int64)
         np.add.at(counts, places.reshape(-1), self.forward_counts)
@@ -125,9 +125,9 @@ def _all_rows(shapes: Shapes) -> NDArray[np.int64]:
 def steps_within(steps: Steps, limits: Limits) -> Steps:
     """The steps, their blocks cut to what `limits` allow.
 
-    They may be those of a larger cache, of one that was read in slices, which cover blocks that nobody uses, or of a
-    server that did not divide steps with many shared blocks. Rows and requests stay as they are: more than the limits
-    allow are another server's (see `check_steps`). How far rows look back is left out where buckets do not bound it.
+    The steps may come from a larger cache, from a cache that was read in slices (which cover unused blocks), or from a
+    server that did not divide steps with many shared blocks. Rows and requests stay: more of them than the limits allow
+    mean another server (see `check_steps`). Max prompt tiles are left out where buckets do not bound them.
     """
     most = limits.maximum
     shapes = steps.shapes

@@ -1,4 +1,4 @@
-"""What a bucket strategy is, and what it is asked for."""
+"""The interface of bucket strategies, and the request that they answer."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _read_yaml(path: Path) -> Any:
 
 
 def write_bucket_file(path: Path, buckets: BucketSet, made_for: Mapping[str, Any]) -> None:
-    """Write the buckets; `made_for` says for people what they were made from."""
+    """Writes the buckets; `made_for` tells a reader what they were made from."""
     names, limits = "phase, query_len, shared_blocks, unique_blocks", asdict(buckets.limits)
     if buckets.limits.max_selected_blocks or buckets.limits.causal_reach:
         names += ", selected_blocks (0 where missing)"

@@ -90,7 +90,7 @@ Levels = Callable[[str, int, int], list[int]]
 
 
 def coarsest_grid(request: BucketRequest) -> BucketSet:
-    """One size along each axis, its maximum: `max_graphs` must hold as many for steps to have a choice at all."""
+    """One size along each axis, its maximum. With a smaller `max_graphs` steps have no choice at all."""
     return _make(request, Grid(), lambda axis, maximum, n: [maximum])
 
 
@@ -125,7 +125,7 @@ def _shapes(limits: Limits, grid: Grid, levels: Levels) -> Iterator[ForwardShape
 
 @dataclass(frozen=True)
 class Exponential(GridStrategy):
-    """Few buckets, and padding bounded by a factor, whatever the traffic."""
+    """Few buckets, and padding bounded by a factor for any traffic."""
 
     def levels(self, cost: Cost, axis: str, maximum: int, n: int) -> list[int]:
         """n sizes; neighbours differ by the n-th root of the maximum."""

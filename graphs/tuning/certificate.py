@@ -142,14 +142,14 @@ class CeilingSearch:
         return shape_seconds(self._objective.cost, self._sizes(places))
 
 
-# Rounds end when the gap is no more than this, or after so many: a round of 10,000 steps takes 2 to 5 seconds.
+# Rounds end at this gap, or at this number: a round of 10,000 steps takes 2 to 5 seconds.
 GOOD_GAP = 0.025
 MAX_ROUNDS = 6
-# Candidates that go from a round to the next, and as many that the ceiling adds.
+# Candidates that one round hands to the next, and the most that the ceiling adds to them.
 MAX_CANDIDATES = 600
 FIRST_CANDIDATES = 1200
-# Rounds look at no more shapes than this. Sizes of a larger log are rounded down for the bound, which the gap includes,
-# and its buckets stay what they were.
+# Rounds look at no more shapes than this. For a larger log sizes are rounded down for the bound, which the gap
+# includes, and the buckets stay the same.
 MAX_SHAPES = 20_000
 SWEEPS = 8
 # How far above the graph price the ceiling may stay, by round: it costs less to look closely once the prices are good.
@@ -157,7 +157,7 @@ TOLERANCES = (0.2, 0.15, 0.1)
 
 
 class Certified(NamedTuple):
-    """Buckets, what they cost the objective, and what no set of as many graphs undercuts; seconds."""
+    """Buckets, their cost for the objective, and a lower bound for any set of as many graphs; seconds."""
 
     buckets: BucketSet
     seconds: float
@@ -180,8 +180,8 @@ def certify(
     """Buckets at least as good as `buckets`, and a lower bound of what `max_graphs` graphs can cost the objective.
 
     Args:
-        objective: what `buckets` were tuned to.
-        gap: rounds end once it is reached; if it is not, the gap is what the last one led to.
+        objective: the one that `buckets` were tuned to.
+        gap: rounds end once it is reached, or after MAX_ROUNDS.
         report: called with the fraction of the rounds that is done.
     """
     rounds = _Rounds(objective, buckets, max_graphs)
@@ -211,7 +211,7 @@ class _Rounds:
         self._number = 0
 
     def now(self) -> Certified:
-        """Where the rounds have come to."""
+        """The result so far."""
         return Certified(self._buckets, self._seconds, self._bound, self._objective.true_seconds)
 
     def next(self) -> None:
@@ -236,7 +236,7 @@ class _Rounds:
         self._prices = DualPrices(seconds, np.full(len(self._candidates), 1.0 / max(1, len(self._candidates))))
 
     def _carry_over(self, prices: DualPrices, best: Shapes, ceiling: Ceiling) -> None:
-        """The candidates of the next round with their shares: the best so far, those that earn too much, the chosen."""
+        """The next candidates with their shares: the best so far, those above the graph price, the chosen ones."""
         new = ceiling.shapes[np.argsort(-ceiling.profits, kind="stable")[:MAX_CANDIDATES]]
         shares = dict(zip(map(tuple, self._candidates.tolist()), prices.shares.tolist(), strict=True))
         self._candidates = np.unique(np.concatenate([best, new, self._chosen]), axis=0)

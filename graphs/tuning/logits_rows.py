@@ -56,7 +56,7 @@ def quantise(costs: Floats, counts: NDArray[np.int64] | Floats, most: int) -> Qu
     return Quantisation(np.array(totals), np.array(cuts))
 
 
-# With more values than that the exact table would take minutes; neighbours are then taken together.
+# With more values the exact table would take minutes; neighbours are then merged.
 MAX_VALUES = 1024
 
 
@@ -78,7 +78,7 @@ def least_rows_seconds(objective: Objective, most: int) -> Floats:
 
 
 def _group_ends(weights: Floats) -> NDArray[np.int64]:
-    """Every value ends a group of its own, or, of many, the heaviest and some at equal distances do."""
+    """Last values of groups: every value, or, of too many, the heaviest and some at equal distances."""
     n = len(weights)
     if n <= MAX_VALUES:
         return np.arange(n)

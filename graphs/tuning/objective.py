@@ -1,4 +1,4 @@
-"""What tuning minimises: the modelled seconds of weighted steps, in as few graphs as are allowed."""
+"""What tuning minimises: the modelled seconds of observed steps, with a margin for larger ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import flat_tiles
 from vllm_gaudi_ucm.graphs.shapes.steps import Shapes, Steps, graph_array, shape_seconds
 
-# A step a little beyond every bucket that was made for a log falls to the configured maximum, which can cost a hundred
-# times as much. Without a margin, buckets tuned on 4,000 steps cost 10 to 46 times too much on the next 4,000.
+# A step a little beyond every bucket of a log runs in the configured maximum, which can cost a hundred times as much.
+# Without a margin, buckets tuned on 4,000 steps cost 10 to 46 times too much on the next 4,000.
 SPREAD = 0.25
 NEAR_POINTS = 1500
 FAR_POINTS = 150
@@ -144,14 +144,14 @@ class Objective:
         return order[found], seconds[order[found]], second
 
     def coarse(self, most: int) -> Objective:
-        """An objective of at most about `most` shapes that no buckets find dearer: sizes are rounded down."""
+        """An objective of at most about `most` shapes, with sizes rounded down: in any buckets it costs no more."""
         coarse, rounding = self, FINEST_ROUNDING
         while len(coarse.shapes) > most and rounding < 1.0:
             coarse, rounding = self._rounded_down(1.0 + rounding), WIDER * rounding
         return coarse
 
     def _rounded_down(self, factor: float) -> Objective:
-        """Sizes become the next smaller whole power of `factor`, so that steps nearly alike are one."""
+        """Sizes become the next smaller whole power of `factor`, which merges similar steps."""
         sizes = self.shapes[:, 1:]
         powers = np.floor(np.log(np.maximum(sizes, 1)) / np.log(factor))
         rounded = self.shapes.copy()

@@ -51,7 +51,7 @@ def _two_cheapest(costs: Floats, chosen: NDArray[np.int64]) -> tuple[NDArray[np.
 
 
 def _losses(costs: Floats, weights: Floats, owner: NDArray[np.int64], first: Floats, second: Floats, k: int) -> Floats:
-    """[candidates, k] what it costs that a place's points lose it, when they have the candidate instead."""
+    """[candidates, k] added cost of the points of a place when the candidate takes its place."""
     losses = np.zeros((len(costs), k))
     for place in range(k):
         members = np.flatnonzero(owner == place)
@@ -75,10 +75,10 @@ Report = Callable[[float], None]
 
 # Clusters that splitting makes for each one that is wanted, before merging begins.
 OVERSPLIT = 6
-# Exchanges look at this many clusters instead of at every point; what is left is settled on the points themselves.
+# Exchanges look at this many clusters instead of at every point; the result is settled on the points themselves.
 MAX_CLUSTERS = 700
 ROUNDS = 6
-# Up to so many shapes the search starts from several sides: each of few shapes matters, and exchanges are quick.
+# Up to this many shapes the search starts from several sides: each shape matters, and exchanges are quick.
 FEW = 16
 # A round must gain this fraction of the total to be followed by another.
 LEAST_GAIN = 2e-4
@@ -93,14 +93,14 @@ def to_shapes(found: Shapes) -> list[ForwardShape]:
 
 
 class Split(NamedTuple):
-    """The best cut of a cluster in two: what it saves, and the members of one side."""
+    """The best cut of a cluster in two: the seconds saved, and the members of one side."""
 
     gain: float
     side: Indices
 
 
 class Merged(NamedTuple):
-    """shapes: [<= k, d] joins of what is left. tree: [m, d] every join on the way. increases: what each join cost."""
+    """shapes: [<= k, d] joins that are left. tree: [m, d] every join made. increases: seconds that each join added."""
 
     shapes: Shapes
     tree: Shapes
@@ -112,7 +112,7 @@ class Search:
 
     Args:
         points: [n, d] observed shapes, d = 4 to 6 (see `Shapes`). counts: [n].
-        fixed: [f, d] shapes that are there anyway and do not count; one of them dominates every point.
+        fixed: [f, d] shapes that exist anyway and do not count; one of them dominates every point.
     """
 
     def __init__(self, points: Shapes, counts: NDArray[np.int64] | Floats, cost: Cost, fixed: Shapes) -> None:
@@ -147,7 +147,7 @@ class Search:
         return shapes, total
 
     def clusters(self, k: int) -> tuple[Shapes, Floats]:
-        """(joins, weights) of k clusters of points, or of as many as there are points."""
+        """(joins, weights) of k clusters of points, or of one for each point if there are fewer."""
         return self._joins(self.split(min(len(self.points), k)))
 
     def split(self, k: int) -> list[Indices]:
@@ -184,7 +184,7 @@ class Search:
         return best
 
     def totals(self, k: int) -> Floats:
-        """[k + 1] about what the points cost with 0, 1, .. k shapes beside the fixed ones."""
+        """[k + 1] approximate cost of the points with 0, 1, .. k shapes beside the fixed ones."""
         merged = self.merge(*self._with_fixed(*self._joins(self.split(2 * k))), 1)
         saved = np.concatenate([[0.0], np.cumsum(merged.increases[::-1]), np.full(k, merged.increases.sum())])[: k + 1]
         return float(self._seconds(self.fixed.max(axis=0)) * self.counts.sum()) - saved
@@ -254,7 +254,7 @@ class Search:
         return table[chosen]
 
     def neighbours(self, shapes: Shapes) -> Shapes:
-        """Shapes near those chosen: what a cut of a cluster along one dimension leaves, and joins of two."""
+        """Shapes near the chosen ones: parts of a cluster that is cut along one dimension, and joins of two."""
         ordered, _ = self._ordered(shapes)
         found = cheapest_fit(ordered, self.points)
         near = [np.maximum(shapes[:, None], shapes[None]).reshape(-1, shapes.shape[1])]
@@ -270,7 +270,7 @@ class Search:
         return np.concatenate(near)
 
     def widened(self, shapes: Shapes, joins: Shapes, weights: Floats) -> Shapes:
-        """Joins of the shapes with those clusters of points that lose most by running in what there is."""
+        """Joins of the shapes with the clusters of points that lose most in the present shapes."""
         ordered, _ = self._ordered(shapes)
         loss = (self._seconds(ordered)[cheapest_fit(ordered, joins)] - self._seconds(joins)) * weights
         dearest = joins[np.argsort(-loss, kind="stable")[: max(1, WIDENED // max(1, len(shapes)))]]

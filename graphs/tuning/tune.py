@@ -28,10 +28,10 @@ def tune(
     """At most `max_graphs` graphs that cost `steps` the least.
 
     Args:
-        steps: what was observed.
-        limits: what steps keep within; the maximum is always one of the graphs.
-        margin: share of the weight that goes to steps somewhat larger than the observed ones. 0 fits the log exactly
-            and makes steps beyond it fall to the maximum.
+        steps: observed ones.
+        limits: bounds of all steps; the maximum is always one of the graphs.
+        margin: share of the weight on steps somewhat larger than the observed ones. 0 fits the log exactly: steps
+            beyond it then run in the maximum.
         report: called with the fraction that is done.
     """
     check_steps(steps, limits)
@@ -45,7 +45,7 @@ def tune(
 
 
 def check_steps(steps: Steps, limits: Limits) -> None:
-    """Raises a LimitsError that names the limit which observed steps exceed, or says that there are none."""
+    """Raises a LimitsError that names the limit that observed steps exceed, or says that there are no steps."""
     if not steps.count:
         raise LimitsError("there are no steps to choose buckets for")
     most = limits.maximum
@@ -63,7 +63,7 @@ def check_steps(steps: Steps, limits: Limits) -> None:
 
 
 def _divide(objective: Objective, max_graphs: int, search: Search) -> list[int]:
-    """The logits rows, as many as leave the forward shapes the graphs with which both together cost the least."""
+    """The logits rows. Their number leaves the forward shapes the graphs with which both together cost the least."""
     optimum, values = best_rows(objective, max_graphs - 1)
     k = _balance(optimum.total, search.totals(max_graphs - LEAST_GRAPHS))
     return [int(values[index]) for index in optimum.tops(k)]

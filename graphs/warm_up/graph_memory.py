@@ -1,4 +1,4 @@
-"""Predicts the memory of graphs that were not captured yet from those that were."""
+"""Predicts the memory of graphs from measured ones, and drops buckets until the others fit a budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.steps import graph_array, shape_seconds
 from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey, GraphKey, graph_name
 
-# A handful of measurements does not decide as many coefficients; of all that explain them the smallest are taken.
+# A handful of measurements does not determine all coefficients; of the solutions the smallest is taken.
 RIDGE = 1e-3
 SWEEPS = 500
 CONVERGED = 1e-6
@@ -31,7 +31,7 @@ class GraphMemory:
 
     Args:
         measured: bytes by graph. Of a kind without any (forward, logits) everything is predicted to take 0. Those for
-            tails tell nothing of others, whose inputs have room for other choices.
+            prompt remainders say nothing about others, whose inputs have other sizes.
     """
 
     def __init__(self, measured: Mapping[GraphKey, int]) -> None:
@@ -180,7 +180,7 @@ class _Waste:
     """Waste of the buckets of one kind, kept up to date while buckets are dropped.
 
     Args:
-        keys: [n] in ascending order of cost, so that whatever dominates a bucket comes after it.
+        keys: [n] in ascending order of cost, so that a bucket comes before those that dominate it.
         shapes: [n, d]. seconds: [n]. sizes: bytes by graph. stays: graphs that are never dropped.
     """
 

@@ -18,7 +18,7 @@ class IdleRule:
     """Starts a graph after the device has been idle for as long as the last graph of that kind took.
 
     A request that comes while a graph is being warmed waits for it, for at most about the time that the device had
-    been idle before. Nobody knows how long a gap will last; waiting as long as the work takes is never worse than
+    been idle before. How long a gap will last is unknown; waiting as long as the work takes is never worse than
     twice the best choice in hindsight (the rule for renting skis), and gaps between requests that have lasted are
     likely to last on. Between the steps of running requests there are milliseconds: `least` keeps those from being
     taken for a gap, also where graphs take less. `most` keeps graphs that take 14 s from waiting forever for a gap of
@@ -42,8 +42,8 @@ DEFAULT_RULE = IdleRule()
 class IdleWarmUp:
     """A daemon thread that warms one graph at a time between `end_step` and the next `begin_step`.
 
-    Whatever a graph's run depends on and is local to a thread (inference mode, the current device, a recipe recorder's
-    state) is for `run_forward` and `run_logits` to set up; whatever is global is theirs alone, as no step runs then.
+    State of a thread that a graph's run depends on (inference mode, the current device, a recipe recorder's state) is
+    set up by `run_forward` and `run_logits`; global state is theirs alone, as no step runs then.
     At the interpreter's exit the thread is stopped and waited for: a thread that is killed in the middle of a
     compilation takes the process down with it.
 
@@ -101,7 +101,7 @@ class IdleWarmUp:
                 self.waited_seconds += self._clock() - start
 
     def end_step(self) -> None:
-        """After a step, and after whatever of it runs later (sampling): the device is idle from now on."""
+        """After a step with its sampling: the device is idle from now on."""
         with self._changed:
             self._in_step = False
             self._idle_since = self._clock()

@@ -1,4 +1,4 @@
-"""The order in which cold buckets are warmed: always the one that saves the steps most, as far as is known by then."""
+"""The order of warm-up: next is always the bucket that saves the known steps the most seconds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey
 
 Flags = NDArray[np.bool_]
 
-# What is expected weighs as much as this many steps that were really seen: half a minute of decoding at 30 ms.
+# The expectation weighs as much as this number of observed steps: half a minute of decoding at 30 ms.
 PRIOR_STEPS = 1000.0
-# Share of it that any bucket gets, whether or not the usage has it: so that the rest has an order too.
+# Share of it that is spread over all buckets, so that those outside of the usage have an order.
 UNSEEN_SHARE = 0.05
 
 
@@ -65,9 +65,9 @@ class Demand:
         return cls(sizes, np.asarray(buckets.cost.logits_seconds(sizes[:, 0]), np.float64), used, counts)
 
     def savings(self, warm: Flags, candidates: Flags) -> Floats:
-        """[n] seconds that each candidate would save over all steps if it were there beside the `warm` ones.
+        """[n] seconds that each candidate would save over all steps beside the `warm` buckets.
 
-        `warm` must hold the last bucket. What is no candidate saves 0.
+        `warm` must hold the last bucket. Buckets that are no candidates save 0.
         """
         now = self._seconds_in(warm)
         weights = self._weights()
@@ -116,7 +116,7 @@ class WarmUpOrder:
         seen[index] += 1
 
     def first(self, cold: Collection[BucketKey], warm: Collection[BucketKey]) -> BucketKey | None:
-        """What to warm next of `cold`, or None if nothing is cold. A maximum, without which steps do not run, is first.
+        """The next of `cold` to warm, or None if nothing is cold. A maximum comes first: without it steps do not run.
 
         Equal savings leave the order of cost, so that the same steps always give the same order.
         """
@@ -145,7 +145,7 @@ LEAST_LOGITS_SAVING = 0.01
 
 
 class Skeleton(NamedTuple):
-    """Forward shapes and logits rows, each with its maximum first: what cannot be warmed is found out at once."""
+    """Forward shapes and logits rows, each with its maximum first: one that cannot be warmed shows at once."""
 
     forward: list[ForwardShape]
     logits: list[int]

@@ -1,4 +1,4 @@
-"""The buckets that are warm, those that are still cold, and the lookup that never returns a cold one."""
+"""Warm and cold buckets, and the look-up that returns warm ones only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WarmState(NamedTuple):
     def lookup(self, step: Bucket) -> tuple[Bucket, Bucket]:
         """(the cheapest bucket that dominates `step`, the cheapest that does and is warm).
 
-        A pure function of the step and of the keys that are warm: ranks that agree on these choose the same graph.
+        A pure function of the step and of the warm keys: workers that agree on these choose the same graph.
 
         Raises:
             LimitsError: the step exceeds the limits that the buckets were made for.

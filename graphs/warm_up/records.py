@@ -1,4 +1,4 @@
-"""What is known of the graphs that a warm-up has dealt with: durations, memory, and how much is left."""
+"""Records of a warm-up: duration and memory of each graph, and what is left to do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GraphState(StrEnum):
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """One graph: what its warm-up took, and why it is not warm if it is not.
+    """One graph: its warm-up, and why it is not warm if it is not.
 
     seconds: of its warm-up, also where that failed. size: bytes of device memory that it took.
     """
@@ -51,7 +51,7 @@ class GraphRecord:
 class WarmUpSummary:
     """All graphs: forward shapes, those for tails, and logits rows, each in ascending order of cost.
 
-    skeleton_graphs: those with which serving started. skeleton_seconds: what they took.
+    skeleton_graphs: number of graphs that were warm when serving started. skeleton_seconds: their warm-up.
     seconds: spent on all graphs, the skeleton included.
     """
 
@@ -72,14 +72,14 @@ class WarmUpSummary:
         return sum(record.state is state for record in self.records)
 
 
-Stage = Literal["skeleton", "rest"]
+WarmUpStage = Literal["skeleton", "rest"]
 
 
 @dataclass(frozen=True)
 class WarmUpProgress:
     """One report.
 
-    stage: before serving starts at the earliest, or what comes after it.
+    stage: the skeleton, which is warm before serving starts, or the rest.
     done, total: graphs of the stage that are settled (warm, dropped or failed), and all of it.
     current: the graph that starts now, or None where one has ended.
     ended: the record of the graph that has just ended or been dropped, or None where one starts.
@@ -88,7 +88,7 @@ class WarmUpProgress:
     free_memory: bytes that are free on the device.
     """
 
-    stage: Stage
+    stage: WarmUpStage
     done: int
     total: int
     current: GraphKey | None
@@ -128,7 +128,7 @@ class WarmUpRecords:
         return durations[-1] if durations else 0.0
 
     def progress(
-        self, stage: Stage, free_memory: int, current: GraphKey | None, ended: GraphRecord | None
+        self, stage: WarmUpStage, free_memory: int, current: GraphKey | None, ended: GraphRecord | None
     ) -> WarmUpProgress:
         """The state of `stage` as a report."""
         keys = [key for key in self._keys if (key in self._skeleton) == (stage == "skeleton")]
@@ -151,7 +151,7 @@ class WarmUpRecords:
         return WarmUpSummary(records, len(self._skeleton), self.skeleton_seconds)
 
     def _seconds_of(self, keys: Sequence[GraphKey]) -> float | None:
-        """As many times the mean of their kind; what was never measured counts as any. None: nothing was."""
+        """The mean of its kind for each; of all graphs for a kind without measurements; None without any."""
         everything = [record.seconds for record in self._warm()]
         if not everything:
             return None

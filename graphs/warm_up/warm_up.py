@@ -1,4 +1,4 @@
-"""Warms graphs by running them: the skeleton and those for tails before serving, the rest before or beside it."""
+"""Warms graphs by running them: skeleton and prompt remainders before serving, the rest before or beside it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vllm_gaudi_ucm.graphs.warm_up.records import (
     GraphKey,
     GraphRecord,
     GraphState,
-    Stage,
     WarmUpProgress,
     WarmUpRecords,
+    WarmUpStage,
     WarmUpSummary,
 )
 
@@ -31,12 +31,12 @@ class WarmUp:
         ready: the buckets; their state changes as graphs become warm.
         run_forward: captures the graph of a shape and really runs it, waits for it, and raises if what ran was another
             phase.
-        run_logits: the same for the logits graph of so many rows and for sampling.
-        free_memory: bytes that are free on the device; the difference over a run is what its graph takes.
+        run_logits: the same for the logits graph of a number of rows, and for sampling.
+        free_memory: free bytes of the device; the difference over a run is the memory of its graph.
         report: called as graphs start and end.
-        memory_budget: bytes that all graphs together may take; None: whatever the device has.
+        memory_budget: bytes for all graphs together; None: the memory of the device is the bound.
         clock: seconds.
-        tails: graphs for tails, where there are any, and how one is run.
+        tails, run_tail: graphs for prompt remainders, where there are any, and what runs one.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class WarmUp:
         self._records = WarmUpRecords((*ready.buckets.forward, *tails, *ready.buckets.logits))
 
     def run_skeleton(self, skeleton: Skeleton) -> None:
-        """Warms what serving starts with, then drops what will not fit the memory beside it.
+        """Warms the graphs that serving starts with, then drops those that do not fit the memory beside them.
 
-        Graphs for tails are among these: a tail has nothing larger to run in. An error of a graph is not caught: a
-        server whose first graphs do not run must not start.
+        Graphs for prompt remainders are among the first: a prompt remainder has nothing larger to run in. An error of a
+        graph is not caught: a server whose first graphs do not run must not start.
 
         Raises:
             MemoryBudgetError: these graphs take more than `memory_budget`.
@@ -144,7 +144,7 @@ class WarmUp:
         for key, reason in fit.dropped.items():
             self._settle("rest", GraphRecord(key, GraphState.DROPPED, reason=reason))
 
-    def _settle(self, stage: Stage, record: GraphRecord) -> None:
+    def _settle(self, stage: WarmUpStage, record: GraphRecord) -> None:
         if isinstance(record.key, TailShape):
             pass  # steps find it by a lookup of their own
         elif record.state is GraphState.WARM:
@@ -154,5 +154,5 @@ class WarmUp:
         self._records.add(record)
         self._report(stage, ended=record)
 
-    def _report(self, stage: Stage, current: GraphKey | None = None, ended: GraphRecord | None = None) -> None:
+    def _report(self, stage: WarmUpStage, current: GraphKey | None = None, ended: GraphRecord | None = None) -> None:
         self._report_to(self._records.progress(stage, self._free_memory(), current, ended))

@@ -266,10 +266,10 @@ def test_what_is_said_of_graphs_for_tails(log: Path, tmp_path: Path, capsys: pyt
     sparse = json.dumps(PARTIAL_LOADS)
     assert cli.main(["plan", "--sparse", sparse, "--partial-loads"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^graphs +64: .* 3 for tails$", out, re.MULTILINE)
-    assert "until serving starts (3 forward, 1 logits, 3 for tails)" in out
+    assert re.search(r"^graphs +64: .* 3 for remainders$", out, re.MULTILINE)
+    assert "until serving starts (3 forward, 1 logits, 3 for remainders)" in out
     assert cli.main(["plan", "--max-selected-blocks", "512"]) == 0
-    assert "without those for tails" in capsys.readouterr().out
+    assert "without those for prompt remainders" in capsys.readouterr().out
     path = edited(log, tmp_path / "phases.jsonl", ["cs-", 100, 4, 0, 1, 9], max_selected_blocks=500)
     *lines, last = path.read_text().splitlines()
     path.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"tail": 1}), ""]))
@@ -278,7 +278,7 @@ def test_what_is_said_of_graphs_for_tails(log: Path, tmp_path: Path, capsys: pyt
     assert value["tail_steps"] == 1
     assert value["padding"] == plan(capsys, *argv[2:], "--log", log, "--max-selected-blocks", 500)["padding"]
     assert cli.main(["plan", *map(str, argv)]) == 0
-    assert "steps in graphs for tails, which are in no other figure: 1" in capsys.readouterr().out
+    assert "steps in graphs for prompt remainders, which are in no other figure: 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
+from tests.graphs.outside_strategy import Powers
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, SPARSE_LIMITS
 from vllm_gaudi_ucm.cli.doctor.configuration import static_shape_checks
 from vllm_gaudi_ucm.cli.main import main
@@ -307,6 +309,16 @@ def test_a_strategy_from_outside_brings_an_option_of_its_own(capsys: pytest.Capt
         ready.mark_warm(key)
     assert {size for size in served.logits if size < LIMITS.max_num_seqs} <= {4**power for power in range(10)}
     assert ready.lookup(LIMITS.maximum) == LIMITS.maximum
+
+
+def test_the_guide_shows_it(tmp_path: Path) -> None:
+    """The code of docs/guides/buckets.md runs, and makes the same sizes."""
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "buckets.md").read_text(encoding="utf-8")
+    code = guide.split("### A strategy of your own")[1].split("```python\n")[1].split("```")[0]
+    (tmp_path / "powers.py").write_text(code)
+    shown = run_path(str(tmp_path / "powers.py"))["Powers"](base=4)
+    for maximum, n in ((1, 1), (64, 1), (64, 4), (2048, 12)):
+        assert shown.levels(COST, "decode", maximum, n) == Powers(4).levels(COST, "decode", maximum, n)
 
 
 def test_a_strategy_without_options_takes_none() -> None:

@@ -14,8 +14,8 @@ from vllm_gaudi_ucm.graphs.warm_up.records import (
     GraphKey,
     GraphRecord,
     GraphState,
-    Stage,
     WarmUpProgress,
+    WarmUpStage,
     WarmUpSummary,
     graph_name,
 )
@@ -26,7 +26,7 @@ DECODE = ForwardShape("-su", 16, 20, 1000)
 logger = logging.getLogger("tests.warm_up_report")
 
 
-def starts(done: int, total: int, key: GraphKey = DECODE, stage: Stage = "rest") -> WarmUpProgress:
+def starts(done: int, total: int, key: GraphKey = DECODE, stage: WarmUpStage = "rest") -> WarmUpProgress:
     return WarmUpProgress(stage, done, total, key, None, 1.7 * done, 1.7 * (total - done) if done else None, 12 * GIB)
 
 

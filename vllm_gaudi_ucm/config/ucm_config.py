@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def block_options(config: UcmConfig) -> BlockOptions | None:
-    """Those of `ucm_sparse_method`, or of its base method; None where nothing chooses blocks."""
+    """The options of `ucm_sparse_method`, or of its base method; None where nothing selects blocks."""
     if config.ucm_sparse_method is None:
         return None
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
@@ -123,8 +123,8 @@ class CpuConfig(Section):
     )
     native_graphs: bool = Field(
         default=True,
-        description="Record the native kernels of a step of up to 64 rows the first time it has so many, and run them "
-        "without Python from the third time on. No bit changes.",
+        description="Record the native kernels of a step of up to 64 rows the first time, and run them without Python "
+        "from the third time on. No bit changes.",
     )
 
 
@@ -155,7 +155,7 @@ class GraphsConfig(Section):
         "tunes the buckets to it.",
     )
     max_graphs: Annotated[int, Field(ge=2, le=4096)] = Field(
-        default=64, description="Most graphs: forward, logits, and those for tails of prompts that are loaded in part."
+        default=64, description="Most graphs: forward, logits, and those for prompt remainders."
     )
     max_shared_blocks: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -203,7 +203,7 @@ class GraphsConfig(Section):
 def _section_of(strategy: type[BucketStrategy]) -> type[Section]:
     types = get_type_hints(strategy, include_extras=True)
     options: dict[str, Any] = {
-        option.name: (types[option.name], Field(default=option.default, description=option.metadata["description"]))
+        option.name: (types[option.name], Field(default=option.default, description=option.metadata.get("description")))
         for option in dataclasses.fields(strategy)
     }
     return create_model(strategy.__name__, __base__=Section, **options) if options else Section
@@ -258,7 +258,7 @@ class UcmConfig(Section):
         return self.model_dump(mode="json")
 
 
-class Row(NamedTuple):
+class OptionRow(NamedTuple):
     """One line of the configuration table."""
 
     key: str
@@ -300,21 +300,21 @@ def resolve_value(value: Any) -> UcmConfig:
         raise UcmConfigError(list(problems(error, UcmConfig, ROOT)), source) from None
 
 
-def describe(config: type[UcmConfig] = UcmConfig) -> list[Row]:
+def describe(config: type[UcmConfig] = UcmConfig) -> list[OptionRow]:
     """Every key with its type, default and description, in the order of declaration; registered methods come last."""
     return _rows([*_leaves(config, ROOT), *_registered()])
 
 
-def describe_section(model: type[BaseModel], key: str) -> list[Row]:
+def describe_section(model: type[BaseModel], key: str) -> list[OptionRow]:
     """The same of options that stand under `key`."""
     return _rows(_leaves(model, key))
 
 
-def _rows(leaves: Iterable[tuple[str, FieldInfo]]) -> list[Row]:
-    return [Row(key, expected(field), _default(field), field.description or "") for key, field in leaves]
+def _rows(leaves: Iterable[tuple[str, FieldInfo]]) -> list[OptionRow]:
+    return [OptionRow(key, expected(field), _default(field), field.description or "") for key, field in leaves]
 
 
-def markdown_table(rows: Sequence[Row] | None = None) -> str:
+def markdown_table(rows: Sequence[OptionRow] | None = None) -> str:
     """Rows as Markdown, as they stand in the reference; without them the whole configuration."""
     lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
     for row in describe() if rows is None else rows:
@@ -360,7 +360,7 @@ def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchO
 
 
 def memory_mode_prefetch(config: UcmConfig) -> PrefetchOptions:
-    """Those of GSA where that method selects, else the defaults; never more host memory than what is on its way."""
+    """The options of GSA where that method selects, else the defaults; host memory for moving blocks only."""
     options = connector_prefetch(PrefetchOptions(), config)
     useful = 2 * config.memory_mode.moves_per_step + blocks_ahead(config)
     return options.model_copy(update={"prefetch_cache_size": min(options.prefetch_cache_size, useful)})

@@ -20,8 +20,8 @@ from vllm_gaudi_ucm.graphs.warm_up.records import (
     GraphKey,
     GraphRecord,
     GraphState,
-    Stage,
     WarmUpProgress,
+    WarmUpStage,
     WarmUpSummary,
     graph_name,
 )
@@ -31,7 +31,7 @@ from vllm_gaudi_ucm.observability.step_metrics import BucketColumns
 GIB = 2**30
 # A log that nobody watches gets a line in this many seconds, and one at the end of each stage.
 LINE_SECONDS = 5.0
-STAGES: dict[Stage, str] = {"skeleton": "warm-up, first buckets", "rest": "warm-up, other buckets"}
+STAGES: dict[WarmUpStage, str] = {"skeleton": "warm-up, first buckets", "rest": "warm-up, other buckets"}
 
 
 class WarmUpReport:
@@ -57,7 +57,7 @@ class WarmUpReport:
         self._clock = clock
         self._last_line = clock()
         self._bar: Progress | None = None
-        self._tasks: dict[Stage, TaskID] = {}
+        self._tasks: dict[WarmUpStage, TaskID] = {}
 
     def __call__(self, progress: WarmUpProgress) -> None:
         if progress.ended is not None:

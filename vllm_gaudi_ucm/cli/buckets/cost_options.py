@@ -45,7 +45,7 @@ def strategy_options(args: argparse.Namespace, strategy: str) -> Mapping[str, An
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare --device and --model."""
     parser.add_argument(
-        "--device", choices=DEVICES, default="gaudi2", help="whose peaks the cost model takes (default: gaudi2)"
+        "--device", choices=DEVICES, default="gaudi2", help="device spec of the cost model (default: gaudi2)"
     )
     parser.add_argument(
         "--model",

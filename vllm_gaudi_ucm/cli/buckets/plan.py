@@ -108,7 +108,7 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
 
 
 def _steps_and_tails(log: PhaseLogReader) -> tuple[Steps, int]:
-    """The steps that need buckets, and how many ran in graphs for tails."""
+    """The steps that need buckets, and how many ran in graphs for prompt remainders."""
     num_tails = 0
 
     def counted() -> Iterator[StepRecord]:
@@ -175,14 +175,14 @@ def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--partial-loads",
         action="store_true",
-        help="prompts may be loaded in part, by UcmConnector under memory mode: count the graphs for their tails",
+        help="prompts may be loaded in part, by UcmConnector under memory mode: count the graphs for their remainders",
     )
 
 
 def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits, TailShapes | None]:
-    """The limits with the blocks that --sparse selects, and the shapes for tails where --partial-loads asks for them.
+    """The limits with the blocks that --sparse selects, and with --partial-loads the shapes for prompt remainders.
 
-    As a server at static shapes and without drafts has them.
+    They are those of a server at static shapes without drafts.
 
     Raises:
         ValueError: options that do not go together, or a configuration without what they need.

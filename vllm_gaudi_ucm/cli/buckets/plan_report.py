@@ -1,4 +1,4 @@
-"""What `gaudi-ucm plan` says: buckets, padding, memory and warm-up, all modelled."""
+"""The report of `gaudi-ucm plan`: buckets, padding, memory and warm-up, all modelled."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ MOST_ROWS = 12
 class PlanReport:
     """A plan.
 
-    traffic: names the steps that it was measured on, if any. divided: how many of them run in parts, though they count
-    as one with as many shared blocks as fit.
+    traffic: name of the steps that it was measured on, if any. divided: how many of them run in parts; each counts as
+    one step with the most shared blocks that fit.
     skeleton_size: forward graphs of the skeleton.
-    tails: shapes of the graphs for tails of prompts that are loaded in part. tail_steps: those of the traffic that ran
-    in such graphs; all other figures are without them.
+    tails: shapes of the graphs for prompt remainders. tail_steps: steps of the traffic that ran in these graphs; all
+    other figures are without them.
     """
 
     model: str
@@ -129,7 +129,7 @@ class PlanReport:
 
     @property
     def skeleton_seconds(self) -> float:
-        """Of what is warm before serving starts: the skeleton, and the graphs for tails."""
+        """Until serving starts: the skeleton, and the graphs for prompt remainders."""
         return self._seconds([*self.skeleton.keys, *self.tails])
 
     @property
@@ -183,10 +183,10 @@ def show(report: PlanReport) -> None:
         f"\n          {counted(limits.most_shared_blocks, 'shared block')} per step{selected}"
     )
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
-    tails = f", {len(report.tails)} for tails" if report.tails else ""
+    tails = f", {len(report.tails)} for remainders" if report.tails else ""
     console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){tails}")
     if limits.max_selected_blocks and not report.tails:
-        console.print("          without those for tails of prompts that are loaded in part:")
+        console.print("          without those for prompt remainders:")
         console.print("          give --sparse and --partial-loads for these")
     skeleton = report.skeleton
     console.print(
@@ -206,7 +206,7 @@ def show(report: PlanReport) -> None:
         most = f"{limits.most_shared_blocks:,}"
         console.print(f"steps with more than {most} shared blocks, which run in parts: {report.divided:,}")
     if report.tail_steps:
-        console.print(f"steps in graphs for tails, which are in no other figure: {report.tail_steps:,}")
+        console.print(f"steps in graphs for prompt remainders, which are in no other figure: {report.tail_steps:,}")
 
 
 def _show_padding(console: Any, padding: Padding, traffic: str) -> None:

@@ -1,7 +1,7 @@
 """A small continuous-batching server on a modelled clock: arrivals, chunked prefill, prefix caching, preemption.
 
 It schedules as vLLM does (running requests first, then waiting ones, within the token budget) and counts blocks
-instead of holding them; what it yields are the steps that a phase log would hold.
+instead of holding them. It yields the steps of a phase log.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ MIXES = {
         turns=1.5,
     ),
     "batch": Mix(
-        description="offline jobs that keep the server full, two few-shot prompts, and the tails of the jobs",
+        description="offline jobs that keep the server full, two few-shot prompts, and the ends of the jobs",
         limits=_limits(8192, 256, 4096, 1500),
         clients=300,
         think=0.0,
@@ -221,7 +221,7 @@ class Simulation:
         return max(1.0, self.mix.clients * (self.mix.quiet + (1.0 - self.mix.quiet) * swell))
 
     def _arrive_later(self, client: int, session: Request | None) -> None:
-        # A client that pauses looks again after a while, so that a closed loop without think time has tails too.
+        # A client that pauses looks again after a while: load also ebbs in a closed loop without think time.
         pause = self.mix.think if self.mix.think and client < self._active_clients() else self.mix.period / 10
         at_once = not self.mix.think and client < self._active_clients()
         delay = 0.0 if at_once else self._rng.expovariate(1.0 / pause)

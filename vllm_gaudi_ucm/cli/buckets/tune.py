@@ -66,12 +66,12 @@ class TuneReport:
 
     @property
     def bound_ratio(self) -> float:
-        """Cost ratio that no set of as many graphs undercuts on what was tuned to."""
+        """Lower bound of the cost ratio of any set of as many graphs, on the steps that were tuned to."""
         return self.certified.bound / self.certified.true_seconds
 
     @cached_property
     def others(self) -> dict[str, Padding]:
-        """The other strategies, with as many graphs as the tuned buckets may have."""
+        """The blind strategies, each with the same `max_graphs`."""
         limits, cost = self.buckets.limits, self.buckets.cost
         request = BucketRequest(limits, cost, self.max_graphs)
         return {name: measure_padding(build_buckets(name, request), self.steps) for name in blind_strategies()}
@@ -204,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_steps(log: PhaseLogReader, holdout: float) -> tuple[Steps, Steps]:
-    """The steps of a log, counted by shape, and those of the share of it that is held out."""
+    """(steps to tune to, held-out steps) of a log, counted by shape."""
     count = log.count() if holdout else 0
     seen = count - int(count * holdout) if holdout else None
     records = log.steps()
@@ -212,7 +212,7 @@ def read_steps(log: PhaseLogReader, holdout: float) -> tuple[Steps, Steps]:
 
 
 def make_report(args: argparse.Namespace, steps: Steps, later: Steps, cost: Any, limits: Any) -> TuneReport:
-    """Tunes on steps; later: those that were held out."""
+    """Tunes on `steps`; `later` are the held-out ones."""
     if not limits.causal_reach:
         steps, later = steps.without_prompt_tiles(), later.without_prompt_tiles()
     with task_progress("tuning") as progress:

@@ -27,7 +27,7 @@ from vllm_gaudi_ucm.graphs.operator_cost import Work
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from vllm_gaudi_ucm.cli.op_cost.row import Row
+    from vllm_gaudi_ucm.cli.op_cost.row import OpCostRow
 
 
 class Batch(NamedTuple):
@@ -190,7 +190,7 @@ WIDTH = 120
 class OpCostReport:
     """rows: of a model named `model`. device: whose bytes the table shows. source: of the buckets and steps."""
 
-    rows: list[Row]
+    rows: list[OpCostRow]
     model: str
     device: str
     block_size: int
@@ -249,7 +249,7 @@ def show(report: OpCostReport) -> None:
     console.print(f"Bytes are those of {report.device}. {ASSUMPTIONS}", markup=False)
 
 
-def _cells(row: Row, device: str) -> list[str]:
+def _cells(row: OpCostRow, device: str) -> list[str]:
     stream = row.cost.by_device[device]
     steps = [] if row.steps is None else [f"{row.steps:,}"]
     times = (f"{1e3 * row.cost.seconds(name):.3f} ({1e3 * row.least_seconds(name):.3f})" for name in CHIPS)
@@ -276,7 +276,7 @@ def draw(report: OpCostReport, path: Path) -> None:
     """Write the picture, its kind by the suffix."""
     from matplotlib.figure import Figure
 
-    cells: dict[tuple[str, str], list[Row]] = {(row.name, row.form): [] for row in report.rows}
+    cells: dict[tuple[str, str], list[OpCostRow]] = {(row.name, row.form): [] for row in report.rows}
     for row in report.rows:
         cells[row.name, row.form].append(row)
     figure = Figure(figsize=(12, 1.6 + 0.45 * len(cells)), dpi=130, layout="constrained")
@@ -293,7 +293,7 @@ def draw(report: OpCostReport, path: Path) -> None:
     figure.savefig(path)
 
 
-def _bars(axes: Axes, cells: list[list[Row]], title: str, ratios: list[list[float]]) -> None:
+def _bars(axes: Axes, cells: list[list[OpCostRow]], title: str, ratios: list[list[float]]) -> None:
     height = 0.8 / len(COLOURS)
     for place, name in enumerate(COLOURS):
         at = [index + (place - 0.5) * height for index in range(len(cells))]

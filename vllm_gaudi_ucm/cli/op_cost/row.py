@@ -41,7 +41,7 @@ _library.define("softmax_fa2(Tensor scores, Tensor before, Tensor total) -> (Ten
 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """While it is entered, the hpu implementation finds the kernels that such a card has."""
+    """While it is entered, the hpu implementation finds the fused kernels of the card."""
     softmax = _softmax if device in WITH_SOFTMAX else None
     with patch.object(hpu_kernels, "FUSED_SDPA", _sdpa), patch.object(hpu_kernels, "SOFTMAX_FA2", softmax):
         yield
@@ -101,7 +101,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A stream on both cards: what it costs, by device."""
+    """The cost of a stream of operators, by device."""
 
     by_device: dict[str, StreamCost]
 
@@ -129,7 +129,7 @@ def step_parts(plan: UnifiedPlan) -> AttentionParts:
 
 
 def bucket_parts(shape: ForwardShape, limits: Limits) -> AttentionParts:
-    """A bucket, whatever step runs in it."""
+    """A bucket, which is the same for every step in it."""
     inputs = BucketTensors(limits.dense, CAUSAL_SLICE, META)
     return inputs.split(inputs.fill_pads(shape), shape).parts
 
@@ -167,9 +167,9 @@ Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Row:
-    """form: `step` for its true shape, `bucket` for static ones, `unbounded` for those of a bucket that does not bound
-    how far rows look back on other new ones. steps: how many ran in it, None without traffic.
+class OpCostRow:
+    """form: `step` for the true shape, `bucket` for static ones, `unbounded` for a bucket without max prompt tiles.
+    steps: how many ran in it, None without traffic.
 
     least: what the step needs; of a bucket with traffic the mean of its steps, without it a step that fills it.
     """
@@ -223,13 +223,13 @@ class Row:
 
 def batch_rows(
     batches: Sequence[Batch], model: ModelSpec, block_size: int, max_model_len: int | None, progress: Progress
-) -> list[Row]:
+) -> list[OpCostRow]:
     """Each batch at its true shape and in a bucket of exactly its sizes, by each implementation.
 
     max_model_len: tokens of a request, which is what bounds how far back rows look in a bucket that does not; None: the
         batch's longest.
     """
-    rows: list[Row] = []
+    rows: list[OpCostRow] = []
     for done, batch in enumerate(batches):
         plan = batch.plan(block_size)
         longest = max(map(sum, batch.requests))
@@ -242,21 +242,23 @@ def batch_rows(
             forms.append(("unbounded", anything, bucket_parts(anything, limits)))
         for place, ((form, sizes, parts), name) in enumerate(product(forms, IMPLEMENTATIONS)):
             cost = layer_cost(parts, plan.num_rows, limits.num_blocks, block_size, model, name)
-            rows.append(Row(batch.name, batch.text, form, sizes, name, cost, least))
+            rows.append(OpCostRow(batch.name, batch.text, form, sizes, name, cost, least))
             progress((done + (place + 1) / (len(forms) * len(IMPLEMENTATIONS))) / len(batches))
     return rows
 
 
-def bucket_rows(buckets: BucketSet, steps: Steps | None, model: ModelSpec, most: int, progress: Progress) -> list[Row]:
+def bucket_rows(
+    buckets: BucketSet, steps: Steps | None, model: ModelSpec, most: int, progress: Progress
+) -> list[OpCostRow]:
     """The buckets that cost the most: by traffic where there is any, else the largest ones."""
     limits = buckets.limits
     chosen = _largest(buckets, model) if steps is None else _used(buckets, steps, model)
-    rows: list[Row] = []
+    rows: list[OpCostRow] = []
     for shape, count, least in chosen[:most]:
         for name in IMPLEMENTATIONS:
             parts = bucket_parts(shape.with_selected(0), limits)
             cost = layer_cost(parts, shape.query_len, limits.num_blocks, limits.block_size, model, name)
-            rows.append(Row(_name(shape), "", "bucket", shape, name, cost, least, count))
+            rows.append(OpCostRow(_name(shape), "", "bucket", shape, name, cost, least, count))
             progress(len(rows) / (min(most, len(chosen)) * len(IMPLEMENTATIONS)))
     return rows
 
