@@ -132,7 +132,7 @@ def _tables(case: Case, block_size: int, device: torch.device) -> tuple[Tensor, 
 
 
 def _parts(case: Case, tables: Tensor, block_size: int, device: torch.device) -> AttentionParts:
-    """As `execution/static_inputs.py` has them: which rows are one request's, and who uses a block, is data only."""
+    """As `execution/graph_manager.py` has them: which rows are one request's, and who uses a block, is data only."""
     new = torch.tensor([request.new for request in case.requests])
     rows = int(new.sum())
     groups = torch.arange(len(new)).masked_fill(new == 1, NO_GROUP).repeat_interleave(new)

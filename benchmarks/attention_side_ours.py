@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.attention_case import BLOCK_SIZE, SCALE, Case, CaseData
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
-from vllm_gaudi_ucm.execution.staging import Staging
+from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 
@@ -20,7 +20,9 @@ def calls(case: Case, data: CaseData) -> dict[str, Callable[[], Tensor]]:
     each = np.ones(case.requests, np.int32)
     tables = data.block_tables.numpy()
     plan = plan_batch(BatchInput(each * case.context, each * case.new, each * case.tokens, tables), BLOCK_SIZE)
-    staged = Staging(torch.device("cpu"), contiguous_pa=False).stage(plan, np.zeros(plan.num_rows, np.int64))
+    staged = TrueShapeTensors(torch.device("cpu"), contiguous_pa=False).stage(plan, np.zeros(plan.num_rows, np.int64))[
+        0
+    ]
     key, value = (cache.flatten(0, 1)[staged.slots] for cache in (data.keys, data.values))
     names = ["reference", "cpu"] + ["native"] * (native() is not None)
 

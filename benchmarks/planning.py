@@ -25,9 +25,8 @@ from rich.table import Table
 from benchmarks.machine import describe_machine
 from benchmarks.planning_peer import plan_plainly
 from benchmarks.positive import positive
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
-from vllm_gaudi_ucm.execution.staging import Staging
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, UnifiedPlan, plan_batch
+from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.impl import native
 
 BLOCK_SIZE = 128
@@ -82,11 +81,11 @@ class Workload:
 
     def host(self) -> Callable[[BatchInput], UnifiedPlan]:
         """Ours, and what the plan becomes before the first layer reads it."""
-        plan, staging = self.planner(), Staging(torch.device("cpu"))
+        plan, staging = self.planner(), TrueShapeTensors(torch.device("cpu"))
 
         def run(batch: BatchInput) -> UnifiedPlan:
             planned = plan(batch)
-            native.plan(staging.stage(planned, planned.positions).parts, self.block_size)
+            native.plan(staging.stage(planned, planned.positions)[0].parts, self.block_size)
             return planned
 
         return run

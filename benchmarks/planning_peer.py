@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, CausalPlan, UnifiedPlan, UniquePlan
-from vllm_gaudi_ucm.batch.sharing import SharedPlan
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, CausalPlan, UnifiedPlan
+from vllm_gaudi_ucm.batch.sharing import SharedPlan, UniquePlan
 
 
 def plan_plainly(batch: BatchInput, block_size: int, causal_slice: int = 512) -> UnifiedPlan:

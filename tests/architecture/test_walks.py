@@ -18,13 +18,15 @@ def walks() -> list[tuple[str, str]]:
 
 
 def names_in(file: Path) -> set[str]:
-    """Functions, classes and `Class.method` of a file."""
+    """Functions, classes, `Class.method` and constants of a file."""
     names: set[str] = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
             names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
     return names
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch.batches import Request, Step, lay_out, steps
-from vllm_gaudi_ucm.batch.batch_division import divide_batch
-from vllm_gaudi_ucm.batch.batch_plan import plan_batch
+from vllm_gaudi_ucm.batch.batch_plan import divide_batch, plan_batch
 
 
 def divided(step: Step, most: int, alone: list[int] | None = None) -> list[list[int]]:

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.batch.traffic import Live, Traffic
-from vllm_gaudi_ucm.batch import steady_plan
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.batch.steady_plan import MAX_APPENDED, SteadyPlanner
+from vllm_gaudi_ucm.batch import batch_plan as steady_plan
+from vllm_gaudi_ucm.batch.batch_plan import MAX_APPENDED, BatchInput, SteadyPlanner, UnifiedPlan, plan_batch
 
 # seeds, because a history draws more than an example may; a failing one is replayed, not shrunk
 RANDOMS = st.integers(0, 1 << 32).map(random.Random)

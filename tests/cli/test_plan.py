@@ -13,7 +13,7 @@ import pytest
 from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, resolve_config
 from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
-from vllm_gaudi_ucm.execution.tail_graphs import tail_shapes
+from vllm_gaudi_ucm.execution.bucketed_execution import tail_shapes
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps

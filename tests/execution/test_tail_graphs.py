@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
+from vllm_gaudi_ucm.execution.bucketed_execution import is_tail, tail_shapes
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import MOST_TAILS, TailShapes, tail_rows

@@ -31,7 +31,7 @@ def _run(arguments: list[str], **environment: str) -> str:
         ("ops/test_cuda_attention.py", 20),
         ("ops/test_cuda_block_selection.py", 20),
         ("ops/test_cuda_kv_cache.py", 8),
-        ("execution/test_static_inputs.py", 1),
+        ("execution/test_bucket_tensors.py", 1),
     ],
 )
 def test_the_interpreter_runs_the_tests_of_the_cuda_kernels(file: str, least: int) -> None:

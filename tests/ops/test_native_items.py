@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning import Workload
-from vllm_gaudi_ucm.execution.staging import Staging
+from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import Item, make_items, make_jobs
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SharedGroup, SharedPart, UniquePart
 
@@ -84,7 +84,7 @@ def test_items_cover_what_the_parts_say(parts: AttentionParts) -> None:
 
 def parts_of(workload: Workload) -> AttentionParts:
     plan = workload.planner()(next(workload.steps(1)))
-    return Staging(torch.device("cpu")).stage(plan, plan.positions).parts
+    return TrueShapeTensors(torch.device("cpu")).stage(plan, plan.positions)[0].parts
 
 
 def calls_in(action: Callable[[], Any]) -> int:

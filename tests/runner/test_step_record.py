@@ -8,8 +8,8 @@ from tests.batch.batches import Step, steps
 from tests.batch.expand import causal_pairs, shared_pairs, unique_pairs
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.execution.execution import StepShape
-from vllm_gaudi_ucm.execution.staging import true_shape
-from vllm_gaudi_ucm.runner.step_record import StepClock
+from vllm_gaudi_ucm.execution.step_tensors import true_shape
+from vllm_gaudi_ucm.runner.step_runner import StepClock
 
 
 @given(steps())

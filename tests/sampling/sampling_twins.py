@@ -17,9 +17,8 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest
-from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
+from vllm_gaudi_ucm.sampling.sampling import Grammar, SampledTokens, SamplingBatch, VllmSampler
 from vllm_gaudi_ucm.sampling.static_sampling import StaticSampler
-from vllm_gaudi_ucm.sampling.token_sampler import Grammar, SampledTokens, VllmSampler
 
 # no multiple of 32, so that the last word of a bitmask has bits without a token
 VOCAB = 70

@@ -17,10 +17,8 @@ from tests.batch.scheduling import Known, new_request, step_output
 from tests.sampling.sampling_twins import VOCAB, engine_config
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
-from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
-from vllm_gaudi_ucm.sampling.token_sampler import Grammar, SampledTokens, TokenSampler, VllmSampler
-from vllm_gaudi_ucm.speculation.step_logits import StepLogits
-from vllm_gaudi_ucm.speculation.verification import Verification
+from vllm_gaudi_ucm.sampling.sampling import Grammar, SampledTokens, SamplingBatch, TokenSampler, VllmSampler
+from vllm_gaudi_ucm.speculation.verification import StepLogits, Verification
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from tests.batch.batches import Request, lay_out
-from tests.execution.test_static_execution import VOCABULARY, Model, expected
+from tests.execution.test_bucketed_execution import VOCABULARY, Model, expected
 from tests.graphs.shapes import COST
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
-from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
+from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
+from vllm_gaudi_ucm.execution.graph_manager import Stage
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.base import EagerRunner
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
@@ -34,9 +35,9 @@ class Server:
         self.ready = ReadyBuckets(BucketSet([DENSE, SPARSE], [2], LIMITS, COST))
         self.graphs = DraftModelGraphs(self._make, self._stage)
 
-    def _make(self, stage: Stage) -> StaticExecution:
+    def _make(self, stage: Stage) -> BucketedExecution:
         model: Any = Model()
-        return StaticExecution(model, self.ready, 8, torch.device("cpu"), EagerRunner, stage)
+        return BucketedExecution(model, self.ready, 8, torch.device("cpu"), EagerRunner, stage)
 
     @contextmanager
     def _stage(self, label: str) -> Iterator[None]:

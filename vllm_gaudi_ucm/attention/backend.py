@@ -1,6 +1,6 @@
 """The attention backend that vLLM's layers find: writes K and V to the cache, then runs Unified Attention.
 
-The runner builds the metadata (execution/staging.py); nothing here looks at a batch.
+The runner builds the metadata (execution/step_tensors.py); nothing here looks at a batch.
 """
 
 from __future__ import annotations

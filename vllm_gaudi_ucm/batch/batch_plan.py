@@ -1,98 +1,16 @@
-"""`plan_batch`: which (row, cached token) pairs a step computes, as a pure function of arrays.
-
-No torch and no vLLM here, so that property tests can drive it with any batch. The three parts and their names come from
-Intel's description of Unified Attention for vLLM on Gaudi; which of them sees what is stated at `plan_batch`.
-"""
+"""A step, planned: which (row, cached token) pairs it computes, as a pure function of arrays."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Collection, Sequence
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.selection_plan import SelectionInput, SelectionPlan, plan_selection
-from vllm_gaudi_ucm.batch.sharing import (
-    ContextPairs,
-    SharedPairs,
-    SharedPlan,
-    common_prefix,
-    context_pairs,
-    plan_shared,
-    shared_pairs,
-    with_common_prefix,
-)
-
-
-class UniquePlan(NamedTuple):
-    """Cached blocks that exactly one row uses; that row is always a single row."""
-
-    blocks: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    lo: NDArray[np.int32]
-    hi: NDArray[np.int32]
-
-
-def plan_unique(pairs: ContextPairs, shared: SharedPairs) -> UniquePlan | None:
-    """The pairs that are not shared, in the order of the pairs."""
-    if len(shared.pair) == len(pairs.block):
-        return None
-    if len(shared.pair):
-        unique = np.ones(len(pairs.block), np.bool_)
-        unique[shared.pair] = False
-        pairs = pairs.take(unique.nonzero()[0])
-    # a single row is the only row of its request and single rows come first: its row is its request's flat position
-    return UniquePlan(pairs.block.astype(np.int64), pairs.request, np.zeros(len(pairs.hi), np.int32), pairs.hi)
-
-
-CachedParts = tuple[SharedPlan | None, UniquePlan | None]
-
-
-class CachedContexts(NamedTuple):
-    """What decides the division; requests in flat order.
-
-    context: int64 [requests] cached tokens that the rows of a request see.
-    requests: int64 [requests] row of `block_tables` of each request.
-    block_tables: int32 [requests, width] physical block ids.
-    query_start: int64 [requests + 1] first row of each request.
-    num_single: requests [0, num_single) have one row, the others more.
-    block_size: tokens per cache block.
-    left_out: bool [requests, width] blocks of `block_tables` that are attended by choice (or not at all), if any.
-    """
-
-    context: NDArray[np.int64]
-    requests: NDArray[np.int64]
-    block_tables: NDArray[np.int32]
-    query_start: NDArray[np.int64]
-    num_single: int
-    block_size: int
-    left_out: NDArray[np.bool_] | None = None
-
-    def plan(self) -> CachedParts:
-        return self._plan_behind_prefix() or self._plan_all()
-
-    def _plan_all(self) -> CachedParts:
-        pairs = context_pairs(self.context, self.requests, self.block_tables, self.block_size, left_out=self.left_out)
-        shared = shared_pairs(pairs, self.num_single)
-        return plan_shared(pairs, shared, self.query_start), plan_unique(pairs, shared)
-
-    def _plan_behind_prefix(self) -> CachedParts | None:
-        """Blocks at the head of all contexts are shared by all rows: they take no part in the search for shared ones.
-
-        None if there is no such block, or if all rows use others as well, which belong to the same group.
-        """
-        if len(self.requests) < 2 or self.left_out is not None:
-            return None
-        prefix = common_prefix(self.context, self.block_tables, self.block_size)
-        if not len(prefix):
-            return None
-        pairs = context_pairs(self.context, self.requests, self.block_tables, self.block_size, len(prefix))
-        shared = shared_pairs(pairs, self.num_single)
-        rest = plan_shared(pairs, shared, self.query_start, room=len(prefix))
-        whole = with_common_prefix(prefix, rest, len(self.requests), int(self.query_start[-1]), self.block_size)
-        return None if whole is None else (whole, plan_unique(pairs, shared))
-
+from vllm_gaudi_ucm.batch.sharing import CachedContexts, SharedPlan, UniquePlan
 
 NO_TAILS: NDArray[np.int64] = np.zeros(0, np.int64)
 """Of a step in which no request has more rows that choose together than an ordinary graph holds."""
@@ -220,3 +138,207 @@ def _plan_causal(
             hi = min(lo + causal_slice, stop)
             slices.append((lo, hi, start, hi))
     return CausalPlan(groups, slices)
+
+
+# Each appended block costs a few copies and a search; planning anew costs as much as about this many.
+MAX_APPENDED = 8
+
+
+class SteadyPlanner:
+    """`plan_batch` with a memory of one step.
+
+    A step is steady if every request has one new token, one token more computed than in the step before, and the same
+    blocks but for appended ones. This is checked against the arrays, never assumed; any other step is planned anew.
+    Successive plans share the arrays that did not change, so nobody may write to a plan.
+
+    Args:
+        block_size: tokens per cache block.
+        causal_slice: query rows per causal slice.
+    """
+
+    def __init__(self, block_size: int, causal_slice: int = 512) -> None:
+        self._block_size = block_size
+        self._causal_slice = causal_slice
+        self._decode: _SteadyDecode | None = None
+
+    def plan(self, batch: BatchInput, selection: SelectionInput | None = None) -> UnifiedPlan:
+        """What `plan_batch(batch, block_size, causal_slice, selection)` returns."""
+        decode, self._decode = self._decode, None
+        if selection is not None:
+            # which blocks compete changes from step to step
+            return plan_batch(batch, self._block_size, self._causal_slice, selection)
+        plan = None if decode is None else decode.advance(batch)
+        if plan is None:
+            plan = plan_batch(batch, self._block_size, self._causal_slice)
+            only_decodes = 0 < plan.num_single == plan.num_rows == len(plan.logits_rows)
+            decode = _SteadyDecode(plan, batch.block_tables.copy(), self._block_size) if only_decodes else None
+        self._decode = decode
+        return plan
+
+
+class _SteadyDecode:
+    """The plan of a step of single rows that all yield logits, to be moved by one token at a time.
+
+    Once `advance` has returned None, the object is spent.
+
+    Args:
+        plan: the plan to begin with.
+        block_tables: [requests, width] of its batch; written to later.
+        block_size: tokens per cache block.
+    """
+
+    def __init__(self, plan: UnifiedPlan, block_tables: NDArray[np.int32], block_size: int) -> None:
+        self._plan = plan
+        self._block_tables = block_tables
+        self._block_size = block_size
+        self._tails: NDArray[np.int64] | None = None
+        # steps until some request needs a block
+        self._steps_in_blocks = block_size - 1 - int((plan.positions % block_size).max())
+
+    def advance(self, batch: BatchInput) -> UnifiedPlan | None:
+        """The plan of the next step, or None if `batch` is no continuation that can be planned here."""
+        positions = self._plan.positions + 1
+        if not self._continues(batch, positions):
+            return None
+        if self._tails is None:
+            self._tails = self._find_tails()
+        unique = self._plan.unique
+        if self._tails is None or unique is None:
+            return None
+        slots = self._plan.slots + 1
+        if self._steps_in_blocks:
+            self._steps_in_blocks -= 1
+        else:
+            offsets = positions % self._block_size
+            unique = self._append_blocks(unique, batch.block_tables, offsets, slots)
+            self._steps_in_blocks = self._block_size - 1 - int(offsets.max())
+        if unique is None or np.count_nonzero(batch.block_tables != self._block_tables):
+            return None
+        hi = unique.hi.copy()
+        hi[self._tails] += 1
+        self._plan = self._plan._replace(positions=positions, slots=slots, unique=UniquePlan(*unique[:3], hi))
+        return self._plan
+
+    def _continues(self, batch: BatchInput, positions: NDArray[np.int64]) -> bool:
+        """Whether each request has one token at its next position, the last that is known of it."""
+        return batch.block_tables.shape == self._block_tables.shape and not (
+            np.count_nonzero(batch.num_computed != positions)
+            or np.count_nonzero(batch.num_scheduled != 1)
+            or np.count_nonzero(batch.num_tokens > positions + 1)
+        )
+
+    def _find_tails(self) -> NDArray[np.int64] | None:
+        """[requests] entry of each request's last block in the unique part; None if some last block is shared."""
+        unique = self._plan.unique
+        if unique is None:
+            return None
+        tails = np.bincount(unique.rows, minlength=self._plan.num_rows).cumsum() - 1
+        is_last = unique.blocks[tails] == self._plan.slots // self._block_size
+        return tails if is_last.all() else None
+
+    def _append_blocks(
+        self, unique: UniquePlan, block_tables: NDArray[np.int32], offsets: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> UniquePlan | None:
+        """Adds an empty entry for each row at offset 0, whose block begins now, and corrects its slot.
+
+        None if there are many, or if another request has one of these blocks, which would make it shared.
+        """
+        assert self._tails is not None
+        begins = offsets == 0
+        rows = begins.nonzero()[0]
+        if len(rows) > MAX_APPENDED:
+            return None
+        columns = self._plan.positions[rows] // self._block_size + 1
+        blocks = block_tables[rows, columns]
+        for block in blocks.tolist():
+            if np.count_nonzero(block_tables == block) > 1:
+                return None
+        self._block_tables[rows, columns] = blocks
+        slots[rows] = blocks * np.int64(self._block_size)
+        at = (self._tails[rows] + 1).tolist()
+        self._tails = self._tails + begins.cumsum()
+        return UniquePlan(
+            blocks=_insert(unique.blocks, at, blocks),
+            rows=_insert(unique.rows, at, rows),
+            lo=np.zeros(len(unique.lo) + len(at), np.int32),
+            hi=_insert(unique.hi, at, np.zeros(len(at), np.int32)),
+        )
+
+
+def _insert(array: NDArray, at: Sequence[int], values: NDArray) -> NDArray:
+    """`values[i]` before entry `at[i]`, ascending; a quarter of the time of numpy's own for a few values."""
+    pieces = []
+    begin = 0
+    for index, end in enumerate(at):
+        pieces.append(array[begin:end])
+        pieces.append(values[index : index + 1])
+        begin = end
+    pieces.append(array[begin:])
+    return np.concatenate(pieces)
+
+
+def divide_batch(
+    batch: BatchInput, block_size: int, max_shared_blocks: int, alone: Collection[int] = ()
+) -> list[NDArray[np.int64]]:
+    """Indices of requests that fit one step each: one group, unless contexts have too many shared blocks, or a request
+    has to run `alone` (indices into the batch).
+
+    Requests keep their order: vLLM lets a request find blocks in the cache that one scheduled before it fills in the
+    same step, and those that use the same blocks mostly stay together. Each group takes as many as fit; a request alone
+    always does (`Limits` makes sure).
+    """
+    if not len(alone):
+        return _divide_by_blocks(batch, block_size, max_shared_blocks)
+    apart, groups = set(alone), []
+    # a request that runs alone is a run of its own, whatever its neighbours are
+    for number, run in groupby(range(len(batch.num_scheduled)), lambda index: index if index in apart else -1):
+        index = np.array(list(run))
+        if number in apart:
+            groups.append(index)
+        else:
+            groups += [index[group] for group in _divide_by_blocks(batch.take(index), block_size, max_shared_blocks)]
+    return groups
+
+
+def _divide_by_blocks(batch: BatchInput, block_size: int, max_shared_blocks: int) -> list[NDArray[np.int64]]:
+    everything = np.arange(len(batch.num_scheduled))
+    tokens = batch.num_computed + (batch.num_scheduled == 1)
+    num_blocks = -(-tokens // block_size)
+    if int(num_blocks.sum()) <= max_shared_blocks:
+        return [everything]
+    if _shared_blocks(batch, num_blocks) <= max_shared_blocks:
+        return [everything]
+    groups: list[list[int]] = [[]]
+    use = _Use(set(), set())
+    for index in everything.tolist():
+        blocks = set(batch.block_tables[index, : num_blocks[index]].tolist())
+        rows = int(batch.num_scheduled[index])
+        shared = use.newly_shared(blocks, rows)
+        if groups[-1] and len(use.shared) + len(shared) > max_shared_blocks:
+            groups.append([])
+            use = _Use(set(), set())
+            shared = use.newly_shared(blocks, rows)
+        groups[-1].append(index)
+        use.shared.update(shared)
+        use.any.update(blocks)
+    return [np.array(group) for group in groups]
+
+
+class _Use(NamedTuple):
+    """Blocks that the requests of a group use: any of them, and those that more than one row does."""
+
+    any: set[int]
+    shared: set[int]
+
+    def newly_shared(self, blocks: set[int], rows: int) -> set[int]:
+        """Which become shared once a request of so many rows uses `blocks` as well."""
+        return (blocks if rows > 1 else blocks & self.any) - self.shared
+
+
+def _shared_blocks(batch: BatchInput, num_blocks: NDArray[np.int32]) -> int:
+    """Distinct blocks that more than one row uses: all of a request with several rows, and those of two requests."""
+    column = np.arange(batch.block_tables.shape[1])
+    used = batch.block_tables[column < num_blocks[:, None]]
+    several = np.repeat(batch.num_scheduled > 1, num_blocks)
+    blocks, counts = np.unique(used, return_counts=True)
+    return int(((counts > 1) | np.isin(blocks, used[several])).sum())

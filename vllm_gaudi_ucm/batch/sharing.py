@@ -1,4 +1,4 @@
-"""Cached blocks that more than one row uses, gathered into groups of blocks with equal users."""
+"""Cached blocks of a step: those that more than one row uses, in groups with equal users, and those of one row."""
 
 from __future__ import annotations
 
@@ -261,3 +261,72 @@ def with_common_prefix(
     rest.blocks[:count] = prefix
     rest.hi[:, :count] = block_size
     return rest._replace(groups=[(np.arange(num_rows), 0, count), *rest.groups])
+
+
+class UniquePlan(NamedTuple):
+    """Cached blocks that exactly one row uses; that row is always a single row."""
+
+    blocks: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    lo: NDArray[np.int32]
+    hi: NDArray[np.int32]
+
+
+def plan_unique(pairs: ContextPairs, shared: SharedPairs) -> UniquePlan | None:
+    """The pairs that are not shared, in the order of the pairs."""
+    if len(shared.pair) == len(pairs.block):
+        return None
+    if len(shared.pair):
+        unique = np.ones(len(pairs.block), np.bool_)
+        unique[shared.pair] = False
+        pairs = pairs.take(unique.nonzero()[0])
+    # a single row is the only row of its request and single rows come first: its row is its request's flat position
+    return UniquePlan(pairs.block.astype(np.int64), pairs.request, np.zeros(len(pairs.hi), np.int32), pairs.hi)
+
+
+CachedParts = tuple[SharedPlan | None, UniquePlan | None]
+
+
+class CachedContexts(NamedTuple):
+    """What decides the division; requests in flat order.
+
+    context: int64 [requests] cached tokens that the rows of a request see.
+    requests: int64 [requests] row of `block_tables` of each request.
+    block_tables: int32 [requests, width] physical block ids.
+    query_start: int64 [requests + 1] first row of each request.
+    num_single: requests [0, num_single) have one row, the others more.
+    block_size: tokens per cache block.
+    left_out: bool [requests, width] blocks of `block_tables` that are attended by choice (or not at all), if any.
+    """
+
+    context: NDArray[np.int64]
+    requests: NDArray[np.int64]
+    block_tables: NDArray[np.int32]
+    query_start: NDArray[np.int64]
+    num_single: int
+    block_size: int
+    left_out: NDArray[np.bool_] | None = None
+
+    def plan(self) -> CachedParts:
+        return self._plan_behind_prefix() or self._plan_all()
+
+    def _plan_all(self) -> CachedParts:
+        pairs = context_pairs(self.context, self.requests, self.block_tables, self.block_size, left_out=self.left_out)
+        shared = shared_pairs(pairs, self.num_single)
+        return plan_shared(pairs, shared, self.query_start), plan_unique(pairs, shared)
+
+    def _plan_behind_prefix(self) -> CachedParts | None:
+        """Blocks at the head of all contexts are shared by all rows: they take no part in the search for shared ones.
+
+        None if there is no such block, or if all rows use others as well, which belong to the same group.
+        """
+        if len(self.requests) < 2 or self.left_out is not None:
+            return None
+        prefix = common_prefix(self.context, self.block_tables, self.block_size)
+        if not len(prefix):
+            return None
+        pairs = context_pairs(self.context, self.requests, self.block_tables, self.block_size, len(prefix))
+        shared = shared_pairs(pairs, self.num_single)
+        rest = plan_shared(pairs, shared, self.query_start, room=len(prefix))
+        whole = with_common_prefix(prefix, rest, len(self.requests), int(self.query_start[-1]), self.block_size)
+        return None if whole is None else (whole, plan_unique(pairs, shared))

@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-
-NO_BLOCKS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class StepShape(NamedTuple):

@@ -37,6 +37,11 @@ class RecipeStages:
 
             self._recorder = RecipeRecorder(check, device_type=device_type, report=self._report)
 
+    @property
+    def are_cut(self) -> bool:
+        """Whether a region has an effect: the device accumulates work, or recipes are recorded."""
+        return self._recorder is not None or self._device.kind == "hpu"
+
     @contextmanager
     def __call__(self, label: str) -> Iterator[None]:
         self._device.end_recipe()

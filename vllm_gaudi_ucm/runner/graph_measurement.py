@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vllm_gaudi_ucm.execution.bucket_choice import cost_model, server_limits
-from vllm_gaudi_ucm.execution.static_execution import StaticExecution
+from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.factory import runner_maker
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import check_budget
@@ -97,7 +97,7 @@ def _measure(
     free = device.memory().free
     make_runner = runner_maker(kind)
     executions = [
-        StaticExecution(
+        BucketedExecution(
             model,
             ready,
             config.attention.causal_slice,
@@ -118,15 +118,15 @@ def _measure(
     return measured, buffers
 
 
-def _runs(executions: list[StaticExecution], ready: ReadyBuckets) -> Iterator[Callable[[], object]]:
+def _runs(executions: list[BucketedExecution], ready: ReadyBuckets) -> Iterator[Callable[[], object]]:
     """Each makes a graph, of all models that have such a one; the target is the first of `executions`."""
 
-    def of_all(run: Callable[[StaticExecution], object]) -> Callable[[], object]:
+    def of_all(run: Callable[[BucketedExecution], object]) -> Callable[[], object]:
         return lambda: [run(execution) for execution in executions]
 
     for shape in reversed(ready.buckets.forward):
-        yield of_all(partial(StaticExecution.warm_forward, shape=shape))
-    yield of_all(partial(StaticExecution.warm_logits, rows=ready.maximum[1]))
+        yield of_all(partial(BucketedExecution.warm_forward, shape=shape))
+    yield of_all(partial(BucketedExecution.warm_logits, rows=ready.maximum[1]))
     tails = executions[0].tails
     for shape in () if tails is None else tails.shapes:
         yield partial(executions[0].warm_tail, shape)
@@ -151,7 +151,7 @@ def _largest_buckets(limits: Limits, cost: CostModel) -> BucketSet:
     return BucketSet([decodes], [], limits, cost)
 
 
-def _sampling_bytes(execution: StaticExecution, vllm_config: VllmConfig) -> int:
+def _sampling_bytes(execution: BucketedExecution, vllm_config: VllmConfig) -> int:
     """Logits of divided steps (float32), and the history that penalties read (int32), for every request."""
     logits = execution.logits_width * (1 + vllm_config.num_speculative_tokens)
     return 4 * execution.max_logits * (logits + vllm_config.model_config.max_model_len)

@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
 from vllm_gaudi_ucm.batch.request_table import RequestTable
-from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
 from vllm_gaudi_ucm.connector.transfer_config import OURS
 from vllm_gaudi_ucm.device.step_activity import StepActivity
 from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
+from vllm_gaudi_ucm.execution.bucketed_execution import tail_shapes
 from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.execution.execution import Execution
 from vllm_gaudi_ucm.execution.graph_kind import GraphKind
-from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
-from vllm_gaudi_ucm.execution.packed_weights import pack_linear_layers
-from vllm_gaudi_ucm.execution.tail_graphs import tail_shapes
-from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
+from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs, TrueShapeExecution
 from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache
 from vllm_gaudi_ucm.kv_cache.attention_layers import bind_kv_caches, kv_cache_specs
+from vllm_gaudi_ucm.layers.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
@@ -32,9 +31,7 @@ from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.setup import make_proposer, make_sparse_worker, refuse_other_layers
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
-from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
-from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch
-from vllm_gaudi_ucm.sampling.token_sampler import TokenSampler, VllmSampler
+from vllm_gaudi_ucm.sampling.sampling import NanCounter, PromptLogprobs, SamplingBatch, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.speculation.verification import Verification
 from vllm_gaudi_ucm.vllm_api.model import get_model

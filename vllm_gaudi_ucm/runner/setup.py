@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig, UcmConfig
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.execution.native_graphs import NativeGraphs
+    from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs
     from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer

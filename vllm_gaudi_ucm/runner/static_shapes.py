@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
+from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, DividedLogits
+from vllm_gaudi_ucm.execution.graph_manager import Stage
 from vllm_gaudi_ucm.execution.recipe_cache import log_cache_hits
 from vllm_gaudi_ucm.execution.recipe_stages import RecipeStages
-from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
 from vllm_gaudi_ucm.graphs.runners.factory import runner_maker
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
@@ -77,21 +78,26 @@ class StaticShapes:
         self._reasons: set[str] = set()
         self._compiled = device.compilations()
         self.stages = RecipeStages(device, config.graphs.recipe_check, tensors_on.type, metrics.recipe)
+        stage: Stage = self.stages if self.stages.are_cut else nullcontext
+        # whether `begin_step` and `end_step` have anything to do
+        self.follows_steps = config.graphs.warm_up == "idle" or device.kind == "hpu"
         ready = ReadyBuckets(buckets, usage)
         # the graphs of both models may share memory: one runs at a time
         make_runner = runner_maker(kind)
 
-        def make_execution(model: Decoder, stage: Stage, sparse: SparseWorker | None) -> StaticExecution:
+        def make_execution(model: Decoder, stage: Stage, sparse: SparseWorker | None) -> BucketedExecution:
             causal_slice, pins = config.attention.causal_slice, device.pins_host_memory
             attention = choose_static_implementation(config.attention.implementation, tensors_on.type)
-            return StaticExecution(model, ready, causal_slice, tensors_on, make_runner, stage, pins, sparse, attention)
+            return BucketedExecution(
+                model, ready, causal_slice, tensors_on, make_runner, stage, pins, sparse, attention
+            )
 
-        self.execution = make_execution(decoder, self.stages, sparse)
+        self.execution = make_execution(decoder, stage, sparse)
         self.draft_model: DraftModelGraphs | None = None
         if draft_model is not None:
-            self.draft_model = DraftModelGraphs(lambda stage: make_execution(draft_model, stage, None), self.stages)
-        self.divided_logits = DividedLogits(self.execution, tensors_on, self.stages)
-        self.sampler = StaticSampler(vllm_config, tensors_on, buckets.limits.max_num_seqs, self.stages, self.bypassed)
+            self.draft_model = DraftModelGraphs(lambda stage: make_execution(draft_model, stage, None), stage)
+        self.divided_logits = DividedLogits(self.execution, tensors_on, stage)
+        self.sampler = StaticSampler(vllm_config, tensors_on, buckets.limits.max_num_seqs, stage, self.bypassed)
         self._report = WarmUpReport(logger)
         self._warm_up = WarmUp(
             ready,
@@ -113,6 +119,7 @@ class StaticShapes:
             if self._config.warm_up == "full":
                 self._warm_up.run_all()
         self.stages.seal()
+        self._metrics.waits(self._idle.waits, self._idle.waited_seconds)
         self._compiled = self._device.compilations()
         if self._config.warm_up == "idle":
             logger.info("%s; the rest is warmed while the engine is idle", summary_line(self.summary()))
@@ -127,7 +134,7 @@ class StaticShapes:
         return self._warm_up.summary()
 
     def begin_step(self) -> None:
-        """Before a step: nothing is warmed until `end_step`."""
+        """Before a step: nothing is warmed until `end_step`. Only where `follows_steps`, as `end_step`."""
         self._idle.begin_step()
 
     def end_step(self) -> None:

@@ -1,7 +1,8 @@
-"""One step: scheduler output in, sampled tokens out. Each stage of it is a file of its own beside this one."""
+"""One step: scheduler output in, sampled tokens out, and a record of what it was."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,30 +10,99 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, BatchInput, CausalPlan, UnifiedPlan
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, in_slot_order
+from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
+from vllm_gaudi_ucm.batch.sharing import SharedPlan
+from vllm_gaudi_ucm.execution.execution import StepShape
+from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
-from vllm_gaudi_ucm.runner.step_record import StepClock
-from vllm_gaudi_ucm.sampling.token_sampler import Grammar, SampledTokens
+from vllm_gaudi_ucm.sampling.sampling import Grammar, SampledTokens
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP
 from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
-from vllm_gaudi_ucm.speculation.step_logits import StepLogits
+from vllm_gaudi_ucm.speculation.verification import StepLogits
 from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
     from vllm_gaudi_ucm.batch.request_table import RequestTable
-    from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
-    from vllm_gaudi_ucm.execution.execution import Execution, StepShape
+    from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-    from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
-    from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch
+    from vllm_gaudi_ucm.sampling.sampling import NanCounter, PromptLogprobs, SamplingBatch
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
     from vllm_gaudi_ucm.speculation.verification import Verification
     from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
+
+
+class StepClock:
+    """Times the three stages of one step on the host's clock, in milliseconds."""
+
+    def __init__(self) -> None:
+        self._marks = [time.perf_counter()]
+
+    def skip(self, seconds: float) -> None:
+        """So long something ran that is no part of the step's stages."""
+        self._marks[-1] += seconds
+
+    def planned(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    computed = planned
+
+    def sampled(self, took_part: bool = True) -> None:
+        """The end; a division of a step that others followed took no part in sampling."""
+        self._marks.append(time.perf_counter() if took_part else self._marks[-1])
+
+    def record(self, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
+        """block_size: tokens of a block, which a selected block has all of."""
+        plan_ms, forward_ms, sample_ms = (1e3 * np.diff(self._marks)).tolist()
+        return StepRecord(
+            step=step,
+            bucket=shape.true,
+            padded=shape.padded,
+            requests=len(plan.requests),
+            prompts=len(plan.requests) - plan.num_single,
+            tokens=plan.num_rows,
+            causal_pairs=_causal_pairs(plan.causal),
+            shared_pairs=_shared_pairs(plan.shared, plan.row_requests),
+            unique_pairs=0 if plan.unique is None else int((plan.unique.hi - plan.unique.lo).sum()),
+            plan_ms=plan_ms,
+            forward_ms=forward_ms,
+            sample_ms=sample_ms,
+            selected_pairs=_selected_pairs(plan.selection, block_size),
+            sparse=0 if plan.selection is None else len(plan.selection.counts),
+            tail=int(shape.tail),
+        )
+
+
+def _selected_pairs(plan: SelectionPlan | None, block_size: int) -> int:
+    return 0 if plan is None else int(plan.counts @ plan.num_rows) * block_size
+
+
+def _causal_pairs(plan: CausalPlan | None) -> int:
+    """Row i of a request's n new rows sees i + 1 of them."""
+    if plan is None:
+        return 0
+    sizes = np.bincount(plan.groups[plan.groups >= 0])
+    return int((sizes * (sizes + 1) // 2).sum())
+
+
+def _shared_pairs(plan: SharedPlan | None, row_requests: NDArray[np.int64]) -> int:
+    """Group by group: of the table of requests and blocks most is nobody's where many have blocks of their own."""
+    pairs = 0
+    for rows, begin, end in () if plan is None else plan.groups:
+        requests, num_rows = row_requests[rows[:1]], np.array([len(rows)])
+        if row_requests[rows[-1]] != requests[0]:  # rows ascend
+            requests, num_rows = np.unique(row_requests[rows], return_counts=True)
+        assert plan is not None
+        seen = plan.hi[requests, begin:end] - plan.lo[requests, begin:end]
+        pairs += int(seen.sum(axis=1) @ num_rows)
+    return pairs
+
 
 PARTIAL_LOAD = "what is left of a prompt that was loaded in part runs alone"
 
@@ -85,13 +155,14 @@ class StepRunner:
     def __post_init__(self) -> None:
         self._computed: _ComputedStep | None = None
         self._drafts: DraftTokenIds | None = None
+        self._followed_by = self.static if self.static is not None and self.static.follows_steps else None
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Computes a step up to its logits. None: `sample_tokens` gives the output."""
-        if self.static is not None:
+        if self._followed_by is not None:
             # may wait for a graph that is being warmed, which is no part of the step's times
-            self.static.begin_step()
+            self._followed_by.begin_step()
         clock = StepClock()
         self.requests.update(scheduler_output)
         if self.sparse is not None:
@@ -105,11 +176,13 @@ class StepRunner:
             clock.skip(self.transfer.work.last_seconds)
         if not scheduler_output.total_num_scheduled_tokens:
             transferred = None if self.transfer is None else self.transfer.finish()
-            if self.static is not None:
-                self.static.end_step()
+            if self._followed_by is not None:
+                self._followed_by.end_step()
             return ModelRunnerOutput.with_kv_conn_output_only(transferred)
-        drafts = StepDrafts.of(scheduler_output)
-        self.requests.write_drafts(drafts.tokens)
+        drafts = StepDrafts({}, scheduler_output.num_scheduled_tokens)
+        if scheduler_output.scheduled_spec_decode_tokens:
+            drafts = StepDrafts.of(scheduler_output)
+            self.requests.write_drafts(drafts.tokens)
         requests, batch = self.requests.scheduled(drafts.num_scheduled)
         yields = batch.num_computed + batch.num_scheduled >= batch.num_tokens
         self.sampling.sync([requests[index] for index in yields.nonzero()[0].tolist()])
@@ -185,8 +258,8 @@ class StepRunner:
         output.kv_connector_output = transferred
         if self.sparse is not None:
             self.sparse.attach_report(output)
-        if self.static is not None:
-            self.static.end_step()
+        if self._followed_by is not None:
+            self._followed_by.end_step()
         return output
 
     def _finish_transfer(self) -> KVConnectorOutput | None:

@@ -1,23 +1,34 @@
-"""vLLM's own sampler over the rows that yield logits: keeps its batch and metadata in step with the requests."""
+"""Logits to tokens: the sampler's batch, the protocol of samplers with vLLM's own, and the scores of prompt tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest
+from vllm_gaudi_ucm.execution.execution import Execution
 from vllm_gaudi_ucm.vllm_api.compat import raise_if_nan_logits
 from vllm_gaudi_ucm.vllm_api.sampling import (
     BatchUpdate,
     LogitsProcessors,
     MoveDirectionality,
+    Sampler,
     SamplingMetadata,
+    apply_grammar_bitmask,
     build_logitsprocs,
 )
+from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists, LogprobsTensors
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
+    from vllm_gaudi_ucm.vllm_api.worker import InputBatch
 
 
 class SamplingBatch:
@@ -186,3 +197,113 @@ class NanCounter:
         """The counts since the last call, None where nobody wants them."""
         counts, self._counts = self._counts, {}
         return counts if envs.VLLM_COMPUTE_NANS_IN_LOGITS else None
+
+
+class SampledTokens(NamedTuple):
+    """One list of token ids for each slot of the batch, and logprobs where a request asked for them."""
+
+    tokens: list[list[int]]
+    logprobs: LogprobsLists | None
+
+
+class Grammar(NamedTuple):
+    """What vLLM says of the step's structured outputs."""
+
+    scheduler_output: SchedulerOutput
+    output: GrammarOutput
+
+
+class TokenSampler(Protocol):
+    """Samples the requests of a batch; what one does is defined by vLLM's `Sampler`."""
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None) -> SampledTokens:
+        """logits: float32 [at least slots, vocabulary], row i of slot i; changed in place."""
+
+
+class VllmSampler:
+    """vLLM's sampler on the device, at the true number of rows."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None) -> SampledTokens:
+        if not batch.slots:
+            return SampledTokens([], None)
+        logits = logits[: len(batch.slots)]
+        if grammar is not None:
+            # all that vLLM's helper reads of its third argument is `req_ids`
+            apply_grammar_bitmask(*grammar, cast("InputBatch", batch), logits)
+        sampled = self._sampler(logits, batch.metadata)
+        logprobs = sampled.logprobs_tensors
+        return SampledTokens(sampled.sampled_token_ids.tolist(), None if logprobs is None else logprobs.tolists())
+
+
+class PromptLogprobs:
+    """Scores the prompt rows of requests that ask for it.
+
+    Args:
+        execution: gives the logits of any rows of the step that ran last.
+        sampler: vLLM's; its gather is what sampled tokens use too.
+        vocab_size: scores per row where a request asks for all (-1).
+        as_logits: return logits instead of logprobs (`--logprobs-mode` raw_logits or processed_logits; prompt tokens
+            pass no processor, so raw and processed are one).
+        on_host: score on the host: what depends on a request's number of logprobs would be a new shape on the device.
+    """
+
+    def __init__(
+        self, execution: Execution, sampler: Sampler, vocab_size: int, as_logits: bool, on_host: bool = False
+    ) -> None:
+        self._execution = execution
+        self._sampler = sampler
+        self._vocab_size = vocab_size
+        self._as_logits = as_logits
+        self._on_host = on_host
+
+    @staticmethod
+    def wanted(request: LiveRequest) -> bool:
+        return request.sampling_params.prompt_logprobs is not None and not request.prompt_scored
+
+    def score(self, request: LiveRequest, rows: range, first: int) -> LogprobsTensors | None:
+        """Scores one chunk.
+
+        Args:
+            request: whose prompt it is.
+            rows: the request's rows of this step.
+            first: position of the first of these rows.
+
+        Returns:
+            The scores of the whole prompt once its last token is computed, else None: vLLM takes them together with
+            the first sampled token.
+        """
+        prompt = request.prompt_token_ids
+        wanted = request.sampling_params.prompt_logprobs
+        assert wanted is not None
+        if request.prompt_logprobs is None:
+            width = self._vocab_size if wanted == -1 else wanted
+            request.prompt_logprobs = LogprobsTensors.empty_cpu(len(prompt) - 1, width + 1)
+        # row at position p scores the prompt token at p + 1
+        count = min(len(rows), len(prompt) - 1 - first)
+        for lo in range(0, count, self._execution.max_logits):
+            piece = rows[lo : min(lo + self._execution.max_logits, count)]
+            position = first + lo
+            self._score_rows(request.prompt_logprobs, piece, prompt[position + 1 : position + 1 + len(piece)], position)
+        if first + len(rows) < len(prompt):
+            return None
+        scores, request.prompt_logprobs = request.prompt_logprobs, None
+        # a preempted request computes its prompt again; its scores are delivered once
+        request.prompt_scored = True
+        return scores
+
+    def _score_rows(self, into: LogprobsTensors, rows: range, targets: list[int], first: int) -> None:
+        logits = self._execution.logits(np.array(rows, np.int64))
+        logits = (logits.cpu() if self._on_host else logits)[: len(rows)]
+        scores = logits if self._as_logits else self._sampler.compute_logprobs(logits)
+        width = into.logprobs.shape[1] - 1
+        token_ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+        # vLLM compiles a part of this for the platform's device, whose shapes these are not
+        with torch.compiler.set_stance("force_eager") if self._on_host else nullcontext():
+            found = self._sampler.gather_logprobs(scores, width, token_ids)
+        place = slice(first, first + len(targets))
+        into.logprob_token_ids[place].copy_(found.logprob_token_ids)
+        into.logprobs[place].copy_(found.logprobs)
+        into.selected_token_ranks[place].copy_(found.selected_token_ranks)

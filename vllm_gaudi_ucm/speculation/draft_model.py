@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput
-from vllm_gaudi_ucm.batch.steady_plan import SteadyPlanner
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner
 from vllm_gaudi_ucm.vllm_api.model import get_model
 
 if TYPE_CHECKING:
@@ -20,8 +19,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
     from vllm_gaudi_ucm.execution.execution import Execution
-    from vllm_gaudi_ucm.execution.static_execution import Stage, StaticExecution
+    from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.speculation.proposer import SampledStep
 
@@ -167,7 +167,7 @@ class DraftModelGraphs:
         stage: the target's; the labels of a draft model's work say that it is the draft model's.
     """
 
-    def __init__(self, make_execution: Callable[[Stage], StaticExecution], stage: Stage) -> None:
+    def __init__(self, make_execution: Callable[[Stage], BucketedExecution], stage: Stage) -> None:
         self._target_stage = stage
         self.execution = make_execution(self._stage)
 
@@ -177,12 +177,12 @@ class DraftModelGraphs:
             return likeliest_tokens(logits)
 
     def warm_forward(self, shape: ForwardShape) -> None:
-        """See StaticExecution."""
+        """See BucketedExecution."""
         self.execution.warm_forward(shape)
 
     def warm_logits(self, rows: int) -> None:
         """The graph of so many logits rows, and the choice among them."""
         self.likeliest(self.execution.warm_logits(rows))
 
-    def _stage(self, label: str) -> AbstractContextManager[None]:
+    def _stage(self, label: str) -> AbstractContextManager[object]:
         return self._target_stage(f"{label}, draft model")

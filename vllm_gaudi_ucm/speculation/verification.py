@@ -1,22 +1,163 @@
-"""Verifies drafts position by position with the sampler of ordinary decodes."""
+"""Verifies drafts position by position with the sampler of ordinary decodes, over the logits of each position."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.sampling.token_sampler import Grammar, SampledTokens
-from vllm_gaudi_ucm.speculation.step_logits import grammar_at, join_logprobs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.sampling.sampling import Grammar, SampledTokens
+from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, LogprobsLists
 
 if TYPE_CHECKING:
-    import torch
-
-    from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
+    from vllm_gaudi_ucm.execution.bucketed_execution import DividedLogits
+    from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
-    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
-    from vllm_gaudi_ucm.sampling.token_sampler import TokenSampler
-    from vllm_gaudi_ucm.speculation.step_logits import StepLogits
+    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch, TokenSampler
+
+
+class StepLogits:
+    """Finds the rows of a position, and computes their logits when they are wanted.
+
+    Args:
+        execution: of the step.
+        drafts: of the step.
+        at_once: compute the logits of all positions in one call where it takes so many rows: the output head reads its
+            weights once. The rows of a position are then gathered, which static shapes have no graph for.
+    """
+
+    def __init__(self, execution: Execution, drafts: StepDrafts, at_once: bool) -> None:
+        self._execution = execution
+        self._drafts = drafts
+        self._at_once = at_once
+        self._divided: DividedLogits | None = None
+        self._first = torch.empty(0)
+        self._everything: torch.Tensor | None = None
+        self._row_of: dict[LiveRequest, int] = {}
+
+    def compute(self, requests: Sequence[LiveRequest], last_rows: NDArray[np.int64]) -> None:
+        """Computes position 0 of an undivided step.
+
+        requests: those that yield tokens, in the order of the sampler's slots. last_rows: int64, the last row of each.
+        """
+        counts = self._counts(requests)
+        rows = last_rows - counts
+        total = len(rows) + int(counts.sum())
+        if not counts.any():
+            self._first = self._execution.logits(rows)
+        elif self._at_once and total <= self._execution.max_logits:
+            starts = np.cumsum(counts + 1) - counts - 1
+            offsets = np.arange(total) - starts.repeat(counts + 1)
+            self._everything = self._execution.logits(rows.repeat(counts + 1) + offsets)
+            self._row_of = dict(zip(requests, starts.tolist(), strict=True))
+            self._first = self._everything[torch.from_numpy(starts).to(self._everything.device)]
+        else:
+            self._first = self._execution.logits(rows)
+            self._row_of = dict(zip(requests, rows.tolist(), strict=True))
+
+    def compute_division(
+        self,
+        requests: Sequence[LiveRequest],
+        last_rows: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        divided: DividedLogits,
+        num_slots: int,
+    ) -> None:
+        """Computes all positions of one division of a step; the next division overwrites its hidden states.
+
+        slots: int64, the sampler's slot of each request at position 0. num_slots: of the whole step.
+        """
+        self._divided = divided
+        counts = self._counts(requests)
+        for position in range(int(counts.max(initial=0)) + 1):
+            going_on = counts >= position
+            logits = self._execution.logits((last_rows - counts)[going_on] + position)
+            whole = divided.put(logits, slots[going_on], num_slots, position)
+            if not position:
+                self._first = whole
+        self._row_of.update(zip(requests, slots.tolist(), strict=True))
+
+    def at(self, position: int, slots: Sequence[LiveRequest]) -> torch.Tensor:
+        """float32 [at least len(slots), vocabulary], row i of slots[i]; valid until the next call."""
+        if not position:
+            return self._first
+        rows = np.array([self._row_of[request] for request in slots], np.int64)
+        if self._divided is not None:
+            return self._divided.take(rows, position)
+        if self._everything is not None:
+            return self._everything[torch.from_numpy(rows + position).to(self._everything.device)]
+        return self._execution.logits(rows + position)
+
+    def _counts(self, requests: Sequence[LiveRequest]) -> NDArray[np.int64]:
+        if not self._drafts.tokens:
+            return np.zeros(len(requests), np.int64)
+        return np.array([self._drafts.count(request.request_id) for request in requests], np.int64)
+
+
+def grammar_at(grammar: Grammar, position: int, req_ids: Collection[str]) -> Grammar | None:
+    """The grammar as of a step without drafts: one row per request of `req_ids` that has one, None if none has.
+
+    The scheduler fills a draft's row with what may follow the drafts before it, and those of -1 (see StepDrafts), which
+    are never reached, with everything. Source: vLLM's `StructuredOutputManager.grammar_bitmask`.
+    """
+    scheduled, output = grammar
+    drafts = scheduled.scheduled_spec_decode_tokens
+    if not drafts:
+        return grammar
+    names, lines, line = [], [], 0
+    for request_id in output.structured_output_request_ids:
+        if request_id in req_ids:
+            names.append(request_id)
+            lines.append(line + position)
+        line += 1 + len(drafts.get(request_id, ()))
+    if not names:
+        return None
+    return Grammar(
+        replace(scheduled, scheduled_spec_decode_tokens={}), GrammarOutput(names, output.grammar_bitmask[lines])
+    )
+
+
+def join_logprobs(positions: Sequence[tuple[Sequence[int], LogprobsLists | None]]) -> LogprobsLists | None:
+    """The tokens of request 0, then those of request 1, and so on, with the index of each request's first.
+
+    Positions differ in width as requests drop out that asked for more; what a narrower one lacks is padded with token 0
+    at -inf, which vLLM never reads, since it cuts every request to the width that it asked for.
+
+    Args:
+        positions: of each position the requests that it sampled (numbers, all of them at position 0), and their
+            logprobs, row i of request i of these; None where none of them asked.
+    """
+    if all(logprobs is None for _, logprobs in positions):
+        return None
+    if len(positions) == 1:
+        return positions[0][1]
+    requests = np.concatenate([np.array(members, np.int64) for members, _ in positions])
+    order = requests.argsort(kind="stable")
+    found = [_tables(len(members), logprobs) for members, logprobs in positions]
+    width = max(tokens.shape[1] for tokens, _, _ in found)
+    counts = np.bincount(requests)
+    return LogprobsLists(
+        np.concatenate([_widened(tokens, width, 0) for tokens, _, _ in found])[order],
+        np.concatenate([_widened(scores, width, -np.inf) for _, scores, _ in found])[order],
+        np.concatenate([ranks for _, _, ranks in found])[order],
+        [0, *counts.cumsum().tolist()],
+    )
+
+
+def _tables(rows: int, logprobs: LogprobsLists | None) -> tuple[NDArray, NDArray, NDArray]:
+    if logprobs is None:
+        return np.zeros((rows, 0), np.int32), np.zeros((rows, 0), np.float32), np.zeros(rows, np.int64)
+    return logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks
+
+
+def _widened(table: NDArray, width: int, pad: float) -> NDArray:
+    return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=pad)
 
 
 class Verification:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.execution.staging import Staging, true_shape
-from vllm_gaudi_ucm.execution.static_inputs import ForwardInputs, StaticInputs
-from vllm_gaudi_ucm.execution.step_metadata import step_metadata
-from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
+from vllm_gaudi_ucm.execution.bucketed_execution import is_tail, tail_shapes
+from vllm_gaudi_ucm.execution.decoder import step_metadata
+from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
+from vllm_gaudi_ucm.execution.step_tensors import StepInputs, TrueShapeTensors, true_shape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
@@ -117,7 +117,7 @@ class OneLayer:
             slots, parts, selection = inputs.slots, inputs.parts, inputs.selection
             summary_blocks = inputs.summary_blocks
         else:
-            staged = Staging(CPU, False, self.limits).stage(plan, np.zeros(rows, np.int64))
+            staged = TrueShapeTensors(CPU, False, self.limits).stage(plan, np.zeros(rows, np.int64))[0]
             slots, parts, selection = staged.slots, staged.parts, staged.selection
             summary_blocks = torch.from_numpy(chosen_of.summary_blocks)
         write_kv(key, value, self.keys, self.values, slots)
@@ -142,13 +142,13 @@ class OneLayer:
             self._name_chosen(seen, flat, plan, chosen)
         return seen
 
-    def _padded(self, plan: UnifiedPlan, summary_blocks: np.ndarray) -> ForwardInputs:
+    def _padded(self, plan: UnifiedPlan, summary_blocks: np.ndarray) -> StepInputs:
         """The step in a bucket that is somewhat larger, or in that of a tail."""
         shape = true_shape(plan, 0 if plan.unique is None else len(plan.unique.blocks))
         token_ids = np.zeros(plan.num_rows, np.int64)
         if self.tails is not None and is_tail(plan, self.max_rows):
             found = self.tails.lookup(shape)
-            tensor = self.tail_inputs.fill(found.step(0), plan, token_ids, summary_blocks)
+            tensor = self.tail_inputs.fill(found, plan, token_ids, summary_blocks)
             return self.tail_inputs.split(tensor, found)
         slack = shape._replace(
             query_len=shape.query_len + 3,
@@ -156,7 +156,7 @@ class OneLayer:
             unique_blocks=shape.unique_blocks + 2 * (shape.unique_blocks > 0),
             selected_blocks=shape.selected_blocks + 3 if shape.selected_blocks else 0,
         )
-        return self.inputs.split(self.inputs.fill(slack, plan, token_ids, summary_blocks), slack.forward)
+        return self.inputs.split(self.inputs.fill(slack.forward, plan, token_ids, summary_blocks), slack.forward)
 
     def _name_chosen(self, seen: dict[str, Seen], flat: list[Member], plan: UnifiedPlan, chosen: torch.Tensor) -> None:
         assert plan.selection is not None
@@ -199,8 +199,8 @@ class OneLayer:
         return BatchInput(computed, new, computed + new, tables)
 
 
-def _inputs(limits: Limits, choices: SelectionLimits) -> StaticInputs:
-    return StaticInputs(limits, 512, CPU, choices=choices)
+def _inputs(limits: Limits, choices: SelectionLimits) -> BucketTensors:
+    return BucketTensors(limits, 512, CPU, choices=choices)
 
 
 def select(

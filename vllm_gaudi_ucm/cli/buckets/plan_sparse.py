@@ -41,7 +41,7 @@ def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits
         raise ValueError("--max-selected-blocks and --sparse both say how many blocks are selected; leave one out")
     # torch and vLLM take seconds, which a plan without a sparse method need not
     from vllm_gaudi_ucm.config.ucm_config import block_options
-    from vllm_gaudi_ucm.execution.tail_graphs import tail_shapes
+    from vllm_gaudi_ucm.execution.bucketed_execution import tail_shapes
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 
     config = resolve_text(args.sparse)

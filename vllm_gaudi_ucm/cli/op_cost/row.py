@@ -16,8 +16,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.cli.op_cost.op_cost import Batch, full_work, least_work
-from vllm_gaudi_ucm.execution.staging import Staging, true_shape
-from vllm_gaudi_ucm.execution.static_inputs import StaticInputs
+from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
+from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors, true_shape
 from vllm_gaudi_ucm.graphs.cost.specs import ModelFigures, device_figures
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.operator_cost.operator_trace import VECTOR_WORK, OperatorTrace, trace
@@ -125,12 +125,12 @@ class LayerCost:
 
 def step_parts(plan: UnifiedPlan) -> AttentionParts:
     """A step at its true shape."""
-    return Staging(META, False).stage(plan, np.zeros(plan.num_rows, np.int64)).parts
+    return TrueShapeTensors(META, False).stage(plan, np.zeros(plan.num_rows, np.int64))[0].parts
 
 
 def bucket_parts(shape: ForwardShape, limits: Limits) -> AttentionParts:
     """A bucket, whatever step runs in it."""
-    inputs = StaticInputs(limits.dense, CAUSAL_SLICE, META)
+    inputs = BucketTensors(limits.dense, CAUSAL_SLICE, META)
     return inputs.split(inputs.fill_pads(shape), shape).parts
 
 

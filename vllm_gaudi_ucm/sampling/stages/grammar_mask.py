@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.execution.static_execution import Stage
-    from vllm_gaudi_ucm.sampling.token_sampler import Grammar
+    from vllm_gaudi_ucm.execution.graph_manager import Stage
+    from vllm_gaudi_ucm.sampling.sampling import Grammar
 
 WORD = 32
 """Tokens per int32 of a bitmask."""

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.vllm_api.compat import apply_penalties
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
-    from vllm_gaudi_ucm.execution.static_execution import Stage
+    from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.vllm_api.sampling import SamplingMetadata
 
 

@@ -12,8 +12,9 @@ from tests.batch.batches import Request, Step, lay_out, steps
 from tests.batch.expand import owners, shared_pairs, unique_pairs
 from tests.ops.batch import Batch
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches
-from vllm_gaudi_ucm.batch.batch_plan import UniquePlan, plan_batch
-from vllm_gaudi_ucm.execution.staging import SLICE_READ_LIMIT, ContiguousPa, StagedStep, Staging
+from vllm_gaudi_ucm.batch.batch_plan import plan_batch
+from vllm_gaudi_ucm.batch.sharing import UniquePlan
+from vllm_gaudi_ucm.execution.step_tensors import SLICE_READ_LIMIT, ContiguousPa, StepInputs, TrueShapeTensors
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, is_bounded
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
@@ -26,7 +27,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 def run_step(step: Step, contiguous_pa: ContiguousPa, causal_slice: int, seed: int = 0) -> Batch:
     """Stages a step over caches that hold NaN wherever no request has a token, block 0 included."""
     plan = plan_batch(step.batch_input(), step.block_size, causal_slice)
-    staged = Staging(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))
+    staged = TrueShapeTensors(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))[0]
     random = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -65,7 +66,7 @@ def test_every_row_gets_attention_over_its_own_past(
 @given(step=steps(), contiguous_pa=st.sampled_from(CHOICES))
 def test_the_bucket_is_the_true_shape(step: Step, contiguous_pa: ContiguousPa) -> None:
     plan = plan_batch(step.batch_input(), step.block_size)
-    staged = Staging(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))
+    staged, shape = TrueShapeTensors(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))
     causal = any(request.new > 1 for request in step.requests)
     shared = {step.place(request, position)[0] for _, request, position in shared_pairs(plan, step)}
     unique = {step.place(request, position)[0] for _, request, position in unique_pairs(plan, step)}
@@ -74,16 +75,16 @@ def test_the_bucket_is_the_true_shape(step: Step, contiguous_pa: ContiguousPa) -
     unique_blocks = len(unique) if gathers or not unique else max(unique) + 1
     logits = sum(request.behind == 0 for request in step.requests)
     rows = sum(request.new for request in step.requests)
-    reach = staged.bucket.causal_reach
+    reach = shape.causal_reach
     assert reach == ALL_TILES or (causal and is_bounded(rows, reach)), "steps of one tile have no bound"
-    assert staged.bucket == Bucket(phase, rows, len(shared), unique_blocks, logits, 0, reach)
+    assert shape == Bucket(phase, rows, len(shared), unique_blocks, logits, 0, reach)
 
 
 @given(step=steps(), contiguous_pa=st.sampled_from(CHOICES))
 def test_indices_are_never_negative_and_have_the_declared_types(step: Step, contiguous_pa: ContiguousPa) -> None:
     """covers: A10"""
     plan = plan_batch(step.batch_input(), step.block_size)
-    staged = Staging(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))
+    staged = TrueShapeTensors(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))[0]
     for tensor in _indices(staged):
         assert tensor.dtype == torch.int64
         assert tensor.is_contiguous()
@@ -94,7 +95,7 @@ def test_indices_are_never_negative_and_have_the_declared_types(step: Step, cont
     assert staged.parts.causal is None or staged.parts.causal.groups.dtype == torch.int32
 
 
-def _indices(staged: StagedStep) -> list[torch.Tensor]:
+def _indices(staged: StepInputs) -> list[torch.Tensor]:
     found = [staged.token_ids, staged.positions, staged.slots]
     if staged.parts.shared is not None:
         found += [staged.parts.shared.blocks, staged.parts.shared.row_spans]
@@ -121,7 +122,7 @@ def test_the_slice_is_read_while_it_costs_less_than_gathering(
     """Three blocks in use, the highest decides the slice. covers: A20"""
     step = Step([Request(2, 1) for _ in range(3)], [[1], [2], [top_block]], 4, top_block + 1)
     plan = plan_batch(step.batch_input(), 4)
-    unique = Staging(CPU, contiguous_pa).stage(plan, np.arange(3)).parts.unique
+    unique = TrueShapeTensors(CPU, contiguous_pa).stage(plan, np.arange(3))[0].parts.unique
     assert unique is not None
     assert (unique.blocks is None) == reads_slice
     assert len(unique.rows) == (top_block + 1 if reads_slice else 3)
@@ -132,7 +133,7 @@ def test_blocks_of_the_slice_that_nobody_uses_have_an_empty_range() -> None:
     requests = [Request(8, 1, prefix=1), Request(8, 1, prefix=1), Request(7, 5)]
     step = Step(requests, [[6, 2, 9], [6, 4, 8], [3, 1, 5]], 4, 10)
     plan = plan_batch(step.batch_input(), 4)
-    unique = Staging(CPU, True).stage(plan, np.arange(plan.num_rows)).parts.unique
+    unique = TrueShapeTensors(CPU, True).stage(plan, np.arange(plan.num_rows))[0].parts.unique
     assert unique is not None
     assert unique.hi.tolist() == [0, 0, 4, 0, 4, 0, 0, 0, 1, 1]
     assert not unique.lo.any()
@@ -142,16 +143,16 @@ def test_blocks_of_the_slice_that_nobody_uses_have_an_empty_range() -> None:
 
 def test_an_empty_plan_stages() -> None:
     step = lay_out([], 16, 0)
-    staged = Staging(CPU).stage(plan_batch(step.batch_input(), 16), np.arange(0))
-    assert staged.bucket == Bucket("---", 0, 0, 0, 0)
+    _, shape = TrueShapeTensors(CPU).stage(plan_batch(step.batch_input(), 16), np.arange(0))
+    assert shape == Bucket("---", 0, 0, 0, 0)
 
 
 def test_staging_keeps_nothing_of_the_step_before() -> None:
     """The same staging serves a large step, then a small one. covers: A9"""
-    staging = Staging(CPU, True)
+    staging = TrueShapeTensors(CPU, True)
     large, small = lay_out([Request(20, 1)] * 6, 4, 1), Step([Request(1, 1)], [[9]], 4, 10)
     plans = [plan_batch(step.batch_input(), 4) for step in (large, small, large)]
-    first, second, third = (staging.stage(plan, np.arange(plan.num_rows)) for plan in plans)
+    first, second, third = (staging.stage(plan, np.arange(plan.num_rows))[0] for plan in plans)
     assert second.parts.unique is not None
     assert second.parts.unique.hi.tolist() == [0] * 9 + [2]
     assert first.parts.unique is not None

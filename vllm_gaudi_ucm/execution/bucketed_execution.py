@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,31 +10,40 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_division import divide_batch
-from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
-from vllm_gaudi_ucm.execution.execution import NO_BLOCKS, StepShape
-from vllm_gaudi_ucm.execution.forward_graphs import ForwardGraphs
-from vllm_gaudi_ucm.execution.staging import true_shape
-from vllm_gaudi_ucm.execution.static_inputs import ForwardInputs, StaticInputs
-from vllm_gaudi_ucm.execution.step_metadata import step_metadata
-from vllm_gaudi_ucm.execution.tail_graphs import is_tail, tail_shapes
+from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, divide_batch
+from vllm_gaudi_ucm.execution.decoder import step_metadata
+from vllm_gaudi_ucm.execution.execution import StepShape
+from vllm_gaudi_ucm.execution.graph_manager import BucketTensors, ForwardGraphs, Stage
+from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs, true_shape
 from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShapes
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
-    from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShapes
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
-Stage = Callable[[str], AbstractContextManager[None]]
-"""A region of device work that becomes one recipe; the label names it in reports."""
+
+def tail_shapes(limits: Limits, choices: SelectionLimits | None) -> TailShapes | None:
+    """The shapes of a server's graphs for tails; None where nothing is loaded in part.
+
+    limits, choices: of the server; None: no sparse method.
+    """
+    if choices is None or not choices.tail_rows:
+        return None
+    return TailShapes(limits, choices.tail_rows, choices.live_blocks, choices.most)
 
 
-class StaticExecution:
+def is_tail(plan: UnifiedPlan, most_rows: int) -> bool:
+    """Whether a step needs such a graph: its choice has more rows than ordinary ones have room for, `most_rows`."""
+    return plan.selection is not None and bool((plan.selection.num_rows > most_rows).any())
+
+
+class BucketedExecution:
     """See Execution. Forward graphs are found by (phase, q, s, u), logits graphs by their rows alone.
 
     The forward graph leaves its hidden states in a buffer for the largest step and the logits graph reads rows of
@@ -54,7 +62,7 @@ class StaticExecution:
         device: where the model runs.
         make_runner: the kind of graphs.
         stage: entered around everything that runs on the device.
-        pin_memory: see StaticInputs.
+        pin_memory: see BucketTensors.
         sparse: a sparse method, where one is on.
         implementation: of attention, one that may run while a graph is captured.
     """
@@ -80,11 +88,12 @@ class StaticExecution:
         self._selects = choices is not None
         limits: Limits = ready.buckets.limits if self._selects else ready.buckets.limits.dense
         self._block_size, self._contiguous = limits.block_size, limits.contiguous
+        self._most_shared_blocks = ready.buckets.limits.most_shared_blocks
 
         def graphs(
             limits: Limits, choices: SelectionLimits | None, lookup: Callable[[Bucket], Bucket]
         ) -> ForwardGraphs:
-            inputs = StaticInputs(limits, causal_slice, device, pin_memory, choices)
+            inputs = BucketTensors(limits, causal_slice, device, pin_memory, choices)
             return ForwardGraphs(inputs, lookup, make_runner, self._compute, stage)
 
         self._ordinary = graphs(limits, choices, self._lookup)
@@ -108,7 +117,7 @@ class StaticExecution:
         return self._logits.shape[1]
 
     def divide(self, batch: BatchInput, tails: NDArray[np.int64] = NO_TAILS) -> list[NDArray[np.int64]]:
-        return divide_batch(batch, self._block_size, self.ready.buckets.limits.most_shared_blocks, tails.tolist())
+        return divide_batch(batch, self._block_size, self._most_shared_blocks, tails.tolist())
 
     def stage(
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
@@ -116,7 +125,7 @@ class StaticExecution:
         true = true_shape(plan, self._unique_blocks(plan))
         self._graphs = self._graphs_of(plan)
         padded = self._graphs.lookup(true)
-        self._graphs.fill(padded, plan, token_ids, summary_blocks)
+        self._graphs.fill(padded.forward, plan, token_ids, summary_blocks)
         self._shape = StepShape(true, padded, tail=self._graphs is not self._ordinary)
         return self._shape
 
@@ -168,7 +177,7 @@ class StaticExecution:
     def _lookup_tail(self, tails: TailShapes, step: Bucket) -> Bucket:
         return tails.lookup(step).step(self.ready.logits_rows(step.logits))
 
-    def _compute(self, inputs: ForwardInputs) -> None:
+    def _compute(self, inputs: StepInputs) -> None:
         metadata = step_metadata(
             inputs.slots,
             inputs.parts,
@@ -202,3 +211,66 @@ def _outputs(decoder: Decoder, limits: Limits, device: torch.device) -> tuple[to
         hidden.new_zeros((limits.max_num_batched_tokens, hidden.shape[1])),
         logits.new_zeros((limits.max_num_seqs, logits.shape[1])),
     )
+
+
+class DividedLogits:
+    """One buffer with a row for each slot, and one more for the padding of the parts; one more buffer for each draft.
+
+    Args:
+        execution: whose logits they are.
+        device: where they are.
+        stage: entered around device work.
+    """
+
+    def __init__(self, execution: BucketedExecution, device: torch.device, stage: Stage) -> None:
+        self._stage = stage
+        self._execution = execution
+        self._whole = [torch.zeros(execution.max_logits + 1, execution.logits_width, device=device)]
+        self._host = torch.zeros(execution.max_logits, dtype=torch.int64)
+        self._places: dict[int, torch.Tensor] = {}
+
+    def reserve(self, num_drafts: int) -> None:
+        """Allocates the buffers of so many drafts per request. Call it before anything is warmed."""
+        self._whole += [torch.zeros_like(self._whole[0]) for _ in range(num_drafts)]
+
+    def put(self, logits: torch.Tensor, slots: NDArray[np.int64], count: int, position: int = 0) -> torch.Tensor:
+        """Copies a part's rows [at least len(slots), vocabulary] to their slots.
+
+        position: of the drafts; 0 is the last certain token.
+
+        Returns the rows of all slots, `count` of them and padding up to a bucket, as far as they were put.
+        """
+        self._copy(logits, slots, self._whole[position])
+        return self._whole[position][: self._execution.logits_bucket(count)]
+
+    def take(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
+        """The rows of some slots, in this order, and padding up to a bucket: [at least len(slots), vocabulary]."""
+        return self._select(slots, self._execution.logits_bucket(len(slots)), self._whole[position])
+
+    def warm(self, logits: torch.Tensor) -> None:
+        """Executes the copies once for so many rows; what they leave is padding."""
+        self._copy(logits, np.zeros(0, np.int64), self._whole[0])
+        if len(self._whole) > 1 and len(logits):
+            self._select(np.zeros(0, np.int64), len(logits), self._whole[0])
+
+    def _copy(self, logits: torch.Tensor, slots: NDArray[np.int64], whole: torch.Tensor) -> None:
+        if not len(logits):
+            return
+        places = self._stage_places(slots, len(logits))
+        with self._stage("divided logits"):
+            whole.index_copy_(0, places, logits)
+
+    def _select(self, slots: NDArray[np.int64], rows: int, whole: torch.Tensor) -> torch.Tensor:
+        places = self._stage_places(slots, rows)
+        with self._stage("divided logits, drafts"):
+            return whole.index_select(0, places)
+
+    def _stage_places(self, slots: NDArray[np.int64], rows: int) -> torch.Tensor:
+        """int64 [rows] on the device: the slots and, behind them, the row of the padding."""
+        self._host[: len(slots)] = torch.from_numpy(slots)
+        self._host[len(slots) : rows] = len(self._whole[0]) - 1
+        places = self._places.get(rows)
+        if places is None:
+            places = self._places[rows] = torch.zeros(rows, dtype=torch.int64, device=self._whole[0].device)
+        places.copy_(self._host[:rows])
+        return places

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.batch.batches import Request, Step, lay_out, steps
 from tests.batch.expand import owners
-from tests.execution.test_staging import run_step
+from tests.execution.test_true_shape_tensors import run_step
 from tests.ops.batch import Batch
 from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.execution.staging import true_shape
-from vllm_gaudi_ucm.execution.static_inputs import ForwardInputs, StaticInputs
+from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
+from vllm_gaudi_ucm.execution.step_tensors import StepInputs, true_shape
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
@@ -41,11 +41,11 @@ class Static(NamedTuple):
     limits: Limits
     causal_slice: int
 
-    def inputs(self) -> StaticInputs:
-        return StaticInputs(self.limits, self.causal_slice, CPU)
+    def inputs(self) -> BucketTensors:
+        return BucketTensors(self.limits, self.causal_slice, CPU)
 
-    def fill(self, inputs: StaticInputs) -> torch.Tensor:
-        return inputs.fill(self.bucket, self.plan, np.arange(1000, 1000 + self.plan.num_rows))
+    def fill(self, inputs: BucketTensors) -> torch.Tensor:
+        return inputs.fill(self.bucket.forward, self.plan, np.arange(1000, 1000 + self.plan.num_rows))
 
 
 def server_limits(step: Step, contiguous: bool, rows: int, requests: int, blocks: int) -> Limits:
@@ -86,7 +86,7 @@ def static_steps(draw: st.DrawFn) -> Static:
     return Static(step, plan, shape.step(logits), limits, draw(st.sampled_from([1, 5, 512])))
 
 
-def in_bucket(static: Static, split: ForwardInputs) -> Batch:
+def in_bucket(static: Static, split: StepInputs) -> Batch:
     """The step over caches that hold NaN wherever no request has a token, its padded rows full of NaN, too."""
     plain = run_step(static.step, static.limits.contiguous, static.causal_slice)
     pads = static.bucket.query_len - static.plan.num_rows
@@ -173,7 +173,7 @@ def test_every_index_is_within_what_it_indexes(static: Static) -> None:
         assert ((indices >= 0) & (indices < end)).all()
 
 
-def _indices(split: ForwardInputs, static: Static) -> Iterator[tuple[torch.Tensor, int]]:
+def _indices(split: StepInputs, static: Static) -> Iterator[tuple[torch.Tensor, int]]:
     """(indices, how many entries there are to index)."""
     limits = static.limits
     if split.parts.causal is not None and split.parts.causal.tiles is not None:
@@ -235,7 +235,7 @@ def test_tensors_and_loops_are_functions_of_the_bucket_alone(static: Static) -> 
     assert _form(static.inputs().split(torch.randint(0, 9, flat.shape), static.bucket.forward)) == parts
 
 
-def _form(split: ForwardInputs) -> list[object]:
+def _form(split: StepInputs) -> list[object]:
     """Every tensor as its shape and strides, everything else by value."""
     pending: list[object] = [*split]
     found: list[object] = []
@@ -296,7 +296,7 @@ def test_a_step_is_copied_whole_although_the_next_one_is_written_at_once() -> No
     """Both copies wait for a graph that still runs, as after a prompt chunk that yields no token. covers: A9"""
     static = _static([Request(0, 9), Request(3, 8), Request(4, 1)])
     expected, rows = static.fill(static.inputs()), np.arange(static.limits.max_num_seqs)
-    inputs = StaticInputs(static.limits, static.causal_slice, torch.device("cuda"), pin_memory=True)
+    inputs = BucketTensors(static.limits, static.causal_slice, torch.device("cuda"), pin_memory=True)
     static.fill(inputs)
     inputs.fill_logits_rows(static.limits.max_num_seqs, rows)
     torch.cuda.synchronize()

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.batch.batches import Request, Step, lay_out, steps
-from tests.execution.test_static_inputs import server_limits, step_shape
+from tests.execution.test_bucket_tensors import server_limits, step_shape
 from tests.graphs.shapes import COST
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.execution.static_execution import StaticExecution
+from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.base import EagerRunner
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape, dominates
@@ -55,7 +55,7 @@ class Server:
         decoder: Any = self.model
         self.buckets = BucketSet(forward, logits, limits, COST)
         self.ready = ReadyBuckets(self.buckets)
-        self.execution = StaticExecution(
+        self.execution = BucketedExecution(
             decoder, self.ready, causal_slice, torch.device("cpu"), EagerRunner, self._stage
         )
         if warm:

@@ -1,0 +1,289 @@
+"""Forward graphs of one kind: the static tensors that they read, which of them a step runs in, and their replay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.execution.step_tensors import (
+    NO_BLOCKS,
+    STEP_TENSORS,
+    Parts,
+    Sizes,
+    StepArrays,
+    StepInputs,
+    StepTensor,
+    added_names,
+)
+from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
+from vllm_gaudi_ucm.ops.unified_attention.parts import (
+    AttentionParts,
+    CausalPart,
+    CausalSlice,
+    CausalTiles,
+    SharedGroup,
+    SharedPart,
+    UniquePart,
+)
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+    from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
+    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+    from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+
+# Rows that Gaudi's matrix engine multiplies at once.
+SHORTEST_SLICE = 128
+
+Stage = Callable[[str], AbstractContextManager[object]]
+"""A region of device work that becomes one recipe; the label names it in reports. `nullcontext` where none is cut."""
+
+Pad = int | NDArray[np.int64]
+
+
+class _Layout:
+    """Where each tensor of a forward shape lies in its flat tensor: name -> (range, shape).
+
+    host: int64 [at least size], where a step is written.
+    """
+
+    def __init__(self, table: Sequence[StepTensor], sizes: Sizes, host: NDArray[np.int64] | None = None) -> None:
+        self.places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        self.size = 0
+        self._arrays: list[tuple[StepTensor, NDArray[np.int64], Pad]] = []
+        self._written: dict[Parts, list[tuple[StepTensor, NDArray[np.int64], Pad]]] = {}
+        for entry in table:
+            shape = entry.size(sizes)
+            if shape is None:
+                continue
+            place = slice(self.size, self.size + math.prod(shape))
+            self.size = place.stop
+            self.places[entry.name] = place, shape
+            if host is not None:
+                pad = entry.pad(sizes) if callable(entry.pad) else entry.pad
+                self._arrays.append((entry, host[place].reshape(shape), pad))
+
+    def fill(self, step: StepArrays) -> None:
+        """Writes a step and its pads."""
+        parts = step.parts
+        written = self._written.get(parts)
+        if written is None:
+            of_step = set(parts)
+            written = [item for item in self._arrays if not of_step.isdisjoint(item[0].parts)]
+            self._written[parts] = written
+        if len(written) < len(self._arrays):
+            self.fill_pads(parts)
+        for entry, whole, pad in written:
+            entry.fill(whole, step, pad)
+
+    def fill_pads(self, parts: Parts = ()) -> None:
+        """Writes the pads of all tensors but those of `parts`."""
+        of_step = set(parts)
+        for entry, whole, pad in self._arrays:
+            if of_step.isdisjoint(entry.parts):
+                whole[...] = pad
+
+
+class BucketTensors:
+    """One host buffer for all, one flat device tensor per forward shape and one per number of logits rows.
+
+    A step fills the whole tensor of its bucket: real values first, then pads, which point at the dummy block, at no
+    group and at a span that sees nothing. So nothing of an earlier step is ever read. A graph gets the flat tensor and
+    cuts it itself (`split`): copying into a part of a larger tensor would be a recipe of its own on Gaudi.
+
+    A copy from a pinned buffer is queued behind whatever the device still has to do: the graph of the step before, if
+    the host has not waited for that step (prompt chunks that yield no token). The buffer is not written before that.
+
+    Args:
+        limits: of the steps; `contiguous` decides whether the unique part reads a slice of the cache or gathers.
+        causal_slice: rows per slice of the causal part.
+        device: where the model runs.
+        pin_memory: whether the host buffer is pinned, so that the host goes on while it is copied.
+        choices: sizes of the choices of a sparse method, where one is on.
+        table: what a step has.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        causal_slice: int,
+        device: torch.device,
+        pin_memory: bool = False,
+        choices: SelectionLimits | None = None,
+        table: Sequence[StepTensor] = STEP_TENSORS,
+    ) -> None:
+        self._limits = limits
+        self._max_decode_rows = limits.max_decode_rows
+        self._choices = choices
+        self._causal_slice = causal_slice
+        self._device = device
+        self._table = [entry for entry in table if entry.only != "true shape"]
+        self._added = added_names(table)
+        largest = Sizes(limits.maximum.forward.with_reach(1), limits, choices)
+        size = max(_Layout(self._table, largest).size, limits.max_num_seqs)
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pin_memory)
+        self._array: NDArray[np.int64] = self._host.numpy()
+        # the end of the last copy; without pinned memory a copy has ended when it returns
+        self._copied = torch.Event(device) if pin_memory else None
+        self._zero = torch.zeros(1, dtype=torch.int64, device=device)
+        self._row_numbers = torch.arange(limits.max_num_batched_tokens, device=device)
+        self._layouts: dict[ForwardShape, _Layout] = {}
+        self._flat: dict[ForwardShape | int, torch.Tensor] = {}
+
+    def fill(
+        self,
+        shape: ForwardShape,
+        plan: UnifiedPlan,
+        token_ids: NDArray[np.int64],
+        summary_blocks: NDArray[np.int64] = NO_BLOCKS,
+    ) -> torch.Tensor:
+        """Copies a step into the flat tensor of its bucket's shape, which must dominate it, and returns that."""
+        block_ids = plan.unique.blocks if self._limits.contiguous and plan.unique is not None else None
+        layout = self._layout(shape)
+        self._wait_for_copy()
+        layout.fill(StepArrays(plan, token_ids, summary_blocks, shape, block_ids))
+        return self._copy(shape, layout.size)
+
+    def fill_pads(self, shape: ForwardShape) -> torch.Tensor:
+        """The flat tensor of a shape with pads only: warm-up executes the graph and touches no request's cache."""
+        layout = self._layout(shape)
+        self._wait_for_copy()
+        layout.fill_pads()
+        return self._copy(shape, layout.size)
+
+    def fill_logits_rows(self, logits: int, rows: NDArray[np.int64]) -> torch.Tensor:
+        """int64 [logits]: rows of the step that ran last, at most `logits`; pads repeat row 0."""
+        self._wait_for_copy()
+        self._array[: len(rows)] = rows
+        self._array[len(rows) : logits] = 0
+        return self._copy(logits, logits)
+
+    def split(self, flat: torch.Tensor, shape: ForwardShape) -> StepInputs:
+        """The tensors in a flat one, as views; their phase is the shape's, or it is an error."""
+        tensors = {name: flat[place].view(size) for name, (place, size) in self._layout(shape).places.items()}
+        parts = AttentionParts(
+            causal=self._causal(shape, tensors) if "groups" in tensors else None,
+            shared=self._shared(shape, tensors) if "shared_hi" in tensors else None,
+            unique=self._unique(shape, tensors) if "unique_hi" in tensors else None,
+        )
+        phase = phase_string(*(part is not None for part in parts[:3]))
+        if phase != shape.phase:
+            raise ValueError(f"bucket {list(shape)}: its tensors make the phase {phase!r}")
+        return StepInputs.of(tensors, parts, self._choices if shape.selected_blocks else None, self._added)
+
+    def _copy(self, key: ForwardShape | int, size: int) -> torch.Tensor:
+        flat = self._flat.get(key)
+        if flat is None:
+            flat = self._flat[key] = torch.zeros(size, dtype=torch.int64, device=self._device)
+        flat.copy_(self._host[:size], non_blocking=self._copied is not None)
+        if self._copied is not None:
+            self._copied.record()
+        return flat
+
+    def _wait_for_copy(self) -> None:
+        """Before the host buffer is written."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _layout(self, shape: ForwardShape) -> _Layout:
+        found = self._layouts.get(shape)
+        if found is None:
+            sizes = Sizes(shape, self._limits, self._choices)
+            found = self._layouts[shape] = _Layout(self._table, sizes, self._array)
+        return found
+
+    def _causal(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> CausalPart:
+        """Which rows are one request's is data: a slice sees as many rows before it as a request has at most."""
+        q, step, longest = shape.query_len, self._causal_slice, self._limits.max_model_len
+        if q > longest:
+            # packed prompts: all rows of a slice look back as far as its first, so short slices waste less
+            step = min(step, max(SHORTEST_SLICE, longest // 4))
+        before = longest - 1
+        slices = (
+            CausalSlice(lo, min(lo + step, q), max(0, lo - before), min(lo + step, q)) for lo in range(0, q, step)
+        )
+        tiles = None
+        if "tiles" in tensors:
+            rows, levels = prompt_tiles.TILE_ROWS, prompt_tiles.levels(q, shape.causal_reach)
+            tiles = CausalTiles(tensors["tiles"][0], tensors["tiles"][1], rows, levels)
+        return CausalPart(tensors["groups"], tuple(slices), tiles)
+
+    def _shared(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> SharedPart:
+        hi = tensors["shared_hi"]
+        everything = SharedGroup(self._row_numbers[: shape.query_len], 0, shape.shared_blocks)
+        return SharedPart(
+            tensors["shared_blocks"], tensors["row_spans"], self._zero.expand(hi.shape), hi, (everything,)
+        )
+
+    def _unique(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> UniquePart:
+        hi = tensors["unique_hi"]
+        return UniquePart(
+            blocks=None if self._limits.contiguous else tensors["unique_blocks"],
+            rows=tensors["unique_rows"],
+            lo=self._zero.expand(hi.shape),
+            hi=hi,
+            num_rows=min(shape.query_len, self._max_decode_rows),
+        )
+
+
+class ForwardGraphs:
+    """Keyed by shape. Kinds differ in what their inputs have room for; one shape may have a graph in each.
+
+    Args:
+        inputs: of the steps of this kind.
+        lookup: the bucket that a step runs in.
+        make_runner: makes what captures and replays.
+        compute: the forward over the inputs of a shape.
+        stage: entered around device work.
+    """
+
+    def __init__(
+        self,
+        inputs: BucketTensors,
+        lookup: Callable[[Bucket], Bucket],
+        make_runner: Callable[[StaticFunction], GraphRunner],
+        compute: Callable[[StepInputs], None],
+        stage: Stage,
+    ) -> None:
+        self.inputs = inputs
+        self.lookup = lookup
+        self._compute = compute
+        self._stage = stage
+        self._graphs = make_runner(self._run)
+        self._warm: set[ForwardShape] = set()
+        self._staged: tuple[torch.Tensor, ForwardShape]
+
+    def fill(
+        self, shape: ForwardShape, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64]
+    ) -> None:
+        """Copies a plan, padded to the bucket of this shape, to the device. See BucketTensors."""
+        self._staged = self.inputs.fill(shape, plan, token_ids, summary_blocks), shape
+
+    def replay(self) -> None:
+        """The graph of what was filled in last."""
+        flat, shape = self._staged
+        with self._stage("forward"):
+            self._graphs.replay(shape, (flat, shape))
+
+    def warm(self, shape: ForwardShape) -> None:
+        """Captures and executes a graph over pads, once, which read and write the dummy block only."""
+        if shape in self._warm:
+            return
+        flat = self.inputs.fill_pads(shape)
+        with self._stage("forward"):
+            self._graphs.capture(shape, (flat, shape))
+        self._warm.add(shape)
+
+    def captured(self) -> int:
+        """Graphs that are kept."""
+        return self._graphs.captured()
+
+    def _run(self, flat: torch.Tensor, shape: ForwardShape) -> None:
+        self._compute(self.inputs.split(flat, shape))
