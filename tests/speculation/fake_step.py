@@ -17,7 +17,14 @@ from tests.batch.scheduling import Known, new_request, step_output
 from tests.sampling.sampling_twins import VOCAB, engine_config
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
-from vllm_gaudi_ucm.sampling.sampling import Grammar, SampledTokens, SamplingBatch, TokenSampler, VllmSampler
+from vllm_gaudi_ucm.sampling.sampling import (
+    Grammar,
+    SampledTokens,
+    SamplingBatch,
+    SlotSampler,
+    TokenSampler,
+    VllmSampler,
+)
 from vllm_gaudi_ucm.speculation.verification import StepLogits, Verification
 
 CPU = torch.device("cpu")
@@ -64,7 +71,7 @@ class World:
         self.calls: list[int] = []
         self._at_once = at_once
         sampler = sampler or VllmSampler(Sampler(cast(Any, mode)))
-        self._verification = Verification(self.batch, sampler, self.table, lambda logits: None)
+        self._verification = Verification(SlotSampler(self.batch, sampler, self.table, lambda logits: None))
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> LiveRequest:
         self.table.update(step_output({name: len(prompt)}, [new_request(Known(name, prompt, params=params))]))

@@ -34,6 +34,11 @@ class LiveRequest:
     prompt_logprobs: LogprobsTensors | None = None
     prompt_scored: bool = False
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its prompt is still to be scored."""
+        return self.sampling_params.prompt_logprobs is not None and not self.prompt_scored
+
 
 class RequestTable:
     """Rows of the live requests.

@@ -31,7 +31,8 @@ from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.setup import make_proposer, make_sparse_worker, refuse_other_layers
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
-from vllm_gaudi_ucm.sampling.sampling import NanCounter, PromptLogprobs, SamplingBatch, TokenSampler, VllmSampler
+from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
+from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.speculation.verification import Verification
 from vllm_gaudi_ucm.vllm_api.model import get_model
@@ -153,12 +154,13 @@ class ModelRunner:
             as_logits=model_config.logprobs_mode.endswith("logits"),
             on_host=self.static is not None,
         )
+        slot_sampler = SlotSampler(self._sampling, token_sampler, self.requests, nans.count)
         self.steps = StepRunner(
             self.requests,
             self._sampling,
             SteadyPlanner(self._block_size, self._config.attention.causal_slice),
             execution,
-            Verification(self._sampling, token_sampler, self.requests, nans.count),
+            slot_sampler,
             prompt_logprobs,
             nans,
             phase_log,
@@ -168,6 +170,7 @@ class ModelRunner:
             self.transfer,
             self._sparse,
             proposer,
+            None if self._vllm_config.speculative_config is None else Verification(slot_sampler),
         )
 
     def _allocate(self, kv_cache_config: KVCacheConfig, metrics: StepMetrics) -> None:

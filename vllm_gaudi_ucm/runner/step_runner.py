@@ -26,12 +26,14 @@ from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, KVConnectorOutput, Logp
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
     from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.execution.bucketed_execution import DividedLogits
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-    from vllm_gaudi_ucm.sampling.sampling import NanCounter, PromptLogprobs, SamplingBatch
+    from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
+    from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
     from vllm_gaudi_ucm.speculation.verification import Verification
@@ -125,7 +127,9 @@ class _ComputedStep:
     batch: BatchInput
     yields: NDArray[np.bool_]
     drafts: StepDrafts
-    logits: StepLogits
+    verified: StepLogits | None
+    """Of a step with drafts; any other has `logits`."""
+    logits: torch.Tensor | None = None
     divisions: list[_Computed] = field(default_factory=list)
     prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)
 
@@ -141,7 +145,7 @@ class StepRunner:
     sampling: SamplingBatch
     planner: SteadyPlanner
     execution: Execution
-    verification: Verification
+    sampler: SlotSampler
     prompt_logprobs: PromptLogprobs
     nans: NanCounter
     phase_log: PhaseLog
@@ -151,6 +155,7 @@ class StepRunner:
     transfer: KvTransfer | None = None
     sparse: SparseWorker | None = None
     proposer: DraftProposer | None = None
+    verification: Verification | None = None
 
     def __post_init__(self) -> None:
         self._computed: _ComputedStep | None = None
@@ -179,16 +184,16 @@ class StepRunner:
             if self._followed_by is not None:
                 self._followed_by.end_step()
             return ModelRunnerOutput.with_kv_conn_output_only(transferred)
-        drafts = StepDrafts({}, scheduler_output.num_scheduled_tokens)
+        drafts, verified = StepDrafts({}, scheduler_output.num_scheduled_tokens), None
         if scheduler_output.scheduled_spec_decode_tokens:
             drafts = StepDrafts.of(scheduler_output)
             self.requests.write_drafts(drafts.tokens)
+            # static shapes have no graph that gathers rows
+            verified = StepLogits(self.execution, drafts, at_once=self.static is None)
         requests, batch = self.requests.scheduled(drafts.num_scheduled)
         yields = batch.num_computed + batch.num_scheduled >= batch.num_tokens
         self.sampling.sync([requests[index] for index in yields.nonzero()[0].tolist()])
-        # static shapes have no graph that gathers rows
-        logits = StepLogits(self.execution, drafts, at_once=self.static is None)
-        step = _ComputedStep(scheduler_output, requests, batch, yields, drafts, logits)
+        step = _ComputedStep(scheduler_output, requests, batch, yields, drafts, verified)
         divisions = self._divide(scheduler_output, requests, batch)
         if len(divisions) == 1:
             self._compute(step, requests, batch, clock, divided=False)
@@ -222,15 +227,42 @@ class StepRunner:
         clock.planned()
         self._forward(plan)
         step.prompt_logprobs.update(self._score_prompts(members, plan))
-        yielding = [members[index] for index in plan.logits_requests.tolist()]
-        if divided:
-            assert self.static is not None, "only static shapes divide steps"
-            put_at = self.static.divided_logits
-            step.logits.compute_division(yielding, plan.logits_rows, slots, put_at, len(self.sampling.slots))
-        else:
-            step.logits.compute(yielding, plan.logits_rows)
+        self._compute_logits(step, members, plan, slots, divided)
         clock.computed()
         step.divisions.append(_Computed(plan, shape, clock))
+
+    def _compute_logits(
+        self,
+        step: _ComputedStep,
+        members: list[LiveRequest],
+        plan: UnifiedPlan,
+        slots: NDArray[np.int64],
+        divided: bool,
+    ) -> None:
+        """Of the rows that yield tokens; slots: int64, the sampler's slot of each."""
+        if step.verified is None:
+            step.logits = self.execution.logits(plan.logits_rows)
+            if divided:
+                step.logits = self._divided_logits.put(step.logits, slots, len(self.sampling.slots))
+            return
+        yielding = [members[index] for index in plan.logits_requests.tolist()]
+        if divided:
+            put_at = self._divided_logits
+            step.verified.compute_division(yielding, plan.logits_rows, slots, put_at, len(self.sampling.slots))
+        else:
+            step.verified.compute(yielding, plan.logits_rows)
+
+    @property
+    def _divided_logits(self) -> DividedLogits:
+        assert self.static is not None, "only static shapes divide steps"
+        return self.static.divided_logits
+
+    def _sample(self, step: _ComputedStep, grammar: Grammar | None) -> SampledTokens:
+        if step.verified is not None:
+            assert self.verification is not None, "drafts without speculative decoding"
+            return self.verification.sample(step.verified, step.drafts, grammar)
+        assert step.logits is not None
+        return self.sampler.sample(step.logits, grammar)
 
     def _forward(self, plan: UnifiedPlan) -> None:
         if self.sparse is None:
@@ -247,7 +279,7 @@ class StepRunner:
         assert step is not None, "sample_tokens without a computed step"
         grammar = None if grammar_output is None else Grammar(step.scheduler_output, grammar_output)
         sampled_ids = self.sampling.req_ids
-        sampled = self.verification.sample(step.logits, step.drafts, grammar)
+        sampled = self._sample(step, grammar)
         self._propose(step)
         for computed in step.divisions:
             computed.clock.sampled(took_part=computed is step.divisions[-1])
@@ -298,7 +330,7 @@ class StepRunner:
         scores: dict[str, LogprobsTensors | None] = {}
         for flat, index in enumerate(plan.requests.tolist()):
             request = requests[index]
-            if self.prompt_logprobs.wanted(request):
+            if request.wants_prompt_logprobs:
                 if self.static is not None:
                     self.static.bypassed("prompt logprobs on host")
                 start, stop = plan.query_start[flat : flat + 2].tolist()

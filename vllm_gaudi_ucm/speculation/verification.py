@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
@@ -15,11 +15,11 @@ from vllm_gaudi_ucm.sampling.sampling import Grammar, SampledTokens
 from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, LogprobsLists
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
+    from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.execution.bucketed_execution import DividedLogits
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
-    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch, TokenSampler
+    from vllm_gaudi_ucm.sampling.sampling import SlotSampler
 
 
 class StepLogits:
@@ -169,23 +169,12 @@ class Verification:
     the same tokens as no drafts at all where the sampling is greedy or seeded.
 
     Args:
-        batch: the sampler's slots.
-        sampler: of the engine.
-        table: takes the tokens.
-        observe: called with the logits of every position before they are sampled.
+        sampler: of one position.
     """
 
-    def __init__(
-        self,
-        batch: SamplingBatch,
-        sampler: TokenSampler,
-        table: RequestTable,
-        observe: Callable[[torch.Tensor], None],
-    ) -> None:
-        self._batch = batch
+    def __init__(self, sampler: SlotSampler) -> None:
         self._sampler = sampler
-        self._table = table
-        self._observe = observe
+        self._batch = sampler.batch
 
     def sample(self, logits: StepLogits, drafts: StepDrafts, grammar: Grammar | None) -> SampledTokens:
         """Tokens of each request in the slots that the batch has now; afterwards it holds those of the last position.
@@ -215,9 +204,5 @@ class Verification:
     def _sample(self, logits: StepLogits, position: int, grammar: Grammar | None) -> SampledTokens:
         """One token for each slot, written to the table."""
         rows = logits.at(position, self._batch.slots)
-        self._observe(rows)
         allowed = None if grammar is None else grammar_at(grammar, position, self._batch.req_ids)
-        sampled = self._sampler.sample(rows, self._batch, allowed)
-        for request, (token,) in zip(self._batch.slots, sampled.tokens, strict=True):
-            self._table.append_token(request, token)
-        return sampled
+        return self._sampler.sample(rows, allowed)

@@ -1,0 +1,80 @@
+"""Logprobs of prompt tokens: collected chunk by chunk, returned with a request's first token."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+
+from vllm_gaudi_ucm.batch.request_table import LiveRequest
+from vllm_gaudi_ucm.execution.execution import Execution
+from vllm_gaudi_ucm.vllm_api.sampling import Sampler
+from vllm_gaudi_ucm.vllm_api.steps import LogprobsTensors
+
+
+class PromptLogprobs:
+    """Scores the prompt rows of requests that ask for it.
+
+    Args:
+        execution: gives the logits of any rows of the step that ran last.
+        sampler: vLLM's; its gather is what sampled tokens use too.
+        vocab_size: scores per row where a request asks for all (-1).
+        as_logits: return logits instead of logprobs (`--logprobs-mode` raw_logits or processed_logits; prompt tokens
+            pass no processor, so raw and processed are one).
+        on_host: score on the host: what depends on a request's number of logprobs would be a new shape on the device.
+    """
+
+    def __init__(
+        self, execution: Execution, sampler: Sampler, vocab_size: int, as_logits: bool, on_host: bool = False
+    ) -> None:
+        self._execution = execution
+        self._sampler = sampler
+        self._vocab_size = vocab_size
+        self._as_logits = as_logits
+        self._on_host = on_host
+
+    def score(self, request: LiveRequest, rows: range, first: int) -> LogprobsTensors | None:
+        """Scores one chunk.
+
+        Args:
+            request: whose prompt it is.
+            rows: the request's rows of this step.
+            first: position of the first of these rows.
+
+        Returns:
+            The scores of the whole prompt once its last token is computed, else None: vLLM takes them together with
+            the first sampled token.
+        """
+        prompt = request.prompt_token_ids
+        wanted = request.sampling_params.prompt_logprobs
+        assert wanted is not None
+        if request.prompt_logprobs is None:
+            width = self._vocab_size if wanted == -1 else wanted
+            request.prompt_logprobs = LogprobsTensors.empty_cpu(len(prompt) - 1, width + 1)
+        # row at position p scores the prompt token at p + 1
+        count = min(len(rows), len(prompt) - 1 - first)
+        for lo in range(0, count, self._execution.max_logits):
+            piece = rows[lo : min(lo + self._execution.max_logits, count)]
+            position = first + lo
+            self._score_rows(request.prompt_logprobs, piece, prompt[position + 1 : position + 1 + len(piece)], position)
+        if first + len(rows) < len(prompt):
+            return None
+        scores, request.prompt_logprobs = request.prompt_logprobs, None
+        # a preempted request computes its prompt again; its scores are delivered once
+        request.prompt_scored = True
+        return scores
+
+    def _score_rows(self, into: LogprobsTensors, rows: range, targets: list[int], first: int) -> None:
+        logits = self._execution.logits(np.array(rows, np.int64))
+        logits = (logits.cpu() if self._on_host else logits)[: len(rows)]
+        scores = logits if self._as_logits else self._sampler.compute_logprobs(logits)
+        width = into.logprobs.shape[1] - 1
+        token_ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+        # vLLM compiles a part of this for the platform's device, whose shapes these are not
+        with torch.compiler.set_stance("force_eager") if self._on_host else nullcontext():
+            found = self._sampler.gather_logprobs(scores, width, token_ids)
+        place = slice(first, first + len(targets))
+        into.logprob_token_ids[place].copy_(found.logprob_token_ids)
+        into.logprobs[place].copy_(found.logprobs)
+        into.selected_token_ranks[place].copy_(found.selected_token_ranks)
