@@ -19,8 +19,7 @@ from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 from vllm_gaudi_ucm.store.base import KvStore
-from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.store.options import resolve_store_options
+from vllm_gaudi_ucm.store.factory import open_store, resolve_store_options
 
 Run = Callable[[list[memoryview]], None]
 COPY = "plain copy"

@@ -23,8 +23,7 @@ from benchmarks.store_bandwidth import copy_block
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
-from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.store.options import resolve_store_options
+from vllm_gaudi_ucm.store.factory import open_store, resolve_store_options
 
 BLOCK_BYTES = 256 << 10
 RESIDENT = 256

@@ -7,7 +7,8 @@ import argparse
 import mkdocs_gen_files
 
 from vllm_gaudi_ucm.cli.main import COMMANDS, build_parser
-from vllm_gaudi_ucm.config.ucm_config import markdown_table
+from vllm_gaudi_ucm.config.ucm_config import describe_section, markdown_table
+from vllm_gaudi_ucm.store.factory import STORES, store_class
 
 CONFIGURATION = """# Configuration
 
@@ -20,6 +21,12 @@ vllm serve MODEL --additional-config '{"ucm": "ucm.yaml"}'
 
 Unknown keys, wrong types and bad ranges are refused with the key's full name and the nearest valid one.
 `gaudi-ucm config --check FILE` tries a file without starting anything.
+
+"""
+STORE = """
+## Store `{kind}`
+
+What stands under `store` in `kv_connector_extra_config`, and in `ucm.memory_mode`.
 
 """
 COMMAND_LINE = """# Command line
@@ -39,6 +46,9 @@ def usage(name: str) -> str:
 
 with mkdocs_gen_files.open("reference/configuration.md", "w") as page:
     page.write(CONFIGURATION + markdown_table() + "\n")
+    for kind in STORES.names():
+        options = describe_section(store_class(kind).Options, "store")
+        page.write(STORE.format(kind=kind) + markdown_table(options) + "\n")
 
 with mkdocs_gen_files.open("reference/cli.md", "w") as page:
     page.write(COMMAND_LINE)

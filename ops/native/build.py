@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from vllm_gaudi_ucm.envs import environment_without, user_cache
-from vllm_gaudi_ucm.ops.private_folder import foreign, make_private_folder
+from vllm_gaudi_ucm.private_folder import foreign, make_private_folder
 
 COMPILERS = ("g++", "c++")
 TIMEOUT_S = 120.0

@@ -26,7 +26,7 @@ EXCEPTIONS = {
     "ops/native/library.py": "types of C functions",
     "ops/native/call_graph/memory.py": "flag of a finalizer",
     "vllm_gaudi_ucm/kv_cache/allocation.py": "types of a C function",
-    "vllm_gaudi_ucm/prefetch/plan.py": "flag of a finalizer",
+    "vllm_gaudi_ucm/prefetch/threads.py": "flag of a finalizer",
     # places of a thread, which has its own
     "graphs/recipes/recorder.py": "threading.local",
     "ops/unified_attention/impl/cuda_plan.py": "threading.local",
@@ -42,13 +42,8 @@ KNOWN = {
     "ops/unified_attention/impl/native.py": "ops",
     "vllm_gaudi_ucm/cli/sparse_report/measurement.py": "cli",
     "vllm_gaudi_ucm/cli/demo/demo.py": "cli",
-    "vllm_gaudi_ucm/connector/request_state.py": "connector",
-    "vllm_gaudi_ucm/connector/scheduler_side.py": "connector",
-    "vllm_gaudi_ucm/connector/waiting_prefetch.py": "connector",
-    "vllm_gaudi_ucm/connector/worker_side.py": "connector",
-    "vllm_gaudi_ucm/prefetch/engine.py": "prefetch",
-    "vllm_gaudi_ucm/prefetch/loads.py": "prefetch",
     "vllm_gaudi_ucm/runner/step_runner.py": "runner",
+    "vllm_gaudi_ucm/sampling/prompt_logprobs.py": "sampling",
     "vllm_gaudi_ucm/sampling/sampling.py": "sampling",
 }
 """File that still does so, and its room. The list only shrinks."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.engine.hpu_process import run_on_card
-from vllm_gaudi_ucm.connector.block_loads import BlockLoads
 from vllm_gaudi_ucm.connector.metadata import BlockLoad
+from vllm_gaudi_ucm.connector.worker_side import BlockLoads
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.protocol.offload import BlockMove, ResidencyOrders
 from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.store.options import MemoryStoreOptions
+from vllm_gaudi_ucm.store.memory import MemoryStoreOptions
 
 BLOCKS, TARGET = 4, 2
 STEP, LOADED = 9.0, 5.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.connector.test_scheduler_side import BLOCK, make_request
-from vllm_gaudi_ucm.connector.block_loads import PartialLoads
+from vllm_gaudi_ucm.connector.partial_loads import PartialLoads
 from vllm_gaudi_ucm.prefetch.plan import AccessHistory
 
 KEYS = [bytes([number]) * 32 for number in range(10)]

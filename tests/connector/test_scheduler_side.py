@@ -16,6 +16,7 @@ from tests.prefetch.stores import eventually
 from vllm_gaudi_ucm.connector.lookup import GRACE_SECONDS
 from vllm_gaudi_ucm.connector.metadata import BlockLoad
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
+from vllm_gaudi_ucm.sparse.options import BlockOptions
 
 BLOCK = 16
 
@@ -44,13 +45,13 @@ def scheduled(**num_scheduled: int) -> Any:
 class Side:
     """A scheduler side over a store in a dictionary."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, residency: Any = None, **changes: Any) -> None:
         self.store = FaultStore()
         monkeypatch.setattr("vllm_gaudi_ucm.connector.setup.open_store", lambda options, block_bytes: self.store)
         setup = make_setup(folder, **changes)
         # what prefetches for waiting requests are planned by
         setup.vllm_config.scheduler_config = SimpleNamespace(max_num_seqs=4)  # type: ignore[misc]
-        self.side = SchedulerSide(setup, lambda request_id: list(range(100, 200)))
+        self.side = SchedulerSide(setup, lambda request_id: list(range(100, 200)), residency=residency)
 
     def save(self, count: int) -> list[bytes]:
         """Keys of the blocks of a request with so many tokens, now stored."""
@@ -134,10 +135,9 @@ def test_each_block_is_saved_once_and_drafts_are_not(sides: Any) -> None:
 
 def test_what_may_be_computed_again_is_saved_later(sides: Any) -> None:
     """A step on blocks that were guessed may be repeated: what it fills is not stored before it stands."""
-    side, guesses = sides(), {"a"}
-    side.side._saves.partial = SimpleNamespace(
-        may_be_repeated=lambda request_id: request_id in guesses, record_saves=lambda *given: []
-    )
+    guesses = {"a"}
+    # no prompt remainder is so short that records of its blocks are saved
+    side = sides(residency=SimpleNamespace(method=BlockOptions(), max_tail=-1, is_guess=lambda name: name in guesses))
     request = make_request("a", 40, num_prompt_tokens=40)
     side.side.begin(request)
     assert side.side.metadata(scheduled(a=20)).saves == []

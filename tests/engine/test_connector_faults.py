@@ -14,8 +14,8 @@ from vllm.config import KVTransferConfig
 from tests.connector.fault_store import FaultStore
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
-from vllm_gaudi_ucm.connector.block_loads import LoadCounts
 from vllm_gaudi_ucm.connector.scheduler_side import LookupCounts
+from vllm_gaudi_ucm.connector.worker_side import LoadCounts
 
 BLOCK = 16
 RNG = random.Random(21)

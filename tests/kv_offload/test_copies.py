@@ -21,7 +21,7 @@ from vllm_gaudi_ucm.prefetch.engine import host_memory
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.runner.setup import open_copies
 from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.store.options import MemoryStoreOptions
+from vllm_gaudi_ucm.store.memory import MemoryStoreOptions
 
 BLOCK_BYTES = 64
 

@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.prefetch.engine import host_memory
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
 from vllm_gaudi_ucm.prefetch.stats import PrefetchStats
 from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.store.options import FileStoreOptions
+from vllm_gaudi_ucm.store.file import FileStoreOptions
 
 BLOCK_BYTES = 64
 COPIES = [(1, number) for number in range(4)]

@@ -14,13 +14,13 @@ import pytest
 from vllm_gaudi_ucm.observability.folder import (
     LOCK,
     hold_private,
-    is_private,
     make_private,
     metrics_folder,
     remove_files,
     remove_stale,
 )
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+from vllm_gaudi_ucm.private_folder import is_private
 
 
 def test_data_parallel_engines_share_the_servers_folder() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gaudi_ucm.ops import private_folder
+from vllm_gaudi_ucm import private_folder
 from vllm_gaudi_ucm.ops.native import build, library
 
 REAL = next((found for name in build.COMPILERS if (found := shutil.which(name))), None)
@@ -27,7 +27,7 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 BUILD = """
 import sys
 from pathlib import Path
-from vllm_gaudi_ucm.ops import private_folder
+from vllm_gaudi_ucm import private_folder
 from vllm_gaudi_ucm.ops.native import build
 build.SOURCE = Path(sys.argv[1])
 print(build.build(Path(sys.argv[2])))

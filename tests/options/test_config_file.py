@@ -6,7 +6,7 @@ import pytest
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config, resolve_value
 from vllm_gaudi_ucm.options.errors import UcmConfigError
-from vllm_gaudi_ucm.store.options import resolve_store_options
+from vllm_gaudi_ucm.store.factory import resolve_store_options
 
 
 def write(folder: Path, name: str, text: str) -> str:

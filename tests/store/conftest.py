@@ -10,8 +10,7 @@ import pytest
 
 from tests.store.redis_server import RedisServer, needs_redis
 from vllm_gaudi_ucm.store.base import KvStore
-from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.store.options import resolve_store_options
+from vllm_gaudi_ucm.store.factory import open_store, resolve_store_options
 
 BLOCK_BYTES = 4096
 Open = Callable[..., Any]

@@ -26,7 +26,7 @@ WRITER = """
 import sys
 from tests.store.blocks import block, key
 from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.store.options import resolve_store_options
+from vllm_gaudi_ucm.store.factory import resolve_store_options
 path, first, last, size, capacity = sys.argv[1], *map(int, sys.argv[2:])
 options = {"kind": "file", "path": path, "capacity": capacity, "fsync": False, "deadline": 60.0}
 store = open_store(resolve_store_options(options), size)
@@ -255,8 +255,7 @@ def test_a_process_killed_while_it_writes(path: Path, open_file: Any) -> None:
         os.utime(part, (1, 1))  # past the grace of a writer that has not locked its file yet
     (path / "tmp" / "old-part").write_bytes(b"half")
     os.utime(path / "tmp" / "old-part", (1, 1))
-    from vllm_gaudi_ucm.store.factory import open_store
-    from vllm_gaudi_ucm.store.options import resolve_store_options
+    from vllm_gaudi_ucm.store.factory import open_store, resolve_store_options
 
     store = open_store(resolve_store_options({"kind": "file", "path": str(path), "deadline": 20.0}), size)
     assert parts

@@ -305,8 +305,7 @@ def test_modes_do_not_depend_on_the_umask(path: Path, tmp_path: Path) -> None:
     deep = tmp_path / "above" / "it" / "store"
     old = os.umask(0)
     try:
-        from vllm_gaudi_ucm.store.factory import open_store
-        from vllm_gaudi_ucm.store.options import resolve_store_options
+        from vllm_gaudi_ucm.store.factory import open_store, resolve_store_options
 
         store = open_store(resolve_store_options({"kind": "file", "path": str(deep), "deadline": 20.0}), BLOCK_BYTES)
         store.save(key(1), block(1))

@@ -66,7 +66,7 @@ def test_many_engines_start_on_one_new_folder(path: Path) -> None:
         "import sys\n"
         "from tests.store.blocks import block, key\n"
         "from vllm_gaudi_ucm.store.factory import open_store\n"
-        "from vllm_gaudi_ucm.store.options import resolve_store_options\n"
+        "from vllm_gaudi_ucm.store.factory import resolve_store_options\n"
         "sys.stdin.readline()\n"
         "options = {'kind': 'file', 'path': sys.argv[1], 'fsync': False, 'deadline': 60.0}\n"
         "store = open_store(resolve_store_options(options), 4096)\n"

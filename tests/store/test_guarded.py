@@ -13,7 +13,7 @@ from tests.store.blocks import BLOCK_BYTES, block, key, loaded
 from tests.store.faulty_medium import FaultyMedium
 from vllm_gaudi_ucm.store.base import HEADER_BYTES
 from vllm_gaudi_ucm.store.guarded import GuardedStore
-from vllm_gaudi_ucm.store.options import RedisStoreOptions
+from vllm_gaudi_ucm.store.redis import RedisStoreOptions
 
 DEADLINE = 0.1
 FAILURES = 3

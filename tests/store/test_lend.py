@@ -16,8 +16,8 @@ from tests.store.redis_server import RedisServer, needs_redis
 from vllm_gaudi_ucm.store.base import HEADER_BYTES
 from vllm_gaudi_ucm.store.guarded import GuardedStore
 from vllm_gaudi_ucm.store.medium import REFUSED
-from vllm_gaudi_ucm.store.options import RedisStoreOptions
 from vllm_gaudi_ucm.store.records import RecordPool
+from vllm_gaudi_ucm.store.redis import RedisStoreOptions
 
 DEADLINE = 0.1
 

@@ -11,7 +11,9 @@ from pydantic import BaseModel
 
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.options.values import parse_bytes, show_bytes
-from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions, StoreOptions, resolve_store_options
+from vllm_gaudi_ucm.store.factory import AnyStoreOptions, resolve_store_options
+from vllm_gaudi_ucm.store.file import FileStoreOptions
+from vllm_gaudi_ucm.store.memory import MemoryStoreOptions
 
 
 def test_defaults() -> None:
@@ -31,7 +33,7 @@ def test_defaults() -> None:
 )
 def test_sizes(text: Any, expected: int) -> None:
     assert parse_bytes(text) == expected
-    assert resolve_store_options({"kind": "memory", "capacity": text}).capacity == expected  # type: ignore[union-attr]
+    assert resolve_store_options({"kind": "memory", "capacity": text}).capacity == expected  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_options_from_a_file(tmp_path: Path, suffix: str) -> None:
 
 def test_as_a_field_of_other_options() -> None:
     class Outer(BaseModel):
-        store: StoreOptions
+        store: AnyStoreOptions
 
     outer = Outer.model_validate({"store": {"kind": "memory", "capacity": "1MiB"}})
     assert outer.store == MemoryStoreOptions(capacity=1 << 20)

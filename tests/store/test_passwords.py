@@ -20,8 +20,8 @@ from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.options.values import shown_url
-from vllm_gaudi_ucm.store.factory import open_medium, open_store
-from vllm_gaudi_ucm.store.options import RedisStoreOptions, resolve_store_options
+from vllm_gaudi_ucm.store.factory import open_medium, open_store, resolve_store_options
+from vllm_gaudi_ucm.store.redis import RedisStoreOptions
 
 PASSWORD = "hunter2"
 RIGHT = f"redis://me:{PASSWORD}@127.0.0.1:1/3"
@@ -180,7 +180,7 @@ def test_the_doctor(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_medium_keeps_none() -> None:
-    medium = open_medium(resolve_store_options({"kind": "redis", "url": RIGHT}))  # type: ignore[arg-type]
+    medium = open_medium(resolve_store_options({"kind": "redis", "url": RIGHT}))
     assert medium.place() == "redis store redis://127.0.0.1:1/3"
     assert PASSWORD not in repr(vars(medium))
     medium.close()

@@ -15,8 +15,7 @@ from tests.store.blocks import BLOCK_BYTES, block, holds, key, loaded
 from tests.store.redis_server import RedisServer, needs_redis
 from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.options.errors import UcmConfigError
-from vllm_gaudi_ucm.store.factory import open_medium
-from vllm_gaudi_ucm.store.options import resolve_store_options
+from vllm_gaudi_ucm.store.factory import open_medium, resolve_store_options
 from vllm_gaudi_ucm.store.redis import RedisMedium
 
 

@@ -21,8 +21,7 @@ from hypothesis.stateful import (
 )
 
 from tests.store.redis_server import RedisServer
-from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.store.options import resolve_store_options
+from vllm_gaudi_ucm.store.factory import open_store, resolve_store_options
 
 SIZE = 64
 keys = st.integers(0, 5).map(lambda number: bytes([number * 40]) * 32)

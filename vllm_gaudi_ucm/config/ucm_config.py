@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, expected, pro
 from vllm_gaudi_ucm.options.files import read_config_file
 from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.options.values import NameOf
-from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+from vllm_gaudi_ucm.prefetch.options import EngineOptions, PrefetchOptions
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
@@ -246,16 +246,23 @@ def resolve_value(value: Any) -> UcmConfig:
 
 def describe() -> list[Row]:
     """Every key with its type, default and description, in the order of declaration; registered methods come last."""
-    return [
-        Row(key, expected(field), _show(field.get_default(call_default_factory=False)), field.description or "")
-        for key, field in [*_leaves(UcmConfig, ROOT), *_registered()]
-    ]
+    return _rows([*_leaves(UcmConfig, ROOT), *_registered()])
 
 
-def markdown_table() -> str:
-    """The configuration table as Markdown, as it stands in the README."""
+def describe_section(model: type[BaseModel], key: str) -> list[Row]:
+    """The same of options that stand under `key`."""
+    return _rows(_leaves(model, key))
+
+
+def _rows(leaves: Iterable[tuple[str, FieldInfo]]) -> list[Row]:
+    return [Row(key, expected(field), _default(field), field.description or "") for key, field in leaves]
+
+
+def markdown_table(rows: Sequence[Row] | None = None) -> str:
+    """Rows as Markdown, as they stand in the reference; without them the whole configuration."""
     lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
-    lines += [f"| `{row.key}` | {row.type} | `{row.default}` | {row.description} |" for row in describe()]
+    for row in describe() if rows is None else rows:
+        lines.append(f"| `{row.key}` | {row.type} | `{row.default}` | {row.description} |")
     return "\n".join(lines)
 
 
@@ -275,7 +282,10 @@ def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInf
             yield from _leaves(inner, f"{prefix}.{name}")
 
 
-def _show(default: Any) -> str:
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "none: required"
+    default = field.get_default(call_default_factory=False)
     return "null" if default is None else str(default)
 
 
@@ -284,8 +294,8 @@ def connector_prefetch(options: PrefetchOptions, config: UcmConfig) -> PrefetchO
     section = _gsa_section(config)
     if section is None:
         return options
-    shared = {name for name in PrefetchOptions.model_fields if name in GsaOptions.model_fields}
-    return options.model_copy(update={name: getattr(section, name) for name in shared - options.model_fields_set})
+    given = section.model_dump(include=set(EngineOptions.model_fields) - options.model_fields_set)
+    return options.model_copy(update=given)
 
 
 def memory_mode_prefetch(config: UcmConfig) -> PrefetchOptions:
@@ -314,8 +324,8 @@ def idle_options(config: UcmConfig) -> list[str]:
     if section is None or (memory_mode.enabled and not memory_mode.is_in_host_memory):
         return []
     used = {"prefetch_workers"} if memory_mode.enabled else set()
-    shared = [name for name in GsaOptions.model_fields if name in PrefetchOptions.model_fields and name not in used]
-    return [name for name in shared if getattr(section, name) != GsaOptions.model_fields[name].default]
+    shared = section.model_dump(include=set(EngineOptions.model_fields) - used)
+    return [name for name, value in shared.items() if value != EngineOptions.model_fields[name].default]
 
 
 def _gsa_section(config: UcmConfig) -> GsaOptions | None:

@@ -43,13 +43,13 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        setup = ConnectorSetup.of(vllm_config, kv_cache_config)
+        self._setup = ConnectorSetup.of(vllm_config, kv_cache_config)
+        self._caches: dict[str, torch.Tensor] = {}
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            self.scheduler_side = SchedulerSide(setup, self._block_table, self._cached_tokens)
-        else:
-            self.worker_side = WorkerSide(setup)
+        # with KV offload our scheduler and our runner open the sides, once there is what they need of it
+        if role == KVConnectorRole.SCHEDULER and not self._setup.offloads:
+            self.open_scheduler_side()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -67,15 +67,19 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _scheduler(self) -> SchedulerSide:
-        assert self.scheduler_side is not None, "called in the worker"
+        assert self.scheduler_side is not None, "called in the worker, or with KV offload before it is opened"
         return self.scheduler_side
 
     @property
     def _worker(self) -> WorkerSide:
-        assert self.worker_side is not None, "called in the scheduler"
+        assert self.worker_side is not None, "called in the scheduler, or before the cache is registered"
         return self.worker_side
 
     # in the scheduler
+
+    def open_scheduler_side(self, residency: ResidencyScheduler | None = None) -> None:
+        """Called once: by our scheduler with KV offload, else here."""
+        self.scheduler_side = SchedulerSide(self._setup, self._block_table, self._cached_tokens, residency)
 
     def plan_prefetch(self, waiting: Iterable[Request]) -> None:
         """Before a step is scheduled; waiting: requests without blocks, the next one first. Called by our scheduler."""
@@ -120,10 +124,6 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         return self._scheduler.clear()
 
-    def bind_memory_mode(self, residency: ResidencyScheduler) -> None:
-        """Called once by our scheduler, in memory mode."""
-        self._scheduler.bind_memory_mode(residency)
-
     def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
         """The logical blocks that a request's query would choose of all; called with KV offload, at every scoring."""
         self._scheduler.wanted_by_query(request_id, numbers)
@@ -135,11 +135,14 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
     # in the worker
 
     def stored_copies(self, selection: BlockSelection, options: BlockOptions) -> StoredCopies | None:
-        """Called once by our runner, after `register_kv_caches`, with KV offload."""
-        return self._worker.stored_copies(selection, options)
+        """Called once by our runner, after `register_kv_caches`, with KV offload: opens the side."""
+        self.worker_side = WorkerSide(self._setup, self._caches, selection, options)
+        return self.worker_side.stored_copies()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register_kv_caches(kv_caches)
+        self._caches = kv_caches
+        if not self._setup.offloads:
+            self.worker_side = WorkerSide(self._setup, kv_caches)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker.start_loads(self._metadata())

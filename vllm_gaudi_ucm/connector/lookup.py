@@ -36,6 +36,10 @@ class Lookup:
         self.is_late = False
         self.answered = threading.Event()
 
+    def drop(self) -> None:
+        """The answer is not wanted any more."""
+        self.is_wanted = False
+
     @property
     def is_open(self) -> bool:
         """Whether an answer may still come."""

@@ -11,9 +11,9 @@ from vllm_gaudi_ucm.store.block_key import chain_keys
 from vllm_gaudi_ucm.vllm_api.scheduling import generate_block_hash_extra_keys
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.connector.block_loads import PartialLoads
     from vllm_gaudi_ucm.connector.lookup import KnownKeys, Lookup
     from vllm_gaudi_ucm.connector.metadata import BlockLoad
+    from vllm_gaudi_ucm.connector.partial_loads import PartialLoads
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
 
@@ -33,11 +33,32 @@ class RequestState:
     is_whole: bool = False
     has_records: bool = False
 
+    def ask(self, lookup: Lookup) -> None:
+        """The store was asked; an earlier question is dropped."""
+        self.drop_lookup()
+        self.lookup = lookup
+
     def drop_lookup(self) -> None:
         """What was asked of the store is asked anew, if at all."""
         if self.lookup is not None:
-            self.lookup.is_wanted = False
+            self.lookup.drop()
         self.lookup = None
+
+    def close(self) -> None:
+        """Nothing more is loaded."""
+        self.is_closed = True
+
+    def begin_load(self, load: BlockLoad) -> None:
+        """Loaded once: what does not come is computed, and not asked for again."""
+        self.is_closed, self.lookup, self.loading = True, None, load
+
+    def end_load(self, all_came: bool) -> None:
+        """Where all blocks came it may load again, after a preemption."""
+        self.is_closed, self.loading = not all_came, None
+
+    def begin_anew(self, is_late: bool) -> None:
+        """A partial load has failed: the next one is whole, or there is none where time is up."""
+        self.is_whole, self.is_closed, self.loading = True, is_late, None
 
 
 class RequestKeys:
@@ -89,6 +110,7 @@ class SavePlan:
         block_size: tokens per block.
         block_table: block ids of a live request.
         keys: of the first so many blocks of a request, None where it has none.
+        partial: loads that may leave blocks in the store, None where all are whole.
     """
 
     def __init__(
@@ -97,9 +119,10 @@ class SavePlan:
         block_size: int,
         block_table: Callable[[str], list[int]],
         keys: Callable[[RequestState, int], list[bytes] | None],
+        partial: PartialLoads | None,
     ) -> None:
-        self.known = known
-        self.partial: PartialLoads | None = None
+        self._known = known
+        self._partial = partial
         self._block_size = block_size
         self._block_table = block_table
         self._keys = keys
@@ -108,7 +131,7 @@ class SavePlan:
         """Blocks that this step fills, and those before that nobody has stored. Drafts may turn out wrong: they do not
         count, as they are no tokens of the request yet."""
         request = state.request
-        if self.partial is not None and self.partial.may_be_repeated(request.request_id):
+        if self._partial is not None and self._partial.may_be_repeated(request.request_id):
             return []
         end = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
         full = end // self._block_size
@@ -119,21 +142,21 @@ class SavePlan:
             return []
         block_ids = self._block_table(request.request_id)
         # memory mode may have put the null block in the place of one that has left the device
-        new = [index for index in range(state.saved, full) if block_ids[index] and keys[index] not in self.known]
-        self.known.add(keys[index] for index in new)
+        new = [index for index in range(state.saved, full) if block_ids[index] and keys[index] not in self._known]
+        self._known.add(keys[index] for index in new)
         state.saved = full
         return [BlockSave(keys[index], block_ids[index]) for index in new]
 
     def records(self, state: RequestState, num_scheduled: int) -> list[RecordSave]:
         """Summaries of a prompt whose last token this step computes."""
         request = state.request
-        if self.partial is None or state.has_records:
+        if self._partial is None or state.has_records:
             return []
         if request.num_computed_tokens + num_scheduled < request.num_prompt_tokens:
             return []
         state.has_records = True
         keys = state.keys.known[: (request.num_prompt_tokens - 1) // self._block_size]
-        found = self.partial.record_saves(request, keys, self._block_table(request.request_id))
-        new = [record for record in found if record.key not in self.known]
-        self.known.add(record.key for record in new)
+        found = self._partial.record_saves(request, keys, self._block_table(request.request_id))
+        new = [record for record in found if record.key not in self._known]
+        self._known.add(record.key for record in new)
         return new

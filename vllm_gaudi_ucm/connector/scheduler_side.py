@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_gaudi_ucm.connector.block_loads import PartialLoads
 from vllm_gaudi_ucm.connector.lookup import KnownKeys, Lookup, LookupThread
 from vllm_gaudi_ucm.connector.metadata import BlockLoad, BlockSave, RecordSave, UcmMetadata
+from vllm_gaudi_ucm.connector.partial_loads import PartialLoads
 from vllm_gaudi_ucm.connector.request_state import RequestKeys, RequestState, SavePlan
 from vllm_gaudi_ucm.connector.waiting_prefetch import WaitingPrefetch
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -42,6 +42,7 @@ class SchedulerSide:
         setup: of the engine.
         block_table: block ids of a live request.
         cached_tokens: leading tokens of a request that the device's prefix cache holds.
+        residency: KV offload, with which loads may leave blocks in the store.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class SchedulerSide:
         setup: ConnectorSetup,
         block_table: Callable[[str], list[int]],
         cached_tokens: Callable[[Request], int] = lambda request: 0,
+        residency: ResidencyScheduler | None = None,
     ) -> None:
         self._setup = setup
         setup.namespace(sparse=False)  # now: files are read for it, and may tell nothing
@@ -58,7 +60,6 @@ class SchedulerSide:
         self._epoch = b""
         self._loads: list[BlockLoad] = []
         self.known = KnownKeys()
-        self._saves = SavePlan(self.known, self._block_size, block_table, self._keys)
         self.counts = LookupCounts()
         self.store = setup.open_store()
         self._lookups = LookupThread(self.store, setup.options.lookup_deadline)
@@ -67,14 +68,14 @@ class SchedulerSide:
             setup.prefetch_options, batch_size, self._lookups, self._wanted_keys, self._wanted_part
         )
         self._plan = PrefetchPlan()
-        self._partial: PartialLoads | None = None
+        self._partial = None if residency is None else self._partial_loads(residency)
+        self._saves = SavePlan(self.known, self._block_size, block_table, self._keys, self._partial)
 
-    def bind_memory_mode(self, residency: ResidencyScheduler) -> None:
-        """From now on loads may leave blocks in the store; before the first request."""
+    def _partial_loads(self, residency: ResidencyScheduler) -> PartialLoads | None:
         span = self._setup.summaries_per_record(residency.method)
         if not self._setup.options.loads_partly or not span:
-            return
-        self._partial = self._saves.partial = PartialLoads(residency, self._block_size, span, self._waiting.order)
+            return None
+        return PartialLoads(residency, self._block_size, span, self._waiting.order)
 
     def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
         """The logical blocks that a request's query would choose of all; of use where loads leave blocks in the
@@ -147,7 +148,7 @@ class SchedulerSide:
             if not self._lookups.is_late(lookup):
                 return None
             self.counts.timeouts += 1
-            state.is_closed = True
+            state.close()
             return 0
         hits = lookup.hits or 0
         self.known.add(lookup.keys[:hits])
@@ -166,13 +167,13 @@ class SchedulerSide:
         keys = self._keys(state, end)
         if keys is None or first >= end:
             return None
-        state.drop_lookup()
         self.counts.requests += 1
         records: list[bytes] = []
         if self._partial is not None and not state.is_whole:
             records = self._partial.record_keys(state.request, keys, first)
-        state.lookup = self._lookups.ask(keys[first:], first, records)
-        return state.lookup
+        lookup = self._lookups.ask(keys[first:], first, records)
+        state.ask(lookup)
+        return lookup
 
     def _keys(self, state: RequestState, blocks: int) -> list[bytes] | None:
         try:
@@ -197,8 +198,7 @@ class SchedulerSide:
             load = BlockLoad(request.request_id, list(lookup.keys[:count]), targets)
             self._waiting.used(load.keys)
         self._loads.append(load)
-        # once: what could not be loaded is computed, and not asked for again
-        state.is_closed, state.lookup, state.loading = True, None, load
+        state.begin_load(load)
 
     def runs(self, request: Request) -> None:
         """It has blocks now, and is about to compute: nothing is loaded before."""
@@ -228,7 +228,7 @@ class SchedulerSide:
         load = self._partial.fetch(request_id, keys, fetched)
         self._loads.append(load)
         if state is not None:
-            state.is_closed, state.loading = True, load
+            state.begin_load(load)
 
     def metadata(self, scheduler_output: SchedulerOutput) -> UcmMetadata:
         """Of the step that was just scheduled."""
@@ -256,7 +256,7 @@ class SchedulerSide:
                 continue
             # stored again once they are computed again
             self.known.discard(record.key for record in state.loading.records)
-            state.is_whole, state.is_closed, state.loading = True, request_id in late, None
+            state.begin_anew(request_id in late)
 
     def loaded(self, request_ids: set[str], invalid_block_ids: set[int]) -> None:
         """The loads of these requests have ended. One that got all its blocks may load again, after a preemption."""
@@ -268,7 +268,7 @@ class SchedulerSide:
             lost = [key for key, block_id in blocks if block_id in invalid_block_ids]
             # computed now, and then saved again
             self.known.discard(lost)
-            state.is_closed, state.loading = bool(lost), None
+            state.end_load(not lost)
 
     def unsaved(self, keys: list[bytes]) -> None:
         """The worker could not store these blocks."""
@@ -283,7 +283,7 @@ class SchedulerSide:
         """
         self._epoch = os.urandom(16)
         self.known.clear()
-        if self._setup.options.store.kind == "memory":
+        if self._setup.options.store.ends_with_process:
             self.store.clear()
         for request_id, state in list(self._states.items()):
             self._waiting.forget(request_id)

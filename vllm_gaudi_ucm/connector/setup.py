@@ -13,9 +13,10 @@ from vllm_gaudi_ucm.connector.forward_inputs import forward_inputs
 from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.prefetch.options import EngineOptions
 from vllm_gaudi_ucm.store.block_key import Namespace
-from vllm_gaudi_ucm.store.factory import open_store
-from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
+from vllm_gaudi_ucm.store.factory import lasting_kinds, open_store
+from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,13 +27,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
 
 # of the prefetch engine: they decide when a block comes, not what is in it
-_NO_PART_OF_KV = {
-    "prefetch_workers",
-    "max_pending_prefetch",
-    "prefetch_ahead",
-    "prefetch_cache_size",
-    "prefetch_cache_bytes",
-}
+_NO_PART_OF_KV = set(EngineOptions.model_fields)
 
 
 @dataclass(frozen=True)
@@ -50,9 +45,7 @@ class ConnectorSetup:
         assert vllm_config.kv_transfer_config is not None
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         (group,) = kv_cache_config.kv_cache_groups
-        per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        specs = {name: per_layer[name] if per_layer else group.kv_cache_spec for name in group.layer_names}
-        layers = {name: spec for name, spec in specs.items() if isinstance(spec, AttentionSpec)}
+        layers = {name: spec for name, spec in layer_specs(kv_cache_config).items() if isinstance(spec, AttentionSpec)}
         options = ConnectorOptions.resolve(extra, EXTRA_CONFIG)
         _check_process(options, vllm_config.parallel_config.distributed_executor_backend)
         return cls(vllm_config, options, group.kv_cache_spec.block_size, layers)
@@ -71,6 +64,11 @@ class ConnectorSetup:
     def saves(self) -> bool:
         assert self.vllm_config.kv_transfer_config is not None
         return self.options.save and self.vllm_config.kv_transfer_config.is_kv_producer
+
+    @property
+    def offloads(self) -> bool:
+        """Whether KV offload is on, with which loads may leave blocks in the store."""
+        return resolve_config(self.vllm_config.additional_config).memory_mode.enabled
 
     @cached_property
     def prefetch_options(self) -> PrefetchOptions:
@@ -121,7 +119,7 @@ class ConnectorSetup:
 
     def _refuse_unknown_weights(self, models: list[str]) -> None:
         """What outlives this process would be found by engines whose weights have the same name, and are others."""
-        if self.options.store.kind != "memory":
+        if not self.options.store.ends_with_process:
             found = f"none, and no weights in files here that tell {' and '.join(models)} apart"
             raise UcmConfigError([Problem("--revision", found, "a name that changes when the weights change")])
 
@@ -141,9 +139,10 @@ class ConnectorSetup:
 
 def _check_process(options: ConnectorOptions, executor: object) -> None:
     """Scheduler and worker see one memory only where the engine runs its worker itself."""
-    if options.store.kind == "memory" and executor not in (None, "uni"):
-        found = f'"memory" with --distributed-executor-backend {executor}'
-        raise UcmConfigError([Problem(f"{EXTRA_CONFIG}.store.kind", found, '"file" or "redis", or no such flag')])
+    if options.store.ends_with_process and executor not in (None, "uni"):
+        found = f'"{options.store.kind}" with --distributed-executor-backend {executor}'
+        others = " or ".join(f'"{kind}"' for kind in lasting_kinds())
+        raise UcmConfigError([Problem(f"{EXTRA_CONFIG}.store.kind", found, f"{others}, or no such flag")])
 
 
 def sparse_policy(config: UcmConfig) -> str:

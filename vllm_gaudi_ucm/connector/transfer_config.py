@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field, SerializeAsAny, field_validator
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.errors import WORDS, Problem, UcmConfigError
 from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.store.options import StoreOptions, resolve_store_options
+from vllm_gaudi_ucm.store.base import StoreOptions
+from vllm_gaudi_ucm.store.factory import resolve_store_options
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -22,7 +23,10 @@ EXTRA_CONFIG = "kv_connector_extra_config"
 class ConnectorOptions(Section):
     """Strict, immutable; made from a mapping by `ConnectorOptions.resolve(mapping, key)`."""
 
-    store: StoreOptions = Field(description="Where blocks are kept, and its options: see docs/guides/stores.md.")
+    store: SerializeAsAny[StoreOptions] = Field(
+        description="Where blocks are kept, and its options: see docs/guides/stores.md.",
+        json_schema_extra={WORDS: "a store (docs/guides/stores.md)"},
+    )
     prefetch: PrefetchOptions = Field(
         default=PrefetchOptions(), description="The engine that loads blocks: see docs/guides/prefetch.md."
     )

@@ -62,7 +62,7 @@ class WaitingPrefetch:
         """The request has blocks now, or has ended: the id may stand for another one."""
         asked = self._asked.pop(request_id, None)
         if asked is not None:
-            asked.is_wanted = False
+            asked.drop()
         self._queued.pop(request_id, None)
 
     def plan(self, waiting: Iterable[Request]) -> PrefetchPlan:

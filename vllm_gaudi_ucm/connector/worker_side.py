@@ -3,33 +3,184 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from vllm.platforms import current_platform
 
-from vllm_gaudi_ucm.connector.block_loads import BlockLoads, LoadCounts
 from vllm_gaudi_ucm.connector.block_saver import BlockSaver, SaveQueue
-from vllm_gaudi_ucm.connector.metadata import RecordSave, UcmMetadata, UcmWorkerMetadata
+from vllm_gaudi_ucm.connector.metadata import BlockLoad, RecordSave, UcmMetadata, UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.waiting_prefetch import apply_plan
-from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.device import Device, get_device
 from vllm_gaudi_ucm.device.step_activity import StepActivity
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyLoads
 from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords
 from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.reporter import MetricsReporter
 from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
+from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 from vllm_gaudi_ucm.store.base import KvStore
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
+    from vllm_gaudi_ucm.prefetch.engine import PrefetchHandle
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
 
+logger = plugin_logger(__name__)
 USE = "connector"
+
+
+class LoadCounts(msgspec.Struct, kw_only=True):
+    """Requests: those that got blocks, some of them or all late, ended while they waited. Blocks: loaded, failed."""
+
+    requests: int = 0
+    timeouts: int = 0
+    cancelled: int = 0
+    loaded_blocks: int = 0
+    failed_blocks: int = 0
+
+
+@dataclass
+class _Load:
+    """A request that waits for blocks. records: bytes of those that have come, by place, which come before the blocks.
+    is_wanted: it has not ended meanwhile."""
+
+    handle: PrefetchHandle
+    order: BlockLoad
+    records: dict[int, bytearray]
+    is_wanted: bool = True
+
+
+class BlockLoads:
+    """In the worker. Each `take_` gives what has come since its last call.
+
+    Args:
+        engine: loads; the caller's to stop.
+        blocks: of the device.
+        deadline: seconds that a request waits.
+        summaries: where records go, None without KV offload.
+    """
+
+    def __init__(
+        self, engine: PrefetchEngine, blocks: DeviceBlocks, deadline: float, summaries: SummaryRecords | None = None
+    ) -> None:
+        self._engine = engine
+        self._blocks = blocks
+        self._deadline = deadline
+        self._loads: dict[str, _Load] = {}
+        self._invalid: set[int] = set()
+        self._written: set[int] = set()
+        self._summarised: set[int] = set()
+        self._failed: set[str] = set()
+        self._late: list[str] = []
+        self.counts = LoadCounts()
+        self._summaries = summaries
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._loads)
+
+    def start(self, load: BlockLoad) -> None:
+        """Returns at once. For the thread that computes, before any step in which the blocks are the request's."""
+        blocks, block_ids, first, fence = self._blocks, load.block_ids, len(load.records), self._blocks.fence()
+        records: dict[int, bytearray] = {}
+
+        def deliver(index: int, block: memoryview) -> None:
+            if index < first:
+                records[index] = bytearray(block)
+            else:
+                blocks.write(block_ids[index - first], block, fence)
+
+        handle = self._engine.submit_prefetch(
+            load.request_id,
+            [*(record.key for record in load.records), *load.keys],
+            # the scheduler has admitted it: nothing but its blocks keeps it from running
+            PrefetchPriority.URGENT,
+            deliver=deliver,
+            deadline=self._deadline,
+        )
+        self.counts.requests += 1
+        self._loads[load.request_id] = _Load(handle, load, records)
+
+    def finished(self, ended: set[str]) -> set[str]:
+        """Requests into whose blocks nothing is or will be written any more; nobody waits for `ended` ones."""
+        for request_id in ended:
+            load = self._loads.get(request_id)
+            if load is not None:
+                load.is_wanted = False
+                load.handle.cancel()
+        finished = {request_id for request_id, load in self._loads.items() if load.handle.outcome is not None}
+        for request_id in finished:
+            self._finish(request_id, self._loads.pop(request_id))
+        return finished
+
+    def _finish(self, request_id: str, load: _Load) -> None:
+        failed = load.handle.failed
+        counts, outcome = self.counts, load.handle.outcome
+        self._engine.forget(request_id)
+        if not load.is_wanted:
+            # its blocks are freed now: they must not be taken for blocks of whoever gets them next
+            counts.cancelled += 1
+            return
+        counts.timeouts += outcome is PrefetchOutcome.TIMEOUT
+        order, first = load.order, len(load.order.records)
+        lost = {index - first for index in failed if index >= first}
+        if failed:
+            logger.debug("request %s: %d of %d blocks failed (%s)", request_id, len(lost), len(order.keys), outcome)
+        if failed and order.is_partial:
+            # what has come is given back with the rest
+            counts.failed_blocks += len(lost)
+            self._failed.add(request_id)
+            if outcome is PrefetchOutcome.TIMEOUT:
+                self._late.append(request_id)
+            return
+        counts.loaded_blocks += len(order.block_ids) - len(lost)
+        counts.failed_blocks += len(lost)
+        self._invalid |= {order.block_ids[index] for index in lost}
+        self._written |= {block_id for index, block_id in enumerate(order.block_ids) if index not in lost}
+        self._take_records(load)
+
+    def _take_records(self, load: _Load) -> None:
+        for index, record in enumerate(load.order.records):
+            assert self._summaries is not None, "the scheduler's side has the same options"
+            self._summaries.write(load.records[index], record.rows, record.block_ids)
+            self._summarised.update(block_id for block_id in record.block_ids if block_id)
+
+    def take_failed(self) -> set[str]:
+        """Requests that have to begin anew."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_summarised(self) -> set[int]:
+        """Loaded blocks whose summaries have come with them."""
+        summarised, self._summarised = self._summarised, set()
+        return summarised
+
+    def take_invalid(self) -> set[int]:
+        """Blocks that could not be loaded."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_loaded(self) -> set[int]:
+        """Blocks that were loaded."""
+        written, self._written = self._written, set()
+        return written
+
+    def take_late(self) -> list[str]:
+        """Those among the failed requests whose time is up."""
+        late, self._late = self._late, []
+        return late
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a load has ended, when so much time has passed, or at once where nothing is loaded."""
+        self._engine.wait_for_any([load.handle for load in self._loads.values()], seconds)
 
 
 class WorkerMetrics:
@@ -65,55 +216,53 @@ class WorkerMetrics:
 
 
 class WorkerSide:
-    """Made before the cache is allocated; works from `register_kv_caches` on."""
+    """Made once the cache is allocated, and with KV offload once blocks have summaries.
 
-    def __init__(self, setup: ConnectorSetup) -> None:
-        self._setup = setup
-        self.blocks: DeviceBlocks | None = None
-        self._metrics: WorkerMetrics | None = None
-        self._leaves_out_saves = False
-        self.activity = StepActivity()
+    Args:
+        setup: of the engine.
+        caches: by layer [blocks, kv heads, block size, k | v]; they stay where they are until the end.
+        selection: of the method that chooses blocks, with KV offload: then loads may leave blocks in the store.
+        method: the method's options.
+    """
 
-    def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """caches: by layer [blocks, kv heads, block size, k | v]."""
-        setup, device = self._setup, get_device(current_platform.device_type)
-        self.blocks = DeviceBlocks({name: caches[name] for name in setup.layers}, device)
-        if self.blocks.block_bytes != setup.block_bytes:
+    def __init__(
+        self,
+        setup: ConnectorSetup,
+        caches: Mapping[str, torch.Tensor],
+        selection: BlockSelection | None = None,
+        method: BlockOptions | None = None,
+    ) -> None:
+        device, options = get_device(current_platform.device_type), setup.options
+        self.blocks = blocks = DeviceBlocks({name: caches[name] for name in setup.layers}, device)
+        if blocks.block_bytes != setup.block_bytes:
             raise RuntimeError(
-                f"UcmConnector: a block of the cache has {self.blocks.block_bytes} bytes, expected {setup.block_bytes}"
+                f"UcmConnector: a block of the cache has {blocks.block_bytes} bytes, expected {setup.block_bytes}"
             )
-        self.blocks.warm_up()
+        blocks.warm_up()
+        self.activity = StepActivity()
         self.store = setup.open_store()
-        options = setup.options
         self.engine = PrefetchEngine(
             self.store,
             setup.block_bytes,
             setup.prefetch_options,
-            allocate=self.blocks.allocate,
+            allocate=blocks.allocate,
             enter_thread=device.enter_thread,
         )
         self.engine.start()
-        self.loads = BlockLoads(self.engine, self.blocks, options.load_deadline)
+        self._summaries = None
+        if selection is not None and method is not None:
+            self._summaries = _summary_records(setup, blocks, device, selection, method)
+        self.loads = BlockLoads(self.engine, blocks, options.load_deadline, self._summaries)
         waiting = SaveQueue(options.save_queue, options.patience(device.kind), self.activity)
-        self.saver = BlockSaver(self.store, self.blocks, waiting, options.save_workers)
+        self.saver = BlockSaver(self.store, blocks, waiting, options.save_workers)
+        self._metrics: WorkerMetrics | None = None
+        self._leaves_out_saves = self._is_closed = False
 
-    def stored_copies(self, selection: BlockSelection, options: BlockOptions) -> StoredCopies | None:
-        """With KV offload: how blocks that are left in the store come from there; None where none are left.
-
-        selection, options: of the method that chooses blocks.
-        """
-        blocks, setup, scorer = self.blocks, self._setup, selection.selector.scorer
-        assert blocks is not None, "the cache is registered before"
-        span = setup.summaries_per_record(options)
-        if not setup.options.loads_partly or not span or scorer is None:
+    def stored_copies(self) -> StoredCopies | None:
+        """How blocks that loads have left in the store come from there; None where none are left."""
+        if self._summaries is None:
             return None
-        device = get_device(current_platform.device_type)
-        summaries = self.loads.summaries = SummaryRecords(scorer, selection.state.summaries, span, device)
-        # has a device that compiles compile both directions now
-        record = blocks.allocate(setup.block_bytes)
-        summaries.read([], record)
-        summaries.write(bytearray(record), [], [])
-        return StoredCopies(CopyLoads(self.engine, setup.block_bytes, blocks.allocate), blocks)
+        return StoredCopies(CopyLoads(self.engine, self.blocks.block_bytes, self.blocks.allocate), self.blocks)
 
     def start_loads(self, metadata: UcmMetadata) -> None:
         """Before the step, also one without tokens: loads do without the threads that save, as steps do."""
@@ -145,7 +294,7 @@ class WorkerSide:
         self._leaves_out_saves = True
 
     def _save_record(self, record: RecordSave) -> None:
-        summaries, block_ids = self.loads.summaries, record.block_ids
+        summaries, block_ids = self._summaries, record.block_ids
         if summaries is None or not summaries.are_ready(block_ids):
             # at static shapes blocks that were loaded wait for theirs
             self.saver.refuse(record.key)
@@ -177,11 +326,26 @@ class WorkerSide:
 
     def close(self) -> None:
         """Stores what is on its way, and ends all threads; a second call does nothing."""
-        if self.blocks is None:
+        if self._is_closed:
             return
-        self.blocks = None
+        self._is_closed = True
         if self._metrics is not None:
             self._metrics.close()
         self.saver.close()
         self.engine.stop()
         self.store.close()
+
+
+def _summary_records(
+    setup: ConnectorSetup, blocks: DeviceBlocks, device: Device, selection: BlockSelection, method: BlockOptions
+) -> SummaryRecords | None:
+    """None where every load is whole."""
+    span, scorer = setup.summaries_per_record(method), selection.selector.scorer
+    if not setup.options.loads_partly or not span or scorer is None:
+        return None
+    summaries = SummaryRecords(scorer, selection.state.summaries, span, device)
+    # has a device that compiles compile both directions now
+    record = blocks.allocate(setup.block_bytes)
+    summaries.read([], record)
+    summaries.write(bytearray(record), [], [])
+    return summaries

@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.envs import (
     user_cache,
 )
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.ops.private_folder import make_private_folder
+from vllm_gaudi_ucm.private_folder import make_private_folder
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device

@@ -1,4 +1,4 @@
-"""The KV cache: one allocation as vLLM describes it, viewed per layer."""
+"""The KV cache: its budget, one allocation as vLLM describes it, and the view of each attention layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from vllm_gaudi_ucm.vllm_api.kv_cache import (
     KVCacheLayout,
     KVCacheSpec,
     create_kv_cache_views,
+    layer_specs,
 )
+from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,15 +104,14 @@ def allocate_kv_cache(
 def _views(
     config: KVCacheConfig, device: torch.device, is_idle: Callable[[], bool] = lambda: True
 ) -> dict[str, torch.Tensor]:
-    specs = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
+    specs = layer_specs(config)
     (size,) = {tensor.size for tensor in config.kv_cache_tensors}
     on_host = device.type == "cpu"
     backing = zeroed_pages(size, is_idle) if on_host else torch.zeros(size, dtype=torch.int8, device=device)
     layout = KVCacheLayout[config.kv_cache_layout or KVCacheLayout.LBNHC.name]
     caches: dict[str, torch.Tensor] = {}
     for tensor in config.kv_cache_tensors:
-        spec = _spec_of(specs, tensor.layers[0])
-        views = create_kv_cache_views(backing, spec, config.num_blocks, layout, tensor)
+        views = create_kv_cache_views(backing, specs[tensor.layers[0]], config.num_blocks, layout, tensor)
         caches.update(zip(tensor.layers, views, strict=True))
     return caches
 
@@ -126,16 +127,29 @@ def dummy_kv_cache(specs: Mapping[str, KVCacheSpec], device: torch.device) -> di
     return caches
 
 
+def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
+    """The layers by name; they register themselves when the model is built."""
+    context = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in context.items() if isinstance(layer, AttentionLayerBase)}
+
+
+def kv_cache_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """What each layer keeps per block."""
+    specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in attention_layers(vllm_config).items()}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def bind_kv_caches(vllm_config: VllmConfig, caches: Mapping[str, torch.Tensor]) -> None:
+    """Gives each layer its cache [blocks, kv heads, block size, k | v]."""
+    layers = attention_layers(vllm_config)
+    for name, cache in caches.items():
+        layers[name].bind_kv_cache(cache)
+
+
 def split_key_value(kv_cache: torch.Tensor, key_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[blocks, kv heads, block size, k | v] -> key and value views [blocks, block size, kv heads, head size]."""
     by_token = kv_cache.transpose(1, 2)
     return by_token[..., :key_size], by_token[..., key_size:]
-
-
-def _spec_of(specs: dict[str, KVCacheSpec], layer: str) -> KVCacheSpec:
-    spec = specs[layer]
-    per_layer = getattr(spec, "kv_cache_specs", None)
-    return spec if per_layer is None else per_layer[layer]
 
 
 logger = plugin_logger(__name__)

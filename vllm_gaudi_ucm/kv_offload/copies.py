@@ -16,15 +16,16 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.reporter import MetricsReporter
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
-from vllm_gaudi_ucm.store.entries import create_file, entries, make_folder, open_file, remove_file
+from vllm_gaudi_ucm.private_folder import make_folders
+from vllm_gaudi_ucm.store.entries import create_file, entries, open_file, remove_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.prefetch.engine import PrefetchHandle
     from vllm_gaudi_ucm.prefetch.loads import Allocate
     from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-    from vllm_gaudi_ucm.prefetch.stats import PrefetchHandle
     from vllm_gaudi_ucm.store.base import KvStore
 
 _ENGINES = "engines"
@@ -45,10 +46,10 @@ class CopyFolder:
 
     def __init__(self, root: Path) -> None:
         engines = root / _ENGINES
-        make_folder(str(engines))
+        make_folders(str(engines))
         _sweep(engines)
         self.path, self._lock = _claim(engines)
-        make_folder(str(self.path))
+        make_folders(str(self.path))
 
     def remove(self) -> None:
         """Removes all that is in it; a second call does nothing."""

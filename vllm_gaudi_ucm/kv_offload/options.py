@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, SerializeAsAny, field_validator
 
 from vllm_gaudi_ucm.options.errors import WORDS
 from vllm_gaudi_ucm.options.section import Section
-from vllm_gaudi_ucm.store.options import (
-    FileStoreOptions,
-    MemoryStoreOptions,
-    RedisStoreOptions,
-    resolve_store_options,
-)
+from vllm_gaudi_ucm.store.base import StoreOptions
+from vllm_gaudi_ucm.store.factory import resolve_store_options
 
-AnyStore = MemoryStoreOptions | FileStoreOptions | RedisStoreOptions
 _STORE: dict[str, Any] = {WORDS: "store (docs/guides/stores.md) or null"}
 
 
@@ -52,7 +47,7 @@ class MemoryModeOptions(Section):
         default=2.0,
         description="Most blocks that have a copy off the device, as a multiple of the blocks of the KV cache.",
     )
-    store: AnyStore | None = Field(
+    store: SerializeAsAny[StoreOptions] | None = Field(
         default=None,
         description="Where the copies are. Without it host memory of the size that `away_ratio` asks for.",
         json_schema_extra=_STORE,
@@ -69,14 +64,16 @@ class MemoryModeOptions(Section):
         What a store would evict to make room is never sent to it.
         """
         most = max(1, int(self.away_ratio * num_blocks))
-        capacity = getattr(self.store, "capacity", None)
+        capacity = None if self.store is None else self.store.most_bytes
         return most if capacity is None else min(most, capacity // block_bytes)
 
     @property
     def is_in_host_memory(self) -> bool:
         """Whether copies lie in this process, where nothing can be brought nearer to the device."""
-        return self.store is None or isinstance(self.store, MemoryStoreOptions)
+        return self.store is None or self.store.ends_with_process
 
-    def open_options(self, max_copies: int, block_bytes: int) -> AnyStore:
+    def open_options(self, max_copies: int, block_bytes: int) -> StoreOptions:
         """The store to open."""
-        return MemoryStoreOptions(capacity=max_copies * block_bytes) if self.store is None else self.store
+        if self.store is not None:
+            return self.store
+        return resolve_store_options({"kind": "memory", "capacity": max_copies * block_bytes})

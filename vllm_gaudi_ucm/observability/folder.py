@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import os
 import re
-import stat
 import tempfile
 from pathlib import Path
+
+from vllm_gaudi_ucm.private_folder import PRIVATE, is_private
 
 PREFIX = "gaudi-ucm-metrics-"
 # Held by every engine that writes to the folder, until its process ends, however it does.
@@ -31,7 +32,7 @@ def make_private(folder: Path) -> None:
     Raises PermissionError where it is there already and others could write to it, OSError where it cannot be made.
     """
     try:
-        folder.mkdir(mode=0o700)
+        folder.mkdir(PRIVATE)
     except FileExistsError:
         if not is_private(folder):
             raise PermissionError(
@@ -69,15 +70,6 @@ def _remove_unless_held(folder: Path) -> None:
         remove_files(folder)
     finally:
         os.close(lock)
-
-
-def is_private(folder: Path) -> bool:
-    """Whether it is a folder, not a link, that only this user can read and write. The temp folder is everybody's."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
 
 
 def remove_files(folder: Path, engine: str = "*") -> None:

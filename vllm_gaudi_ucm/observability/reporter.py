@@ -12,7 +12,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.observability.folder import is_private
+from vllm_gaudi_ucm.private_folder import is_private
 
 # What a file that is missing, cut short or overwritten can raise in the reader of prometheus_client.
 UNREADABLE = (OSError, RuntimeError, ValueError, TypeError, AttributeError, struct.error)

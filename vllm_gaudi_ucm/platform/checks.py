@@ -14,10 +14,12 @@ from vllm_gaudi_ucm.observability.phase_log import PhaseLogError
 from vllm_gaudi_ucm.options.errors import UnsupportedRequestError
 from vllm_gaudi_ucm.sparse.options import read_extra_args
 from vllm_gaudi_ucm.store.factory import open_medium
-from vllm_gaudi_ucm.store.options import FileStoreOptions, StoreOptions
+from vllm_gaudi_ucm.store.file import FileStoreOptions
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
+
+    from vllm_gaudi_ucm.store.base import StoreOptions
 
 
 def check_places(config: UcmConfig, transfer: KVTransferConfig | None) -> None:

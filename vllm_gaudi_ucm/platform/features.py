@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, OURS, ConnectorOptions, configured_connectors
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
-from vllm_gaudi_ucm.store.options import FileStoreOptions
+from vllm_gaudi_ucm.store.file import FileStoreOptions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

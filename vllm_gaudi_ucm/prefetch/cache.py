@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 
 class Slot:
@@ -17,6 +18,12 @@ class Slot:
         self.buffer: memoryview | None = None
         self.key: bytes | None = None
         self.users = 0
+
+    def memory(self, allocate: Callable[[int], memoryview], nbytes: int) -> memoryview:
+        """The buffer, allocated now if it is not yet. Raises what `allocate` does."""
+        if self.buffer is None:
+            self.buffer = allocate(nbytes)
+        return self.buffer
 
 
 class HostCache:

@@ -10,16 +10,51 @@ import msgspec
 from vllm_gaudi_ucm.prefetch.dispatcher import Dispatcher
 from vllm_gaudi_ucm.prefetch.loads import Allocate, BlockReader, LoadRunner, broken_law
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.prefetch.plan import end_with
-from vllm_gaudi_ucm.prefetch.stats import PrefetchHandle, PrefetchStats
-from vllm_gaudi_ucm.prefetch.tasks import Deliver, PrefetchOutcome, PrefetchPriority
-from vllm_gaudi_ucm.prefetch.threads import EngineThreads
+from vllm_gaudi_ucm.prefetch.stats import PrefetchStats
+from vllm_gaudi_ucm.prefetch.tasks import Deliver, PrefetchOutcome, PrefetchPriority, PrefetchTask
+from vllm_gaudi_ucm.prefetch.threads import EngineThreads, end_with
 from vllm_gaudi_ucm.store.base import KvStore
 
 
 def host_memory(nbytes: int) -> memoryview:
     """Pageable memory; for a device that copies from pinned memory the caller passes an allocator of its own."""
     return memoryview(bytearray(nbytes))
+
+
+class PrefetchHandle:
+    """Speaks of the prefetch that it was returned for, whatever else its request's id stands for later.
+
+    task: the engine's own, to be read under its lock.
+    """
+
+    def __init__(self, task: PrefetchTask, dispatcher: Dispatcher) -> None:
+        self.task = task
+        self._dispatcher = dispatcher
+
+    @property
+    def request_id(self) -> str:
+        return self.task.request_id
+
+    @property
+    def outcome(self) -> PrefetchOutcome | None:
+        """None while it is pending. Once there is one, no `deliver` of this prefetch runs or will run."""
+        return self._dispatcher.outcome_of(self.task)
+
+    @property
+    def failed(self) -> frozenset[int]:
+        """Indices of blocks that did not arrive; complete once there is an outcome."""
+        return self._dispatcher.failed_of(self.task)
+
+    def wait(self, timeout: float | None = None) -> PrefetchOutcome:
+        """The outcome, or TIMEOUT after `timeout` seconds; None waits up to the prefetch's own deadline."""
+        return self._dispatcher.wait(self.task, timeout)
+
+    def cancel(self) -> bool:
+        """Whether it was pending until now."""
+        return self._dispatcher.cancel(self.task)
+
+    def __repr__(self) -> str:
+        return f"PrefetchHandle({self.request_id!r}, {self.outcome or 'pending'})"
 
 
 class PrefetchEngine:
@@ -123,7 +158,7 @@ class PrefetchEngine:
                 return None
             cache = self._dispatcher.cache
             if not task.held and all(key in cache for key in task.keys):
-                task.held = [slot for key in task.keys if (slot := cache.use(key)) is not None]
+                task.hold([slot for key in task.keys if (slot := cache.use(key)) is not None])
             if len(task.held) != len(task.keys):
                 return None
             return [slot.buffer for slot in task.held if slot.buffer is not None]
@@ -134,7 +169,7 @@ class PrefetchEngine:
             task = self._dispatcher.ledger.find(request_id)
             if task is None or not task.is_open:
                 return False
-            task.priority = PrefetchPriority(priority)
+            task.move(PrefetchPriority(priority))
             if task in self._dispatcher.queue:
                 self._dispatcher.queue.put(task)
             return True
@@ -155,7 +190,7 @@ class PrefetchEngine:
         with self._dispatcher.lock:
             task = self._dispatcher.ledger.find(request_id)
             if task is not None:
-                task.forgotten = True
+                task.forget()
                 self._dispatcher.settle(task, PrefetchOutcome.CANCELLED)
                 self._dispatcher.ledger.forget(request_id)
 

@@ -41,7 +41,7 @@ class BlockReader:
                 for _, loan in given:
                     lent.push(loan)
                 for load, loan in given:
-                    load.buffer = loan.__enter__()
+                    load.fill(loan.__enter__())
         except Exception as error:
             failed = sum(load.buffer is None for load in wanted)
             _warn(error)
@@ -71,7 +71,7 @@ class BlockReader:
         """For a store that lends nothing; False where it raised."""
         try:
             buffer = self._slot_buffer(load)
-            load.buffer = buffer if self._store.load(load.key, buffer) else None
+            load.fill(buffer if self._store.load(load.key, buffer) else None)
         except Exception as error:
             _warn(error)
             return False
@@ -81,12 +81,10 @@ class BlockReader:
         """Host memory for the block: the cache's, where that has room."""
         if load.slot is None:
             with self._dispatcher.lock:
-                load.slot = self._dispatcher.cache.take()
+                load.use(self._dispatcher.cache.take())
         if load.slot is None:
             return self._allocate(self._block_bytes)
-        if load.slot.buffer is None:
-            load.slot.buffer = self._allocate(self._block_bytes)
-        return load.slot.buffer
+        return load.slot.memory(self._allocate, self._block_bytes)
 
 
 def _warn(error: Exception) -> None:
@@ -148,10 +146,10 @@ class LoadRunner:
             if task.deliver is not None:
                 task.delivering += 1
                 dispatcher.ledger.delivering[task.request_id] += 1
-                load.delivering = task, index
-                return load.delivering
+                load.begin_delivery(task, index)
+                return task, index
             if load.slot is None:
-                load.slot = cache.take()
+                load.use(cache.take())
             if load.slot is None:
                 dispatcher.counters.no_room += 1
                 dispatcher.mark(task, index, LOST)
@@ -191,10 +189,10 @@ class LoadRunner:
 
     def _delivered(self, load: Load, state: int) -> None:
         """With the lock held: a call of `deliver` has returned, if one was made."""
-        if load.delivering is None:
+        ended = load.end_delivery()
+        if ended is None:
             return
-        task, index = load.delivering
-        load.delivering = None
+        task, index = ended
         dispatcher = self._dispatcher
         task.delivering -= 1
         dispatcher.mark(task, index, state)

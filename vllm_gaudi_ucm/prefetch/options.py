@@ -10,45 +10,37 @@ from vllm_gaudi_ucm.options.errors import NOTE, Problem, UcmConfigError
 from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.options.values import BYTES_NOTE, ByteSize
 
-PrefetchWorkers = Annotated[
-    int, Field(ge=1, le=64, description="Threads of the prefetch engine, each with a few blocks at a time.")
-]
-MaxPendingPrefetch = Annotated[
-    int,
-    Field(
-        ge=1,
-        le=65536,
+
+class EngineOptions(Section):
+    """Those that GSA's section has, too: see `PrefetchOptions`."""
+
+    prefetch_workers: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=4, description="Threads of the prefetch engine, each with a few blocks at a time."
+    )
+    max_pending_prefetch: Annotated[int, Field(ge=1, le=65536)] = Field(
+        default=64,
         description="Most requests whose prefetch is not complete; beyond it the lowest priority is given up, "
         "counted, and loaded when its request runs.",
-    ),
-]
-PrefetchAhead = Annotated[
-    int,
-    Field(ge=0, le=64, description="Batches ahead of the running one that are prefetched for; 0 prefetches nothing."),
-]
-PrefetchCacheSize = Annotated[
-    int, Field(ge=1, description="Blocks in host memory, of all layers, that prefetches may fill; the oldest go first.")
-]
-PrefetchCacheBytes = Annotated[
-    ByteSize,
-    Field(
+    )
+    prefetch_ahead: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=2, description="Batches ahead of the running one that are prefetched for; 0 prefetches nothing."
+    )
+    prefetch_cache_size: Annotated[int, Field(ge=1)] = Field(
+        default=1000,
+        description="Blocks in host memory, of all layers, that prefetches may fill; the oldest go first.",
+    )
+    # That of a memory store. A thousand blocks of 16 MiB would be 16 GiB of memory that nothing else can use.
+    prefetch_cache_bytes: ByteSize = Field(
+        default=4 << 30,
         description="Bytes of host memory, page-locked where the device copies faster from such, that these blocks may "
         "take: the smaller of the two bounds holds.",
         json_schema_extra={NOTE: BYTES_NOTE},
-    ),
-]
-DEFAULT_CACHE_BYTES = 4 << 30
-"""That of a memory store. A thousand blocks of 16 MiB would be 16 GiB of memory that nothing else can use."""
+    )
 
 
-class PrefetchOptions(Section):
-    """Strict, immutable; made from a mapping by `PrefetchOptions.resolve(mapping, key)`."""
+class PrefetchOptions(EngineOptions):
+    """Of a prefetch engine."""
 
-    prefetch_workers: PrefetchWorkers = 4
-    max_pending_prefetch: MaxPendingPrefetch = 64
-    prefetch_ahead: PrefetchAhead = 2
-    prefetch_cache_size: PrefetchCacheSize = 1000
-    prefetch_cache_bytes: PrefetchCacheBytes = DEFAULT_CACHE_BYTES
     deadline: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=10.0, description="Seconds from its submission after which a prefetch is given up."
     )

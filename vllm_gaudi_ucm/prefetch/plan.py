@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchPriority
-from vllm_gaudi_ucm.prefetch.threads import EngineThreads
 
 HISTORY_WEIGHT = 0.5
 OLDEST_WEIGHT, NEWEST_WEIGHT = 0.1, 1.0
@@ -175,26 +171,3 @@ class PrefetchPlanner:
             ordered = [request.keys[at] for at in self.history.order(request.keys)]
             self._orders[request.request_id] = request.keys, ordered
         return ordered
-
-
-SECONDS = 1.0
-
-_running: weakref.WeakSet[EngineThreads] = weakref.WeakSet()
-
-
-def end_with(owner: object, threads: EngineThreads) -> None:
-    """The threads are stopped once nothing refers to `owner` any more, or at exit."""
-    _running.add(threads)
-    # Not at exit, where no thread can be started; see _end_all.
-    weakref.finalize(owner, _end_beside, threads).atexit = False
-
-
-def _end_beside(threads: EngineThreads) -> None:
-    # The garbage collector may call this in a thread of the engine that holds the engine's lock.
-    threading.Thread(target=threads.stop, args=(SECONDS,), name="ucm-prefetch-end", daemon=True).start()
-
-
-@atexit.register
-def _end_all() -> None:
-    for threads in list(_running):
-        threads.stop(SECONDS)

@@ -129,6 +129,18 @@ class PrefetchTask:
         self.remaining = 0
         self.states = self.states.replace(bytes([WAITING]), bytes([LOST]))
 
+    def hold(self, slots: list[Slot]) -> None:
+        """A caller is given the memory of these, in use from now on."""
+        self.held = slots
+
+    def move(self, priority: PrefetchPriority) -> None:
+        """What is not dispatched yet has another priority."""
+        self.priority = priority
+
+    def forget(self) -> None:
+        """Its outcome is not kept."""
+        self.forgotten = True
+
     def failed(self) -> frozenset[int]:
         """Indices of the blocks that did not arrive."""
         return frozenset(index for index, state in enumerate(self.states) if state == LOST)
@@ -202,6 +214,23 @@ class Load:
         self.buffer: memoryview | None = slot.buffer if slot is not None and cached else None
         self.waiters: list[tuple[PrefetchTask, int]] = []
         self.delivering: tuple[PrefetchTask, int] | None = None
+
+    def fill(self, buffer: memoryview | None) -> None:
+        """The block's bytes; None where it could not be read."""
+        self.buffer = buffer
+
+    def use(self, slot: Slot | None) -> None:
+        """Takes a slot of the cache for the block; None where that has no room."""
+        self.slot = slot
+
+    def begin_delivery(self, task: PrefetchTask, index: int) -> None:
+        """A call of `deliver` for a request."""
+        self.delivering = task, index
+
+    def end_delivery(self) -> tuple[PrefetchTask, int] | None:
+        """The call that has returned, if one was made."""
+        ended, self.delivering = self.delivering, None
+        return ended
 
 
 KEPT_OUTCOMES = 1024

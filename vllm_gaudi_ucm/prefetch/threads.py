@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -108,3 +110,26 @@ class EngineThreads:
             self._enter_thread()
         except Exception as error:
             logger.error("prefetch: a thread could not be set up for the device: %s", error)
+
+
+SECONDS = 1.0
+
+_running: weakref.WeakSet[EngineThreads] = weakref.WeakSet()
+
+
+def end_with(owner: object, threads: EngineThreads) -> None:
+    """The threads are stopped once nothing refers to `owner` any more, or at exit."""
+    _running.add(threads)
+    # Not at exit, where no thread can be started; see _end_all.
+    weakref.finalize(owner, _end_beside, threads).atexit = False
+
+
+def _end_beside(threads: EngineThreads) -> None:
+    # The garbage collector may call this in a thread of the engine that holds the engine's lock.
+    threading.Thread(target=threads.stop, args=(SECONDS,), name="ucm-prefetch-end", daemon=True).start()
+
+
+@atexit.register
+def _end_all() -> None:
+    for threads in list(_running):
+        threads.stop(SECONDS)

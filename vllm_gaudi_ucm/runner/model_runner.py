@@ -18,8 +18,7 @@ from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.execution.execution import Execution
 from vllm_gaudi_ucm.execution.graph_kind import GraphKind
 from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs, TrueShapeExecution
-from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache
-from vllm_gaudi_ucm.kv_cache.attention_layers import bind_kv_caches, kv_cache_specs
+from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches, kv_cache_specs
 from vllm_gaudi_ucm.layers.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
@@ -119,7 +118,7 @@ class ModelRunner:
         """
         (group,) = kv_cache_config.kv_cache_groups
         self._block_size = group.kv_cache_spec.block_size
-        self._allocate(kv_cache_config, metrics)
+        self._allocate(kv_cache_config)
         model_config = self._vllm_config.model_config
         max_num_seqs = self._vllm_config.scheduler_config.max_num_seqs
         self.requests = RequestTable(max_num_seqs, model_config.max_model_len, self._block_size)
@@ -134,6 +133,8 @@ class ModelRunner:
             transfer=self.transfer,
             metrics=metrics,
         )
+        if self.transfer is not None:
+            self.transfer.report_to(metrics)
         sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         execution, token_sampler = self._make_execution(kv_cache_config, metrics, sampler)
         nans = NanCounter(self._sampling, on_host=self.static is not None)
@@ -173,7 +174,7 @@ class ModelRunner:
             None if self._vllm_config.speculative_config is None else Verification(slot_sampler),
         )
 
-    def _allocate(self, kv_cache_config: KVCacheConfig, metrics: StepMetrics) -> None:
+    def _allocate(self, kv_cache_config: KVCacheConfig) -> None:
         """The cache, known to the layers and to a KV connector."""
         if self._vllm_config.kv_transfer_config is not None:
             is_ours = self._vllm_config.kv_transfer_config.kv_connector == OURS
@@ -185,7 +186,6 @@ class ModelRunner:
         bind_kv_caches(self._vllm_config, self.kv_caches)
         if self.transfer is not None:
             self.transfer.register(self.kv_caches)
-            self.transfer.report_to(metrics)
 
     def _make_execution(
         self, kv_cache_config: KVCacheConfig, metrics: StepMetrics, sampler: Sampler

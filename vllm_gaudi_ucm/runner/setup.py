@@ -15,8 +15,7 @@ from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.execution.decoder import Decoder
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import tail_rows
-from vllm_gaudi_ucm.kv_cache.allocation import split_key_value
-from vllm_gaudi_ucm.kv_cache.attention_layers import attention_layers
+from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, split_key_value
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
@@ -35,8 +34,7 @@ from vllm_gaudi_ucm.sparse.selection.sparse_worker import (
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer, is_draft_layer
 from vllm_gaudi_ucm.speculation.proposer import NgramProposer
 from vllm_gaudi_ucm.store.factory import open_medium, open_store
-from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions
-from vllm_gaudi_ucm.store.shared_memory import new_memory_store
+from vllm_gaudi_ucm.store.file import FileStoreOptions
 from vllm_gaudi_ucm.vllm_api.model import Attention
 
 if TYPE_CHECKING:
@@ -97,14 +95,11 @@ def open_copies(
     folder: CopyFolder | None = None
     store: KvStore | None = None
     try:
-        if isinstance(options, MemoryStoreOptions):
-            # never the one of a connector with the same options: what that evicts would be copies
-            store = new_memory_store(options, block_bytes, evicts=False)
-        else:
-            if isinstance(options, FileStoreOptions):
-                folder = _own_folder(options)
-                options = options.model_copy(update={"path": folder.path})
-            store = open_store(options, block_bytes, evicts=False)
+        if isinstance(options, FileStoreOptions):
+            folder = _own_folder(options)
+            options = options.model_copy(update={"path": folder.path})
+        # never a connector's store in this process: what that evicts would be copies
+        store = open_store(options, block_bytes, evicts=False)
         return CopyStore(store, block_bytes, blocks.allocate, memory_mode_prefetch(config), folder, metrics)
     except BaseException:
         if store is not None:

@@ -53,7 +53,7 @@ def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None
     assert method is not None, "one is configured"
     if connector is None:
         return OffloadedSteps(scheduler, method, residency)
-    connector.bind_memory_mode(residency)
+    connector.open_scheduler_side(residency)
     return OffloadedSteps(scheduler, method, residency, connector.fetch)
 
 

@@ -1,17 +1,19 @@
-"""The interface of a store: KV blocks by key. A store that fails is one that misses; it never raises into a step."""
+"""The interface of a store: KV blocks by key. A failing store misses; it never raises into a step."""
 
 from __future__ import annotations
 
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import crc32c
 import msgspec
+from pydantic import Field
 
+from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.store.block_key import KEY_BYTES
 
 
@@ -99,6 +101,48 @@ class KvStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends its threads and connections; blocks that outlast the process stay. A second call does nothing."""
+
+
+class StoreOptions(Section):
+    """Base of every store's options: what stands under `store` in the configuration."""
+
+    ends_with_process: ClassVar[bool] = False
+    """Whether the blocks are in the memory of the process that opens the store: no other process sees them."""
+
+    kind: str = Field(description="Name of the store.")
+
+    @property
+    def most_bytes(self) -> int | None:
+        """Of blocks, beyond which the store evicts; None where it bounds itself."""
+        return None
+
+
+class Finding(NamedTuple):
+    """What doctor says of a store beside the round trip of a block. is_good: False is a warning."""
+
+    name: str
+    is_good: bool
+    found: str
+    expected: str
+    advice: str
+
+
+class ConfiguredStore(KvStore):
+    """A store that the configuration names by its `kind`: registered in `STORES` of `store/factory.py`."""
+
+    Options: ClassVar[type[StoreOptions]]
+    advice: ClassVar[str] = "see whether the store answers"
+    """What doctor says where the round trip of a block fails."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, options: Any, block_bytes: int, evicts: bool = True) -> KvStore:
+        """See `open_store`. options: of the class `Options`."""
+
+    @classmethod
+    def findings(cls, options: Any) -> Iterator[Finding]:
+        """What doctor tells of a store with these options that opens."""
+        yield from ()
 
 
 class Counts:

@@ -1,4 +1,4 @@
-"""Files and folders as a store handles them: named below a descriptor, no link followed, nobody else may read."""
+"""Files and folders as a store handles them: named below a descriptor, no link followed, private to their owner."""
 
 from __future__ import annotations
 
@@ -8,19 +8,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+from vllm_gaudi_ucm.private_folder import PRIVATE
+
+_PRIVATE_FILE = 0o600
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-
-
-def make_folder(path: str) -> None:
-    """Makes a folder and those above it, for their owner only."""
-    try:
-        os.mkdir(path, PRIVATE_FOLDER)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        make_folder(os.path.dirname(path))
-        make_folder(path)
 
 
 def open_folder(name: str, at: int | None = None) -> int:
@@ -51,7 +42,7 @@ def folder_below(at: int, path: str, make: bool = False, sync: bool = False) -> 
 def make_part(name: str, at: int, sync: bool = True) -> None:
     """Makes a folder in another one, unless something is there. sync: so that it outlasts a power cut."""
     try:
-        os.mkdir(name, PRIVATE_FOLDER, dir_fd=at)
+        os.mkdir(name, PRIVATE, dir_fd=at)
     except FileExistsError:  # by another engine, just now
         return
     if sync:
@@ -60,12 +51,12 @@ def make_part(name: str, at: int, sync: bool = True) -> None:
 
 def create_file(name: str, at: int | None = None) -> int:
     """A descriptor of a new file. Raises FileExistsError, FileNotFoundError where its folder has gone."""
-    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE, dir_fd=at)
+    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE_FILE, dir_fd=at)
 
 
 def open_file(name: str, at: int | None = None, flags: int = os.O_RDONLY) -> int:
     """A descriptor of a file; a link is refused, and nothing is waited for. Raises FileNotFoundError."""
-    return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE_FILE, dir_fd=at)
+    return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, _PRIVATE_FILE, dir_fd=at)
 
 
 def read_whole(descriptor: int, into: memoryview) -> int:

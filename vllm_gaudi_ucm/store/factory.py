@@ -1,49 +1,104 @@
-"""Opens stores from their options."""
+"""Stores by name: a new one is a file with a `ConfiguredStore`, and its options beside it."""
 
 from __future__ import annotations
 
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
-from vllm_gaudi_ucm.store.base import KvStore
-from vllm_gaudi_ucm.store.file import FileMedium
-from vllm_gaudi_ucm.store.folder import Folder
-from vllm_gaudi_ucm.store.guarded import GuardedStore
-from vllm_gaudi_ucm.store.medium import Medium
-from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions, RedisStoreOptions, StoreOptions
-from vllm_gaudi_ucm.store.redis import RedisMedium
-from vllm_gaudi_ucm.store.shared_memory import SharedMemoryStore, can_pin
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator, SerializeAsAny
+
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown, unknown_key
+from vllm_gaudi_ucm.options.files import read_config_file
+from vllm_gaudi_ucm.options.values import may_hold_password, shown_url
+from vllm_gaudi_ucm.registry import Registry, RegistryError
+from vllm_gaudi_ucm.store.base import ConfiguredStore, KvStore, StoreOptions
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.store.medium import Medium
+
+STORES: Registry[type[ConfiguredStore]] = Registry(
+    "store",
+    "vllm_gaudi_ucm.stores",
+    memory="vllm_gaudi_ucm.store.memory:SharedMemoryStore",
+    file="vllm_gaudi_ucm.store.file:FileStore",
+    redis="vllm_gaudi_ucm.store.redis:RedisStore",
+)
+
+
+def store_class(kind: str) -> type[ConfiguredStore]:
+    """The class behind a name, imported now. Raises RegistryError."""
+    found = STORES.get(kind)
+    if not (isinstance(found, type) and issubclass(found, ConfiguredStore)):
+        place = STORES.place(kind)
+        raise RegistryError(f"store {kind!r}: {place}: found {found!r}, expected a subclass of ConfiguredStore")
+    if not (isinstance(found.Options, type) and issubclass(found.Options, StoreOptions)):
+        raise RegistryError(f"store {kind!r}: Options is {found.Options!r}, expected a subclass of StoreOptions")
+    return found
+
+
+def lasting_kinds() -> list[str]:
+    """Names of the stores whose blocks outlast the process, or are seen by others."""
+    return [kind for kind in STORES.names() if not store_class(kind).Options.ends_with_process]
+
+
+def resolve_store_options(value: Any, key: str = "store") -> StoreOptions:
+    """The options in a mapping with the key `kind`, or in the YAML or JSON file at a path, or options as they are.
+
+    Raises `UcmConfigError` that lists every problem by its full name under `key`.
+    """
+    if isinstance(value, StoreOptions):
+        return value
+    if isinstance(value, str) and may_hold_password(value) and not os.path.isfile(value):
+        expected = "a mapping such as {kind: redis, url: ...}, or the path of a file with one"
+        raise UcmConfigError([Problem(key, shown_url(value), expected)])
+    if isinstance(value, str | Path):
+        value = read_config_file(Path(value), key)
+    kinds = " or ".join(f'"{kind}"' for kind in STORES.names())
+    if not isinstance(value, Mapping):
+        raise UcmConfigError([Problem(key, shown(value), f"a mapping with the key kind ({kinds}), or a file's path")])
+    if "kind" not in value:
+        raise UcmConfigError([Problem(f"{key}.kind", "no value", kinds)])
+    kind = value["kind"]
+    if not isinstance(kind, str) or kind not in STORES:
+        nearest = unknown_key(str(kind), "", STORES.names()).expected.replace("valid key", "kind of store")
+        raise UcmConfigError([Problem(f"{key}.kind", repr(kind), nearest)])
+    try:
+        options = store_class(kind).Options
+    except RegistryError as error:
+        raise UcmConfigError([Problem(f"{key}.kind", repr(kind), f"a store that can be loaded ({error})")]) from error
+    return options.resolve(value, key)
+
+
+AnyStoreOptions = Annotated[SerializeAsAny[StoreOptions], BeforeValidator(resolve_store_options)]
+"""As a field of a pydantic model: takes what `resolve_store_options` takes, and is written with all of its options."""
 
 
 def open_store(options: StoreOptions, block_bytes: int, evicts: bool = True) -> KvStore:
     """A store of blocks of `block_bytes` bytes; its user closes it.
 
-    Memory stores of one process with equal options and block size are one store, which is empty again when the last of
-    its users has closed it: vLLM's scheduler and worker, where they share a process, see the same blocks. A server that
-    does not answer is no error here: the store misses until it does. Raises ValueError (`UcmConfigError`) for a folder
-    that cannot be used, or a capacity below one block.
+    Raises ValueError (`UcmConfigError`) for a place that cannot be used, or a capacity below one block; a server that
+    does not answer is no error.
 
-    evicts: as for `open_medium`; stores that share memory do.
+    evicts: whether blocks leave to make room for new ones. Where not, a store in this process is its user's alone; a
+        server has a policy of its own.
     """
-    if isinstance(options, MemoryStoreOptions):
-        return SharedMemoryStore(options, block_bytes)
-    medium = open_medium(options, evicts=evicts)
-    try:
-        return GuardedStore(medium, block_bytes, options, can_pin=can_pin)
-    except ValueError:
-        medium.close()
-        raise
+    return store_class(options.kind).open(options, block_bytes, evicts)
 
 
-def open_medium(options: FileStoreOptions | RedisStoreOptions, create: bool = True, evicts: bool = True) -> Medium:
-    """What lies under such a store, for all block sizes and without protection. create: make the folder. evicts: see
-    FileMedium; a server has a policy of its own.
+def open_medium(options: StoreOptions, create: bool = True, evicts: bool = True) -> Medium:
+    """What lies under a store, for all block sizes and without protection.
 
-    Raises ValueError (`UcmConfigError`) for a folder that cannot be used.
+    Raises ValueError for a store without a medium, and (`UcmConfigError`) for a folder that cannot be used.
+
+    create: whether a missing folder is made. evicts: as for `open_store`.
     """
-    if isinstance(options, RedisStoreOptions):
-        return RedisMedium(options)
-    try:
-        return FileMedium(Folder(options.path, create), options.capacity, options.fsync, evicts)
-    except OSError as error:
-        found = f"{options.path} ({error.strerror})"
-        expected = "a folder that this user owns, or may make"
-        raise UcmConfigError([Problem("store.path", found, expected)]) from error
+    from vllm_gaudi_ucm.store.guarded import MediumStore
+
+    store = store_class(options.kind)
+    if not issubclass(store, MediumStore):
+        others = [kind for kind in STORES.names() if issubclass(store_class(kind), MediumStore)]
+        where = "a store of this kind lives inside its engine"
+        raise ValueError(f"store.kind: found {options.kind!r}, expected {' or '.join(others)}: {where}")
+    return store.open_medium(options, create, evicts)

@@ -1,4 +1,4 @@
-"""The medium of the file store: content-addressed records in a folder, bounded, shared by several engines.
+"""The store `file`: content-addressed records in a folder, bounded, shared by several engines.
 
 Every process keeps an index of the folder and looks at the parts that others changed every few seconds, so the bound
 holds to within what the others write meanwhile. Order of use is kept in the files' mtime: it survives restarts, and one
@@ -8,22 +8,60 @@ engine does not evict what another has just used.
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.store.base import HEADER_BYTES
+from vllm_gaudi_ucm.options.errors import NOTE, Problem, UcmConfigError
+from vllm_gaudi_ucm.options.values import BYTES_NOTE, ByteSize, show_bytes
+from vllm_gaudi_ucm.store.base import HEADER_BYTES, Finding
 from vllm_gaudi_ucm.store.folder import Folder, FolderIndex, FolderListing
+from vllm_gaudi_ucm.store.guarded import MediumStore
 from vllm_gaudi_ucm.store.held_folder import HeldFolder, leaf_name
-from vllm_gaudi_ucm.store.medium import FullError, Medium, RefusedError, StoredBlock, Usage
+from vllm_gaudi_ucm.store.medium import FullError, Medium, MediumOptions, RefusedError, StoredBlock, Usage
 
 logger = plugin_logger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _TURNS = 256
+
+
+class FileStoreOptions(MediumOptions):
+    """Files in a folder, best on a local NVMe; several engines may use one folder."""
+
+    kind: Literal["file"] = Field(default="file", description="Blocks in files.")
+    path: Path = Field(
+        strict=False,
+        description="Folder, made with mode 0700 unless it exists.",
+        json_schema_extra={NOTE: "here of a folder"},
+    )
+    capacity: ByteSize = Field(
+        default=32 << 30,
+        description="Most bytes of blocks in the folder; the least recently used leave first.",
+        json_schema_extra={NOTE: BYTES_NOTE},
+    )
+    fsync: bool = Field(
+        default=True,
+        description="Wait until a block is on the disk before it counts as saved. Without it a power cut can lose "
+        "blocks that were saved; what is damaged is found by its checksum either way.",
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _whole_path(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @property
+    def most_bytes(self) -> int:
+        return self.capacity
 
 
 class FileMedium(Medium):
@@ -214,3 +252,32 @@ def _refusals() -> Iterator[None]:
         if error.errno in _IN_THE_WAY:
             raise RefusedError(error.errno, error.strerror) from error
         raise
+
+
+class FileStore(MediumStore):
+    """Blocks in the files of a folder."""
+
+    Options = FileStoreOptions
+    advice = "see whether the folder's disk answers, has room and may be written by this user"
+
+    @classmethod
+    def open_medium(cls, options: FileStoreOptions, create: bool = True, evicts: bool = True) -> FileMedium:
+        """Raises UcmConfigError for a folder that cannot be used."""
+        try:
+            return FileMedium(Folder(options.path, create), options.capacity, options.fsync, evicts)
+        except OSError as error:
+            found = f"{options.path} ({error.strerror})"
+            expected = "a folder that this user owns, or may make"
+            raise UcmConfigError([Problem("store.path", found, expected)]) from error
+
+    @classmethod
+    def findings(cls, options: FileStoreOptions) -> Iterator[Finding]:
+        free = shutil.disk_usage(options.path).free
+        medium = cls.open_medium(options)
+        held = sum(block.block_bytes for block in medium.blocks())
+        medium.close()
+        is_enough = free + held >= options.capacity
+        found = f"{show_bytes(free)} free, {show_bytes(held)} in the store"
+        expected = f"room for store.capacity, {show_bytes(options.capacity)}"
+        advice = "" if is_enough else "lower store.capacity: on a full disk blocks are not saved"
+        yield Finding("disk", is_enough, found, expected, advice)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
-from vllm_gaudi_ucm.store.entries import PRIVATE_FOLDER, kind_of, make_folder, make_part, open_folder
+from vllm_gaudi_ucm.private_folder import PRIVATE, is_own, make_folders, others_may_write
+from vllm_gaudi_ucm.store.entries import kind_of, make_part, open_folder
 from vllm_gaudi_ucm.store.held_folder import (
     BLOCKS,
     MARKER,
@@ -26,8 +27,6 @@ from vllm_gaudi_ucm.store.held_folder import (
     write_mark,
 )
 from vllm_gaudi_ucm.store.medium import StoredBlock
-
-_OTHERS_MAY_WRITE = 0o022
 
 
 class UnusableFolderError(OSError):
@@ -97,12 +96,12 @@ class Folder:
 
     def _make(self) -> HeldFolder:
         """Makes what is missing of the folder; several engines may do so at once."""
-        make_folder(str(self.path))
+        make_folders(self.path)
         with ExitStack() as opened:
             root = _open_ours(self.path, opened)
             self._is_marked(root)
-            if stat.S_IMODE(os.fstat(root).st_mode) != PRIVATE_FOLDER:
-                os.fchmod(root, PRIVATE_FOLDER)
+            if stat.S_IMODE(os.fstat(root).st_mode) != PRIVATE:
+                os.fchmod(root, PRIVATE)
                 self._is_marked(root)  # an empty one may have been anybody's to write until now
             write_mark(root)
             for part in (TMP, BLOCKS):
@@ -128,10 +127,10 @@ class Folder:
             marked = is_marked(root)
         except NotAStoreError as error:
             raise UnusableFolderError(self.path, str(error), self._wanted) from error
-        mode = stat.S_IMODE(os.fstat(root).st_mode)
-        if marked and mode & _OTHERS_MAY_WRITE:
+        status = os.fstat(root)
+        if marked and others_may_write(status):
             expected = "a folder that nobody else may write: see what is in it, then chmod 700, or name another"
-            raise UnusableFolderError(self.path, f"mode {mode:04o}", expected)
+            raise UnusableFolderError(self.path, f"mode {stat.S_IMODE(status.st_mode):04o}", expected)
         return marked
 
 
@@ -147,10 +146,10 @@ def _open_ours(path: Path, opened: ExitStack, at: int | None = None) -> int:
         expected = "a folder: name the one that it leads to" if kind == "a link" else "a folder"
         raise UnusableFolderError(path, f"no folder but {kind}", expected) from None
     opened.callback(os.close, descriptor)
-    owner, user = os.fstat(descriptor).st_uid, os.geteuid()
-    if owner != user:
-        expected = f"a folder that this process's user ({user}) owns: run as its owner, or name another"
-        raise UnusableFolderError(path, f"owned by user {owner}", expected)
+    status = os.fstat(descriptor)
+    if not is_own(status):
+        expected = f"a folder that this process's user ({os.geteuid()}) owns: run as its owner, or name another"
+        raise UnusableFolderError(path, f"owned by user {status.st_uid}", expected)
     return descriptor
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.store.base import (
     HEADER_BYTES,
+    ConfiguredStore,
     Counts,
     KvStore,
     Loan,
@@ -23,9 +25,16 @@ from vllm_gaudi_ucm.store.base import (
     seal,
 )
 from vllm_gaudi_ucm.store.io_threads import DeadlineExceededError, IoThreads, Job
-from vllm_gaudi_ucm.store.medium import FullError, Medium, RefusedError, StoredBlock, clear_blocks, verify_blocks
-from vllm_gaudi_ucm.store.options import FileStoreOptions, RedisStoreOptions
-from vllm_gaudi_ucm.store.records import RecordPool, RecordReader
+from vllm_gaudi_ucm.store.medium import (
+    FullError,
+    Medium,
+    MediumOptions,
+    RefusedError,
+    StoredBlock,
+    clear_blocks,
+    verify_blocks,
+)
+from vllm_gaudi_ucm.store.records import RecordPool, RecordReader, can_pin
 
 BreakerState = Literal["closed", "open", "half_open"]
 
@@ -89,7 +98,7 @@ class CallGuard:
     def __init__(
         self,
         medium: Medium,
-        options: FileStoreOptions | RedisStoreOptions,
+        options: MediumOptions,
         counts: Counts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -193,7 +202,7 @@ class GuardedStore(KvStore):
         self,
         medium: Medium,
         block_bytes: int,
-        options: FileStoreOptions | RedisStoreOptions,
+        options: MediumOptions,
         clock: Callable[[], float] = time.monotonic,
         can_pin: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -341,6 +350,26 @@ class GuardedStore(KvStore):
             finally:
                 self._next_upkeep = time.monotonic() + self._medium.upkeep_seconds
                 self._upkeep_lock.release()
+
+
+class MediumStore(GuardedStore, ConfiguredStore):
+    """Base of the configured stores over a medium. A new one names its options and opens its medium."""
+
+    Options: ClassVar[type[MediumOptions]]
+
+    @classmethod
+    @abstractmethod
+    def open_medium(cls, options: Any, create: bool = True, evicts: bool = True) -> Medium:
+        """See `open_medium` of `store/factory.py`. options: of the class `Options`."""
+
+    @classmethod
+    def open(cls, options: Any, block_bytes: int, evicts: bool = True) -> Self:
+        medium = cls.open_medium(options, evicts=evicts)
+        try:
+            return cls(medium, block_bytes, options, can_pin=can_pin)
+        except ValueError:
+            medium.close()
+            raise
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

@@ -1,12 +1,40 @@
-"""What a store outside the process is built on: records by key, with no protection against what the medium does."""
+"""The interface of a medium outside of the process: records by key, without protection from what the medium does."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from vllm_gaudi_ucm.store.base import HEADER_BYTES, is_intact
+from pydantic import Field
+
+from vllm_gaudi_ucm.options.section import Section
+from vllm_gaudi_ucm.store.base import HEADER_BYTES, StoreOptions, is_intact
+
+
+class BreakerOptions(Section):
+    """When a store that keeps failing is left alone."""
+
+    failures: Annotated[int, Field(ge=1)] = Field(
+        default=3, description="Failures and time-outs in a row after which the store is not asked any more."
+    )
+    seconds: Annotated[float, Field(gt=0)] = Field(
+        default=10.0, description="Time until one call tries it again; if that fails, the time begins anew."
+    )
+
+
+class MediumOptions(StoreOptions):
+    """Base of the options of a store whose medium can be slow or gone."""
+
+    deadline: Annotated[float, Field(gt=0)] = Field(
+        default=0.5,
+        description="Seconds that a call may take; after them it is a miss, or a block that is not saved.",
+    )
+    io_threads: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=4, description="Threads that talk to the medium: most calls at once, also where it is stuck."
+    )
+    breaker: BreakerOptions = Field(default=BreakerOptions(), description="Circuit breaker.")
+
 
 REFUSED = -1
 """In place of a record's length: the medium answers, but not with this record."""
@@ -36,7 +64,7 @@ class Usage(NamedTuple):
 
 
 class Medium(ABC):
-    """Holds records (record.py) of several block sizes. Methods wait as long as the medium does, may be called from
+    """Holds records of several block sizes. Methods wait as long as the medium does, may be called from
     several threads at once, and raise OSError or one of `errors` for whatever goes wrong.
     """
 

@@ -1,4 +1,4 @@
-"""The memory store: blocks in host memory of this process, bounded in bytes, the least recently used leave first."""
+"""The store `memory`: blocks in host memory of this process, bounded in bytes; the least recently used leave first."""
 
 from __future__ import annotations
 
@@ -8,11 +8,45 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
 
 import numpy as np
+from pydantic import Field
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.store.base import Counts, KvStore, StoreStats, block_view, check_block_bytes, check_keys
+from vllm_gaudi_ucm.options.errors import NOTE, Problem, UcmConfigError
+from vllm_gaudi_ucm.options.values import BYTES_NOTE, ByteSize
+from vllm_gaudi_ucm.store.base import (
+    ConfiguredStore,
+    Counts,
+    KvStore,
+    StoreOptions,
+    StoreStats,
+    block_view,
+    check_block_bytes,
+    check_keys,
+)
+from vllm_gaudi_ucm.store.records import can_pin
+
+
+class MemoryStoreOptions(StoreOptions):
+    """Host memory of the engine's process: ends with it."""
+
+    ends_with_process = True
+
+    kind: Literal["memory"] = Field(default="memory", description="Blocks in host memory.")
+    capacity: ByteSize = Field(
+        default=4 << 30,
+        description="Most bytes of blocks; the least recently used leave first. Taken from the system as they fill.",
+        json_schema_extra={NOTE: BYTES_NOTE},
+    )
+    pin: Literal["auto"] | bool = Field(
+        default="auto", description="Page-locked memory. `auto`: where torch finds a CUDA device or a Gaudi."
+    )
+
+    @property
+    def most_bytes(self) -> int:
+        return self.capacity
 
 
 @dataclass
@@ -276,3 +310,86 @@ class MemoryStore(KvStore):
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the memory store is closed")
+
+
+class SharedMemoryStore(ConfiguredStore):
+    """One user's hold on a memory store. Users of one process with equal options and block size share a store, which is
+    empty again when the last of them has closed it: vLLM's scheduler and worker, in one process, see the same blocks.
+
+    evicts: False for a store of its user alone, with other blocks for which none of its own may leave.
+    """
+
+    Options = MemoryStoreOptions
+    advice = "lower store.capacity, or see how much memory the process may use"
+
+    waits = False
+    batch_bytes = MemoryStore.batch_bytes
+    _lock = threading.Lock()
+    _open: ClassVar[dict[tuple[object, ...], tuple[MemoryStore, int]]] = {}  # with the number of users
+
+    def __init__(self, options: MemoryStoreOptions, block_bytes: int, evicts: bool = True) -> None:
+        self._name: tuple[object, ...] = (options, block_bytes) if evicts else (self,)
+        with self._lock:
+            store, users = self._open.get(self._name) or (_new_store(options, block_bytes, evicts), 0)
+            self._open[self._name] = store, users + 1
+        self._store: MemoryStore | None = store
+        self._closed_with: StoreStats | None = None
+
+    @classmethod
+    def open(cls, options: MemoryStoreOptions, block_bytes: int, evicts: bool = True) -> Self:
+        return cls(options, block_bytes, evicts)
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._used.lookup(keys)
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        return self._used.load(key, into)
+
+    def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None]:
+        return self._used.lend(keys)
+
+    def save(self, key: bytes, block: memoryview) -> bool:
+        return self._used.save(key, block)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        return self._used.delete(keys)
+
+    def clear(self) -> int:
+        return self._used.clear()
+
+    def verify(self) -> tuple[int, int]:
+        return self._used.verify()
+
+    def stats(self) -> StoreStats:
+        return self._closed_with or self._used.stats()
+
+    def check_integrity(self) -> None:
+        """As `MemoryStore.check_integrity`."""
+        self._used.check_integrity()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._store is None:
+                return
+            self._closed_with = self._store.stats()
+            store, users = self._open.pop(self._name)
+            if users > 1:
+                self._open[self._name] = store, users - 1
+            else:
+                store.close()
+            self._store = None
+
+    @property
+    def _used(self) -> MemoryStore:
+        store = self._store
+        if store is None:
+            raise RuntimeError("the memory store is closed")
+        return store
+
+
+def _new_store(options: MemoryStoreOptions, block_bytes: int, evicts: bool) -> MemoryStore:
+    """Raises UcmConfigError for page-locked memory without a device."""
+    pinned = can_pin() if options.pin == "auto" else options.pin
+    if pinned and not can_pin():
+        raise UcmConfigError([Problem("store.pin", "true", "false or auto here: page-locked memory needs a device")])
+    return MemoryStore(block_bytes, options.capacity, pinned, evicts)

@@ -44,6 +44,15 @@ class RecordPool:
         return memoryview(torch.empty(self._size, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
 
 
+def can_pin() -> bool:
+    """Whether there is a device that copies faster from page-locked memory."""
+    from vllm_gaudi_ucm.device import get_device
+    from vllm_gaudi_ucm.device.detect import detect_device
+
+    kind = detect_device()
+    return kind is not None and get_device(kind).pins_host_memory
+
+
 Found = list[memoryview | None]
 """Whole records, None for a miss."""
 

@@ -1,16 +1,98 @@
-"""The medium of the redis store: one value per record in a Redis or Valkey server, which bounds itself."""
+"""The store `redis`: one value per record in a Redis or Valkey server, which bounds itself."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any, Literal
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+from pydantic import Field, field_serializer, field_validator
 
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.store.base import HEADER_BYTES
-from vllm_gaudi_ucm.store.medium import REFUSED, FullError, Medium, RefusedError, StoredBlock, Usage
-from vllm_gaudi_ucm.store.options import RedisStoreOptions, place_of
+from vllm_gaudi_ucm.options.errors import NOTE, URL
+from vllm_gaudi_ucm.options.values import show_bytes
+from vllm_gaudi_ucm.store.base import HEADER_BYTES, Finding
+from vllm_gaudi_ucm.store.guarded import MediumStore
+from vllm_gaudi_ucm.store.medium import REFUSED, FullError, Medium, MediumOptions, RefusedError, StoredBlock, Usage
+
+_SCHEMES = ("redis", "rediss", "unix")
+_DATABASE = re.compile(r"(/[0-9]*)?")
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError, with nothing of the URL in it, unless it is that of a Redis server."""
+    try:
+        parts = urlsplit(url)
+        is_known = parts.scheme in _SCHEMES and (_is_socket(parts) if parts.scheme == "unix" else _is_server(parts))
+    except ValueError:
+        is_known = False
+    if not is_known:
+        raise ValueError("not the URL of a Redis server")
+
+
+def without_password(url: str) -> str:
+    """A URL that `check_url` has passed, with *** in the place of user and password."""
+    parts = urlsplit(url)
+    if "@" not in parts.netloc:
+        return url
+    return parts._replace(netloc=f"***@{parts.netloc.rpartition('@')[2]}").geturl()
+
+
+def place_of(url: str) -> str:
+    """The server, port and database, for people; no user, no password."""
+    parts = urlsplit(url)
+    where = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}{parts.path}"
+    return f"{parts.scheme}://{where}"
+
+
+def _is_server(parts: SplitResult) -> bool:
+    # What follows a password with one of / ? # in it that is not written as %2F, %3F, %23 would be a host otherwise.
+    port = parts.port  # raises ValueError
+    return bool(parts.hostname) and port != 0 and bool(_DATABASE.fullmatch(parts.path)) and _ends_well(parts)
+
+
+def _is_socket(parts: SplitResult) -> bool:
+    return bool(parts.path) and _ends_well(parts)
+
+
+def _ends_well(parts: SplitResult) -> bool:
+    """Any other parameter of the client than the database, such as its time-outs, would take the place of ours."""
+    query = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    return not parts.fragment and all(name == "db" and value[-1].isdigit() for name, value in query.items())
+
+
+_URL: dict[str, Any] = {
+    NOTE: "redis://host:port/database, rediss://host:port/database, or unix:///path?db=database",
+    URL: True,
+}
+
+
+class RedisStoreOptions(MediumOptions):
+    """A Redis or Valkey server, which several engines and machines may share; it bounds itself (maxmemory)."""
+
+    kind: Literal["redis"] = Field(default="redis", description="Blocks in a Redis or Valkey server.")
+    url: str = Field(default="redis://127.0.0.1:6379/0", description="The server.", json_schema_extra=_URL)
+    ttl: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Seconds after its last save or load at which a block expires; null: never."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _known_url(cls, value: str) -> str:
+        check_url(value)
+        return value
+
+    @field_serializer("url", when_used="json")
+    def _shown_url(self, value: str) -> str:
+        return without_password(value)
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, without_password(value) if name == "url" else value
+
 
 PREFIX = b"gaudi-ucm:1:"
 _KEY_BYTES = 32
@@ -217,3 +299,29 @@ def _client_package() -> Any:
         advice = "pip install 'vllm-gaudi-ucm[redis]' brings it"
         raise ValueError(f"store.kind redis: the Python package redis is missing; {advice}") from error
     return redis
+
+
+class RedisStore(MediumStore):
+    """Blocks in a Redis or Valkey server. One that does not answer is no error: the store misses until it does."""
+
+    Options = RedisStoreOptions
+    advice = "see whether the server runs at store.url and answers: redis-cli -u URL ping"
+
+    @classmethod
+    def open_medium(cls, options: RedisStoreOptions, create: bool = True, evicts: bool = True) -> RedisMedium:
+        """create, evicts: nothing is made, and the server has a policy of its own."""
+        return RedisMedium(options)
+
+    @classmethod
+    def findings(cls, options: RedisStoreOptions) -> Iterator[Finding]:
+        medium = cls.open_medium(options)
+        try:
+            bound, policy = medium.memory_policy()
+        except medium.errors:
+            return  # the round trip has failed, too, and says so
+        finally:
+            medium.close()
+        is_good = bool(bound) and policy != "noeviction"
+        found = f"maxmemory {show_bytes(bound) if bound else 'unlimited'}, maxmemory-policy {policy}"
+        advice = "redis-cli config set maxmemory 16gb; redis-cli config set maxmemory-policy allkeys-lru"
+        yield Finding("server's memory", is_good, found, "a bound, and a policy that evicts", "" if is_good else advice)

@@ -90,8 +90,7 @@ class SparseEngine:
 
     def layers(self) -> list[SelectionLayer]:
         """Keys and scale of each attention layer, in the model's order."""
-        from vllm_gaudi_ucm.kv_cache.allocation import split_key_value
-        from vllm_gaudi_ucm.kv_cache.attention_layers import attention_layers
+        from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, split_key_value
         from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
 
         caches, found = self.runner.kv_caches, []

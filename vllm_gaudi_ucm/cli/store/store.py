@@ -20,11 +20,9 @@ from rich.table import Table
 from vllm_gaudi_ucm.cli.output import task_progress
 from vllm_gaudi_ucm.options.files import parse_json
 from vllm_gaudi_ucm.options.values import show_bytes
-from vllm_gaudi_ucm.store.factory import open_medium
+from vllm_gaudi_ucm.store.base import StoreOptions
+from vllm_gaudi_ucm.store.factory import open_medium, resolve_store_options
 from vllm_gaudi_ucm.store.medium import Medium, Progress, StoredBlock, clear_blocks, verify_blocks
-from vllm_gaudi_ucm.store.options import FileStoreOptions, MemoryStoreOptions, RedisStoreOptions, resolve_store_options
-
-AnyStoreOptions = MemoryStoreOptions | FileStoreOptions | RedisStoreOptions
 
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +35,7 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     store.add_argument("--url", metavar="URL", help="a Redis store, such as redis://127.0.0.1:6379/0")
 
 
-def store_options(args: argparse.Namespace) -> AnyStoreOptions:
+def store_options(args: argparse.Namespace) -> StoreOptions:
     """The options given. Raises `UcmConfigError`."""
     if args.path is not None:
         return resolve_store_options({"kind": "file", "path": str(args.path)})
@@ -46,7 +44,7 @@ def store_options(args: argparse.Namespace) -> AnyStoreOptions:
     return resolve_store_text(args.store)
 
 
-def resolve_store_text(text: str) -> AnyStoreOptions:
+def resolve_store_text(text: str) -> StoreOptions:
     """The options in JSON text or in the file at a path. Raises `UcmConfigError`."""
     return resolve_store_options(parse_json(text, key="store") if text.lstrip().startswith("{") else text)
 
@@ -73,10 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Does the action; a store that cannot be reached raises ValueError or OSError."""
-    options = store_options(args)
-    if isinstance(options, MemoryStoreOptions):
-        raise ValueError("store.kind: found 'memory', expected file or redis: a memory store lives inside its engine")
-    medium = open_medium(options, create=False)
+    medium = open_medium(store_options(args), create=False)
     try:
         with _plain_errors(medium):
             blocks = list(medium.blocks())

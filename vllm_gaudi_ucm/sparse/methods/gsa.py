@@ -6,19 +6,12 @@ from typing import Annotated, ClassVar, cast
 
 from pydantic import Field
 
-from vllm_gaudi_ucm.prefetch.options import (
-    DEFAULT_CACHE_BYTES,
-    MaxPendingPrefetch,
-    PrefetchAhead,
-    PrefetchCacheBytes,
-    PrefetchCacheSize,
-    PrefetchWorkers,
-)
+from vllm_gaudi_ucm.prefetch.options import EngineOptions
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
 
 
-class GsaOptions(BlockOptions):
+class GsaOptions(EngineOptions, BlockOptions):
     """GSA: a selection may serve several steps and several layers."""
 
     reuse_steps: Annotated[int, Field(ge=1)] = Field(
@@ -30,11 +23,6 @@ class GsaOptions(BlockOptions):
     dense_layers: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = Field(
         default=(), strict=False, description="Indices of layers that attend to the whole context."
     )
-    prefetch_workers: PrefetchWorkers = 4
-    max_pending_prefetch: MaxPendingPrefetch = 64
-    prefetch_ahead: PrefetchAhead = 2
-    prefetch_cache_size: PrefetchCacheSize = 1000
-    prefetch_cache_bytes: PrefetchCacheBytes = DEFAULT_CACHE_BYTES
 
 
 class GSA(BlockSparse):

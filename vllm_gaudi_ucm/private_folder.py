@@ -1,13 +1,13 @@
-"""Folders and files whose content is run or believed: nobody but their owner may write to them."""
+"""Who may write to a folder or a file whose content is run or believed: its owner alone."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
 
 PRIVATE = 0o700
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _UID_MAP, _UNKNOWN_USER = Path("/proc/self/uid_map"), Path("/proc/sys/kernel/overflowuid")
 _EVERY_USER = ["0", "0", "4294967295"]
 
@@ -20,21 +20,24 @@ def make_private_folder(folder: Path) -> None:
         OSError: it cannot be made.
     """
     make_folders(folder)
+    if not folder.is_dir():
+        raise FileExistsError(errno.EEXIST, "no folder but something else", str(folder))
     refuse_foreign(folder)
     for above in folder.resolve().parents:
         _refuse_exchange(above)
 
 
-def make_folders(folder: Path) -> None:
-    """Makes a folder and those above it, for their owner only, whatever the umask is. One that is there stays."""
-    if folder.is_dir():
+def make_folders(path: Path | str) -> None:
+    """Makes a folder and those above it, for their owner only. Whatever is there stays, also what is no folder."""
+    if os.path.lexists(path):  # maybe where nothing can be written
         return
-    make_folders(folder.parent)
     try:
-        folder.mkdir(PRIVATE)
-    except FileExistsError:
-        if not folder.is_dir():  # else another process has made it meanwhile
-            raise
+        os.mkdir(path, PRIVATE)
+    except FileExistsError:  # made by another process meanwhile
+        return
+    except FileNotFoundError:
+        make_folders(os.path.dirname(path))
+        make_folders(path)
 
 
 def refuse_foreign(path: Path) -> None:
@@ -42,7 +45,7 @@ def refuse_foreign(path: Path) -> None:
     status = path.stat()
     if fault := foreign(status):
         raise PermissionError(
-            f"{path}: it {fault}, expected mode {PRIVATE:04o} and user {os.getuid()}; see what is in it, then remove "
+            f"{path}: it {fault}, expected mode {PRIVATE:04o} and user {os.geteuid()}; see what is in it, then remove "
             f"it, or chown it and chmod go-w {path}"
         )
 
@@ -50,11 +53,30 @@ def refuse_foreign(path: Path) -> None:
 def foreign(status: os.stat_result) -> str:
     """Why others may write to what has this status, in words; empty where they may not."""
     mode = stat.S_IMODE(status.st_mode)
-    if status.st_uid != os.getuid():
+    if not is_own(status):
         return f"belongs to another user ({status.st_uid}, mode {mode:04o})"
-    if mode & _OTHERS_WRITE:
+    if others_may_write(status):
         return f"has mode {mode:04o}: others may write to it"
     return ""
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Whether it belongs to the user of this process."""
+    return status.st_uid == os.geteuid()
+
+
+def others_may_write(status: os.stat_result) -> bool:
+    """Whether its mode lets its group or everybody write."""
+    return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def is_private(path: Path) -> bool:
+    """Whether it is a folder, not a link, that only this user can read and write."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and is_own(status) and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def _refuse_exchange(above: Path) -> None:
@@ -78,7 +100,7 @@ def _trusted_owners() -> set[int]:
     A user namespace (Apptainer, rootless containers) shows the files of users that it does not know as one user's, and
     the machine's root is often one of them.
     """
-    owners = {os.getuid(), 0}
+    owners = {os.geteuid(), 0}
     try:
         if _UID_MAP.read_text().split() != _EVERY_USER:
             owners.add(int(_UNKNOWN_USER.read_text()))
