@@ -13,7 +13,7 @@ from tests.architecture.test_rooms import ROOT, sources
 EXCEPTIONS = {
     # objects of vLLM that it gives plugins to change, or that have no other way
     "vllm_gaudi_ucm/connector/transfer_config.py": "vLLM's configuration",
-    "vllm_gaudi_ucm/execution/packed_weights.py": "the linear method of vLLM's layers",
+    "vllm_gaudi_ucm/layers/packed_weights.py": "the linear method of vLLM's layers",
     "vllm_gaudi_ucm/platform/platform.py": "vLLM's configuration",
     "vllm_gaudi_ucm/platform/worker.py": "vLLM's configuration, and names of functions made here",
     "vllm_gaudi_ucm/runner/setup.py": "vLLM's configuration and attention layers, which it makes before a runner",
@@ -139,3 +139,48 @@ def test_the_lists_name_only_files_that_need_it() -> None:
     there = {str(file.relative_to(ROOT)): file for file in FILES}
     listed = {*EXCEPTIONS, *KNOWN}
     assert not {name for name in listed if name not in there or not foreign_in(there[name])}
+
+
+PROBES = {
+    "vllm_gaudi_ucm/cli/demo/engine.py": "a tokenizer of transformers",
+    "vllm_gaudi_ucm/connector/setup.py": "a KV cache spec of vLLM",
+    "vllm_gaudi_ucm/device/cuda.py": "threading.local",
+    "vllm_gaudi_ucm/device/host_limits.py": "what the system's Python has",
+    "vllm_gaudi_ucm/device/hpu.py": "threading.local, and an enumeration of Gaudi's software",
+    "vllm_gaudi_ucm/layers/packed_weights.py": "a layer of torch",
+    "vllm_gaudi_ucm/kv_cache/allocation.py": "a KV cache spec of vLLM",
+    "vllm_gaudi_ucm/kv_offload/options.py": "known: options of any store should say what bounds it",
+    "vllm_gaudi_ucm/options/errors.py": "annotations of types",
+    "vllm_gaudi_ucm/platform/checks.py": "parameters of requests of vLLM, of several kinds",
+    "vllm_gaudi_ucm/platform/features.py": "a configuration of transformers",
+    "vllm_gaudi_ucm/protocol/attachments.py": "outputs of vLLM, which carry what we attach",
+    "vllm_gaudi_ucm/store/guarded.py": "threading.local",
+    "vllm_gaudi_ucm/vllm_api/kv_cache.py": "a KV cache spec of vLLM",
+    "vllm_gaudi_ucm/vllm_api/start_signals.py": "any handler of a signal",
+    "graphs/strategies/file.py": "an event of a YAML parser",
+    "ops/unified_attention/impl/cuda_plan.py": "threading.local",
+    "ops/unified_attention/impl/hpu_kernels.py": "operations of Gaudi's software",
+}
+"""File to the objects of others that it asks for attributes which they may lack. Ours have a Protocol, or a default."""
+
+
+def probes(source: str) -> list[str]:
+    """`hasattr(x, "name")` and `getattr(x, "name", default)`."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    named = [call for call in calls if len(call.args) > 1 and isinstance(call.args[1], ast.Constant)]
+    arguments = {"hasattr": 2, "getattr": 3}
+    return [
+        ast.unparse(call)
+        for call in named
+        if isinstance(call.func, ast.Name) and arguments.get(call.func.id) == len(call.args)
+    ]
+
+
+def test_what_counts_as_a_probe() -> None:
+    found = probes("getattr(a, 'b', None), hasattr(a, 'b'), getattr(a, 'b'), getattr(a, name, None)")
+    assert found == ["getattr(a, 'b', None)", "hasattr(a, 'b')"]
+
+
+def test_our_objects_are_not_probed() -> None:
+    found = {str(file.relative_to(ROOT)): probes(file.read_text(encoding="utf-8")) for file in FILES}
+    assert not {name: calls for name, calls in found.items() if calls and name not in PROBES}

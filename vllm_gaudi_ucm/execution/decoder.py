@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+    from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 

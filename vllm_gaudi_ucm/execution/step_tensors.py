@@ -53,8 +53,8 @@ SLICE_READ_LIMIT = 3.0
 class StepArrays(NamedTuple):
     """A planned step, as entries of the table read it.
 
-    shape: what it runs in: a bucket's shape, or its own. block_ids: where the
-    unique part reads a slice of the cache, the place of each of its entries there; None: it gathers blocks.
+    shape: what it runs in: a bucket's shape, or its own. block_ids: where the unique part reads a slice of the cache,
+    the place of each of its entries there; None: it gathers blocks.
     """
 
     plan: UnifiedPlan
@@ -73,7 +73,7 @@ class StepArrays(NamedTuple):
             None if plan.causal is None else "causal",
             None if plan.shared is None else "shared",
             "summaries" if len(self.summary_blocks) else None,
-            None if self.plan.selection is None else "selection",
+            None if plan.selection is None else "selection",
         )
 
 

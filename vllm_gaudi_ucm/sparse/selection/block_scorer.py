@@ -69,7 +69,7 @@ class BlockScorer:
     def keep_queries(self, layer_idx: int, query: torch.Tensor, t: SelectionTensors) -> None:
         """One row of each request that chooses in this step. query: [rows, heads, dim].
 
-        It is the last certain row: the first of a decode or a verification, and the row of a prompt remainder that
+        It is the last certain row: the first of a decode or a verification, and of a prompt remainder the row that
         yields a token. Drafts may turn out wrong; other rows of a remainder reach the token through their KV only.
         """
         self._queries[self._places[layer_idx]].index_copy_(0, t.choice_slots, query.index_select(0, t.scored_rows))
