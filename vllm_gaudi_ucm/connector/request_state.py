@@ -128,7 +128,7 @@ class SavePlan:
         self._keys = keys
 
     def blocks(self, state: RequestState, num_scheduled: int) -> list[BlockSave]:
-        """Blocks that this step fills, and earlier ones that are not stored. Drafts do not count: they may be rejected."""
+        """Blocks that this step fills, and earlier ones that are not stored. Drafts may be rejected: not counted."""
         request = state.request
         if self._partial is not None and self._partial.may_be_repeated(request.request_id):
             return []
