@@ -1,4 +1,4 @@
-"""Blocks on their way from the device to the store: copied at once, stored by threads of their own."""
+"""Saves blocks: copied from the device at once, stored by threads of their own."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SaveQueue:
         return self._taken
 
     def expect(self, count: int) -> None:
-        """The step that begins fills so many blocks."""
+        """The step that begins fills `count` blocks."""
         with self._lock:
             self._expected = count
             if self._waiting and self._is_due():
@@ -98,7 +98,7 @@ class SaveQueue:
                 self._changed.notify()
 
     def take(self) -> QueuedSave | None:
-        """Waits for the next block that is to be stored now; None once the queue is closed and empty."""
+        """Waits for the next block that is due; None once the queue is closed and empty."""
         with self._lock:
             while not self._waiting or not self._is_due():
                 if not self._waiting and self._is_closed:
@@ -151,7 +151,7 @@ class SaveQueue:
             self._has_watcher = False
 
     def _is_due(self) -> bool:
-        """Whether the first of the queue is to be stored now, with the lock held."""
+        """Whether the first block of the queue is due, with the lock held."""
         return (
             bool(self._flushing)
             or self._is_closed
@@ -200,7 +200,7 @@ class BlockSaver:
             thread.start()
 
     def expect(self, count: int) -> None:
-        """The step that begins fills so many blocks, for which there should be room at its end."""
+        """The step that begins fills `count` blocks, which need room at its end."""
         self._queue.expect(count)
 
     def submit(self, saves: Sequence[BlockSave]) -> None:
@@ -272,7 +272,7 @@ class BlockSaver:
 
     @contextmanager
     def _given_back_on_error(self, buffers: list[memoryview]) -> Iterator[None]:
-        """Buffers and their places in the queue are nobody's where what is to fill them raises."""
+        """Returns buffers and their places in the queue where filling them raises."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""Questions to the store what it holds, asked by a thread of their own: the scheduler never waits for a slow store."""
+"""Lookups in the store, by a thread of their own: the scheduler never waits for a slow store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GRACE_SECONDS = 0.002
 class Lookup:
     """One question; `hits` is how many of its keys the store holds from the first on, None until it is answered.
 
-    records, has_records: other keys, and whether the store holds all of them. is_wanted: somebody waits for the answer.
+    records, has_records: other keys, and whether the store holds all of them. is_wanted: not dropped.
     is_late: it was too old to be asked when its turn came, and has no answer.
     """
 
@@ -47,7 +47,7 @@ class Lookup:
 
 
 class LookupThread:
-    """Asks one question after the other, but for those that nobody waits for any more.
+    """Asks one question after the other; dropped ones are left out.
 
     Args:
         store: may be slow, and may raise: then nothing is there.
@@ -84,7 +84,7 @@ class LookupThread:
         self._grace = GRACE_SECONDS
 
     def is_late(self, lookup: Lookup) -> bool:
-        """Whether nobody should wait for the answer any longer."""
+        """Whether the question is past its deadline."""
         return self._clock() - lookup.asked >= self._deadline
 
     def close(self, timeout: float = 1.0) -> None:
@@ -113,7 +113,7 @@ class LookupThread:
 
 MOST_KEYS = 200_000  # 32 bytes each, and what Python takes: some 40 MB
 SAVE_SECONDS = 5.0
-"""A block that was sent to the store may take so long to be found there."""
+"""How long a block may take from the device until the store finds it."""
 
 
 class KnownKeys:
@@ -148,7 +148,7 @@ class KnownKeys:
             self._keys.pop(key, None)
 
     def missed(self, keys: Iterable[bytes]) -> None:
-        """The store does not hold them: forgotten, but for those that may still be on their way to it."""
+        """The store does not hold them: forgotten, unless they may still be on their way to it."""
         oldest = self._clock() - SAVE_SECONDS
         self.discard([key for key in keys if self._keys.get(key, oldest) <= oldest])
 

@@ -117,7 +117,7 @@ class PartialLoads:
         return self._residency.is_guess(request_id)
 
     def runs(self, request: Request) -> None:
-        """A request is about to compute; whoever looks for its blocks on the device comes after."""
+        """A request is about to compute."""
         self._residency.hide_guess(request)
 
     def _dispensable(self, request_id: str, keys: Sequence[bytes], first: int) -> list[int]:

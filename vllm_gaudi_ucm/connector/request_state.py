@@ -79,11 +79,11 @@ class RequestKeys:
 
     @property
     def known(self) -> list[bytes]:
-        """Those that were asked for so far."""
+        """Keys made so far."""
         return self._keys
 
     def first(self, blocks: int) -> list[bytes]:
-        """Keys of the first so many blocks.
+        """Keys of the first `blocks` blocks.
 
         Raises ValueError where there is no key: an extra key of the request is not plain data, or the request has
         fewer full blocks.
@@ -109,7 +109,7 @@ class SavePlan:
         known: keys that the store has, or is about to have.
         block_size: tokens per block.
         block_table: block ids of a live request.
-        keys: of the first so many blocks of a request, None where it has none.
+        keys: of the first n blocks of a request, None where it has none.
         partial: loads that may leave blocks in the store, None where all are whole.
     """
 
@@ -128,8 +128,7 @@ class SavePlan:
         self._keys = keys
 
     def blocks(self, state: RequestState, num_scheduled: int) -> list[BlockSave]:
-        """Blocks that this step fills, and those before that nobody has stored. Drafts may turn out wrong: they do not
-        count, as they are no tokens of the request yet."""
+        """Blocks that this step fills, and earlier ones that are not stored. Drafts may be rejected: not counted."""
         request = state.request
         if self._partial is not None and self._partial.may_be_repeated(request.request_id):
             return []

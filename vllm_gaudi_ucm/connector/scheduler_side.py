@@ -1,4 +1,4 @@
-"""The connector in the scheduler: what the store holds of a request, what is to be loaded, what is to be saved."""
+"""The connector in the scheduler: which blocks of a request are stored, which to load, which to save."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class SchedulerSide:
         self._waiting.forget(request_id)
 
     def plan_prefetch(self, waiting: Iterable[Request]) -> None:
-        """Before a step is scheduled: what to bring to host memory for those that will not all get their turn in it."""
+        """Before a step is scheduled: which blocks of waiting requests to bring to host memory."""
         self._plan = self._waiting.plan(waiting)
 
     def _wanted_keys(self, request: Request) -> list[bytes] | None:
@@ -277,8 +277,8 @@ class SchedulerSide:
     def clear(self) -> bool:
         """From now on nothing that was stored before is found: the weights may have been replaced.
 
-        What else they are is not known, so nobody else finds what this engine stores from now on. Blocks in the memory
-        of this process are freed; those in a folder or a server stay, for whoever has the weights that they belong to.
+        The new weights have no known digest, so other engines do not find what this one stores from now on. Blocks in
+        the memory of this process are freed; those in a folder or a server stay, for engines with their weights.
         What requests compute that have begun rests on what was computed before, and is not stored.
         """
         self._epoch = os.urandom(16)

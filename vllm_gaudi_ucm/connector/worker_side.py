@@ -38,7 +38,7 @@ USE = "connector"
 
 
 class LoadCounts(msgspec.Struct, kw_only=True):
-    """Requests: those that got blocks, some of them or all late, ended while they waited. Blocks: loaded, failed."""
+    """Requests: with loads, timed out, ended while they waited. Blocks: loaded, failed."""
 
     requests: int = 0
     timeouts: int = 0
@@ -110,7 +110,7 @@ class BlockLoads:
         self._loads[load.request_id] = _Load(handle, load, records)
 
     def finished(self, ended: set[str]) -> set[str]:
-        """Requests into whose blocks nothing is or will be written any more; nobody waits for `ended` ones."""
+        """Requests whose load has ended: nothing writes to their blocks any more. Cancels loads of `ended` ones."""
         for request_id in ended:
             load = self._loads.get(request_id)
             if load is not None:
@@ -126,7 +126,7 @@ class BlockLoads:
         counts, outcome = self.counts, load.handle.outcome
         self._engine.forget(request_id)
         if not load.is_wanted:
-            # its blocks are freed now: they must not be taken for blocks of whoever gets them next
+            # its blocks are freed now, and must not count as loaded for the next request that gets them
             counts.cancelled += 1
             return
         counts.timeouts += outcome is PrefetchOutcome.TIMEOUT
@@ -290,7 +290,7 @@ class WorkerSide:
         self.activity.end()
 
     def leave_out_saves(self) -> None:
-        """Blocks of the step that runs hold what nobody has computed."""
+        """The running step reads blocks that were not loaded: nothing that it computes is saved."""
         self._leaves_out_saves = True
 
     def _save_record(self, record: RecordSave) -> None:

@@ -37,7 +37,7 @@ _PAUSE_SECONDS = 0.05
 
 
 def zeroed_pages(size: int, may_provide: Callable[[], bool] = lambda: True) -> torch.Tensor:
-    """Zeros, int8 [size], whose pages a thread of lowest priority provides while nothing else is to be done.
+    """Zeros, int8 [size], whose pages a thread of lowest priority provides while the engine is idle.
 
     Why: writing zeros to a KV cache of 4 GiB took 4 to 10 of the 23 seconds of a start, and most of such a cache is not
     used soon. A page that is written before the thread came to it costs a page fault then.
@@ -58,7 +58,7 @@ def zeroed_pages(size: int, may_provide: Callable[[], bool] = lambda: True) -> t
 
 
 def _provide(pages: weakref.ref[mmap.mmap], address: int, size: int, may_provide: Callable[[], bool]) -> None:
-    """Until all pages are there, nobody holds the memory any more, or the kernel refuses: then uses provide them."""
+    """Ends once all pages are there, the memory is unused, or the kernel refuses; then first writes provide pages."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     # unlike mmap's own method this lets other threads run meanwhile
     madvise = ctypes.CDLL(None).madvise

@@ -58,8 +58,8 @@ class DeviceBlocks:
     def write(self, block_id: int, block: memoryview, after: Fence) -> None:
         """Host to device; the block is there when this returns.
 
-        after: behind the steps of whoever the block belonged to before. vLLM gives the blocks of an aborted request
-            away while the device may still compute a chunk of its prompt, which writes them.
+        after: behind the steps of the request that had the block before. vLLM hands out the blocks of an aborted
+            request while the device may still compute a chunk of its prompt, which writes them.
         """
         with self._device.beside_computation(after):
             self._copy([(block_id, block)], to_device=True)

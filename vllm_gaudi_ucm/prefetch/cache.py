@@ -51,7 +51,7 @@ class HostCache:
         return self.allocated - len(self._free) - len(self._by_key)
 
     def keyed_users(self) -> int:
-        """Uses of slots that have a key, all together."""
+        """Total uses of slots that have a key."""
         return sum(slot.users for slot in self._by_key.values())
 
     def __contains__(self, key: bytes) -> bool:
@@ -88,7 +88,7 @@ class HostCache:
         self._by_key[key] = slot
 
     def release(self, slot: Slot) -> None:
-        """One use less; at none the slot is idle, or free if it holds no block."""
+        """Ends one use; an unused slot is idle, or free if it holds no block."""
         slot.users -= 1
         if slot.users:
             return
@@ -98,7 +98,7 @@ class HostCache:
             self._idle[slot.key] = slot
 
     def clear(self) -> None:
-        """Gives the memory of all slots back that nobody uses."""
+        """Frees the memory of all slots that are not in use."""
         for key in self._idle:
             del self._by_key[key]
         self.allocated -= len(self._idle) + len(self._free)

@@ -1,4 +1,4 @@
-"""What the engine's threads and its callers share: who gets the next free thread, and blocks on their way."""
+"""State that the engine's threads and callers share: requests, blocks being loaded, and which block is next."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Settlement:
         self.ledger = Ledger(self.cache)
         self.counters = PrefetchCounters()
         self.drains = 0
-        """Callers that wait for the end of `deliver` calls, on `settled` too."""
+        """Callers that wait for running `deliver` calls to return; `settled` wakes them, too."""
 
     def settle(self, task: PrefetchTask, outcome: PrefetchOutcome) -> bool:
         """Ends a task that is pending, with the lock held; its outcome stands when no `deliver` of it runs."""
@@ -118,11 +118,11 @@ class IdleThreads:
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def join(self) -> None:
-        """The calling thread is about to `wait`."""
+        """Called before `wait`."""
         self._idle += 1
 
     def leave(self) -> None:
-        """The calling thread has waited."""
+        """Called after `wait`."""
         self._idle -= 1
 
     def wait(self) -> None:
@@ -130,14 +130,14 @@ class IdleThreads:
         self._calls.get()
 
     def call(self, count: int = 1) -> None:
-        """Has so many threads look for work, or for their end."""
+        """Wakes `count` threads, to look for work or to end."""
         for _ in range(count):
             self._calls.put(None)
 
     def call_for_work(self, is_urgent: bool, is_any_busy: bool) -> None:
         """Calls a thread unless none is idle, or as many as should work at once are at it: they will come to it.
 
-        is_any_busy: whether blocks are on their way; where threads are missing, those that are not idle are too few.
+        is_any_busy: whether blocks are being loaded. Without it dead threads would count as busy.
 
         One thread calls the next: all at once would be in each other's way.
         """
@@ -146,11 +146,11 @@ class IdleThreads:
             self.call()
 
     def share(self, blocks: int, is_urgent: bool) -> int:
-        """How many of so many blocks the calling thread should take, so that idle ones have their part."""
+        """How many of `blocks` the calling thread should take, so that idle threads get their share."""
         return -(-blocks // min(self._idle + 1, self._most(is_urgent)))
 
     def _most(self, is_urgent: bool) -> int:
-        """Threads that can work at once without being in each other's way."""
+        """Threads that can work at once without slowing each other down."""
         return self._cores if is_urgent or self._store_waits else max(1, self._cores - 1)
 
 

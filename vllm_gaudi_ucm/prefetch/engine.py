@@ -1,4 +1,4 @@
-"""GSA's prefetch engine: loads KV blocks beside the computation, and never makes anyone wait longer than they say."""
+"""GSA's prefetch engine: loads KV blocks beside the computation, each request within a deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def host_memory(nbytes: int) -> memoryview:
 
 
 class PrefetchHandle:
-    """Speaks of the prefetch that it was returned for, whatever else its request's id stands for later.
+    """One prefetch, also once its request's id stands for another.
 
     task: the engine's own, to be read under its lock.
     """

@@ -1,4 +1,4 @@
-"""What a thread of the engine does with its blocks: read them, and deliver each to those who wait for it."""
+"""The work of an engine thread: reads blocks, and delivers each to the requests that wait for it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _warn(error: Exception) -> None:
 
 
 Turn = tuple[Load, PrefetchTask, int]
-"""A block, and the request and index that it is to be delivered to next."""
+"""A block, and the request and index to deliver it to next."""
 
 
 class LoadRunner:
@@ -219,7 +219,7 @@ class LoadRunner:
 
 
 def broken_law(dispatcher: Dispatcher) -> str | None:
-    """The first law that does not hold, in words; None if all do. To be called with the lock held."""
+    """The first conservation law that does not hold, in words; None if all do. Called with the lock held."""
     cache, ledger, loads = dispatcher.cache, dispatcher.ledger, dispatcher.loads.values()
     pending = ledger.pending()
     settled = sum(ledger.outcomes.values())

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.options.values import BYTES_NOTE, ByteSize
 
 
 class EngineOptions(Section):
-    """Those that GSA's section has, too: see `PrefetchOptions`."""
+    """Options of the prefetch engine that GSA's section shares."""
 
     prefetch_workers: Annotated[int, Field(ge=1, le=64)] = Field(
         default=4, description="Threads of the prefetch engine, each with a few blocks at a time."
@@ -39,7 +39,7 @@ class EngineOptions(Section):
 
 
 class PrefetchOptions(EngineOptions):
-    """Of a prefetch engine."""
+    """All options of a prefetch engine."""
 
     deadline: Annotated[float, Field(gt=0, le=3600)] = Field(
         default=10.0, description="Seconds from its submission after which a prefetch is given up."

@@ -96,7 +96,7 @@ def plan_prefetch(
     max_blocks: int,
     order: Order,
 ) -> list[PlannedPrefetch]:
-    """The prefetches that should be there now, the most urgent first.
+    """The prefetches that should be pending or complete now, the most urgent first.
 
     Args:
         running: requests of the running batch that want blocks; position 0 of the queue.
@@ -132,7 +132,7 @@ class PrefetchPlanner:
 
     def __init__(self, batch_size: int, batches_ahead: int, max_blocks: int, history: AccessHistory) -> None:
         self.look_ahead = batch_size * batches_ahead
-        """Waiting requests that a plan can reach."""
+        """Waiting requests that a plan looks at."""
         self.history = history
         self._batch_size = batch_size
         self._batches_ahead = batches_ahead
@@ -142,7 +142,7 @@ class PrefetchPlanner:
         self._queue: tuple[list[QueuedRequest], list[QueuedRequest]] = ([], [])
 
     def update(self, running: Sequence[QueuedRequest], waiting: Sequence[QueuedRequest]) -> PrefetchPlan:
-        """What is to be done so that the prefetches are those of this queue. To be called once a step."""
+        """Changes that make the prefetches fit this queue. Called once per step."""
         self.history.advance()
         queue = list(running), list(waiting)
         if queue == self._queue:
@@ -165,7 +165,7 @@ class PrefetchPlanner:
         )
 
     def _order_once(self, request: QueuedRequest) -> Sequence[bytes]:
-        """By history at the time when the request came into reach; a plan that kept changing would load twice."""
+        """By history when the request came into the look-ahead; an order that kept changing would load blocks twice."""
         keys, ordered = self._orders.get(request.request_id, ((), []))
         if keys != request.keys:
             ordered = [request.keys[at] for at in self.history.order(request.keys)]

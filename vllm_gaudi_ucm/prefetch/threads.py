@@ -17,7 +17,7 @@ logger = plugin_logger(__name__)
 
 
 class EngineThreads:
-    """Daemon threads that hold the dispatcher, not the engine: an engine that nobody holds any more can end them.
+    """Daemon threads. They refer to the dispatcher, not to the engine: an engine without references can end them.
 
     enter_thread: called first in each thread, such as to make the process's device current in it.
     """
@@ -60,7 +60,7 @@ class EngineThreads:
     def stop(self, timeout: float) -> bool:
         """Cancels what is pending and ends the threads; False where one is still busy after `timeout` seconds.
 
-        Such a thread ends after the block it is at, and is no part of the engine any more.
+        Such a thread is no longer part of the engine, and ends after its current block.
         """
         dispatcher, end = self._dispatcher, time.monotonic() + timeout
         with self._change:
@@ -99,7 +99,7 @@ class EngineThreads:
             while loads := self._dispatcher.next_loads(generation):
                 self._runner.run(loads)
         except BaseException as error:
-            # Blocks that it was at are lost already; the others must not wait until somebody asks.
+            # Its current blocks are lost already; the others must not wait for the next call.
             logger.error("prefetch: a thread of the engine ended: %s: %s", type(error).__name__, error)
             self.replace_dead(threading.current_thread())
 
@@ -118,7 +118,7 @@ _running: weakref.WeakSet[EngineThreads] = weakref.WeakSet()
 
 
 def end_with(owner: object, threads: EngineThreads) -> None:
-    """The threads are stopped once nothing refers to `owner` any more, or at exit."""
+    """Stops the threads once nothing refers to `owner`, or at exit."""
     _running.add(threads)
     # Not at exit, where no thread can be started; see _end_all.
     weakref.finalize(owner, _end_beside, threads).atexit = False

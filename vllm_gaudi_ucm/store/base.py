@@ -54,33 +54,33 @@ class KvStore(ABC):
     """
 
     batch_bytes: int = 0
-    """Bytes of blocks that a call of `lend` does well to ask for at once, as they share a round trip or a hand-over."""
+    """Bytes of blocks worth one call of `lend`, as they share a round trip or a change of threads."""
 
     waits: bool = True
-    """Whether a load waits for something else than a processor: more threads than processors load more, then."""
+    """Whether a load waits for something other than a processor, so that more threads than processors load more."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys it holds, as far as it knows without reading blocks; a later load may still miss."""
+        """Which keys the store holds, without reading blocks; a later load may still miss."""
 
     @abstractmethod
     def load(self, key: bytes, into: memoryview) -> bool:
-        """Fills `into` (writable, of the block's size) and returns True only if its content is verified.
+        """Fills `into` (writable, of the block's size); True only if the content is verified.
 
-        After False what `into` holds is undefined.
+        After False the content of `into` is undefined.
         """
 
     def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None] | None:
-        """Verified blocks where they lie, one entry per key, None for a miss. Counts as loads; no copy is made.
+        """Verified blocks in the store's own memory, without a copy: one context per key, None for a miss.
 
-        Each is to be ended, and may be read from its `__enter__` on until then; one that could not be entered is ended,
-        too. None instead of a list: this store lends nothing.
+        The block may be read inside its context. Every context must be exited, even where entering it failed. Counts
+        as loads. Returns None in place of a list where the store lends nothing.
         """
         return None
 
     @abstractmethod
     def save(self, key: bytes, block: memoryview) -> bool:
-        """Keeps a copy of the block; True if it is there now, also when it was there before."""
+        """Stores a copy of the block; True if the store holds it now, also where it did before."""
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -96,11 +96,11 @@ class KvStore(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """What happened so far."""
+        """Totals and state."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends its threads and connections; blocks that outlast the process stay. A second call does nothing."""
+        """Ends threads and connections; stored blocks stay where they outlast the process. Idempotent."""
 
 
 class StoreOptions(Section):
@@ -146,7 +146,7 @@ class ConfiguredStore(KvStore):
 
 
 class Counts:
-    """Named totals, safe between threads; the names are fields of `StoreStats`."""
+    """Named totals, thread-safe; the names are fields of `StoreStats`."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -154,13 +154,13 @@ class Counts:
         self._totals: dict[str, float] = {}
 
     def add(self, **amounts: float) -> None:
-        """Adds to several totals in one piece."""
+        """Adds to several totals atomically."""
         with self._lock:
             for name, amount in amounts.items():
                 self._totals[name] = self._totals.get(name, 0) + amount
 
     def stats(self, **state: object) -> StoreStats:
-        """The totals, and the state that the store itself knows."""
+        """The totals together with the store's own state."""
         with self._lock:
             return StoreStats(kind=self._kind, **self._totals, **state)  # type: ignore[arg-type]
 
@@ -179,7 +179,7 @@ def seal(record: memoryview, key: bytes) -> None:
 
 
 def is_intact(record: memoryview, key: bytes) -> bool:
-    """Whether `record` is a whole record of this key, as it was sealed."""
+    """Whether `record` is a complete, unchanged record of this key."""
     if len(record) < HEADER_BYTES:
         return False
     magic, version = _BEFORE_CRC.unpack_from(record, 0)
@@ -196,7 +196,7 @@ def _checksum(record: memoryview) -> int:
 
 
 class Loan:
-    """A context, for one use. block: what is lent. end: called once it is given back."""
+    """A context for one use. block: lent memory. end: called on exit."""
 
     __slots__ = ("_block", "_end")
 
@@ -220,7 +220,7 @@ def check_keys(keys: Iterable[bytes]) -> None:
 
 
 def check_block_bytes(block_bytes: int, capacity: int | None) -> None:
-    """Raises ValueError for a block of no size, or one that would not fit alone."""
+    """Raises ValueError for an empty block, or one larger than the capacity."""
     if block_bytes < 1:
         raise ValueError(f"block_bytes: found {block_bytes}, expected at least 1")
     if capacity is not None and capacity < block_bytes:

@@ -21,9 +21,9 @@ def open_folder(name: str, at: int | None = None) -> int:
 
 @contextmanager
 def folder_below(at: int, path: str, make: bool = False, sync: bool = False) -> Iterator[int]:
-    """A descriptor of the folder at a relative path, each part of which is a folder and no link.
+    """A descriptor of the folder at a relative path; links in it are refused.
 
-    make: parts that are missing are made. sync: so that these outlast a power cut.
+    make: create missing parts. sync: so that they survive a power cut.
     """
     with ExitStack() as opened:
         for name in path.split("/"):
@@ -40,7 +40,7 @@ def folder_below(at: int, path: str, make: bool = False, sync: bool = False) -> 
 
 
 def make_part(name: str, at: int, sync: bool = True) -> None:
-    """Makes a folder in another one, unless something is there. sync: so that it outlasts a power cut."""
+    """Makes a folder in another one, unless something is there. sync: so that it survives a power cut."""
     try:
         os.mkdir(name, PRIVATE, dir_fd=at)
     except FileExistsError:  # by another engine, just now
@@ -98,14 +98,14 @@ def remove_unless_locked(name: str, at: int) -> bool:
 
 
 def entries(folder: int | str) -> list[os.DirEntry[str]]:
-    """What lies in a folder: by its path, or by a descriptor by which nobody else lists it, and which stays open while
-    their `stat` is asked."""
+    """The entries of a folder, given its path or a descriptor. A descriptor must stay open while entries are asked for
+    their `stat`, and must not be listed by two callers at once."""
     with os.scandir(folder) as found:
         return list(found)
 
 
 def kind_of(mode: int) -> str:
-    """What `st_mode` says that something is, in words."""
+    """The type that `st_mode` tells, in words."""
     for is_kind, words in (
         (stat.S_ISREG, "a file"),
         (stat.S_ISDIR, "a folder"),

@@ -1,4 +1,4 @@
-"""Where the folder of the file store is, and that it is ours alone: opened, watched, made anew where it has gone."""
+"""The folder of the file store: opened, checked to be ours alone, indexed, and made anew where it has gone."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class UnusableFolderError(OSError):
 class Folder:
     """One folder. Opening makes it (`create`), or takes one that a store has made or that is empty.
 
-    Raises `UcmConfigError` for a folder of something else, or of somebody else, or that others may write; OSError where
-    it cannot be made.
+    Raises `UcmConfigError` for a folder with other content, of another user, or writable by others; OSError where it
+    cannot be made.
     """
 
     def __init__(self, path: Path, create: bool = True) -> None:
@@ -163,7 +163,7 @@ class Entry:
 
 
 class FolderIndex:
-    """Not safe between threads by itself: its owner holds a lock."""
+    """Blocks of a folder in the order of their use. Not thread-safe: its owner holds a lock."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[StoredBlock, Entry] = OrderedDict()
@@ -181,7 +181,7 @@ class FolderIndex:
 
     @property
     def moment(self) -> int:
-        """Says of entries whether they were added before or after now."""
+        """Now, to tell whether entries are added before or after."""
         return self._count
 
     def leaves(self) -> list[str]:
@@ -189,7 +189,7 @@ class FolderIndex:
         return list(self._leaves)
 
     def use(self, block: StoredBlock, leaf: str, used: int) -> None:
-        """The block is there and was used at `used`: it becomes the newest."""
+        """Adds a block, or notes its use at `used` (ns): it becomes the newest."""
         if block not in self._entries:
             self._bytes += block.block_bytes
             self._leaves.setdefault(leaf, set()).add(block)
@@ -198,7 +198,7 @@ class FolderIndex:
         self._entries.move_to_end(block)
 
     def drop(self, block: StoredBlock) -> None:
-        """The block is not there any more."""
+        """Removes a block."""
         entry = self._entries.pop(block, None)
         if entry is not None:
             self._bytes -= block.block_bytes
@@ -208,7 +208,7 @@ class FolderIndex:
                 del self._leaves[entry.leaf]
 
     def oldest(self) -> tuple[StoredBlock, int] | None:
-        """The least recently used block, and when that was."""
+        """The least recently used block and the time of its use (ns)."""
         for block, entry in self._entries.items():
             return block, entry.used
         return None
@@ -227,11 +227,11 @@ class FolderIndex:
                 self.use(block, leaf, used)
 
     def sort(self) -> None:
-        """Puts entries in the order of use; after `replace` those of others stand where they were found."""
+        """Sorts entries by use: `replace` appends what other processes wrote in the order of the listing."""
         self._entries = OrderedDict(sorted(self._entries.items(), key=lambda item: item[1].used))
 
     def check_integrity(self) -> None:
-        """The bytes are those of the entries, and each entry is in its leaf."""
+        """Raises AssertionError unless the bytes are those of the entries, and each entry is in its leaf."""
         assert self._bytes == sum(block.block_bytes for block in self._entries)
         assert sum(map(len, self._leaves.values())) == len(self._entries)
         assert all(block in self._leaves[entry.leaf] for block, entry in self._entries.items())
@@ -242,7 +242,7 @@ _SETTLED_NS = 100_000_000
 
 
 class FolderListing:
-    """What each part of the folder held when it was last listed. One thread at a time may refresh it.
+    """Lists the parts of a folder that have changed. One thread at a time may refresh it.
 
     lock: held around every use of `index`, and never while the disk is asked.
     """

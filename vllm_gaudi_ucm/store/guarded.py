@@ -1,4 +1,4 @@
-"""A store over a medium: deadline, circuit breaker, checksums and counters, the same for every medium."""
+"""A store over a medium: deadline, circuit breaker, checksums and counters, equal for every medium."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BreakerState = Literal["closed", "open", "half_open"]
 
 
 class Breaker:
-    """Closed: calls go through. Open: none does. Half open: one does, and decides. Safe between threads."""
+    """A circuit breaker. Closed: calls pass. Open: none does. Half open: one passes, and decides. Thread-safe."""
 
     def __init__(self, failures: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = failures
@@ -67,13 +67,13 @@ class Breaker:
             return state == "closed"
 
     def succeeded(self) -> None:
-        """The call was answered."""
+        """A call was answered."""
         with self._lock:
             # an answer to a call from before it opened says nothing about now, but does no harm either
             self._failures, self._opened, self._trying = 0, None, False
 
     def failed(self) -> bool:
-        """The call failed, or took too long. True if this opened the breaker."""
+        """A call failed or took too long. True if this opened the breaker."""
         with self._lock:
             was_closed = self._opened is None
             self._failures += 1
@@ -192,11 +192,11 @@ class CallGuard:
 
 
 FIRST_UPKEEP_SECONDS = 5.0
-"""How long opening waits for a look at what is there; a large folder on a slow disk is looked at beside the work."""
+"""How long opening waits for the first upkeep; a large folder on a slow disk is indexed in the background."""
 
 
 class GuardedStore(KvStore):
-    """Blocks of `block_bytes` bytes in a medium. A caller waits for the deadline at most, whatever the medium does."""
+    """Blocks of `block_bytes` bytes in a medium. Callers wait until the deadline at most, whatever the medium does."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class GuardedStore(KvStore):
         return [None if record is None else self._loan(record) for record in found]
 
     def _take_records(self, count: int) -> list[memoryview]:
-        """As many buffers, none where the system gives no memory for them."""
+        """`count` buffers; none where the system gives no memory."""
         records: list[memoryview] = []
         try:
             while len(records) < count:
@@ -310,7 +310,7 @@ class GuardedStore(KvStore):
         return self._counts.stats(breaker=self._guard.state, untouched=self._medium.untouched, **state)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the books of the medium do not agree with themselves."""
+        """Raises AssertionError where the counts of the medium are inconsistent."""
         self._medium.check_integrity()
 
     def close(self) -> None:
@@ -318,7 +318,7 @@ class GuardedStore(KvStore):
             self._medium.close()
 
     def _write(self, job: Job[bool], key: bytes, block: memoryview) -> bool:
-        """In an I/O thread; whether the block is new. It writes from a copy, which no caller can change meanwhile."""
+        """Runs in an I/O thread; whether the block is new. Writes from a copy, which no caller can change meanwhile."""
         if self._medium.keep(key, self._block_bytes):
             return False
         record = self._own_record()
@@ -338,7 +338,7 @@ class GuardedStore(KvStore):
         return list(self._medium.blocks(self._block_bytes))
 
     def _begin_upkeep(self) -> None:
-        """Has the medium looked after beside the work, if it is time."""
+        """Starts the medium's upkeep in an I/O thread, if it is due."""
         if time.monotonic() >= self._next_upkeep and self._guard.state == "closed":
             self._next_upkeep = time.monotonic() + self._medium.upkeep_seconds
             self._guard.begin(self._upkeep)

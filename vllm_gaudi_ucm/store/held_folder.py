@@ -1,4 +1,4 @@
-"""The folder of the file store as it was opened: whatever takes its place on the path, this one is read and written.
+"""The opened folder of the file store: read and written by descriptor, whatever takes its place on the path.
 
 gaudi-ucm-store.json                        marks it as ours
 blocks/<bytes of a block>/ab/c/<key>.kv     one record each; ab, c: the key's first three hex digits
@@ -91,7 +91,7 @@ logger = plugin_logger(__name__)
 
 
 class Strangers:
-    """Those that were met, which are left alone: never opened, never removed. The first one is logged."""
+    """Things met where records belong that are none: never opened, never removed. The first is logged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -112,7 +112,7 @@ class Strangers:
         self._met[name] = kind_of(mode)
 
     def names(self) -> list[str]:
-        """Each with its path and what it is."""
+        """The path and type of each."""
         return [f"{self._folder / name} ({kind})" for name, kind in self._met.items()]
 
 
@@ -120,19 +120,19 @@ BLOCKS, TMP = "blocks", "tmp"
 _LEVELS = [re.compile(pattern) for pattern in (r"[1-9][0-9]*", r"[0-9a-f]{2}", r"[0-9a-f]")]
 _RECORD = re.compile(r"([0-9a-f]{64})\.kv")
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-_GRACE_SECONDS = 5.0  # between making a temporary file and locking it nobody may take it for a dead writer's
+_GRACE_SECONDS = 5.0  # younger temporary files may not be locked by their living writer yet
 _numbers = itertools.count()
 
 
 class HeldFolder:
-    """Descriptors of the folder and of `blocks` in it, closed once nobody uses this object any more.
+    """Descriptors of the folder and of `blocks` in it, closed with the last reference to this object.
 
-    Only its owner can put anything below them. What is no file where a record belongs is a stranger: a miss to those
-    who read, REFUSED once it is asked for, and in the way of those who write.
+    Only its owner can put anything below them. Anything but a file in the place of a record is a stranger: lookups
+    miss it, reads return REFUSED, and writes fail.
     """
 
     def __init__(self, root: int, blocks: int, opened: ExitStack, strangers: Strangers) -> None:
-        """opened: what closes the descriptors; theirs is taken over."""
+        """opened: closes the descriptors; this object takes it over."""
         self._root = root
         self._blocks = blocks
         self._strangers = strangers
@@ -223,7 +223,7 @@ class HeldFolder:
                 yield from self._folders(outer, 2)
 
     def records(self, leaf: str) -> list[tuple[StoredBlock, int]]:
-        """The blocks in such a folder, each with its mtime in ns."""
+        """The blocks in a leaf folder, each with its mtime in ns."""
         size, found = int(leaf.partition("/")[0]), []
         for name, status in self._list(leaf, _RECORD):
             block = StoredBlock(bytes.fromhex(name.removesuffix(".kv")), size)
@@ -232,7 +232,7 @@ class HeldFolder:
         return found
 
     def sweep(self) -> int:
-        """Removes what writers that died have left in tmp; how many files."""
+        """Removes files that dead writers have left in tmp; returns their number."""
         removed = 0
         with suppress(FileNotFoundError), folder_below(self._root, TMP) as tmp:
             for entry in entries(tmp):
@@ -247,7 +247,7 @@ class HeldFolder:
         return removed
 
     def _stat(self, block: StoredBlock) -> os.stat_result | None:
-        """Of what lies in a block's place."""
+        """Status of what lies in a block's place; None for nothing."""
         try:
             return os.stat(record_name(block), dir_fd=self._blocks, follow_symlinks=False)
         except OSError as error:
@@ -271,7 +271,7 @@ class HeldFolder:
                 self._strangers.meet(f"{BLOCKS}/{inner}", status.st_mode)
 
     def _list(self, path: str, names: re.Pattern[str]) -> list[tuple[str, os.stat_result]]:
-        """What lies in a folder under such names, nothing where there is none."""
+        """Entries of a folder whose names match; empty without a folder."""
         found = []
         with suppress(FileNotFoundError, NotADirectoryError), folder_below(self._blocks, path) as folder:
             for entry in entries(folder):

@@ -1,4 +1,4 @@
-"""A few threads that wait for a slow medium in the caller's place, so that the caller waits no longer than it said."""
+"""A few threads that wait for a slow medium in place of the caller, who waits until a deadline at most."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class DeadlineExceededError(TimeoutError):
-    """The call had not ended at its deadline; it may still end, but reaches nothing of the caller's."""
+    """The call had not ended at its deadline. It may still end, but touches none of the caller's buffers."""
 
 
 class AbandonedError(Exception):
@@ -21,7 +21,7 @@ class AbandonedError(Exception):
 
 
 class Job(Generic[Result]):
-    """A call, handed to an I/O thread. What it shares with the caller it touches inside `with job.handover()` only."""
+    """A call for an I/O thread. It touches memory shared with the caller inside `with job.handover()` only."""
 
     def __init__(self, function: Callable[[Job[Result]], Result]) -> None:
         self._function = function
@@ -33,9 +33,9 @@ class Job(Generic[Result]):
 
     @contextmanager
     def handover(self) -> Iterator[None]:
-        """The caller's buffers stay the caller's while this is held, and are nobody's business after it has gone.
+        """Keeps the caller waiting while its buffers are touched. What happens inside must not block.
 
-        Raises AbandonedError if it has. What happens inside must not wait: the caller cannot leave meanwhile.
+        Raises AbandonedError where the caller has stopped waiting.
         """
         with self._lock:
             if self._abandoned:
@@ -51,7 +51,7 @@ class Job(Generic[Result]):
         self._ended.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ended in time; if not, it is abandoned."""
+        """Waits up to `seconds`; False, and the job is abandoned, where it has not ended."""
         if self._ended.wait(seconds):
             return True
         with self._lock:
@@ -59,16 +59,16 @@ class Job(Generic[Result]):
         return not self._abandoned
 
     def result(self) -> Result:
-        """What the function returned; raises what it raised."""
+        """The function's result; raises what it raised."""
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
 
 
 class IoThreads:
-    """At most `count` threads, started as they are needed; calls beyond wait in a queue, but no longer than they said.
+    """At most `count` threads, started on demand; further calls wait in a queue, until their deadline at most.
 
-    They are daemons: a thread that the system never gives back must not keep the interpreter from ending.
+    Daemon threads: one that hangs in the system must not keep the interpreter from ending.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -96,7 +96,7 @@ class IoThreads:
         self._submit(Job(lambda _: function()))
 
     def close(self, seconds: float) -> bool:
-        """Ends the threads, and waits so long for what they are doing; whether all have ended."""
+        """Ends the threads, and waits up to `seconds` for their calls; whether all have ended."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -116,7 +116,7 @@ class IoThreads:
                 try:
                     thread.start()
                     self._threads.append(thread)
-                except RuntimeError:  # the system has no more: those that there are do it
+                except RuntimeError:  # the system gives no more threads: the existing ones do the work
                     if not self._threads:
                         raise
             self._waiting.append(job)

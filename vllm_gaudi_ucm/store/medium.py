@@ -45,7 +45,7 @@ class RefusedError(OSError):
 
 
 class FullError(RefusedError):
-    """It takes no block at all: full, or read-only."""
+    """The medium takes no block at all: it is full or read-only."""
 
 
 class StoredBlock(NamedTuple):
@@ -72,70 +72,71 @@ class Medium(ABC):
     upkeep_seconds: float
     errors: tuple[type[Exception], ...] = (OSError,)
     batch_bytes: int = 0
-    """Of blocks that `read_many` does well to take at once: see `KvStore.batch_bytes`."""
+    """Bytes of blocks worth one call of `read_many`: see `KvStore.batch_bytes`."""
     evictions: int = 0
-    """Blocks that made room for others, as far as this process did it."""
+    """Blocks that this process has removed to make room."""
     untouched: int = 0
-    """Blocks that were there and could not be marked as used: their order, or their time, is the one before."""
+    """Blocks that were found but not marked as used: their age, or their time to live, did not change."""
 
     @abstractmethod
     def place(self) -> str:
-        """Where it is, for people; no password."""
+        """Where the medium is, for messages; without passwords."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes], block_bytes: int) -> list[bool]:
-        """Which of them lie there in full length."""
+        """Which keys have a record of full length."""
 
     @abstractmethod
     def keep(self, key: bytes, block_bytes: int) -> bool:
-        """Whether it lies there in full length; if so, as if it had just been used."""
+        """As `lookup` of one key, which counts as a use of the block."""
 
     @abstractmethod
     def read(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
-        """Reads into `record` (header and block); its length as found, of which more does not fit, None: a miss.
+        """Reads into `record` (header and block). Returns the length found, which may be another than the record's, or
+        `REFUSED`; None for a miss.
 
-        As if the block had just been used, which may fail without harm to the read: see `untouched`. May be `REFUSED`.
+        Counts as a use of the block. Where that cannot be noted the read still succeeds: see `untouched`.
         """
 
     @abstractmethod
     def peek(self, key: bytes, block_bytes: int, record: memoryview) -> int | None:
-        """As `read`, for someone who only looks: order of use and time to live stay as they are."""
+        """As `read`, without counting as a use: order of use and time to live stay as they are."""
 
     def strangers(self) -> list[str]:
-        """What lies where blocks belong and is none, as far as it was met: left alone, in words for people."""
+        """Things met in the place of a block that are none, in words; they are left alone."""
         return []
 
     def read_many(self, keys: Sequence[bytes], block_bytes: int, records: Sequence[memoryview]) -> Iterator[int | None]:
-        """As `read`, of each key into its record, one after the other as the results are asked for."""
+        """As `read` for each key and its record, one by one as the results are consumed."""
         for key, record in zip(keys, records, strict=True):
             yield self.read(key, block_bytes, record)
 
     @abstractmethod
     def write(self, key: bytes, record: memoryview) -> bool:
-        """Puts a record in place in one piece, over one of the wrong length too; False if someone else just has.
+        """Puts a record in place atomically, also over one of another length; False if another process just did.
 
-        Raises RefusedError for this block alone, FullError where there is no room or nothing can be written.
+        Raises RefusedError where this block is refused, FullError where there is no room or no block can be written.
         """
 
     @abstractmethod
     def delete(self, blocks: Sequence[StoredBlock]) -> int:
-        """Removes them; returns how many were there."""
+        """Removes blocks; returns how many were there."""
 
     @abstractmethod
     def blocks(self, block_bytes: int | None = None) -> Iterator[StoredBlock]:
-        """What lies there, of one size or of all."""
+        """The stored blocks, of one size or of all."""
 
     @abstractmethod
     def usage(self, block_bytes: int) -> Usage:
-        """What lies there, as of the last upkeep and this process's doings since. Never waits."""
+        """What the medium holds, as of the last upkeep and this process's changes since. Never waits."""
 
     @abstractmethod
     def upkeep(self) -> None:
-        """What has to be done every `upkeep_seconds` of use: see what others did, tidy up."""
+        """Housekeeping, every `upkeep_seconds` of use: notice what other processes did, evict, clean up."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raises AssertionError where its books do not agree with themselves."""
+        """Raises AssertionError where its counts are inconsistent."""
 
     @abstractmethod
     def close(self) -> None:
@@ -148,7 +149,7 @@ _BATCH = 256
 
 
 class Verified(NamedTuple):
-    """How many blocks were what they should be; the others are removed."""
+    """Numbers of intact blocks and of corrupt ones, which are removed."""
 
     intact: int
     corrupt: int

@@ -61,7 +61,7 @@ class Entry:
 
 
 class MemoryLoan:
-    """A context, for one use. Small: it is made and ended between copies, with nothing left in the caches."""
+    """A context for one use. Small, as it is made and exited between copies that evict the processor's caches."""
 
     __slots__ = ("_begin", "_entry", "_pool", "_store")
 
@@ -82,7 +82,7 @@ _SLAB_BYTES = 64 << 20
 
 
 class SlotPool:
-    """At most `capacity` bytes in slots of `block_bytes`. Not safe between threads by itself.
+    """At most `capacity` bytes in slots of `block_bytes`. Not thread-safe.
 
     pinned: page-locked memory of torch, which a device can copy beside the host's own work.
     """
@@ -98,12 +98,12 @@ class SlotPool:
 
     @property
     def allocated(self) -> int:
-        """Slots that memory was taken for."""
+        """Slots with memory."""
         return self._allocated
 
     @property
     def free(self) -> int:
-        """Slots of these that nobody has."""
+        """Slots with memory that are not in use."""
         return len(self._free)
 
     def take(self) -> int | None:
@@ -116,7 +116,7 @@ class SlotPool:
         return self._free.pop() if self._free else None
 
     def give(self, slot: int) -> None:
-        """The slot is nobody's again."""
+        """Returns a slot."""
         self._free.append(slot)
 
     def view(self, slot: int) -> np.ndarray:
@@ -193,7 +193,7 @@ class MemoryStore(KvStore):
         return loans
 
     def end_read(self, entry: Entry, pool: SlotPool, seconds: float) -> None:
-        """A loan of an entry's block in this pool is over."""
+        """Ends a loan of an entry's block in this pool."""
         with self._lock:
             self._load_seconds += seconds
             entry.readers -= 1
@@ -230,7 +230,7 @@ class MemoryStore(KvStore):
         return True
 
     def _end_save(self, key: bytes, entry: Entry | None, slot: int, pool: SlotPool) -> bool:
-        """The slot holds the block from now on; or is free again, as the copy failed or another thread was faster."""
+        """Makes the slot's block visible; frees the slot where the copy failed or another thread was faster."""
         with self._lock:
             if pool is not self._pool:  # closed meanwhile
                 return False
@@ -253,7 +253,7 @@ class MemoryStore(KvStore):
             return sum(self._remove(key) for key in list(self._entries))
 
     def verify(self) -> tuple[int, int]:
-        """Nothing lies between a block and its copy that could change it: all are intact."""
+        """All blocks are intact: nothing can change them in this process's memory."""
         with self._lock:
             self._check_open()
             return len(self._entries), 0
@@ -282,7 +282,7 @@ class MemoryStore(KvStore):
             self._busy = 0
 
     def _take_slot(self) -> int | None:
-        """A free slot, else that of the oldest block that nobody reads; None where all are in use, or none leaves."""
+        """A free slot, else that of the oldest block without readers; None without one, or if blocks may not leave."""
         try:
             slot = self._pool.take()
         except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Buffers of one record each, used again and again."""
+"""Reusable buffers of one record each, and reading records into them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm_gaudi_ucm.store.medium import REFUSED, Medium, StoredBlock
 
 
 class RecordPool:
-    """As many buffers as were in use at once; one that never comes back is replaced. Safe between threads.
+    """A free list of buffers; it grows to the number in use at once. Thread-safe.
 
-    pinned: whether memory is to be page-locked, asked once, when the first buffer is made.
+    pinned: whether to page-lock memory; called once, when the first buffer is made.
     """
 
     def __init__(self, block_bytes: int, pinned: Callable[[], bool]) -> None:
@@ -23,14 +23,14 @@ class RecordPool:
         self._free: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """A buffer of header and block, with whatever was in it. Raises MemoryError or RuntimeError without memory."""
+        """A buffer for header and block, content undefined. Raises MemoryError or RuntimeError without memory."""
         try:
             return self._free.pop()
         except IndexError:
             return self._new()
 
     def give(self, record: memoryview) -> None:
-        """The buffer is nobody's again."""
+        """Returns a buffer to the pool."""
         self._free.append(record)
 
     def _new(self) -> memoryview:
@@ -60,7 +60,7 @@ logger = plugin_logger(__name__)
 
 
 class RecordReader:
-    """Of blocks of `block_bytes` bytes. Corrupt ones are removed and counted."""
+    """Reads and verifies blocks of `block_bytes` bytes. Removes and counts corrupt blocks."""
 
     def __init__(self, medium: Medium, block_bytes: int, records: RecordPool, counts: Counts) -> None:
         self._medium = medium
@@ -69,8 +69,10 @@ class RecordReader:
         self._counts = counts
 
     def read(self, job: Job[Found], keys: list[bytes], records: list[memoryview]) -> Found:
-        """In an I/O thread. Takes all of `records` from the caller, who may not touch them any more, gone or not, until
-        they come back: those with verified blocks as the result, the others to the pool."""
+        """Runs in an I/O thread. Takes all of `records` from the caller, also from one that has stopped waiting.
+
+        Records with verified blocks come back as the result, the others go back to the pool.
+        """
         with job.handover():
             taken, records[:] = list(records), []
         found: Found = []
@@ -90,7 +92,7 @@ class RecordReader:
                     self._records.give(record)
 
     def _is_whole(self, key: bytes, record: memoryview, size: int | None) -> bool:
-        """Whether it is the block that was saved; removed if it is not."""
+        """Whether the record is the block that was saved; a corrupt one is removed."""
         if size == REFUSED:
             self._counts.add(errors=1)
         if size is None or size == REFUSED:
@@ -101,7 +103,7 @@ class RecordReader:
         try:
             self._medium.delete([StoredBlock(key, self._block_bytes)])
             logger.warning("%s: removed a corrupt block, %s", self._medium.place(), key.hex())
-        except self._medium.errors as error:  # it stays a miss, and the others of the call are read
+        except self._medium.errors as error:  # it stays a miss; the other blocks of the call are read
             self._counts.add(errors=1)
             logger.warning("%s: a corrupt block stays, %s: %s", self._medium.place(), key.hex(), error)
         return False

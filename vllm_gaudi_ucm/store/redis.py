@@ -42,7 +42,7 @@ def without_password(url: str) -> str:
 
 
 def place_of(url: str) -> str:
-    """The server, port and database, for people; no user, no password."""
+    """Server, port and database, for messages; without user and password."""
     parts = urlsplit(url)
     where = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}{parts.path}"
     return f"{parts.scheme}://{where}"
@@ -59,7 +59,7 @@ def _is_socket(parts: SplitResult) -> bool:
 
 
 def _ends_well(parts: SplitResult) -> bool:
-    """Any other parameter of the client than the database, such as its time-outs, would take the place of ours."""
+    """Whether the query names a database at most: other client parameters, such as time-outs, would override ours."""
     query = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     return not parts.fragment and all(name == "db" and value[-1].isdigit() for name, value in query.items())
 
@@ -216,7 +216,7 @@ class RedisMedium(Medium):
                 yield block
 
     def usage(self, block_bytes: int) -> Usage:
-        """Counts every key of the database, without looking at their names."""
+        """Counts every key of the database, whatever its name."""
         keys = max(0, self._keys)
         return Usage(keys, keys * block_bytes, self._maxmemory)
 
@@ -226,21 +226,21 @@ class RedisMedium(Medium):
         self._keys, self._maxmemory = keys, info.get("maxmemory") or None
 
     def memory_policy(self) -> tuple[int, str]:
-        """The server's `maxmemory` in bytes (0: no bound) and what it does when that is reached."""
+        """The server's `maxmemory` in bytes (0: unbounded) and its eviction policy."""
         info = self._client.info("memory")
         return int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "unknown"))
 
     def check_integrity(self) -> None:
-        """The server keeps the books."""
+        """Nothing to check: the server keeps the counts."""
 
     def close(self) -> None:
         self._client.close()
         self._looker.close()
 
     def _answer(self, answer: Any, name: bytes, refusals: bool = False) -> Any:
-        """An answer of the server, REFUSED for a value of another type, which is none of ours. Raises other errors.
+        """An answer of the server; REFUSED for a value of another type, which no store wrote. Raises other errors.
 
-        refusals: whatever the server refuses is REFUSED.
+        refusals: return REFUSED for everything that the server refuses.
         """
         if not isinstance(answer, Exception):
             return answer
@@ -252,7 +252,7 @@ class RedisMedium(Medium):
         raise answer
 
     def _touched(self, answer: Any) -> bool:
-        """Whether the value is still there, whose time to live was to begin anew."""
+        """Whether the value whose time to live was renewed still exists."""
         if isinstance(answer, self._refused):
             self.untouched += 1
             if self.untouched == 1:
@@ -264,7 +264,7 @@ class RedisMedium(Medium):
         return bool(answer)
 
     def _connect_to_look(self, connection: Any) -> None:
-        """What is read by this connection is not marked as used, where the server can do so (from version 7.2 on)."""
+        """Reads of this connection do not count as uses, where the server supports that (version 7.2 and later)."""
         connection.on_connect()
         connection.send_command("CLIENT", "NO-TOUCH", "ON")
         with suppress(self._refused):
