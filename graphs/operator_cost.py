@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DeviceSpec
+from vllm_gaudi_ucm.graphs.cost.specs import Work
 from vllm_gaudi_ucm.graphs.recipes.recipe import operator_of, tensors_in
 
 
@@ -243,20 +243,6 @@ def _memories(operation: TracedOperator) -> set[int]:
 def _lines(access: Access) -> list[tuple[int, int]]:
     first, end = access.begin // LINE, -(-access.end // LINE) if access.end > access.begin else 0
     return [(access.memory, number) for number in range(first, end)]
-
-
-@dataclass(frozen=True)
-class Work:
-    """flops: of matrix products. bytes: to and from the device's memory. vector: elements of other arithmetic."""
-
-    flops: float
-    bytes: float
-    vector: float = 0.0
-
-    def seconds(self, device: DeviceSpec) -> float:
-        """A lower bound of the time: that of the slowest engine, all working at once at their peaks."""
-        chip = CHIPS[device.name]
-        return max(self.flops / device.flops, self.bytes / device.bandwidth, self.vector / chip.vector)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,20 @@ class ChipSpec:
 CHIPS = {"gaudi2": ChipSpec(48_000_000, 5.5e12), "gaudi3": ChipSpec(96_000_000, 14.35e12)}
 
 
+@dataclass(frozen=True)
+class Work:
+    """flops: of matrix products. bytes: to and from the device's memory. vector: elements of other arithmetic."""
+
+    flops: float
+    bytes: float
+    vector: float = 0.0
+
+    def seconds(self, device: DeviceSpec) -> float:
+        """A lower bound of the time: that of the slowest engine, all working at once at their peaks."""
+        chip = CHIPS[device.name]
+        return max(self.flops / device.flops, self.bytes / device.bandwidth, self.vector / chip.vector)
+
+
 def device_spec(name: str) -> DeviceSpec:
     """The spec of a device; an unknown name raises a ValueError that lists the known ones."""
     try:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, device_spec
-from vllm_gaudi_ucm.graphs.operator_cost import LINE, OperatorTrace, StreamCost, Work, memory_traffic, trace
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, Work, device_spec
+from vllm_gaudi_ucm.graphs.operator_cost import LINE, OperatorTrace, StreamCost, memory_traffic, trace
 
 MB = 1 << 20
 MANY = 1 << 40

@@ -21,8 +21,7 @@ from vllm_gaudi_ucm.cli.buckets.cost_options import (
 from vllm_gaudi_ucm.cli.buckets.plan import DEFAULT_LIMITS, SERVER, make_plan
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES
 from vllm_gaudi_ucm.cli.output import check_output, task_progress
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, device_spec
-from vllm_gaudi_ucm.graphs.operator_cost import Work
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, Work, device_spec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
