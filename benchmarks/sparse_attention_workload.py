@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl.native import Candidates, NativeSelection
+from vllm_gaudi_ucm.ops.block_selection.impl.native import NativeSelection, StepCandidates
 from vllm_gaudi_ucm.ops.native.library import native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
@@ -159,7 +159,7 @@ class Workload:
         if native() is not None and self.one_call:
             choices, owner = torch.arange(self.requests * chosen), self.spans.repeat_interleave(chosen)
             span = self.spans, ones, 0 * ones, chosen * ones, 0 * ones, self.spans
-            step = Candidates(blocks, owners, places, *span, choices, owner, ones[owner], blocks, width, chosen)
+            step = StepCandidates(blocks, owners, places, *span, choices, owner, ones[owner], blocks, width, chosen)
             selection, checks = NativeSelection(step), torch.zeros(2, dtype=torch.int64)
             stored = torch.zeros(self.layers, self.requests, chosen, dtype=torch.int64)
 

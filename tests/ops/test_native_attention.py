@@ -86,9 +86,9 @@ def test_cost_follows_what_is_seen() -> None:
     requests = [Request(40, 1), Request(12, 6), Request(0, 9)]
     jobs = native_jobs.make_jobs(build(requests, Shape(pads=3)).parts, 4)
     pairs = 0
-    for row_lo, row_hi, span_lo, span_hi, first in jobs.jobs.tolist():
-        spans, rows = jobs.spans[span_lo:span_hi], jobs.rows[row_lo:row_hi, 0]
-        pairs += len(rows) * int((spans[:, 2] - spans[:, 1]).sum())
+    for row_lo, row_hi, range_lo, range_hi, first in jobs.jobs.tolist():
+        ranges, rows = jobs.ranges[range_lo:range_hi], jobs.rows[row_lo:row_hi, 0]
+        pairs += len(rows) * int((ranges[:, 2] - ranges[:, 1]).sum())
         pairs += int((rows - first + 1).sum()) if first >= 0 else 0
     assert pairs == 41 + 6 * 12 + sum(range(1, 7)) + sum(range(1, 10))
     assert (len(jobs.jobs), jobs.partials) == (3, 0)

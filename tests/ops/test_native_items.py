@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planning import Workload
 from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors
-from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import Item, make_items, make_jobs
+from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import JobItem, make_items, make_jobs
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SharedGroup, SharedPart, UniquePart
 
 BLOCK = 4
@@ -63,12 +63,12 @@ def pairs_of_parts(parts: AttentionParts) -> Pairs:
     return pairs
 
 
-def pairs_of_items(items: list[Item]) -> Pairs:
+def pairs_of_items(items: list[JobItem]) -> Pairs:
     pairs: Pairs = Counter()
     for item in items:
-        assert len(item.spans)
+        assert len(item.ranges)
         for row in item.rows.tolist():
-            for block, low, high, _ in item.spans.tolist():
+            for block, low, high, _ in item.ranges.tolist():
                 for token in range(low, high):
                     pairs[row, block, token] += 1
     return pairs

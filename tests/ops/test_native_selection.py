@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl import native as operations
 from vllm_gaudi_ucm.ops.block_selection.impl import reference
-from vllm_gaudi_ucm.ops.block_selection.impl.native import Candidates, NativeSelection
+from vllm_gaudi_ucm.ops.block_selection.impl.native import NativeSelection, StepCandidates
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 
 pytestmark = pytest.mark.skipif(native() is None, reason=why_not_native())
@@ -38,7 +38,7 @@ class Step:
         choice_spans = np.repeat(np.arange(spans), self.counts)
         ranks = np.concatenate([np.arange(count) for count in self.counts])
         num_rows = np.array([*rows, 0])
-        self.candidates = Candidates(
+        self.candidates = StepCandidates(
             *(torch.from_numpy(array) for array in (np.append(blocks, 0), np.append(owners, spans))),
             torch.from_numpy(np.append(places, (spans + 1) * WIDTH)),
             torch.from_numpy(num_rows.cumsum() - num_rows),

@@ -136,7 +136,7 @@ class NativeBlockSelection(BlockSelectionImplementation):
         return choose(scores, places, num_spans, width, most)
 
 
-class Candidates(NamedTuple):
+class StepCandidates(NamedTuple):
     """What all layers of a step choose among; int64 on CPU.
 
     blocks, spans, places: [candidates] physical block, request, and span * width + logical number; pads: spans * width.
@@ -185,8 +185,8 @@ class NativeSelection:
         candidates: of the step. The tensors may get new contents later, for another step of the same shapes.
     """
 
-    def __init__(self, candidates: Candidates) -> None:
-        c = Candidates._make(item.contiguous() if isinstance(item, Tensor) else item for item in candidates)
+    def __init__(self, candidates: StepCandidates) -> None:
+        c = StepCandidates._make(item.contiguous() if isinstance(item, Tensor) else item for item in candidates)
         self._candidates = c
         self._layer: tuple[object, ...] | None = None
         spans, selected = len(c.first_rows), len(c.choice_spans)

@@ -15,20 +15,20 @@ constexpr int64_t SERIAL = 1024;  // scores for which waking other threads costs
 
 // take(key, value) of each cached token that the job's rows see.
 template <typename Take>
-void each_cached(const Layer& layer, const Tensors& tensors, const Job& job, const Span* spans, int64_t head, Take take) {
+void each_cached(const Layer& layer, const Tensors& tensors, const Job& job, const TokenRange* ranges, int64_t head, Take take) {
     const int64_t size = layer.cache_type == FP32 ? 4 : 2;
-    for (int64_t s = job.span_lo; s < job.span_hi; ++s) {
-        const int64_t block = spans[s].block_of(tensors.selected);
+    for (int64_t s = job.range_lo; s < job.range_hi; ++s) {
+        const int64_t block = ranges[s].block_of(tensors.selected);
         const char* key = tensors.key_cache + (block * layer.key_block + head * layer.key_cache_head) * size;
         const char* value = tensors.value_cache + (block * layer.value_block + head * layer.value_cache_head) * size;
-        for (int64_t t = spans[s].lo; t < spans[s].hi; ++t)
+        for (int64_t t = ranges[s].lo; t < ranges[s].hi; ++t)
             take(key + t * layer.key_token * size, value + t * layer.value_token * size);
     }
 }
 
-void add_cached(Tiles& tiles, const Layer& layer, const Tensors& tensors, const Job& job, const Span* spans, int64_t head) {
+void add_cached(Tiles& tiles, const Layer& layer, const Tensors& tensors, const Job& job, const TokenRange* ranges, int64_t head) {
     tiles.begin(layer.cache_type, -1, 0);
-    each_cached(layer, tensors, job, spans, head, [&](const char* key, const char* value) { tiles.take(key, value); });
+    each_cached(layer, tensors, job, ranges, head, [&](const char* key, const char* value) { tiles.take(key, value); });
 }
 
 void add_new(Tiles& tiles, const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
@@ -67,7 +67,7 @@ bool run(const Layer& layer, const Tensors& tensors, const Plan& plan, const Job
     take_queries(unit, layer, tensors.query, plan.rows + job.row_lo, head);
     matrix.work(unit, [&] {
         Tiles tiles(unit, matrix);
-        add_cached(tiles, layer, tensors, job, plan.spans, head);
+        add_cached(tiles, layer, tensors, job, plan.ranges, head);
         add_new(tiles, layer, tensors, plan, job, head);
     });
     return leave(unit, layer, tensors, plan, job, head);
@@ -88,7 +88,7 @@ bool run_few(const Layer& layer, const Tensors& tensors, const Plan& plan, const
         take_queries(heads.units[h], layer, tensors.query, plan.rows + job.row_lo, first + h);
     Tile tile;
     tile.type = FP32, tile.first_key = -1, tile.count = 0;
-    each_cached(layer, tensors, job, plan.spans, first, [&](const char* key, const char* value) {
+    each_cached(layer, tensors, job, plan.ranges, first, [&](const char* key, const char* value) {
         tile.key[tile.count] = key, tile.value[tile.count] = value;
         if (++tile.count == KEYS) add_tile_to_few(heads, tile), tile.count = 0;
     });
@@ -148,11 +148,11 @@ extern "C" int64_t ucm_attend(const Plan* plan, const Layer* layer, const Tensor
         const Job& job = plan->jobs[j];
         const int64_t rows = job.row_hi - job.row_lo;
         if (job.causal_first >= 0) pairs += rows * (plan->rows[job.row_lo].row - job.causal_first + rows);
-        for (int64_t s = job.span_lo; s < job.span_hi; ++s) {
-            const Span& span = plan->spans[s];
-            pairs += rows * (span.hi - span.lo);
-            const int64_t block = span.block_of(tensors->selected);
-            if (block < 0 || block >= layer->blocks || span.lo < 0 || span.hi > layer->block_size) return 2;
+        for (int64_t s = job.range_lo; s < job.range_hi; ++s) {
+            const TokenRange& range = plan->ranges[s];
+            pairs += rows * (range.hi - range.lo);
+            const int64_t block = range.block_of(tensors->selected);
+            if (block < 0 || block >= layer->blocks || range.lo < 0 || range.hi > layer->block_size) return 2;
         }
     }
     const std::vector<Share> shares = shares_of(*plan, *layer);

@@ -6,14 +6,14 @@
 
 namespace ucm {
 
-// Rows rows[row_lo:row_hi] see the cached tokens of spans[span_lo:span_hi] and, if causal_first >= 0, the new tokens
+// Rows rows[row_lo:row_hi] see the cached tokens of ranges[range_lo:range_hi] and, if causal_first >= 0, the new tokens
 // causal_first..row; then the rows are consecutive.
 struct Job {
-    int64_t row_lo, row_hi, span_lo, span_hi, causal_first;
+    int64_t row_lo, row_hi, range_lo, range_hi, causal_first;
 };
 
 // Tokens [lo, hi) of a block of the cache: of `block`, or of the layer's own choice if entry >= 0.
-struct Span {
+struct TokenRange {
     int64_t block, lo, hi, entry;
 
     int64_t block_of(const int64_t* selected) const { return entry < 0 ? block : selected[entry]; }
@@ -33,7 +33,7 @@ struct Plan {
     const Job* jobs;
     int64_t num_jobs;
     const Row* rows;
-    const Span* spans;
+    const TokenRange* ranges;
     const Merge* merges;
     int64_t num_merges;
     const int64_t* empty;  // rows that see nothing

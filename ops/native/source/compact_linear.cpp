@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "panel_product.h"
-#include "soon.h"
+#include "prefetch.h"
 #include "team.h"
 
 using namespace ucm;
@@ -162,7 +162,7 @@ void multiply_one_row(const Linear& task, const Codes& panel, int64_t index, int
 template <typename Form, int ROWS, int VECTORS>
 void multiply_rows_at_once(
     const Linear& task, const Codes& panel, int64_t index, int64_t column, const float* x, Ahead& ahead,
-    Fetching& fetching) {
+    Prefetcher& prefetcher) {
     const int64_t output = index * task.width + column;
     Floats sums[ROWS][VECTORS];
     for (int j = 0; j < VECTORS; ++j) {
@@ -170,7 +170,7 @@ void multiply_rows_at_once(
         for (int i = 0; i < ROWS; ++i) sums[i][j] = start;
     }
     for (int64_t first = 0; first < task.in; first += GROUP) {
-        ahead.group(), fetching.some();
+        ahead.group(), prefetcher.some();
         Form::template group<VECTORS>(panel, task.width, first, column, [&](int64_t k, int j, Floats w) {
             for (int i = 0; i < ROWS; ++i) sums[i][j] += x[k * ROWS + i] * w;
         });
@@ -212,14 +212,14 @@ template <typename Form, int ROWS>
 void multiply_few_rows(const Linear& task, const Codes& whole) {
     constexpr int MOST = ROWS <= 8 ? 2 : 1;  // vectors of sums
     const int64_t count = task.outputs / task.width;
-    const Soon soon = std::exchange(soon_of_next_kernel(), Soon());
+    const PrefetchLines next = std::exchange(prefetch_of_next_kernel(), PrefetchLines());
 #pragma omp parallel
     {
         const auto [thread, threads] = member();
         thread_local std::vector<float> x;
         side_by_side<ROWS>(task, x);
         const int64_t groups = count * (task.width / (MOST * LANES)) * (task.in / GROUP) / threads;
-        Fetching fetching(soon, thread, threads, groups);
+        Prefetcher prefetcher(next, thread, threads, groups);
         share_panels(count, task.width, thread, threads, [&](int64_t index, int64_t from, int64_t to) {
             const int64_t vectors = (to - from) / LANES % MOST == 0 ? MOST : 1, step = vectors * LANES;
             const auto multiply =
@@ -228,7 +228,7 @@ void multiply_few_rows(const Linear& task, const Codes& whole) {
             const Codes next = index + 1 < count ? panel_of<Form>(whole, index + 1, task.in, task.width) : Codes{};
             Ahead ahead = Ahead::of<Form>(next, task.in, task.width, (to - from) / step * (task.in / GROUP));
             for (int64_t column = from; column < to; column += step)
-                multiply(task, panel, index, column, x.data(), ahead, fetching);
+                multiply(task, panel, index, column, x.data(), ahead, prefetcher);
         });
     }
 }

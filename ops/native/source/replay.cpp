@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "attention_job.h"
-#include "soon.h"
+#include "prefetch.h"
 
 using namespace ucm;
 
@@ -97,12 +97,12 @@ void runs_of(const Call& attend, std::vector<Run>& runs) {
         return;
     int64_t bytes = 0;
     for (int64_t j = 0; j < plan.num_jobs; ++j)
-        for (int64_t s = plan.jobs[j].span_lo; s < plan.jobs[j].span_hi; ++s) {
-            const Span& span = plan.spans[s];
-            const int64_t length = (span.hi - span.lo) * token;
-            if (span.entry >= 0 || span.block < 0 || span.block >= layer.blocks || length <= 0) continue;
+        for (int64_t s = plan.jobs[j].range_lo; s < plan.jobs[j].range_hi; ++s) {
+            const TokenRange& range = plan.ranges[s];
+            const int64_t length = (range.hi - range.lo) * token;
+            if (range.entry >= 0 || range.block < 0 || range.block >= layer.blocks || length <= 0) continue;
             if ((bytes += length) > MOST_BYTES) return;
-            runs.push_back({tensors.key_cache + span.block * layer.key_block * size + span.lo * token,
+            runs.push_back({tensors.key_cache + range.block * layer.key_block * size + range.lo * token,
                             (length + LINE - 1) / LINE});
         }
 }
@@ -120,7 +120,7 @@ public:
         if (calls[i].kernel != COMPACT_LINEAR || runs.empty()) return;
         const int64_t first = lines * done / work;
         done += work_of(calls[i]);
-        soon_of_next_kernel() = {&runs, first, lines * done / work};
+        prefetch_of_next_kernel() = {&runs, first, lines * done / work};
     }
 
 private:
@@ -149,7 +149,7 @@ extern "C" int64_t ucm_replay(const Call* calls, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
         ahead.before(i);
         const int64_t returned = run(calls[i]);
-        soon_of_next_kernel() = Soon();  // a kernel that does not ask
+        prefetch_of_next_kernel() = PrefetchLines();  // a kernel that does not ask
         if (returned != calls[i].done) return i;
     }
     return -1;

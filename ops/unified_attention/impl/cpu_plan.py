@@ -1,7 +1,7 @@
 """The parts of a step as calls of torch's CPU flash kernel, formed once per step; they depend on the parts alone.
 
-Causal groups become squares; what a row or a shared group reads from the cache becomes an `Item`, and items of similar
-length are batched into one `BlockCall`, whatever part they come from.
+Causal groups become squares. What a row or a shared group reads from the cache becomes a `CallItem`, and items of
+similar length are batched into one `BlockCall`, whatever part they come from.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TILE_TOKENS = 16384  # longer contexts are cut and merged, so that scratch memor
 MASK_ELEMENTS = 1 << 22  # of a bias, which differs from row to row only where a group is not exact
 
 
-class Item(NamedTuple):
+class CallItem(NamedTuple):
     """Rows that see the same tokens of the cached blocks `entries[start:start + blocks]`, the last at `tokens - 1`."""
 
     rows: tuple[int, ...]
@@ -94,7 +94,7 @@ class Entries(NamedTuple):
     hi: Tensor
 
 
-def add_unique_items(part: UniquePart, block_size: int, items: list[Item], pieces: list[Entries]) -> None:
+def add_unique_items(part: UniquePart, block_size: int, items: list[CallItem], pieces: list[Entries]) -> None:
     """One item per single row, cut where it is longer than a tile."""
     blocks = torch.arange(part.rows.shape[0]) if part.blocks is None else part.blocks
     chosen, entries = _visible_entries(blocks, part.lo, part.hi, block_size, part.rows)
@@ -112,7 +112,7 @@ def add_shared_items(
     part: SharedPart,
     group: SharedGroup,
     block_size: int,
-    items: list[Item],
+    items: list[CallItem],
     pieces: list[Entries],
     masked: list[BlockCall],
 ) -> None:
@@ -161,11 +161,13 @@ def _visible_entries(
     return chosen, Entries(blocks[chosen], lo[chosen], hi[chosen])
 
 
-def _cut(rows: tuple[int, ...], start: int, count: int, ends: list[int], block_size: int, items: list[Item]) -> None:
+def _cut(
+    rows: tuple[int, ...], start: int, count: int, ends: list[int], block_size: int, items: list[CallItem]
+) -> None:
     tile = max(1, TILE_TOKENS // block_size)
     for first in range(0, count, tile):
         blocks = min(tile, count - first)
-        items.append(Item(rows, start + first, blocks, (blocks - 1) * block_size + ends[first + blocks - 1]))
+        items.append(CallItem(rows, start + first, blocks, (blocks - 1) * block_size + ends[first + blocks - 1]))
 
 
 def _masked_calls(
@@ -195,7 +197,7 @@ SHORT = 16
 def make_plan(parts: AttentionParts, block_size: int) -> CpuPlan:
     """Turns the parts of a step into calls; reads them on the host."""
     causal = _causal_calls(parts.causal) if parts.causal is not None else ()
-    items: list[Item] = []
+    items: list[CallItem] = []
     pieces: list[Entries] = []
     masked: list[BlockCall] = []
     if parts.unique is not None:
@@ -227,12 +229,12 @@ def _causal_calls(part: CausalPart) -> tuple[CausalCall, ...]:
     return tuple(calls)
 
 
-def _batch(items: list[Item], entries: Entries, block_size: int) -> list[BlockCall]:
+def _batch(items: list[CallItem], entries: Entries, block_size: int) -> list[BlockCall]:
     """Batches items with equally many rows and similar length, the longest first.
 
     No row twice in a batch: a call writes each of its rows once, and what comes later is merged by a later call.
     """
-    batches: list[list[Item]] = []
+    batches: list[list[CallItem]] = []
     taken: set[int] = set()
     waste = 0
     for item in sorted(items, key=lambda item: (len(item.rows), -item.tokens)):
@@ -255,7 +257,7 @@ def _batch(items: list[Item], entries: Entries, block_size: int) -> list[BlockCa
     return [_block_call(sorted(batch), entries, block_size) for batch in batches]
 
 
-def _block_call(batch: list[Item], entries: Entries, block_size: int) -> BlockCall:
+def _block_call(batch: list[CallItem], entries: Entries, block_size: int) -> BlockCall:
     """Pads the items' blocks to the longest; a pad repeats the item's first block and has an empty range."""
     tokens = max(item.tokens for item in batch)
     start = torch.tensor([[item.start] for item in batch])

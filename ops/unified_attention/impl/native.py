@@ -31,7 +31,7 @@ class _Plan(ctypes.Structure):
         ("jobs", c_void_p),
         ("num_jobs", c_int64),
         ("rows", c_void_p),
-        ("spans", c_void_p),
+        ("ranges", c_void_p),
         ("merges", c_void_p),
         ("num_merges", c_int64),
         ("empty", c_void_p),
@@ -91,7 +91,7 @@ class NativeAttention(AttentionImplementation):
             _address(jobs.jobs),
             len(jobs.jobs),
             _address(jobs.rows),
-            _address(jobs.spans),
+            _address(jobs.ranges),
             _address(jobs.merges),
             len(jobs.merges),
         )

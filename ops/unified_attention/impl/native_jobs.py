@@ -21,19 +21,19 @@ NO_ENTRY = -1
 
 
 @dataclass
-class Item:
-    """Rows that see the same spans.
+class JobItem:
+    """Rows that see the same token ranges of blocks.
 
-    spans: [..., 4] block, lo, hi, entry of the selected part or NO_ENTRY.
+    ranges: [..., 4] block, lo, hi, entry of the selected part or NO_ENTRY.
     causal_first: the rows are consecutive and also see the new tokens from there on.
     """
 
     rows: Ints
-    spans: Ints
+    ranges: Ints
     causal_first: int = NO_CAUSAL
 
 
-def make_items(parts: AttentionParts, block_size: int) -> list[Item]:
+def make_items(parts: AttentionParts, block_size: int) -> list[JobItem]:
     """The items of a step; every (row, token) pair of the parts is in exactly one of them."""
     chunks = {} if parts.causal is None else {item.causal_first: item for item in _chunks(parts.causal)}
     singles = {} if parts.unique is None else {int(i.rows[0]): i for i in _unique_items(parts.unique, block_size)}
@@ -49,25 +49,25 @@ def make_items(parts: AttentionParts, block_size: int) -> list[Item]:
     return [*chunks.values(), *items, *singles.values()]
 
 
-def _joined(others: dict[int, Item], item: Item) -> bool:
-    """Adds the item's spans to the one of the others, keyed by first row, that has the same rows; False if none has."""
+def _joined(others: dict[int, JobItem], item: JobItem) -> bool:
+    """Adds the item's ranges to the one of the others, by first row, that has the same rows; False if none has."""
     other = others.get(int(item.rows[0]))
     if other is None or not np.array_equal(other.rows, item.rows):
         return False
-    other.spans = np.concatenate((other.spans, item.spans))
+    other.ranges = np.concatenate((other.ranges, item.ranges))
     return True
 
 
-def _chunks(part: CausalPart) -> Iterator[Item]:
+def _chunks(part: CausalPart) -> Iterator[JobItem]:
     """One item per group, without cached tokens so far."""
     groups = part.groups.numpy()
     starts = np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1))
     for first, stop in zip(starts, np.append(starts, len(groups))[1:], strict=True):
         if groups[first] >= 0:
-            yield Item(np.arange(first, stop), np.zeros((0, 4), np.int64), int(first))
+            yield JobItem(np.arange(first, stop), np.zeros((0, 4), np.int64), int(first))
 
 
-def _shared_items(part: SharedPart, block_size: int) -> Iterator[Item]:
+def _shared_items(part: SharedPart, block_size: int) -> Iterator[JobItem]:
     """The rows of each group by what they see: mostly all of them see the same.
 
     A step of prompt chunks or verifications has a group for each request, so all groups are looked at together.
@@ -84,21 +84,21 @@ def _shared_items(part: SharedPart, block_size: int) -> Iterator[Item]:
     chosen = np.zeros(len(alike), bool)
     chosen[list(items)] = True
     visible = np.flatnonzero(chosen.repeat(seen.width) & (seen.hi > seen.lo))
-    spans = _spans(part.blocks.numpy()[seen.column[visible]], seen.lo[visible], seen.hi[visible])
+    ranges = _ranges(part.blocks.numpy()[seen.column[visible]], seen.lo[visible], seen.hi[visible])
     ends = np.searchsorted(visible, seen.end[list(items)]).tolist()
     for start, stop, first, last in zip(starts, stops, [0, *ends], ends, strict=False):
         if last > first:
-            yield Item(rows[start:stop], spans[first:last])
+            yield JobItem(rows[start:stop], ranges[first:last])
 
 
 class _Uses(NamedTuple):
-    """Runs of rows of a group with one span. Rows are those of all groups, one after the other.
+    """Runs of rows of a group with one request index. Rows are those of all groups, one after the other.
 
-    group: [uses] place of the group. span: [uses]. rows_start, rows_end: [uses] in `rows`.
+    group: [uses] place of the group. request: [uses], index of `lo` and `hi`. rows_start, rows_end: [uses] in `rows`.
     """
 
     group: Ints
-    span: Ints
+    request: Ints
     rows: Ints
     rows_start: Ints
     rows_end: Ints
@@ -123,9 +123,9 @@ def _uses(part: SharedPart) -> _Uses:
         return _Uses(*[np.zeros(0, np.int64)] * 5)
     rows = np.concatenate([part.groups[index].rows.numpy() for index in groups])
     of_group = np.array(groups).repeat([len(part.groups[index].rows) for index in groups])
-    spans = part.row_spans.numpy()[rows]
-    starts = np.flatnonzero(np.append(True, (spans[1:] != spans[:-1]) | (of_group[1:] != of_group[:-1])))
-    return _Uses(of_group[starts], spans[starts], rows, starts, np.append(starts[1:], len(rows)))
+    requests = part.row_spans.numpy()[rows]
+    starts = np.flatnonzero(np.append(True, (requests[1:] != requests[:-1]) | (of_group[1:] != of_group[:-1])))
+    return _Uses(of_group[starts], requests[starts], rows, starts, np.append(starts[1:], len(rows)))
 
 
 def _seen(part: SharedPart, uses: _Uses, block_size: int) -> _Seen:
@@ -133,7 +133,7 @@ def _seen(part: SharedPart, uses: _Uses, block_size: int) -> _Seen:
     width = bounds[:, 1] - bounds[:, 0]
     end = width.cumsum()
     column = (bounds[:, 0] - (end - width)).repeat(width) + np.arange(end[-1])
-    place = (uses.span * len(part.blocks)).repeat(width) + column
+    place = (uses.request * len(part.blocks)).repeat(width) + column
     lo = np.maximum(part.lo.numpy().take(place), 0)
     hi = np.minimum(part.hi.numpy().take(place), block_size)
     empty = hi <= lo
@@ -159,30 +159,30 @@ def _first_alike(uses: _Uses, seen: _Seen) -> Ints:
     return alike
 
 
-def _unique_items(part: UniquePart, block_size: int) -> Iterator[Item]:
+def _unique_items(part: UniquePart, block_size: int) -> Iterator[JobItem]:
     """One item per single row."""
     rows = part.rows.numpy()
     blocks = np.arange(len(rows)) if part.blocks is None else part.blocks.numpy()
     lo, hi = np.maximum(part.lo.numpy(), 0), np.minimum(part.hi.numpy(), block_size)
     chosen = np.flatnonzero(hi > lo)
     chosen = chosen[_by_owner(rows[chosen])]
-    spans = _spans(blocks[chosen], lo[chosen], hi[chosen])
+    ranges = _ranges(blocks[chosen], lo[chosen], hi[chosen])
     for row, first, stop in _runs(rows[chosen]):
-        yield Item(np.array([row]), spans[first:stop])
+        yield JobItem(np.array([row]), ranges[first:stop])
 
 
-def _selected_items(part: SelectedPart, block_size: int) -> Iterator[Item]:
-    """One item per span that has rows and blocks; the blocks are named by their entries."""
+def _selected_items(part: SelectedPart, block_size: int) -> Iterator[JobItem]:
+    """One item per request that has rows and blocks; the blocks are named by their entries."""
     owners, hi = part.spans.numpy(), np.minimum(part.hi.numpy(), block_size)
     first_rows, num_rows = part.first_rows.numpy(), part.num_rows.numpy()
     entries = np.flatnonzero((hi > 0) & (num_rows[owners] > 0))
     entries = entries[_by_owner(owners[entries])]
-    spans = _spans(part.blocks.numpy()[entries], np.zeros_like(entries), hi[entries], entries)
+    ranges = _ranges(part.blocks.numpy()[entries], np.zeros_like(entries), hi[entries], entries)
     for owner, first, stop in _runs(owners[entries]):
-        yield Item(np.arange(first_rows[owner], first_rows[owner] + num_rows[owner]), spans[first:stop])
+        yield JobItem(np.arange(first_rows[owner], first_rows[owner] + num_rows[owner]), ranges[first:stop])
 
 
-def _spans(blocks: Ints, lo: Ints, hi: Ints, entries: Ints | None = None) -> Ints:
+def _ranges(blocks: Ints, lo: Ints, hi: Ints, entries: Ints | None = None) -> Ints:
     if entries is None:
         entries = np.full(len(blocks), NO_ENTRY)
     return np.stack((blocks, lo, hi, entries), 1).astype(np.int64)
@@ -216,15 +216,15 @@ TOKEN_TILE = 1024
 class Jobs:
     """int64 tables as source/attention_job.h reads them.
 
-    jobs: [jobs, 5] row_lo, row_hi, span_lo, span_hi, causal_first; the most expensive first.
-    rows: [..., 2] row, partial. spans: [..., 4] block, lo, hi, entry. merges: [..., 3] row, partial_lo, partial_hi.
+    jobs: [jobs, 5] row_lo, row_hi, range_lo, range_hi, causal_first; the most expensive first.
+    rows: [..., 2] row, partial. ranges: [..., 4] block, lo, hi, entry. merges: [..., 3] row, partial_lo, partial_hi.
     Spans of the selected part have the entry whose block they read, the others -1.
     partials: how many there are.
     """
 
     jobs: Ints
     rows: Ints
-    spans: Ints
+    ranges: Ints
     merges: Ints
     partials: int
     _empty: dict[int, Ints] = field(default_factory=dict)
@@ -249,53 +249,53 @@ def row_tile(chunk_rows: int) -> int:
     return ROW_TILE * 2 if chunk_rows >= MANY_ROWS else ROW_TILE
 
 
-def _tiles(item: Item, size: int) -> Iterator[Item]:
+def _tiles(item: JobItem, size: int) -> Iterator[JobItem]:
     """Cuts an item into tiles of so many rows; few rows with a long context are cut by tokens too."""
     for first in range(0, len(item.rows), size):
         rows = item.rows[first : first + size]
-        pieces = [item.spans] if len(item.rows) > size else _pieces(item.spans)
-        yield Item(rows, pieces[0], item.causal_first)
-        for spans in pieces[1:]:
-            yield Item(rows, spans)
+        pieces = [item.ranges] if len(item.rows) > size else _pieces(item.ranges)
+        yield JobItem(rows, pieces[0], item.causal_first)
+        for ranges in pieces[1:]:
+            yield JobItem(rows, ranges)
 
 
-def _pieces(spans: Ints) -> list[Ints]:
-    ends = np.cumsum(spans[:, 2] - spans[:, 1])
+def _pieces(ranges: Ints) -> list[Ints]:
+    ends = np.cumsum(ranges[:, 2] - ranges[:, 1])
     if not len(ends) or ends[-1] <= TOKEN_TILE + TOKEN_TILE // 2:
-        return [spans]
+        return [ranges]
     tiles = ends // TOKEN_TILE
     cuts = ((tiles[1:] != tiles[:-1]).nonzero()[0] + 1).tolist()
-    return [spans[first:last] for first, last in zip([0, *cuts], [*cuts, len(spans)], strict=True)]
+    return [ranges[first:last] for first, last in zip([0, *cuts], [*cuts, len(ranges)], strict=True)]
 
 
-def _tables(tiles: list[Item]) -> Jobs:
+def _tables(tiles: list[JobItem]) -> Jobs:
     tiles = [tiles[index] for index in np.argsort(-_costs(tiles), kind="stable").tolist()]
     rows = np.concatenate([tile.rows for tile in tiles]) if tiles else np.zeros(0, np.int64)
     partial, merges = _partials(rows)
     row_ends = np.cumsum([len(tile.rows) for tile in tiles], dtype=np.int64)
-    span_ends = np.cumsum([len(tile.spans) for tile in tiles], dtype=np.int64)
+    range_ends = np.cumsum([len(tile.ranges) for tile in tiles], dtype=np.int64)
     jobs = np.zeros((len(tiles), 5), np.int64)
-    jobs[:, 1], jobs[:, 3] = row_ends, span_ends
-    jobs[1:, 0], jobs[1:, 2] = row_ends[:-1], span_ends[:-1]
+    jobs[:, 1], jobs[:, 3] = row_ends, range_ends
+    jobs[1:, 0], jobs[1:, 2] = row_ends[:-1], range_ends[:-1]
     jobs[:, 4] = [tile.causal_first for tile in tiles]
-    spans = np.concatenate([tile.spans for tile in tiles]) if tiles else np.zeros((0, 4))
+    ranges = np.concatenate([tile.ranges for tile in tiles]) if tiles else np.zeros((0, 4))
     return Jobs(
         jobs,
         np.stack((rows, partial), 1),
-        np.ascontiguousarray(spans, np.int64),
+        np.ascontiguousarray(ranges, np.int64),
         merges,
         int(partial.max(initial=-1)) + 1,
     )
 
 
-def _costs(tiles: list[Item]) -> Ints:
+def _costs(tiles: list[JobItem]) -> Ints:
     """[tiles] rows times the tokens that they see, where not causality leaves some out."""
     if not tiles:
         return np.zeros(0, np.int64)
-    spans = np.concatenate([tile.spans for tile in tiles])
-    seen = np.zeros(len(spans) + 1, np.int64)
-    np.cumsum(spans[:, 2] - spans[:, 1], out=seen[1:])
-    ends = np.cumsum([len(tile.spans) for tile in tiles])
+    ranges = np.concatenate([tile.ranges for tile in tiles])
+    seen = np.zeros(len(ranges) + 1, np.int64)
+    np.cumsum(ranges[:, 2] - ranges[:, 1], out=seen[1:])
+    ends = np.cumsum([len(tile.ranges) for tile in tiles])
     tokens = np.diff(seen[ends], prepend=0).astype(np.int64)
     new = [0 if tile.causal_first == NO_CAUSAL else int(tile.rows[-1]) - tile.causal_first + 1 for tile in tiles]
     return np.array([len(tile.rows) for tile in tiles], np.int64) * (tokens + np.array(new, np.int64))

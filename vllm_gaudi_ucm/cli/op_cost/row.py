@@ -18,7 +18,6 @@ from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.cli.op_cost.op_cost import Batch, full_work, least_work
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors, true_shape
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, Work, device_spec
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.operator_cost import VECTOR_WORK, OperatorTrace, StreamCost, trace

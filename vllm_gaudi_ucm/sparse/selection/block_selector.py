@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     write_summaries,
 )
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl.native import Candidates, NativeSelection
+from vllm_gaudi_ucm.ops.block_selection.impl.native import NativeSelection, StepCandidates
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
 from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
@@ -87,7 +87,9 @@ class LayerSelection:
             spans = t.first_rows, t.num_rows, t.modes, t.counts, t.thresholds, t.choice_slots
             candidates = t.candidate_blocks, t.candidate_spans, t.candidate_places
             choices = t.choice_places, t.choice_spans, t.choice_hi
-            self.native = NativeSelection(Candidates(*candidates, *spans, *choices, self.block_table, t.width, t.most))
+            self.native = NativeSelection(
+                StepCandidates(*candidates, *spans, *choices, self.block_table, t.width, t.most)
+            )
 
 
 Score = Callable[[int, torch.Tensor, CandidateBlocks], torch.Tensor | None]

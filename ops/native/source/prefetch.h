@@ -1,4 +1,4 @@
-// Memory that is needed soon: kernels that are bound by arithmetic have it brought near meanwhile, a few lines at a time.
+// Prefetching what later kernels read, a few cache lines at a time, in kernels that are bound by arithmetic.
 #pragma once
 
 #include <algorithm>
@@ -15,27 +15,27 @@ struct Run {
 };
 
 // Lines [first, last) of runs, counted through all of them.
-struct Soon {
+struct PrefetchLines {
     const std::vector<Run>* runs = nullptr;
     int64_t first = 0, last = 0;
 };
 
 // What the kernel that this thread calls next is asked to fetch. It asks once, before its other threads start.
-inline Soon& soon_of_next_kernel() {
-    static thread_local Soon soon;
-    return soon;
+inline PrefetchLines& prefetch_of_next_kernel() {
+    static thread_local PrefetchLines lines;
+    return lines;
 }
 
 // A thread's part of it.
-class Fetching {
+class Prefetcher {
 public:
     // calls: of some(), about, in which all of it is fetched.
-    Fetching(const Soon& soon, int64_t thread, int64_t threads, int64_t calls) {
-        const int64_t count = soon.last - soon.first;
+    Prefetcher(const PrefetchLines& lines, int64_t thread, int64_t threads, int64_t calls) {
+        const int64_t count = lines.last - lines.first;
         left = count * (thread + 1) / threads - count * thread / threads;
         if (left <= 0) return;
         pace = (left + calls - 1) / std::max<int64_t>(calls, 1);
-        run = soon.runs->data(), line = soon.first + count * thread / threads;
+        run = lines.runs->data(), line = lines.first + count * thread / threads;
         while (line >= run->lines) line -= run->lines, ++run;
     }
 
