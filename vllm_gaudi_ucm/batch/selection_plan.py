@@ -19,8 +19,8 @@ class SelectionInput(NamedTuple):
     thresholds: int64 [requests] largest difference at which a check keeps the stored choice.
     slots: int64 [requests] where the choice is stored.
     candidates: bool [requests, width] logical blocks that compete; all others of a context are attended in any case.
-    absent: bool [requests, width] logical blocks that are not on the device: they do not compete and are not attended,
-        in no mode. None: there are none.
+    absent: bool [requests, width] logical blocks that are not on the device: they do not compete and are never
+        attended. None: there are none.
     num_drafts: int64 [requests] last rows of the request that may turn out wrong. None: there are none.
     """
 
