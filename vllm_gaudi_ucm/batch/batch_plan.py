@@ -149,7 +149,7 @@ class SteadyPlanner:
 
     A step is steady if every request has one new token, one token more computed than in the step before, and the same
     blocks but for appended ones. This is checked against the arrays, never assumed; any other step is planned anew.
-    Successive plans share the arrays that did not change, so nobody may write to a plan.
+    Successive plans share the arrays that did not change, so a plan is read-only.
 
     Args:
         block_size: tokens per cache block.
@@ -191,7 +191,7 @@ class _SteadyDecode:
         self._plan = plan
         self._block_tables = block_tables
         self._block_size = block_size
-        self._tails: NDArray[np.int64] | None = None
+        self._tail_blocks: NDArray[np.int64] | None = None
         # steps until some request needs a block
         self._steps_in_blocks = block_size - 1 - int((plan.positions % block_size).max())
 
@@ -200,10 +200,10 @@ class _SteadyDecode:
         positions = self._plan.positions + 1
         if not self._continues(batch, positions):
             return None
-        if self._tails is None:
-            self._tails = self._find_tails()
+        if self._tail_blocks is None:
+            self._tail_blocks = self._find_tail_blocks()
         unique = self._plan.unique
-        if self._tails is None or unique is None:
+        if self._tail_blocks is None or unique is None:
             return None
         slots = self._plan.slots + 1
         if self._steps_in_blocks:
@@ -215,7 +215,7 @@ class _SteadyDecode:
         if unique is None or np.count_nonzero(batch.block_tables != self._block_tables):
             return None
         hi = unique.hi.copy()
-        hi[self._tails] += 1
+        hi[self._tail_blocks] += 1
         self._plan = self._plan._replace(positions=positions, slots=slots, unique=UniquePlan(*unique[:3], hi))
         return self._plan
 
@@ -227,14 +227,14 @@ class _SteadyDecode:
             or np.count_nonzero(batch.num_tokens > positions + 1)
         )
 
-    def _find_tails(self) -> NDArray[np.int64] | None:
+    def _find_tail_blocks(self) -> NDArray[np.int64] | None:
         """[requests] entry of each request's last block in the unique part; None if some last block is shared."""
         unique = self._plan.unique
         if unique is None:
             return None
-        tails = np.bincount(unique.rows, minlength=self._plan.num_rows).cumsum() - 1
-        is_last = unique.blocks[tails] == self._plan.slots // self._block_size
-        return tails if is_last.all() else None
+        last = np.bincount(unique.rows, minlength=self._plan.num_rows).cumsum() - 1
+        is_last = unique.blocks[last] == self._plan.slots // self._block_size
+        return last if is_last.all() else None
 
     def _append_blocks(
         self, unique: UniquePlan, block_tables: NDArray[np.int32], offsets: NDArray[np.int64], slots: NDArray[np.int64]
@@ -243,7 +243,7 @@ class _SteadyDecode:
 
         None if there are many, or if another request has one of these blocks, which would make it shared.
         """
-        assert self._tails is not None
+        assert self._tail_blocks is not None
         begins = offsets == 0
         rows = begins.nonzero()[0]
         if len(rows) > MAX_APPENDED:
@@ -255,8 +255,8 @@ class _SteadyDecode:
                 return None
         self._block_tables[rows, columns] = blocks
         slots[rows] = blocks * np.int64(self._block_size)
-        at = (self._tails[rows] + 1).tolist()
-        self._tails = self._tails + begins.cumsum()
+        at = (self._tail_blocks[rows] + 1).tolist()
+        self._tail_blocks = self._tail_blocks + begins.cumsum()
         return UniquePlan(
             blocks=_insert(unique.blocks, at, blocks),
             rows=_insert(unique.rows, at, rows),
@@ -331,7 +331,7 @@ class _Use(NamedTuple):
     shared: set[int]
 
     def newly_shared(self, blocks: set[int], rows: int) -> set[int]:
-        """Which become shared once a request of so many rows uses `blocks` as well."""
+        """The blocks that become shared once a request of `rows` rows uses `blocks`, too."""
         return (blocks if rows > 1 else blocks & self.any) - self.shared
 
 

@@ -29,10 +29,10 @@ class RowTiles(NamedTuple):
     reach: int
 
     def places(self, rows: int, tiles: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(first, last) rows [tiles] for a bucket of so many rows: those that look back furthest first.
+        """(first, last) rows [tiles] for a bucket of `rows` rows: tiles that look back furthest come first.
 
-        Rows beyond the step's are in tiles, too, so that every row is written. A place that is left has row 0 alone,
-        which looks back on nothing: whoever computes it gets what its own tile gets.
+        Rows beyond the step's are in tiles, too, so that every row is written. A spare place holds row 0 alone, which
+        looks back on nothing: its result is the one that its own tile gives.
         """
         size = prompt_tiles.TILE_ROWS
         starts = np.concatenate([self.starts, np.arange(int(self.starts[-1]) + size, rows, size)])

@@ -21,7 +21,7 @@ class SelectionInput(NamedTuple):
     candidates: bool [requests, table width] logical blocks that compete; all others are attended anyway.
     width: logical blocks of the longest request. most: blocks chosen for it.
     absent: bool [requests, table width] logical blocks that are not on the device: they neither compete nor are
-        attended, in any mode. None: there are none.
+        ever attended. None: there are none.
     num_drafts: int64 [requests] last rows of the request that may turn out wrong. None: there are none.
     """
 

@@ -142,7 +142,7 @@ def plan_shared(
         pairs: all pairs of the step.
         shared: the shared ones among them.
         query_start: [requests + 1] first row of each request in flat order.
-        room: blocks that the caller puts before these; until then they are nobody's.
+        room: blocks that the caller puts before these; until then no request uses them.
     """
     pair, block = shared
     if not pair.size:
@@ -156,7 +156,7 @@ def plan_shared(
     column = np.empty_like(first)
     column[by_use] = place + room
     total = room + len(first)
-    # zeros, not zeros_like: a large one comes from the system as zeros, and what nobody uses of it stays untouched
+    # zeros, not zeros_like: a large one comes from the system as zeros, and unused pages stay untouched
     hi = np.zeros((len(query_start) - 1, total), np.int32)
     hi.reshape(-1)[request * total + column.repeat(count)] = pairs.hi.take(pair)
     blocks = np.zeros(total, np.int64)
@@ -206,7 +206,7 @@ def _new_users(blocks: _Blocks) -> NDArray[np.bool_]:
 
 
 def _runs(changes: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and lengths of runs in an array of which entry i + 1 begins a new one where `changes[i]`."""
+    """Starts and lengths of the runs of an array; entry i + 1 begins a new run where `changes[i]`."""
     bounds = np.empty(np.count_nonzero(changes) + 2, np.int64)
     bounds[0], bounds[-1] = 0, len(changes) + 1
     bounds[1:-1] = changes.nonzero()[0]
@@ -247,7 +247,7 @@ def common_prefix(context: NDArray[np.int64], block_tables: NDArray[np.int32], b
 def with_common_prefix(
     prefix: NDArray[np.int32], rest: SharedPlan | None, num_requests: int, num_rows: int, block_size: int
 ) -> SharedPlan | None:
-    """The plan of the other shared blocks with a first group of all rows; None if `rest` has such a group itself.
+    """The plan of the other shared blocks with a first group of all rows; None if `rest` has such a group, too.
 
     rest: with room for the prefix, which is written there: with many requests of many blocks a copy costs more than
         all the rest of planning.

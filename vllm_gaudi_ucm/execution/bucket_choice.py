@@ -71,7 +71,7 @@ def choose_buckets(
     On Gaudi they may bound how far rows look back on other new ones; elsewhere attention knows it from the data.
     Logs a warning where `max_graphs` leaves the largest bucket alone, which every step then takes.
 
-    num_tails: graphs for tails, which are a part of `max_graphs`.
+    num_tails: graphs for prompt remainders, which are a part of `max_graphs`.
 
     Raises:
         ValueError: a file that is missing, malformed or made for other limits, or a strategy without its file.
@@ -92,8 +92,10 @@ def choose_buckets(
 
 
 def most_buckets(max_graphs: int, strategy: str, num_tails: int) -> int:
-    """What `ucm.graphs.max_graphs` leaves for buckets beside the graphs for tails: at least the two largest, and all of
-    it for a bucket file, which was made without them."""
+    """What `ucm.graphs.max_graphs` leaves for buckets beside the graphs for prompt remainders.
+
+    At least the two largest, and all of it for a bucket file, which was made without them.
+    """
     return max_graphs if strategy == "file" or not num_tails else max(2, max_graphs - num_tails)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def tail_shapes(limits: Limits, choices: SelectionLimits | None) -> TailShapes | None:
-    """The shapes of a server's graphs for tails; None where nothing is loaded in part.
+    """The shapes of a server's graphs for prompt remainders; None where no prompt is loaded in part.
 
     limits, choices: of the server; None: no sparse method.
     """
@@ -39,7 +39,7 @@ def tail_shapes(limits: Limits, choices: SelectionLimits | None) -> TailShapes |
 
 
 def is_tail(plan: UnifiedPlan, most_rows: int) -> bool:
-    """Whether a step needs such a graph: its choice has more rows than ordinary ones have room for, `most_rows`."""
+    """Whether a step needs a graph for prompt remainders: its choice has more rows than the `most_rows` of a bucket."""
     return plan.selection is not None and bool((plan.selection.num_rows > most_rows).any())
 
 
@@ -52,8 +52,8 @@ class BucketedExecution:
     Without a sparse method nothing is selected, whatever the buckets have room for: a draft model is dense beside a
     target that is not. Buckets that differ in selected blocks alone are then one graph.
 
-    What is left of a prompt that was loaded in part has graphs of its own; `tails` are their shapes, None where nothing
-    is loaded in part.
+    The remainder of a prompt that was loaded in part has graphs of its own; `tails` are their shapes, None where no
+    prompt is loaded in part.
 
     Args:
         decoder: the model.
@@ -142,7 +142,7 @@ class BucketedExecution:
         return self._logits[:bucket]
 
     def logits_bucket(self, count: int) -> int:
-        """Rows of the cheapest warm logits graph for so many."""
+        """Rows of the cheapest warm logits graph for `count` rows."""
         if count == self._shape.true.logits:
             # a second lookup would count the step twice for the buckets that it still waits for
             return self._shape.padded.logits
@@ -156,12 +156,12 @@ class BucketedExecution:
         self._shape = StepShape(shape.step(0), shape.step(0))
 
     def warm_tail(self, shape: ForwardShape) -> None:
-        """The same for one of `tails`."""
-        assert self._tails is not None, "no graphs for tails where nothing is loaded in part"
+        """Captures and executes the graph of one of `tails`."""
+        assert self._tails is not None, "no graphs for prompt remainders where no prompt is loaded in part"
         self._tails.warm(shape)
 
     def warm_logits(self, rows: int) -> torch.Tensor:
-        """Captures and executes the graph of so many logits rows; returns the logits, float32 [rows, vocabulary]."""
+        """Captures and executes the graph of `rows` logits rows; returns the logits, float32 [rows, vocabulary]."""
         chosen = self._ordinary.inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
         with self._stage("logits"):
             self._logits_graphs.capture(rows, (chosen,))
@@ -230,7 +230,7 @@ class DividedLogits:
         self._places: dict[int, torch.Tensor] = {}
 
     def reserve(self, num_drafts: int) -> None:
-        """Allocates the buffers of so many drafts per request. Call it before anything is warmed."""
+        """Allocates the buffers of `num_drafts` drafts per request. Call it before warm-up."""
         self._whole += [torch.zeros_like(self._whole[0]) for _ in range(num_drafts)]
 
     def put(self, logits: torch.Tensor, slots: NDArray[np.int64], count: int, position: int = 0) -> torch.Tensor:
@@ -248,7 +248,7 @@ class DividedLogits:
         return self._select(slots, self._execution.logits_bucket(len(slots)), self._whole[position])
 
     def warm(self, logits: torch.Tensor) -> None:
-        """Executes the copies once for so many rows; what they leave is padding."""
+        """Executes the copies once for this number of rows; they write padding only."""
         self._copy(logits, np.zeros(0, np.int64), self._whole[0])
         if len(self._whole) > 1 and len(logits):
             self._select(np.zeros(0, np.int64), len(logits), self._whole[0])

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 
+StepMetadata = UnifiedAttentionMetadata | dict[str, UnifiedAttentionMetadata]
+"""Attention of one step: of all layers in one KV-cache group, or by layer name, each with that of its group."""
+
+
 class DecoderModel(Protocol):
     """What a step needs of a vLLM model: token ids to hidden states [rows, hidden size], and these to logits."""
 
@@ -47,9 +51,7 @@ class Decoder:
         self._forward = compile_static(self._forward, backend)
         self._head = compile_static(self._head, backend)
 
-    def hidden(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: UnifiedAttentionMetadata | None
-    ) -> torch.Tensor:
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: StepMetadata | None) -> torch.Tensor:
         """[rows, hidden size]. Without metadata nothing is attended (a memory measurement)."""
         with set_forward_context(metadata, self._vllm_config, num_tokens=len(token_ids), slot_mapping={}):
             return self._forward(
@@ -74,7 +76,7 @@ def step_metadata(
     *,
     reused: bool = False,
 ) -> UnifiedAttentionMetadata:
-    """Prepares the parts of a step, for dense layers too where there are any.
+    """Prepares a step's parts for the layers of one KV-cache group, for dense layers too where there are any.
 
     See UnifiedAttentionMetadata, LayerSelection and `prepare` for the arguments.
     """

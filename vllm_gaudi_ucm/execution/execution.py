@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 class StepShape(NamedTuple):
     """The shape that a step has, and the one that it runs in.
 
-    tail: in a graph for tails, not in a bucket.
+    tail: it runs in a graph for prompt remainders, not in a bucket.
     """
 
     true: Bucket

@@ -95,8 +95,8 @@ class BucketTensors:
     """One host buffer for all, one flat device tensor per forward shape and one per number of logits rows.
 
     A step fills the whole tensor of its bucket: real values first, then pads, which point at the dummy block, at no
-    group and at a span that sees nothing. So nothing of an earlier step is ever read. A graph gets the flat tensor and
-    cuts it itself (`split`): copying into a part of a larger tensor would be a recipe of its own on Gaudi.
+    group and at an entry that sees nothing, so no value of an earlier step is ever read. A graph gets the flat tensor
+    and cuts it itself (`split`): copying into a part of a larger tensor would be a recipe of its own on Gaudi.
 
     A copy from a pinned buffer is queued behind whatever the device still has to do: the graph of the step before, if
     the host has not waited for that step (prompt chunks that yield no token). The buffer is not written before that.

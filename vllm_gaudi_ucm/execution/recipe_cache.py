@@ -29,8 +29,8 @@ class RecipeCacheError(ValueError):
 def open_recipe_cache(folder: Path | None, device: Device, kind: GraphKind) -> None:
     """Makes the device, or inductor, keep its recipes in `folder`. Before the device is started: it reads this once.
 
-    What lies there is run, so nobody else may write to it: neither to `folder` nor, where an environment variable says
-    otherwise or `folder` is None, to the one that is used instead.
+    Its contents are executed, so no other user may write to it: neither to `folder` nor, where an environment variable
+    says otherwise or `folder` is None, to the one that is used instead.
 
     Raises:
         RecipeCacheError: the folder cannot be made, others may write to it, or these graphs are not kept on disk.
@@ -51,7 +51,7 @@ def open_recipe_cache(folder: Path | None, device: Device, kind: GraphKind) -> N
 
 
 def _check_inductors_own() -> None:
-    """Inductor's own folder, if nobody else may write to it; else one in the user's cache."""
+    """Inductor's own folder, if no other user may write to it; else one in the user's cache."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     try:

@@ -45,7 +45,7 @@ Parts = tuple[str | None, ...]
 
 NO_BLOCKS: NDArray[np.int64] = np.zeros(0, np.int64)
 NO_GROUP = -1
-# Reading a block that nobody uses costs as much as reading one in use; gathering copies each block once (a read and a
+# Reading an unused block costs as much as reading one in use; gathering copies each block once (a read and a
 # write) before it is read. So the slice wins while it covers at most about three blocks for each one in use.
 SLICE_READ_LIMIT = 3.0
 
@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
 
     @property
     def spans(self) -> int:
-        """Requests with shared blocks, and a last span of nobody, which sees nothing."""
+        """Requests, and a last entry for rows without a request, which sees nothing."""
         return min(self.shape.query_len, self.limits.max_num_seqs) + 1
 
 

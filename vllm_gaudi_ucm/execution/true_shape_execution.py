@@ -131,8 +131,8 @@ class _Graph:
 class NativeGraphs:
     """Hidden states of steps of up to `MOST_ROWS` rows; one graph for each number of rows.
 
-    A number of rows that comes for the first time runs as ever and is recorded; the second time it runs both ways, and
-    a graph that gives other bits is not used. A model that does not run in native kernels has no graphs.
+    A number of rows that comes for the first time runs operator by operator and is recorded; the second time it runs
+    both ways, and a graph that gives other bits is not used. A model that does not run in native kernels has no graphs.
 
     Args:
         decoder: the model.

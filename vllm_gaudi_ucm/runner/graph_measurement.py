@@ -118,7 +118,7 @@ def _measure(
 
 
 def _runs(executions: list[BucketedExecution], ready: ReadyBuckets) -> Iterator[Callable[[], object]]:
-    """Each makes a graph, of all models that have such a one; the target is the first of `executions`."""
+    """Each makes one graph of every model that has it; the target is the first of `executions`."""
 
     def of_all(run: Callable[[BucketedExecution], object]) -> Callable[[], object]:
         return lambda: [run(execution) for execution in executions]

@@ -62,7 +62,7 @@ class TransferWork:
             self.ms += 1e3 * self.last_seconds
 
     def take(self, totals: TransferTotals) -> TransferWork:
-        """What has come since the last call, of which nothing stays here."""
+        """What was counted since the last call; counting starts anew."""
         taken = TransferWork(totals, totals.since(self._totals), self.ms)
         self._totals, self.ms = totals, 0.0
         return taken

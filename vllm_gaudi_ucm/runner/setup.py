@@ -252,7 +252,7 @@ def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bo
 
 
 def _tail_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
-    """Rows of a prompt's tail that choose together, which only follows a partial load; 0 where there is none."""
+    """Rows of a prompt remainder that choose together, after a partial load; 0 where prompts are not loaded in part."""
     if not config.memory_mode.enabled or not loads_partly(vllm_config):
         return 0
     max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens

@@ -47,7 +47,7 @@ class StepClock:
         self._marks = [time.perf_counter()]
 
     def skip(self, seconds: float) -> None:
-        """So long something ran that is no part of the step's stages."""
+        """Leaves out `seconds` that are no part of the step's stages."""
         self._marks[-1] += seconds
 
     def planned(self) -> None:
@@ -60,7 +60,7 @@ class StepClock:
         self._marks.append(time.perf_counter() if took_part else self._marks[-1])
 
     def record(self, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
-        """block_size: tokens of a block, which a selected block has all of."""
+        """block_size: tokens per block; selected blocks are full."""
         plan_ms, forward_ms, sample_ms = (1e3 * np.diff(self._marks)).tolist()
         return StepRecord(
             step=step,
@@ -94,7 +94,7 @@ def _causal_pairs(plan: CausalPlan | None) -> int:
 
 
 def _shared_pairs(plan: SharedPlan | None, row_requests: NDArray[np.int64]) -> int:
-    """Group by group: of the table of requests and blocks most is nobody's where many have blocks of their own."""
+    """Group by group: the table of requests and blocks is sparse where many requests have blocks of their own."""
     pairs = 0
     for rows, begin, end in () if plan is None else plan.groups:
         requests, num_rows = row_requests[rows[:1]], np.array([len(rows)])

@@ -289,7 +289,7 @@ class StaticSampler:
         return self._on_device(logits, batch, bitmask)
 
     def warm(self, rows: int) -> None:
-        """Executes every stage once for so many logits rows; call it in inference mode, as for sampling."""
+        """Executes every stage once for `rows` logits rows; call it in inference mode, as for sampling."""
         logits = torch.zeros(rows, self._vocab_size, device=self._device)
         self._grammar.warm(logits)
         self._penalties.warm(logits)

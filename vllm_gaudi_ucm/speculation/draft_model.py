@@ -181,7 +181,7 @@ class DraftModelGraphs:
         self.execution.warm_forward(shape)
 
     def warm_logits(self, rows: int) -> None:
-        """The graph of so many logits rows, and the choice among them."""
+        """The graph of `rows` logits rows, and the choice among them."""
         self.likeliest(self.execution.warm_logits(rows))
 
     def _stage(self, label: str) -> AbstractContextManager[object]:

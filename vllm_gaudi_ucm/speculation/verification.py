@@ -28,7 +28,7 @@ class StepLogits:
     Args:
         execution: of the step.
         drafts: of the step.
-        at_once: compute the logits of all positions in one call where it takes so many rows: the output head reads its
+        at_once: compute the logits of all positions in one call, up to `max_logits` rows: the output head reads its
             weights once. The rows of a position are then gathered, which static shapes have no graph for.
     """
 

@@ -1,0 +1,53 @@
+"""What attention layers find while the model runs: the parts of their KV-cache group."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention.attention import get_attention_context
+
+from tests.batch.batches import Request, lay_out
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+from vllm_gaudi_ucm.batch.batch_plan import plan_batch
+from vllm_gaudi_ucm.execution.decoder import Decoder, StepMetadata, step_metadata
+from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors
+
+ROWS = torch.zeros(2, dtype=torch.int64)
+
+
+def metadata_of(computed: int) -> UnifiedAttentionMetadata:
+    """Of two decodes behind so many tokens."""
+    plan = plan_batch(lay_out([Request(computed, 1)] * 2, 4, 0).batch_input(), 4)
+    inputs, _ = TrueShapeTensors(torch.device("cpu")).stage(plan, np.zeros(2, np.int64))
+    return step_metadata(inputs.slots, inputs.parts, 4, "reference", None)
+
+
+def found_by_layers(metadata: StepMetadata, names: list[str]) -> list[UnifiedAttentionMetadata]:
+    config = VllmConfig()
+    config.compilation_config.static_forward_context = {name: SimpleNamespace(kv_cache=None) for name in names}
+    found: list[UnifiedAttentionMetadata] = []
+
+    def model(**inputs: Any) -> torch.Tensor:
+        found.extend(cast(Any, get_attention_context(name)[0]) for name in names)
+        return torch.zeros(2, 4)
+
+    model.compute_logits = lambda hidden: hidden  # type: ignore[attr-defined]
+    Decoder(cast(Any, model), config).hidden(ROWS, ROWS, metadata)
+    return found
+
+
+def test_layers_of_one_group_find_the_same() -> None:
+    metadata = metadata_of(5)
+    assert all(found is metadata for found in found_by_layers(metadata, ["a", "b"]))
+
+
+def test_each_layer_finds_the_parts_of_its_group() -> None:
+    """Two groups: full attention, and one whose requests have fewer blocks."""
+    whole, window = metadata_of(9), metadata_of(3)
+    found = found_by_layers({"a": whole, "b": window, "c": whole}, ["a", "b", "c"])
+    assert [one is whole for one in found] == [True, False, True]
+    assert found[1].parts is window.parts
