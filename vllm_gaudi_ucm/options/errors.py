@@ -184,7 +184,7 @@ class UnsupportedFeatureError(NotImplementedError):
         remedy = "remove the flag" if asked_by.startswith("--") else "choose another model, or remove the flag"
         super().__init__(
             f"vllm-gaudi-ucm does not support {feature} (asked for by {asked_by}); {remedy}. "
-            "README.md lists what is supported."
+            "docs/support.md lists what is supported."
         )
         self.feature = feature
 

@@ -140,7 +140,10 @@ class UcmPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuses what a request asks for and would not get; the client gets the message, other requests go on."""
+        """Refuses a request with a parameter that would be ignored; its client gets the message, others go on.
+
+        params: `SamplingParams`; pooling models are refused at start.
+        """
         try:
             check_request(params)
         except ValueError as error:

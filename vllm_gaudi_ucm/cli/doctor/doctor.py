@@ -28,13 +28,8 @@ from vllm_gaudi_ucm.cli.doctor.configuration import (
     static_shape_checks,
 )
 from vllm_gaudi_ucm.cli.doctor.extensions import extension_checks
-from vllm_gaudi_ucm.cli.doctor.machine import (
-    PluginChecks,
-    device_checks,
-    matrix_unit_checks,
-    thread_checks,
-    version_checks,
-)
+from vllm_gaudi_ucm.cli.doctor.machine import device_checks, matrix_unit_checks, thread_checks, version_checks
+from vllm_gaudi_ucm.cli.doctor.plugin import PluginChecks
 from vllm_gaudi_ucm.cli.doctor.store import store_checks
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.device.detect import detect_device
