@@ -79,11 +79,11 @@ URL = "url"
 
 
 WORDS = "words"
-"""Key of a field's `json_schema_extra` with words that stand in the place of those that `expected` would derive."""
+"""Key of a field's `json_schema_extra` with words that replace what `expected` would derive."""
 
 
 def problems(error: ValidationError, model: type[BaseModel], key: str) -> Iterator[Problem]:
-    """What `error` says of a value of `model` that stands under `key`, one problem for each key."""
+    """What `error` says of the value of `model` under `key`, one problem for each key."""
     seen = set()
     for detail in error.errors(include_url=False):
         inner = detail.get("ctx", {}).get("error")

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def check_places(config: UcmConfig, transfer: KVTransferConfig | None) -> None:
-    """Opens the folders of file stores, which makes them, and looks where the phase log will be.
+    """Opens file stores, which makes their folders, and checks that the phase log can be written.
 
-    transfer: with options that were checked. Raises UcmConfigError, PhaseLogError.
+    transfer: with valid options. Raises UcmConfigError, PhaseLogError.
     """
     if config.phase_log is not None:
         _check_phase_log(config.phase_log)

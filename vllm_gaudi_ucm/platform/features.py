@@ -69,7 +69,7 @@ def _cuda_connector(config: VllmConfig) -> str | None:
 
 
 def _replaced_connector(config: VllmConfig) -> str | None:
-    """vLLM would put the offloading connector in the place of the other without a word."""
+    """The connector that vLLM would silently replace by its offloading connector."""
     if config.cache_config.kv_offloading_size is None or config.kv_transfer_config is None:
         return None
     name = config.kv_transfer_config.kv_connector
@@ -328,10 +328,10 @@ _MODE = "with ucm.memory_mode"
 
 
 def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:
-    """Raises UnsupportedFeatureError for what reads block tables and does not know of blocks that are away: a KV
-    connector that is not ours, and a draft model, whose layers share the tables.
+    """Raises UnsupportedFeatureError for what reads block tables and does not know of offloaded blocks: a KV connector
+    that is not ours, and a draft model, whose layers share the tables.
 
-    Raises UcmConfigError for copies in the folder of the connector, which either would fill up to its own capacity.
+    Raises UcmConfigError for copies in the connector's folder, which each would fill up to its own capacity.
     """
     speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     if transfer is not None:
@@ -342,7 +342,7 @@ def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOption
 
 def _check_connector(transfer: KVTransferConfig, options: MemoryModeOptions) -> None:
     if transfer.kv_connector != OURS:
-        # vLLM names that of the flag later
+        # vLLM sets the connector of the flag later
         asked_by = "--kv-transfer-config" if transfer.kv_connector else "--kv-offloading-size"
         name = transfer.kv_connector or "OffloadingConnector"
         raise UnsupportedFeatureError(f"the KV connector {name} {_MODE}", asked_by)

@@ -56,7 +56,7 @@ class PluginChecks:
         self.rivals = {entry: Probe("plugin", entry.name, entry.value) for entry in found if entry.name != OURS}
         self.resolved = Probe("platform")
         self.active = False
-        # Whether register() says by itself that the plugin should not be used here.
+        # Whether register() decided that the plugin is not to be used here.
         self.stays_out = False
         self.active_rivals: list[str] = []
 
