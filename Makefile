@@ -66,7 +66,7 @@ serve: $(PLUGIN_STAMP) $(MODEL_READY) ## Start the OpenAI-compatible server on 1
 test: $(PLUGIN_STAMP) $(MODEL_STAMP) $(REDIS_STAMP) ## Run the tests
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
-test-room: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the tests of one room: make test-room ROOM=batch
+test-room: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the tests of one room: make test-room ROOM=batch (engine, server, sim and cli start engines or processes, and take minutes)
 	@test -d 'tests/$(ROOM)' && test -n '$(ROOM)' || { echo "ROOM='$(ROOM)' is no folder of tests/; choose one of: $$(cd tests && ls -d */ | grep -v __ | tr -d / | xargs)"; exit 2; }
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile tests/$(ROOM) $(ARGS)
 

@@ -13,6 +13,6 @@ def register() -> str | None:
     from vllm_gaudi_ucm.device.detect import detect_device
     from vllm_gaudi_ucm.vllm_api.engine_process import watch_parent
 
-    # the first that an engine's process runs of ours: the server may be gone before it asks for a worker
+    # first, because the server may be gone before the engine makes a worker
     watch_parent()
     return PLATFORM_CLASS if detect_device() is not None else None

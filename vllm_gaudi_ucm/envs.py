@@ -1,14 +1,14 @@
-"""Environment variables: the only file of the package that reads them."""
+"""Environment variables; no other file of the package reads any."""
 
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 DEVICE = "VLLM_GAUDI_UCM_DEVICE"
-_NAME = "vllm-gaudi-ucm"  # of our folder among the user's caches
+_NAME = "vllm-gaudi-ucm"  # our folder in the user's cache
 DEVICE_CHOICES = ("auto", "hpu", "cuda", "cpu")
 
-# Variables of others that decide how we run; the doctor shows them, nothing here changes them.
+# Variables of other software that affect us. The doctor shows them.
 OBSERVED: Mapping[str, str] = {
     "VLLM_PLUGINS": "comma separated names of the vLLM plugins that may be loaded; unset: all",
     "VLLM_TARGET_DEVICE": "vLLM takes its own CPU platform without asking any plugin where this is `cpu`",
@@ -52,10 +52,10 @@ def multi_process_metrics() -> Path | None:
 
 
 def user_cache() -> Path:
-    """Our folder in the user's cache, for what can be made again: below `XDG_CACHE_HOME`, or `~/.cache`.
+    """Our folder in the user's cache, for files that can be made again: in `XDG_CACHE_HOME`, or `~/.cache`.
 
-    Raises RuntimeError where there is none, or where it is no absolute path: it would be another folder in each
-    folder that a server is started in.
+    Raises RuntimeError where there is none, or where its path is relative: it would depend on the folder that a server
+    is started in.
     """
     cache = observed("XDG_CACHE_HOME")
     if cache:
@@ -74,7 +74,7 @@ def _absolute(name: str, found: str) -> Path:
 
 
 def environment_without(names: Collection[str]) -> dict[str, str]:
-    """The variables of this process but these, for a child."""
+    """The variables of this process without these, for a child process."""
     return {name: value for name, value in os.environ.items() if name not in names}
 
 
@@ -118,7 +118,7 @@ def inductor_cache() -> Path | None:
 
 
 def spawn_workers(even_if_asked_to_fork: bool) -> bool:
-    """Makes vLLM start processes anew instead of forking them; whether it will.
+    """Makes vLLM spawn processes instead of forking them. Returns whether it will.
 
     A user's own choice stays, unless `even_if_asked_to_fork`.
     """
@@ -128,5 +128,5 @@ def spawn_workers(even_if_asked_to_fork: bool) -> bool:
 
 
 def wait_for_engines_end(seconds: int) -> None:
-    """Lets a script that ends wait so long for its engine's end, five seconds otherwise; a user's own value stays."""
+    """Seconds that a script waits for its engine to end, instead of five; a user's own value stays."""
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(seconds))

@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     """One thing of a registry, which need not be imported yet.
 
     place: the module and name behind it. origin: who named it, for people. built_in: this package did.
-    hidden: its name stands for another thing, so that it cannot be had.
+    hidden: its name is taken by another thing, so `get` does not find it.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Registry(Generic[T]):
     Args:
         kind: what they are, such as "sparse method"; for errors.
         group: entry point group in which packages name theirs, as `NAME = "package.module:name"`.
-        things: those that are built in.
+        things: the built-in ones.
     """
 
     def __init__(self, kind: str, group: str | None = None, **things: T | str) -> None:
@@ -50,7 +50,7 @@ class Registry(Generic[T]):
         self._built_in = frozenset(things)
 
     def register(self, name: str, thing: T | str) -> None:
-        """Raises RegistryError where the name already stands for another thing."""
+        """Raises RegistryError where the name is taken by another thing."""
         found = self._things.setdefault(name, thing)
         if found != thing:
             raise RegistryError(

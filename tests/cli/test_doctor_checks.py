@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm import PLATFORM_CLASS, envs
-from vllm_gaudi_ucm.cli.doctor import doctor, machine
-from vllm_gaudi_ucm.cli.doctor import store as probe
+from vllm_gaudi_ucm.cli.doctor import doctor, machine, plugin
 from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
 from vllm_gaudi_ucm.cli.doctor.configuration import configuration_checks
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_config
@@ -47,9 +46,9 @@ class FakeProbe:
 def quick(monkeypatch: pytest.MonkeyPatch) -> type[FakeProbe]:
     """No child process: vLLM resolves our platform, detection chooses the CPU."""
     FakeProbe.answers = {"value": PLATFORM_CLASS}
-    monkeypatch.setattr(machine, "Probe", FakeProbe)
-    monkeypatch.setattr(machine, "register", lambda: PLATFORM_CLASS)
-    monkeypatch.setattr(machine, "decide", lambda: Decision("cpu", "asked for"))
+    monkeypatch.setattr(plugin, "Probe", FakeProbe)
+    monkeypatch.setattr(plugin, "register", lambda: PLATFORM_CLASS)
+    monkeypatch.setattr(plugin, "decide", lambda: Decision("cpu", "asked for"))
     monkeypatch.setattr(doctor, "detect_device", lambda: "cpu")
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.delenv(envs.DEVICE, raising=False)
@@ -107,7 +106,7 @@ def test_detection_that_crashes(quick: type[FakeProbe], monkeypatch: pytest.Monk
         raise ImportError("libcuda.so.1")
 
     monkeypatch.setattr(doctor, "detect_device", crash)
-    monkeypatch.setattr(machine, "register", crash)
+    monkeypatch.setattr(plugin, "register", crash)
     examination = doctor.examine(None)
     assert examination.device is None
     (register,) = [check for check in examination.checks if check.name == "register()"]
@@ -117,9 +116,9 @@ def test_detection_that_crashes(quick: type[FakeProbe], monkeypatch: pytest.Monk
 def test_inactive_plugin_is_a_warning(quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch) -> None:
     """Staying out of the way is right on such a machine, so it is no failure; the reason is shown."""
     quick.answers = {"value": "vllm.platforms.cuda.CudaPlatform"}
-    monkeypatch.setattr(machine, "register", lambda: None)
-    monkeypatch.setattr(machine, "decide", lambda: Decision(None, "vLLM has a platform of its own (cuda)"))
-    rows = {check.name: check for check in machine.PluginChecks().rows()}
+    monkeypatch.setattr(plugin, "register", lambda: None)
+    monkeypatch.setattr(plugin, "decide", lambda: Decision(None, "vLLM has a platform of its own (cuda)"))
+    rows = {check.name: check for check in plugin.PluginChecks().rows()}
     assert (rows["register()"].status, rows["platform of vLLM"].status) == ("warn", "warn")
     assert rows["register()"].found == "not active: vLLM has a platform of its own (cuda)"
     assert envs.DEVICE in rows["register()"].advice
@@ -127,7 +126,7 @@ def test_inactive_plugin_is_a_warning(quick: type[FakeProbe], monkeypatch: pytes
 
 def test_vllm_that_resolves_another_platform(quick: type[FakeProbe]) -> None:
     quick.answers = {"error": "RuntimeError: two"}
-    rows = {check.name: check for check in machine.PluginChecks().rows()}
+    rows = {check.name: check for check in plugin.PluginChecks().rows()}
     assert (rows["platform of vLLM"].status, rows["platform of vLLM"].found) == ("fail", "error: RuntimeError: two")
 
 
@@ -156,17 +155,17 @@ def test_each_operation_has_a_row_with_its_implementation_and_the_others() -> No
 
 
 def test_missing_entry_point(quick: type[FakeProbe], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "entry_points", lambda group: [])
-    found = next(machine.PluginChecks().rows())
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [])
+    found = next(plugin.PluginChecks().rows())
     assert (found.name, found.status, found.found) == ("entry point", "fail", "no such entry point")
 
 
 def test_probe_that_does_not_answer() -> None:
     """A plugin that hangs costs its time limit, and is killed."""
-    hanging = probe.Probe("plugin", "sleeper", "time:sleep")
+    hanging = plugin.Probe("plugin", "sleeper", "time:sleep")
     answer = hanging.answer(timeout=30)
     assert "TypeError" in answer["error"]  # sleep() without its argument: raised, not hung
-    assert probe.Probe("plugin", "stuck", "threading:Event().wait").answer(timeout=0.01) == {
+    assert plugin.Probe("plugin", "stuck", "threading:Event().wait").answer(timeout=0.01) == {
         "error": "no answer within 0 s"
     }
 

@@ -69,6 +69,7 @@ def test_only_an_engine_that_has_closed_everything_ends_at_once(
     monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore_DP0" if is_engine else "MainProcess")
     assert engine_process.is_engine_process() is is_engine
     worker: Any = object.__new__(UcmWorker)
+    worker.model_runner = None
     engine_process.leave_heap_to_the_system(lambda: worker._is_closed)
     for end in registered:
         end()

@@ -70,5 +70,5 @@ def test_refused_by_name(call: str) -> None:
     feature, instead = REFUSED[call]
     assert str(raised.value) == (
         f"vllm-gaudi-ucm does not support {feature} (asked for by the call {call}); {instead}. "
-        "README.md lists what is supported."
+        "docs/support.md lists what is supported."
     )

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = build_parser(arguments).parse_args(arguments)
             return int(args.run(args))
         finally:
-            # here, and not when the interpreter ends: nobody could catch what a full disk or a closed pipe raises
+            # here, because what a full disk or a closed pipe raises at the interpreter's end cannot be caught
             if sys.stdout is not None:
                 sys.stdout.flush()
     except KeyboardInterrupt:

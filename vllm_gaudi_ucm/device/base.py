@@ -15,10 +15,10 @@ class Memory(NamedTuple):
 
 
 class Fence(Protocol):
-    """A place behind everything that one thread had launched on a device."""
+    """A point after everything that one thread had launched on a device."""
 
     def wait(self) -> None:
-        """What this thread launches from now on runs after what lies before the fence; the host does not wait."""
+        """Makes what this thread launches from now on run after the fence; the host does not wait."""
 
 
 class Device(Protocol):
@@ -54,19 +54,19 @@ class Device(Protocol):
         """Makes the device of the process current in the calling thread."""
 
     def fence(self) -> Fence:
-        """A fence behind everything that this thread has launched so far."""
+        """A fence after everything that this thread has launched so far."""
 
     def beside_computation(self, after: Fence) -> AbstractContextManager[None]:
-        """Within, what this thread launches runs beside the computation, once all before the fence has run.
+        """A context in which what this thread launches runs beside the computation, after the fence.
 
-        At the end it has finished, also where an error ends it: what it writes to may be another's then.
+        At its end all of it has finished, also after an error, so that its buffers can be used again.
         """
 
     def end_recipe(self) -> None:
-        """Launches what has accumulated as one recipe, on a device that accumulates; elsewhere nothing does."""
+        """Launches what the device has accumulated as one recipe; does nothing on a device that accumulates nothing."""
 
     def compilations(self) -> int:
-        """Recipes that the device has compiled since the first call; 0 where it compiles none by itself."""
+        """Recipes that the device has compiled since the first call; 0 for a device that compiles none."""
 
     @property
     def pins_host_memory(self) -> bool:

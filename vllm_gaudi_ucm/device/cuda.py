@@ -66,7 +66,7 @@ class CudaDevice:
             stream.synchronize()
 
     def end_recipe(self) -> None:
-        """CUDA launches every kernel by itself."""
+        """CUDA accumulates nothing: every kernel is launched at once."""
 
     def compilations(self) -> int:
         """Kernels are compiled beforehand, graphs only recorded."""

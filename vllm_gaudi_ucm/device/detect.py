@@ -14,7 +14,7 @@ GAUDI_VENDOR = "0x1da3"
 
 @dataclass(frozen=True)
 class Decision:
-    """The device to drive (None: stay out of vLLM's way) and the reason, for people."""
+    """The device to drive (None: leave vLLM alone) and the reason, for people."""
 
     device: str | None
     reason: str

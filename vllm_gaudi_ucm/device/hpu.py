@@ -111,6 +111,6 @@ def _compilation_metric() -> Any:
     """Entered once, and left when the interpreter exits: it counts as long as the process runs."""
     bridge()
     context = importlib.import_module("habana_frameworks.torch.hpu.metrics").metric_localcontext("graph_compilation")
-    # This keeps the context, too: it is a generator, which is closed and stops counting once nothing refers to it.
+    # This also keeps the context alive: it is a generator, which stops counting when it is garbage.
     atexit.register(context.__exit__, None, None, None)
     return context.__enter__()

@@ -1,4 +1,4 @@
-"""Whether the engine runs steps: what can wait does so while it does."""
+"""Whether the engine is running steps: background work waits until it is idle."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 IDLE_SECONDS = 0.01
-"""Without a step, after which the engine counts as idle: between two steps of a request pass about two milliseconds."""
+"""Without a step for this long the engine is idle. Between two steps of a request pass about two milliseconds."""
 
 
 class StepActivity:
-    """Told by the thread that runs steps, asked by any other.
+    """The thread that runs steps calls `begin` and `end`; any thread may call `is_idle`.
 
     clock: seconds.
     """
@@ -25,10 +25,10 @@ class StepActivity:
         self._is_running = True
 
     def end(self) -> None:
-        """It has ended."""
+        """The step has ended."""
         self._ended = self._clock()
         self._is_running = False
 
     def is_idle(self) -> bool:
-        """No step runs, and none has just ended."""
+        """Whether no step runs, and none has just ended."""
         return not self._is_running and self._clock() - self._ended >= IDLE_SECONDS

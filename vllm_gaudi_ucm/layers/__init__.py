@@ -1,1 +1,1 @@
-"""Layers of vLLM, registered in the place of its own."""
+"""Replacements of vLLM's layers."""

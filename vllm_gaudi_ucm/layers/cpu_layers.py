@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.ops.rms_norm.api import rms_norm
 from vllm_gaudi_ucm.ops.rotary.api import can_rotate, rotate
 from vllm_gaudi_ucm.ops.silu_and_mul.api import silu_and_mul
 from vllm_gaudi_ucm.vllm_api.model import (
+    CustomOp,
     ForwardContext,
     RMSNorm,
     RotaryEmbedding,
@@ -95,7 +96,11 @@ class FusedSiluAndMul(SiluAndMul):
         return silu_and_mul(x)
 
 
-LAYERS: dict[Any, type] = {RMSNorm: FusedRMSNorm, RotaryEmbedding: StepRotaryEmbedding, SiluAndMul: FusedSiluAndMul}
+LAYERS: dict[type[CustomOp], type[CustomOp]] = {
+    RMSNorm: FusedRMSNorm,
+    RotaryEmbedding: StepRotaryEmbedding,
+    SiluAndMul: FusedSiluAndMul,
+}
 
 
 def register_cpu_layers() -> None:

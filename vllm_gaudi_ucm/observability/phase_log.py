@@ -88,7 +88,7 @@ class PhaseLog:
 
     @property
     def is_open(self) -> bool:
-        """Whether steps are written; not any more once writing has failed."""
+        """Whether steps are written; False after a failed write."""
         return self._file is not None
 
     def append(self, record: StepRecord) -> None:
@@ -256,7 +256,7 @@ def _what_else(line: str, value: Any) -> str:
     """What a first line that is no header is. value: of its JSON, None where it is none."""
     if isinstance(value, dict):
         return ascii(value["schema"])[:60] if "schema" in value else "JSON without the field 'schema'"
-    # with \ufffd in the place of bytes that are no text
+    # \ufffd stands for bytes that are not text
     if line.startswith("\x1f\ufffd"):
         return "a gzip file (unpack it)"
     return ascii(line[:40]) if line else "an empty file"

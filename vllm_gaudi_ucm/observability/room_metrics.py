@@ -194,7 +194,7 @@ class TransferMetrics:
         """What the scheduler's side has counted since the start.
 
         requests: that the store was asked about; timeouts: for which it answered too late. hit_blocks: of these
-        requests' blocks those that are to be loaded; missed_blocks: the others.
+        requests' blocks, those to load; missed_blocks: the others.
         """
         for series, count in zip(self._lookups, (requests - timeouts, timeouts), strict=True):
             series.set(count)
@@ -222,8 +222,8 @@ class TransferTotals(NamedTuple):
 class SelectionTotals:
     """One count for each sparse request of each step.
 
-    modes: requests by how their choice was made. context_blocks: blocks of their contexts; attended_blocks: those that
-    were attended, by choice or in any case. fallbacks: requests that were dense in a step for want of room.
+    modes: requests by how their selection was made. context_blocks: blocks of their contexts; attended_blocks: those
+    attended, selected or always. fallbacks: requests that were dense in a step because their selection had no room.
     """
 
     modes: dict[SelectionMode, int] = field(default_factory=lambda: dict.fromkeys(SelectionMode, 0))

@@ -156,7 +156,7 @@ class StepMetrics:
     def close(self) -> None:
         """Remove the files, so that the metrics leave /metrics; later counts go nowhere. Safe to call twice.
 
-        Those in a shared folder stay: whoever has just listed them would fail on one that is gone.
+        Files in a shared folder stay: a reader that has just listed them would fail on a missing one.
         """
         if self._own_folder is not None:
             remove_files(self._own_folder, self._writer)

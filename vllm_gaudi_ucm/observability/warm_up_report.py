@@ -29,7 +29,7 @@ from vllm_gaudi_ucm.observability.phase_summary import phase_text
 from vllm_gaudi_ucm.observability.step_metrics import BucketColumns
 
 GIB = 2**30
-# A log that nobody watches gets a line in this many seconds, and one at the end of each stage.
+# Seconds between two lines of a log; the end of each stage has one, too.
 LINE_SECONDS = 5.0
 STAGES: dict[WarmUpStage, str] = {"skeleton": "warm-up, first buckets", "rest": "warm-up, other buckets"}
 

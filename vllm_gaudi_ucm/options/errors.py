@@ -79,11 +79,11 @@ URL = "url"
 
 
 WORDS = "words"
-"""Key of a field's `json_schema_extra` with words that stand in the place of those that `expected` would derive."""
+"""Key of a field's `json_schema_extra` with words that replace what `expected` would derive."""
 
 
 def problems(error: ValidationError, model: type[BaseModel], key: str) -> Iterator[Problem]:
-    """What `error` says of a value of `model` that stands under `key`, one problem for each key."""
+    """What `error` says of the value of `model` under `key`, one problem for each key."""
     seen = set()
     for detail in error.errors(include_url=False):
         inner = detail.get("ctx", {}).get("error")
@@ -184,7 +184,7 @@ class UnsupportedFeatureError(NotImplementedError):
         remedy = "remove the flag" if asked_by.startswith("--") else "choose another model, or remove the flag"
         super().__init__(
             f"vllm-gaudi-ucm does not support {feature} (asked for by {asked_by}); {remedy}. "
-            "README.md lists what is supported."
+            "docs/support.md lists what is supported."
         )
         self.feature = feature
 

@@ -18,7 +18,7 @@ class Section(BaseModel):
 
     @classmethod
     def resolve(cls, value: Any, key: str) -> Self:
-        """The options in a mapping that stands under `key`, or options as they are; None is an empty section.
+        """The options in the mapping under `key`, or options as they are; None is an empty section.
 
         Raises `UcmConfigError`.
         """

@@ -73,7 +73,7 @@ _BEFORE_HOST = re.compile(r":.*@", re.DOTALL)
 
 
 def hide_passwords(text: str) -> str:
-    """The text without what may stand between a user's name and a host in any URL that it holds; rather too little."""
+    """The text without what may be a password in a URL; it hides too much rather than too little."""
     return _BEFORE_HOST.sub(":***@", text)
 
 
@@ -83,7 +83,7 @@ def may_hold_password(text: str) -> bool:
 
 
 def shown_url(value: Any) -> str:
-    """What was given in the place of a URL: as it is only where nothing in it can be a password."""
+    """What was given as a URL, shown only where nothing in it can be a password."""
     if not isinstance(value, str):
         return f"a value of type {type(value).__name__}"
     return repr(value) if _HARMLESS.fullmatch(value) else "text that is not shown, as it may hold a password"

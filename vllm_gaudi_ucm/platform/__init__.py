@@ -1,1 +1,1 @@
-"""The face to vLLM: platform, worker, and what is refused by name."""
+"""What vLLM calls: the platform, the worker, and the refusals."""

@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.connector.transfer_config import OURS, ConnectorOptions, configured_connectors
@@ -17,15 +17,16 @@ from vllm_gaudi_ucm.store.factory import open_medium
 from vllm_gaudi_ucm.store.file import FileStoreOptions
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.config import KVTransferConfig
 
     from vllm_gaudi_ucm.store.base import StoreOptions
 
 
 def check_places(config: UcmConfig, transfer: KVTransferConfig | None) -> None:
-    """Opens the folders of file stores, which makes them, and looks where the phase log will be.
+    """Opens file stores, which makes their folders, and checks that the phase log can be written.
 
-    transfer: with options that were checked. Raises UcmConfigError, PhaseLogError.
+    transfer: with valid options. Raises UcmConfigError, PhaseLogError.
     """
     if config.phase_log is not None:
         _check_phase_log(config.phase_log)
@@ -58,11 +59,14 @@ def _check_phase_log(path: Path) -> None:
         )
 
 
-def check_request(params: Any) -> None:
-    """Raises ValueError that names the parameter, what was found and what to do. params: `SamplingParams`."""
-    read_extra_args(getattr(params, "extra_args", None))
-    for name in ("prompt_logprob_token_ids", "thinking_token_budget"):
-        if getattr(params, name, None) is not None:
+def check_request(params: SamplingParams) -> None:
+    """Raises ValueError that names the parameter, what was found and what to do."""
+    read_extra_args(params.extra_args)
+    asked = {
+        "prompt_logprob_token_ids": params.prompt_logprob_token_ids is not None,
+        "thinking_token_budget": params.thinking_token_budget is not None,
+        "watermarking": bool(params.watermarking),
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
             raise UnsupportedRequestError(name)
-    if getattr(params, "watermarking", None):
-        raise UnsupportedRequestError("watermarking")

@@ -1,9 +1,10 @@
-"""What this version does not support is refused when the engine starts, by name; nothing is accepted and ignored."""
+"""What an engine refuses when it starts, as one table (`REFUSED`): no flag is accepted and ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, OURS, ConnectorOptions, configured_connectors
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
@@ -11,144 +12,292 @@ from vllm_gaudi_ucm.store.file import FileStoreOptions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
 
     from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
 
 
+ConfigT = TypeVar("ConfigT")
+
+
+class Asked(NamedTuple):
+    """A feature, and the flag or model that asks for it."""
+
+    feature: str
+    asked_by: str
+
+
+class Feature(NamedTuple, Generic[ConfigT]):
+    """A row of the table.
+
+    Args:
+        name: of the feature; `{found}` is the value that asks for it.
+        asked_by: the flag, or `{model}`; `{found}` as in `name`.
+        why: the reason, and what to do instead where there is something; for docs.
+        found: the value in a configuration that asks for the feature; false where it does not ask.
+    """
+
+    name: str
+    asked_by: str
+    why: str
+    found: Callable[[ConfigT], object]
+
+    def asked(self, config: ConfigT, model: str = "") -> Asked | None:
+        """The feature and who asks for it, as the error names them; None where the configuration does not."""
+        found = self.found(config)
+        if not found:
+            return None
+        return Asked(self.name.format(found=found), self.asked_by.format(found=found, model=f"model {model}"))
+
+
+def _above_one(size: int) -> int | None:
+    return size if size > 1 else None
+
+
+_ONE_DEVICE = "a worker drives one device, and an engine has one worker"
+
+CUDA_CONNECTORS = ("SimpleCPUOffloadConnector", "HiSparseConnector")
+
+
+def _unless(found: str, supported: Sequence[str]) -> str | None:
+    return None if found in supported else found
+
+
+def _cuda_connector(config: VllmConfig) -> str | None:
+    names = dict.fromkeys(connector.name for connector in configured_connectors(config.kv_transfer_config))
+    return ", ".join(name for name in names if name in CUDA_CONNECTORS) or None
+
+
+def _replaced_connector(config: VllmConfig) -> str | None:
+    """The connector that vLLM would silently replace by its offloading connector."""
+    if config.cache_config.kv_offloading_size is None or config.kv_transfer_config is None:
+        return None
+    name = config.kv_transfer_config.kv_connector
+    return None if name == "OffloadingConnector" else name
+
+
+def _parallel(name: str, why: str) -> Feature[VllmConfig]:
+    """A size of `ParallelConfig`, which its flag is named after."""
+    field = f"{name.replace(' ', '_')}_parallel_size"
+    size = attrgetter(f"parallel_config.{field}")
+    flag = f"--{field.replace('_', '-')} {{found}}"
+    return Feature(f"{name} parallelism", flag, why, lambda c: _above_one(size(c)))
+
+
+OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
+    _parallel("tensor", _ONE_DEVICE),
+    _parallel("pipeline", _ONE_DEVICE),
+    _parallel("data", "engines do not wait for each other's steps; start several servers"),
+    _parallel("decode context", _ONE_DEVICE),
+    _parallel("prefill context", _ONE_DEVICE),
+    Feature("dual batch overlap", "--enable-dbo", "a step is one batch", lambda c: c.parallel_config.enable_dbo),
+    Feature(
+        "expert-parallel load balancing",
+        "--enable-eplb",
+        "there are no experts",
+        lambda c: c.parallel_config.enable_eplb,
+    ),
+    Feature(
+        "LoRA",
+        "--enable-lora",
+        "a step has no adapter index; merge the adapter into the model's weights",
+        lambda c: c.lora_config,
+    ),
+    Feature(
+        "encoder-cache connectors", "--ec-transfer-config", "there are no encoders", lambda c: c.ec_transfer_config
+    ),
+    Feature("watermarking", "--watermark-config", "our samplers do not apply it", lambda c: c.watermark_config),
+    Feature(
+        "diffusion models",
+        "--diffusion-config",
+        "a step computes one token after another",
+        lambda c: c.diffusion_config,
+    ),
+    Feature(
+        "profiling",
+        "--profiler-config",
+        "read the phase log (`ucm.phase_log`), which has the milliseconds of every step",
+        lambda c: c.profiler_config.profiler is not None,
+    ),
+    Feature(
+        "weight offloading",
+        "--cpu-offload-gb",
+        "weights are packed, and stay on the device",
+        lambda c: c.offload_config.uva.cpu_offload_gb > 0,
+    ),
+    Feature(
+        "the KV connector {found}, which copies by CUDA kernels of vLLM",
+        "--kv-transfer-config",
+        "vLLM is built without its kernels; take `OffloadingConnector` or ours",
+        _cuda_connector,
+    ),
+    Feature(
+        "the connector of --kv-offloading-size beside {found} (make it a child of MultiConnector)",
+        "--kv-offloading-size",
+        "vLLM would silently replace the other connector",
+        _replaced_connector,
+    ),
+    Feature(
+        "a KV cache of dtype {found}",
+        "--kv-cache-dtype {found}",
+        "attention reads float32, float16 and bfloat16",
+        lambda c: _unless(c.cache_config.cache_dtype, ("auto", "float16", "bfloat16")),
+    ),
+)
+
+_TOKENS_ONLY = "drafts must be a function of the tokens alone"
+
+
+def _option(name: str, supported: object, why: str) -> Feature[SpeculativeConfig]:
+    """An option of `--speculative-config` with one supported value."""
+    value = attrgetter(name)
+    return Feature(
+        f"the speculative option {name}={{found}}",
+        "--speculative-config",
+        why,
+        lambda c: None if value(c) == supported else repr(value(c)),
+    )
+
+
+OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
+    Feature(
+        "the speculative method {found}",
+        "--speculative-config",
+        f"{_TOKENS_ONLY}: `ngram` and `draft_model` are supported",
+        lambda c: _unless(str(c.method), ("ngram", "draft_model")),
+    ),
+    _option("rejection_sample_method", "standard", _TOKENS_ONLY),
+    _option("draft_sample_method", "greedy", _TOKENS_ONLY),
+    _option("parallel_drafting", False, _TOKENS_ONLY),
+    _option("enable_adaptive_verification", False, "the number of drafts is part of a bucket"),
+    _option("use_heterogeneous_vocab", False, "a draft is a token id of the model"),
+    _option("disable_padded_drafter_batch", False, "buckets pad a draft model's batch, too"),
+    _option("kv_cache_dtype", None, "a draft model's KV cache is like the model's"),
+    _option("quantization", None, "operations take float32, float16 and bfloat16"),
+    _option("moe_backend", None, "there are no experts"),
+    _option("attention_backend", None, "a draft model has the plugin's attention, too"),
+    Feature(
+        "custom logits processors beside speculative decoding",
+        "--logits-processors",
+        "vLLM has none beside drafts",
+        lambda c: c.target_model_config is not None and bool(c.target_model_config.logits_processors),
+    ),
+)
+
+
+def _other_vocabulary(config: SpeculativeConfig) -> str | None:
+    draft, target = config.draft_model_config.get_vocab_size(), config.target_model_config.get_vocab_size()
+    return None if draft == target else f"{draft} tokens, the model has {target}"
+
+
+OF_DRAFT_MODEL: tuple[Feature[SpeculativeConfig], ...] = (
+    Feature(
+        "a draft model of another vocabulary ({found})",
+        "--speculative-config",
+        "a draft is a token id of the model",
+        _other_vocabulary,
+    ),
+    Feature(
+        "tensor parallelism of a draft model",
+        "--speculative-config",
+        _ONE_DEVICE,
+        lambda c: c.draft_parallel_config.tensor_parallel_size > 1,
+    ),
+)
+
+
+_WHOLE_CONTEXT = "a token attends to its whole context, or to blocks that a sparse method chose"
+
+
+def _has_sliding_window(config: ModelConfig) -> bool:
+    """Qwen2-like configurations carry a window and a switch that turns it off."""
+    return config.get_sliding_window() is not None and getattr(config.hf_text_config, "use_sliding_window", True)
+
+
+OF_MODEL: tuple[Feature[ModelConfig], ...] = (
+    Feature("encoder-decoder models", "{model}", "attention is causal", lambda c: c.is_encoder_decoder),
+    Feature("multimodal models", "{model}", "a prompt is token ids alone", lambda c: c.is_multimodal_model),
+    Feature(
+        "pooling models",
+        "{model} or --runner",
+        "a step computes tokens",
+        lambda c: c.runner_type not in ("generate", "draft"),
+    ),
+    Feature(
+        "multi-head latent attention (MLA)",
+        "{model}",
+        "the KV cache has keys and values for each head",
+        lambda c: c.use_mla,
+    ),
+    Feature(
+        "attention-free models", "{model}", "a state that is no KV block is not kept", lambda c: c.is_attention_free
+    ),
+    Feature(
+        "models with recurrent state (Mamba, linear attention)",
+        "{model}",
+        "a state that is no KV block is not kept",
+        lambda c: c.is_hybrid or c.has_inner_state,
+    ),
+    Feature("sliding-window attention", "{model}", _WHOLE_CONTEXT, _has_sliding_window),
+    Feature("chunked local attention", "{model}", _WHOLE_CONTEXT, lambda c: c.attention_chunk_size is not None),
+    Feature(
+        "mixture-of-experts models ({found} experts)",
+        "{model}",
+        "shapes of a step would depend on which experts its tokens take",
+        lambda c: _above_one(most_experts(c.hf_text_config)),
+    ),
+    Feature("rotary positions with several axes (M-RoPE)", "{model}", "a row has one position", lambda c: c.uses_mrope),
+    Feature(
+        "prompt embeddings", "--enable-prompt-embeds", "a prompt is token ids alone", lambda c: c.enable_prompt_embeds
+    ),
+    Feature(
+        "quantised weights ({found})",
+        "{model} or --quantization",
+        "operations take float32, float16 and bfloat16",
+        lambda c: c.quantization,
+    ),
+    Feature(
+        "sampling masks", "--return-sampling-mask", "our samplers do not return them", lambda c: c.return_sampling_mask
+    ),
+    Feature(
+        "trace replay", "--enable-trace-replay", "our samplers do not replay tokens", lambda c: c.enable_trace_replay
+    ),
+)
+
+REFUSED: tuple[Feature[Any], ...] = (*OF_ENGINE, *OF_MODEL, *OF_SPECULATION, *OF_DRAFT_MODEL)
+"""The table in docs/support.md; a test compares them."""
+
+
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Raises one error that names every unsupported feature that the configuration asks for."""
-    asked = [*_asked_by_parallel(vllm_config.parallel_config), *_asked_by_engine(vllm_config)]
+    """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for."""
+    asked = list(_asked(OF_ENGINE, vllm_config))
     if vllm_config.speculative_config is not None:
-        asked += [*_asked_by_speculation(vllm_config.speculative_config)]
+        asked += _asked_by_speculation(vllm_config.speculative_config)
     if vllm_config.model_config is not None:
-        asked += [*_asked_by_model(vllm_config.model_config)]
+        asked += _asked_by_model(vllm_config.model_config)
     if asked:
         features, sources = zip(*asked, strict=True)
         raise UnsupportedFeatureError(", ".join(features), ", ".join(dict.fromkeys(sources)))
 
 
-Asked = tuple[str, str]
+def _asked(table: Sequence[Feature[ConfigT]], config: ConfigT, model: str = "") -> Iterator[Asked]:
+    for feature in table:
+        asked = feature.asked(config, model)
+        if asked is not None:
+            yield asked
 
 
-def _asked_by_parallel(config: ParallelConfig) -> Iterator[Asked]:
-    sizes = {
-        "tensor parallelism": ("--tensor-parallel-size", config.tensor_parallel_size),
-        "pipeline parallelism": ("--pipeline-parallel-size", config.pipeline_parallel_size),
-        "data parallelism": ("--data-parallel-size", config.data_parallel_size),
-        "decode context parallelism": ("--decode-context-parallel-size", config.decode_context_parallel_size),
-        "prefill context parallelism": ("--prefill-context-parallel-size", config.prefill_context_parallel_size),
-    }
-    for feature, (flag, size) in sizes.items():
-        if size > 1:
-            yield feature, f"{flag} {size}"
-    if config.enable_dbo:
-        yield "dual batch overlap", "--enable-dbo"
-    if config.enable_eplb:
-        yield "expert-parallel load balancing", "--enable-eplb"
-
-
-def _asked_by_engine(config: VllmConfig) -> Iterator[Asked]:
-    flags = {
-        "LoRA": ("--enable-lora", config.lora_config is not None),
-        "encoder-cache connectors": ("--ec-transfer-config", config.ec_transfer_config is not None),
-        "watermarking": ("--watermark-config", config.watermark_config is not None),
-        "diffusion models": ("--diffusion-config", config.diffusion_config is not None),
-        "profiling": ("--profiler-config", config.profiler_config.profiler is not None),
-        "weight offloading": ("--cpu-offload-gb", config.offload_config.uva.cpu_offload_gb > 0),
-    }
-    for feature, (flag, is_asked) in flags.items():
-        if is_asked:
-            yield feature, flag
-    yield from _asked_by_transfer(config)
-    dtype = config.cache_config.cache_dtype
-    if dtype not in ("auto", "float16", "bfloat16"):
-        yield f"a KV cache of dtype {dtype}", f"--kv-cache-dtype {dtype}"
-
-
-def _asked_by_transfer(config: VllmConfig) -> Iterator[Asked]:
-    transfer = config.kv_transfer_config
-    for connector in configured_connectors(transfer):
-        if connector.name in CUDA_CONNECTORS:
-            yield f"the KV connector {connector.name}, which copies by CUDA kernels of vLLM", "--kv-transfer-config"
-    name = None if transfer is None else transfer.kv_connector
-    if config.cache_config.kv_offloading_size is not None and name not in (None, "OffloadingConnector"):
-        # vLLM would put it in the place of the other without a word
-        yield (
-            f"the connector of --kv-offloading-size beside {name} (make it a child of MultiConnector)",
-            "--kv-offloading-size",
-        )
-
-
-CUDA_CONNECTORS = ("SimpleCPUOffloadConnector", "HiSparseConnector")
-
-SPECULATIVE_METHODS = ("ngram", "draft_model")
+def _asked_by_model(config: ModelConfig) -> Iterator[Asked]:
+    return _asked(OF_MODEL, config, config.model)
 
 
 def _asked_by_speculation(config: SpeculativeConfig) -> Iterator[Asked]:
     """Drafts must be a function of the tokens alone (see speculation/verification.py)."""
-    if config.method not in SPECULATIVE_METHODS:
-        yield f"the speculative method {config.method}", "--speculative-config"
-    options = {
-        "rejection_sample_method": config.rejection_sample_method != "standard",
-        "draft_sample_method": config.draft_sample_method != "greedy",
-        "parallel_drafting": config.parallel_drafting,
-        "enable_adaptive_verification": config.enable_adaptive_verification,
-        "use_heterogeneous_vocab": config.use_heterogeneous_vocab,
-        "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
-        "kv_cache_dtype": config.kv_cache_dtype is not None,
-        "quantization": config.quantization is not None,
-        "moe_backend": config.moe_backend is not None,
-        "attention_backend": config.attention_backend is not None,
-    }
-    for name, is_asked in options.items():
-        if is_asked:
-            yield f"the speculative option {name}={getattr(config, name)!r}", "--speculative-config"
-    target = config.target_model_config
-    if target is not None and target.logits_processors:
-        yield "custom logits processors beside speculative decoding", "--logits-processors"
+    yield from _asked(OF_SPECULATION, config)
     if config.method == "draft_model":
-        yield from _asked_by_draft_model(config)
-
-
-def _asked_by_draft_model(config: SpeculativeConfig) -> Iterator[Asked]:
-    draft, target = config.draft_model_config, config.target_model_config
-    if draft.get_vocab_size() != target.get_vocab_size():
-        sizes = f"{draft.get_vocab_size()} tokens, the model has {target.get_vocab_size()}"
-        yield f"a draft model of another vocabulary ({sizes})", "--speculative-config"
-    if config.draft_parallel_config.tensor_parallel_size > 1:
-        yield "tensor parallelism of a draft model", "--speculative-config"
-    for feature, _ in _asked_by_model(draft):
-        yield f"{feature} of a draft model", "--speculative-config"
-
-
-def _asked_by_model(config: ModelConfig) -> Iterator[Asked]:
-    name = f"model {config.model}"
-    experts = most_experts(config.hf_text_config)
-    traits = {
-        "encoder-decoder models": (name, config.is_encoder_decoder),
-        "multimodal models": (name, config.is_multimodal_model),
-        "pooling models": (f"{name} or --runner", config.runner_type not in ("generate", "draft")),
-        "multi-head latent attention (MLA)": (name, config.use_mla),
-        "attention-free models": (name, config.is_attention_free),
-        "models with recurrent state (Mamba, linear attention)": (name, config.is_hybrid or config.has_inner_state),
-        "sliding-window attention": (name, _has_sliding_window(config)),
-        "chunked local attention": (name, config.attention_chunk_size is not None),
-        f"mixture-of-experts models ({experts} experts)": (name, experts > 1),
-        "rotary positions with several axes (M-RoPE)": (name, config.uses_mrope),
-        "prompt embeddings": ("--enable-prompt-embeds", config.enable_prompt_embeds),
-        f"quantised weights ({config.quantization})": (f"{name} or --quantization", config.quantization is not None),
-        "sampling masks": ("--return-sampling-mask", config.return_sampling_mask),
-        "trace replay": ("--enable-trace-replay", config.enable_trace_replay),
-    }
-    for feature, (asked_by, is_asked) in traits.items():
-        if is_asked:
-            yield feature, asked_by
-
-
-def _has_sliding_window(config: ModelConfig) -> bool:
-    """Qwen2-like configurations carry a window together with a switch that turns it off."""
-    return config.get_sliding_window() is not None and getattr(config.hf_text_config, "use_sliding_window", True)
+        yield from _asked(OF_DRAFT_MODEL, config)
+        for feature, _ in _asked_by_model(config.draft_model_config):
+            yield Asked(f"{feature} of a draft model", "--speculative-config")
 
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "num_routed_experts", "n_routed_experts")
@@ -179,10 +328,10 @@ _MODE = "with ucm.memory_mode"
 
 
 def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:
-    """Raises UnsupportedFeatureError for what reads block tables and does not know of blocks that are away: a KV
-    connector that is not ours, and a draft model, whose layers share the tables.
+    """Raises UnsupportedFeatureError for what reads block tables and does not know of offloaded blocks: a KV connector
+    that is not ours, and a draft model, whose layers share the tables.
 
-    Raises UcmConfigError for copies in the folder of the connector, which either would fill up to its own capacity.
+    Raises UcmConfigError for copies in the connector's folder, which each would fill up to its own capacity.
     """
     speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     if transfer is not None:
@@ -193,7 +342,7 @@ def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOption
 
 def _check_connector(transfer: KVTransferConfig, options: MemoryModeOptions) -> None:
     if transfer.kv_connector != OURS:
-        # vLLM names that of the flag later
+        # vLLM sets the connector of the flag later
         asked_by = "--kv-transfer-config" if transfer.kv_connector else "--kv-offloading-size"
         name = transfer.kv_connector or "OffloadingConnector"
         raise UnsupportedFeatureError(f"the KV connector {name} {_MODE}", asked_by)

@@ -41,7 +41,7 @@ GAUDI_BYTES = 96 * 10**9
 
 
 class UcmPlatform(Platform):
-    """Gaudi, or a reference device that stands in for it."""
+    """Gaudi, or the reference device in its place."""
 
     _enum = PlatformEnum.OOT
     device_name = _DEVICE.kind
@@ -72,10 +72,10 @@ class UcmPlatform(Platform):
         refuse_unsupported(vllm_config)
         give_engine_time_to_stop(vllm_config)
         end_start_at_sigterm(OF_SERVER)
-        # of a forked engine whose worker has a process of its own this is all that runs of ours
+        # in a forked engine whose worker has a process of its own, nothing else of ours runs
         watch_parent()
         cls._start_processes_anew()
-        # a user's process cleans up with these calls as a worker does
+        # a user's process makes these calls when it cleans up, as a worker does
         tolerate_missing_accelerator()
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.platform.worker.UcmWorker"
@@ -101,12 +101,12 @@ class UcmPlatform(Platform):
 
     @classmethod
     def _start_processes_anew(cls) -> None:
-        """A fork of a process that has computed with several threads sleeps in its first parallel region for ever.
+        """A fork of a process that has computed with several threads hangs in its first parallel region.
 
-        OpenMP's threads are not forked, and it waits for them. A fork after Gaudi's bridge was loaded always hangs.
+        It waits for OpenMP's threads, which are not forked. A fork after Gaudi's bridge was loaded always hangs.
         """
         is_spawned = spawn_workers(even_if_asked_to_fork=cls.device_type == "hpu")
-        # the engine looks at its configuration, too, and has started
+        # the engine, which comes here as well, has started already
         if not is_spawned and not is_engine_process():
             logger.warning(
                 "VLLM_WORKER_MULTIPROC_METHOD asks for fork: the engine will not start if this process has computed "
@@ -140,7 +140,10 @@ class UcmPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuses what a request asks for and would not get; the client gets the message, other requests go on."""
+        """Refuses a request with a parameter that would be ignored; its client gets the message, others go on.
+
+        params: `SamplingParams`; pooling models are refused at start.
+        """
         try:
             check_request(params)
         except ValueError as error:

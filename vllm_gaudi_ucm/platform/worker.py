@@ -56,19 +56,19 @@ class UnsupportedCallError(UnsupportedFeatureError):
         NotImplementedError.__init__(
             self,
             f"vllm-gaudi-ucm does not support {feature} (asked for by the call {call}); {instead}. "
-            "README.md lists what is supported.",
+            "docs/support.md lists what is supported.",
         )
         self.feature = feature
 
 
 class Refusal(NamedTuple):
-    """What the call is for, and what to do instead."""
+    """What a call is for, and what to do instead."""
 
     feature: str
     instead: str
 
 
-# They are packed when they are loaded, and their digest is in the keys of stored blocks.
+# Weights are packed when they are loaded, and their digest is in the keys of stored blocks.
 _WEIGHTS = Refusal("weights that change while it serves", "start the engine again with the new weights")
 _SLEEP = Refusal("sleep mode above level 0", "end the engine to free its memory; `wake_up` lets a paused one go on")
 _CHECKPOINT = Refusal("checkpoints of a running engine", "start another engine")
@@ -114,7 +114,7 @@ def _refusal(call: str, refused: Refusal) -> Callable[..., NoReturn]:
 
 
 class RefusedCalls:
-    """A method for every call of `REFUSED`; a worker takes them before vLLM's own."""
+    """A method for every call of `REFUSED`. As the first base class of a worker it overrides vLLM's own."""
 
 
 for _call, _refused in REFUSED.items():
@@ -128,6 +128,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
     """One device, one model. See WorkerBase for the contract of each method."""
 
     _is_closed = False
+    _metrics: StepMetrics | None = None
+    _phase_log: PhaseLog | None = None
     model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
 
     def init_device(self) -> None:
@@ -240,10 +242,10 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return {}
 
     def shutdown(self) -> None:
-        # each of them, the runner first, whatever becomes of the others
+        # each of them, the runner first, even where another raises
+        runner: ModelRunner | None = self.model_runner  # None before `init_device`
         with contextlib.ExitStack() as ends:
-            for name in ("_metrics", "_phase_log", "model_runner"):
-                part = getattr(self, name, None)
+            for part in (self._metrics, self._phase_log, runner):
                 if part is not None:
                     ends.callback(part.close)
         # vLLM's way out of a loop that was asked to end; anything else is an error

@@ -43,7 +43,7 @@ def watch_parent() -> None:
     """Ends this process, if it is an engine's, when the process that started it is gone. Safe to call twice.
 
     Reason: a server that was killed leaves its engine behind. vLLM's worker processes watch the engine, but an engine
-    whose worker runs in its own process waits for requests for ever, with the card. Linux can send a signal
+    whose worker runs in its own process waits for requests forever, with the card. Linux can send a signal
     (PR_SET_PDEATHSIG), but when the *thread* ends that started the process, and `LLM(...)` may have been made in a
     thread that has ended since. So a thread looks for the parent.
     Remove when: `EngineCoreProc.run_engine_core` watches its parent.
@@ -53,13 +53,13 @@ def watch_parent() -> None:
 
 
 def _watch() -> None:
-    # unknown while a process that was started anew imports what it is to run
+    # unknown while a spawned process imports its main module
     while (parent := multiprocessing.parent_process()) is None:
         time.sleep(POLL_SECONDS)
-    # whose child is an orphan: init's, or a subreaper's; never a process with the parent's id
+    # an orphan's parent is init or a subreaper, never a process with the old parent's id
     while os.getppid() == parent.pid:
         time.sleep(POLL_SECONDS)
-    logger.error("Process %s, which started this engine, is gone: the engine ends, too.", parent.pid)
+    logger.error("Process %s, which started this engine, is gone: the engine ends.", parent.pid)
     # without a handler it would end at once, and while it stops it has none
     if callable(signal.getsignal(signal.SIGTERM)):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -127,7 +127,7 @@ def give_engine_time_to_stop(vllm_config: VllmConfig) -> None:
     """Lets the engine's process end by itself when the server is stopped, unless the user gave a time-out.
 
     Reason: with `--shutdown-timeout 0`, the default, the server kills the engine process right after it has asked it to
-    stop: open streams are never ended, so the server waits for them for ever, and the worker cannot write its summary.
+    stop: open streams are never ended, so the server waits for them forever, and the worker cannot write its summary.
     vLLM's XPU platform raises the same number; offline (`LLM`) it is a variable of the environment. The engine itself
     must still abort its requests at once instead of finishing them: `abort_at_shutdown` gives it its 0 back.
     Remove when: the server waits for the engine to abort its requests.

@@ -3,7 +3,7 @@
 Extension point, experimental: vLLM's `OffloadingConnector` loads a spec by the name of its module. `OffloadingWorker`
 is what the spec makes; `BlockIDsLoadStoreSpec`, `CanonicalKVCaches`, `GPULoadStoreSpec`, `LoadStoreSpec` and
 `TransferResult` are types of its methods.
-Internal: `CPUOffloadingSpec`, vLLM's own spec for CUDA, of which ours keeps the scheduler's side.
+Internal: `CPUOffloadingSpec`, vLLM's own spec for CUDA; ours keeps its scheduler's side.
 """
 
 from vllm.v1.kv_offload.base import (

@@ -3,7 +3,7 @@
 Extension point: `SchedulerOutput`, with `NewRequestData`, `CachedRequestData` and `GrammarOutput`, is what a platform
 plugin's worker is given; `ModelRunnerOutput`, with `DraftTokenIds`, `KVConnectorOutput`, `LogprobsLists` and
 `LogprobsTensors`, is what it returns. Their fields change with every minor release.
-Internal: `Request` and `RequestStatus`, the scheduler's view of a request, which connectors are given, too.
+Internal: `Request` and `RequestStatus`, the scheduler's view of a request, which connectors also get.
 """
 
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput

@@ -23,7 +23,7 @@ class Check:
 
 
 def guarded(section: str, checks: Callable[[], Iterable[Check]]) -> list[Check]:
-    """The rows of one section; whatever it raises becomes its last row, because a doctor that dies helps nobody."""
+    """The rows of one section; what it raises becomes its last row, so that the other sections are still shown."""
     rows: list[Check] = []
     try:
         for row in checks():

@@ -29,13 +29,13 @@ from vllm_gaudi_ucm.cli.doctor.configuration import (
 )
 from vllm_gaudi_ucm.cli.doctor.extensions import extension_checks
 from vllm_gaudi_ucm.cli.doctor.machine import (
-    PluginChecks,
     device_checks,
     implementation_checks,
     matrix_unit_checks,
     thread_checks,
     version_checks,
 )
+from vllm_gaudi_ucm.cli.doctor.plugin import PluginChecks
 from vllm_gaudi_ucm.cli.doctor.store import store_checks
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.device.detect import detect_device

@@ -27,7 +27,7 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the report. ucm: the plugin's options. options: those that its blocks are chosen by; None: dense."""
+    """One row of the report. ucm: the plugin's options. options: of the choice of blocks; None: dense."""
 
     method: str
     options: BlockOptions | None = None
@@ -87,7 +87,7 @@ def _case(method: str, sections: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 
 def check_length(cases: Sequence[Case], tokens: int, block_size: int, source: str) -> None:
-    """Raises ValueError where a prompt of so many tokens is dense in some case. source: what to call it."""
+    """Raises ValueError where a prompt of this length is dense in some case. source: what to call it."""
     for case in cases:
         if case.options is None or block_budget(tokens, block_size, case.options) is not None:
             continue

@@ -108,7 +108,7 @@ class SparseEngine:
         extra_args: Mapping[str, Any] | None = None,
         logprobs: int | None = None,
     ) -> Reply:
-        """The greedy answer to a prompt of token ids, with exactly so many tokens; `on_step` is called after steps."""
+        """The greedy answer to a prompt of token ids, of exactly this length; `on_step` is called after steps."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -79,7 +79,7 @@ class Measurement:
 
 
 def num_steps(cases: Sequence[Case], prompt: int, max_tokens: int, chunk: int) -> int:
-    """Steps of all cases together, for a prompt of so many tokens computed in chunks."""
+    """Steps of all cases together, for a prompt of this length, computed in chunks."""
     sparse = sum(case.options is not None for case in cases)
     # a prompt that is cached takes one step
     answers = len(cases) + sparse * 2 * ROUNDS
