@@ -151,8 +151,8 @@ def capacity(ucm: dict[str, Any], options: argparse.Namespace, prompts: list[lis
 
 def missed(llm: LLM) -> float:
     """Mean share of attention that was estimated to fall on blocks that were away; 0 without memory mode."""
-    residency = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "residency", None)
-    return residency.totals.missed / max(1, residency.totals.scored) if residency is not None else 0.0
+    offload = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "offload", None)
+    return offload.totals.missed / max(1, offload.totals.scored) if offload is not None else 0.0
 
 
 def parser() -> argparse.ArgumentParser:

@@ -91,10 +91,10 @@ def _compute_prompts(llm: LLM, prompts: list[list[int]], new_tokens: int) -> Non
 
 
 def _totals(llm: LLM) -> Any:
-    from vllm_gaudi_ucm.protocol.offload import ResidencyTotals
+    from vllm_gaudi_ucm.protocol.offload import OffloadTotals
 
-    residency = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "residency", None)
-    return ResidencyTotals() if residency is None else residency.totals
+    offload = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "offload", None)
+    return OffloadTotals() if offload is None else offload.totals
 
 
 if __name__ == "__main__":

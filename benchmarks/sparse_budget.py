@@ -12,7 +12,7 @@ from torch import Tensor
 class Budget:
     """`ratio` of a row's blocks, at least `min_blocks`, of which `sinks` first and `window` last ones are set.
 
-    Source: seed 000, 5.1 (`_select_blocks`). The window holds the partial tail, so every other block is full.
+    Source: seed 000, 5.1 (`_select_blocks`). The window holds the tail block, so every other block is full.
     """
 
     ratio: float

@@ -66,7 +66,7 @@ def main() -> None:
         for name, spent in times.items():
             median, least, most = (1e3 * value for value in (statistics.median(spent), min(spent), max(spent)))
             print(f"{name}: {median:.0f} ms ({least:.0f} to {most:.0f}), {blocks[name]} of {stored}")
-        print(core.engine_core.scheduler.residency.totals)
+        print(core.engine_core.scheduler.offload.totals)
         core.shutdown()
 
 

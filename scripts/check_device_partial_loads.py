@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 # Blocks that are stored, and tokens behind them that are computed. One is a decode, and so chooses blocks whenever it
-# runs; from two on they run in a graph for tails, and attend to everything where nothing is missing.
+# runs; from two on they run in a graph for prompt remainders, and attend to everything where nothing is missing.
 SIZES = (40, 1), (30, 2), (25, BLOCK // 2), (20, BLOCK)
 STORED = sum(blocks for blocks, _ in SIZES)
 
@@ -55,7 +55,7 @@ def gsa(mode: str, **memory_mode: Any) -> dict[str, Any]:
 
 
 class StoredEngine(Engine):
-    """An engine with a store that is empty at first. tails: steps that ran in graphs for tails, once it has ended."""
+    """An engine with a store, empty at first. remainders: steps that ran in graphs for prompt remainders, at its end."""
 
     def __init__(self, folder: str, ucm: dict[str, Any], kind: str) -> None:
         self._files = tempfile.TemporaryDirectory()
@@ -65,7 +65,7 @@ class StoredEngine(Engine):
         super().__init__(folder, {**ucm, "phase_log": str(self._log)}, kv_transfer_config=store)
         core: Any = self.llm.llm_engine.engine_core
         runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-        self.tails = 0
+        self.remainders = 0
         self._worker = runner.transfer.connector.worker_side
 
     def stored_answers(self, prompts: list[list[int]], new_tokens: int) -> Found:
@@ -79,7 +79,7 @@ class StoredEngine(Engine):
 
     def end(self) -> None:
         super().end()
-        self.tails = sum(step.tail for step in read_phase_log(self._log)[1])
+        self.remainders = sum(step.tail for step in read_phase_log(self._log)[1])
         self._files.cleanup()
 
     def _forget(self) -> None:
@@ -91,10 +91,10 @@ class StoredEngine(Engine):
 
     def _counts(self) -> tuple[int, ...]:
         brought = self._worker.load_counts.loaded_blocks
-        residency = getattr(self.scheduler, "residency", None)
-        if residency is None:
+        offload = getattr(self.scheduler, "offload", None)
+        if offload is None:
             return (brought, 0, 0, 0, 0)
-        totals = residency.totals
+        totals = offload.totals
         return (brought, totals.stored, totals.loaded + totals.found, totals.failed, totals.repeated)
 
 
@@ -116,14 +116,14 @@ def check_nothing_missed(folder: str, kind: str, mode: str, whole: Found, dense:
     found = engine.stored_answers(make_prompts(), NEW_TOKENS)
     engine.end()
     equal = sum(a == b for a, b in zip(found.answers, whole.answers, strict=True))
-    tails = [a[0] == b[0] for a, b, (_, tail) in zip(found.answers, dense, SIZES, strict=True) if tail > 1]
+    remainders = [a[0] == b[0] for a, b, (_, tail) in zip(found.answers, dense, SIZES, strict=True) if tail > 1]
     print(
         f"{kind} store, {mode}, nothing missed: {equal} of {len(SIZES)} answers equal those of whole loads, "
-        f"{sum(tails)} of {len(tails)} first tokens of tails those without a store; {_blocks(found)}",
+        f"{sum(remainders)} of {len(remainders)} first tokens of remainders those without a store; {_blocks(found)}",
         flush=True,
     )
     counted = found.brought == STORED and found.left > 0 and not found.failed
-    return equal == found.repeated == len(SIZES) and all(tails) and counted
+    return equal == found.repeated == len(SIZES) and all(remainders) and counted
 
 
 def check_left_in_store(folder: str, kind: str, mode: str) -> tuple[bool, list[list[int]]]:
@@ -136,12 +136,12 @@ def check_left_in_store(folder: str, kind: str, mode: str) -> tuple[bool, list[l
     engine.end()
     print(
         f"{kind} store, {mode}, left: {_blocks(first)}; with {NEW_TOKENS} tokens {_blocks(later)}; "
-        f"{engine.tails} steps in graphs for tails",
+        f"{engine.remainders} steps in graphs for prompt remainders",
         flush=True,
     )
-    tails = 0 if mode == "off" else 2 * sum(tail > 1 for _, tail in SIZES)
+    remainders = 0 if mode == "off" else 2 * sum(tail > 1 for _, tail in SIZES)
     counted = all(one.brought + one.left == STORED and one.left and not one.repeated for one in (first, later))
-    complete = all(len(answer) == NEW_TOKENS for answer in later.answers) and engine.tails == tails
+    complete = all(len(answer) == NEW_TOKENS for answer in later.answers) and engine.remainders == remainders
     return counted and complete and later.back > 0 and not first.failed + later.failed, first.answers
 
 

@@ -92,7 +92,7 @@ def check_memory_mode(folder: str, prompts: list[list[int]]) -> bool:
     """Answers depend on when copies arrive, so that they are counted and not compared."""
     engine = Engine(folder, MEMORY_MODE, enable_prefix_caching=False)
     answers, _ = engine.answers(prompts)
-    totals = engine.scheduler.residency.totals
+    totals = engine.scheduler.offload.totals
     engine.end()
     print(f"memory mode: {totals}", flush=True)
     return all(len(answer) == NEW_TOKENS for answer in answers) and totals.released > 0 and not totals.failed

@@ -15,23 +15,23 @@ from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 
 # Contexts of up to a quarter of the longest have a graph of their own: most are far shorter than --max-model-len.
 SHORT_SHARE = 4
-MOST_TAILS = 3
+MOST_REMAINDERS = 3
 """Shapes of a server."""
 
 
-def tail_rows(block_size: int, max_num_batched_tokens: int, most_rows: int) -> int:
+def remainder_rows(block_size: int, max_num_batched_tokens: int, most_rows: int) -> int:
     """Rows of the graphs for prompt remainders; 0 where ordinary graphs hold them, with `most_rows` per selection."""
     rows = min(block_size, max_num_batched_tokens)
     return rows if rows > most_rows else 0
 
 
-class TailShape(NamedTuple):
+class RemainderShape(NamedTuple):
     """The key of a graph for prompt remainders. A bucket of equal sizes is another graph: fewer rows per selection."""
 
     forward: ForwardShape
 
 
-class TailShapes:
+class RemainderShapes:
     """All shapes of a server, the smallest first; the last one holds every prompt remainder.
 
     Rows are padded to a block: reading the weights costs more. There are no unique blocks, since all rows belong to one
@@ -59,14 +59,16 @@ class TailShapes:
         # the last one for blocks that wait for their summaries: these are attended without being selected
         sizes = (live, -(-most_selected // SHORT_SHARE)), (live, most_selected), (every, most_selected)
         found = (ForwardShape.of(True, rows, shared, 0, selected) for shared, selected in sizes)
-        self.keys = tuple(map(TailShape, dict.fromkeys(found)))
+        self.keys = tuple(map(RemainderShape, dict.fromkeys(found)))
 
     def lookup(self, step: Bucket) -> ForwardShape:
         """The smallest that dominates the step. Raises LimitsError for one that no graph holds."""
         for shape in self.shapes:
             if dominates(shape.step(step.logits), step):
                 return shape
-        raise LimitsError(f"step {step.to_list()} exceeds the graphs for tails, {[s.to_list() for s in self.shapes]}")
+        raise LimitsError(
+            f"step {step.to_list()} exceeds the graphs for prompt remainders, {[s.to_list() for s in self.shapes]}"
+        )
 
     @property
     def shapes(self) -> list[ForwardShape]:

@@ -129,7 +129,7 @@ def fit_to_memory(buckets: BucketSet, measured: Mapping[GraphKey, int], budget_b
 
     Args:
         buckets: all that are wanted.
-        measured: bytes of the graphs that are warm, among them both maxima, and those for tails. They stay.
+        measured: bytes of the graphs that are warm, among them both maxima, and those for prompt remainders. They stay.
         budget_bytes: what all graphs together may take.
 
     Raises:

@@ -8,16 +8,16 @@ from enum import StrEnum
 from typing import Literal
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 
 BucketKey = ForwardShape | int
 """The buckets: forward shapes, and rows of logits and sampling."""
-GraphKey = BucketKey | TailShape
+GraphKey = BucketKey | RemainderShape
 
 
 def graph_name(key: GraphKey) -> str:
     """The key in words, for a log or an error."""
-    if isinstance(key, TailShape):
+    if isinstance(key, RemainderShape):
         return f"tail {' '.join(map(str, key.forward.to_list()))}"
     if isinstance(key, ForwardShape):
         return f"bucket {' '.join(map(str, key.to_list()))}"
@@ -49,7 +49,7 @@ class GraphRecord:
 
 @dataclass(frozen=True)
 class WarmUpSummary:
-    """All graphs: forward shapes, those for tails, and logits rows, each in ascending order of cost.
+    """All graphs: forward shapes, those for prompt remainders, and logits rows, each in ascending order of cost.
 
     skeleton_graphs: number of graphs that were warm when serving started. skeleton_seconds: their warm-up.
     seconds: spent on all graphs, the skeleton included.
@@ -123,7 +123,7 @@ class WarmUpRecords:
         return {record.key: record.size for record in self._warm()}
 
     def last_seconds(self, like: GraphKey) -> float:
-        """What the last warm graph of the same kind took (forward, tail or logits); 0 without any."""
+        """What the last warm graph of the same kind took (forward, prompt remainder or logits); 0 without any."""
         durations = self._durations(like)
         return durations[-1] if durations else 0.0
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GIB, GraphMemory, fit_to_memory
 from vllm_gaudi_ucm.graphs.warm_up.order import Skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
@@ -36,7 +36,7 @@ class WarmUp:
         report: called as graphs start and end.
         memory_budget: bytes for all graphs together; None: the memory of the device is the bound.
         clock: seconds.
-        tails, run_tail: graphs for prompt remainders, where there are any, and what runs one.
+        remainders, run_remainder: graphs for prompt remainders, where there are any, and what runs one.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class WarmUp:
         report: Callable[[WarmUpProgress], None],
         memory_budget: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        tails: Sequence[TailShape] = (),
-        run_tail: Callable[[ForwardShape], None] | None = None,
+        remainders: Sequence[RemainderShape] = (),
+        run_remainder: Callable[[ForwardShape], None] | None = None,
     ) -> None:
         self.ready = ready
         self._run_forward = run_forward
@@ -58,9 +58,9 @@ class WarmUp:
         self._report_to = report
         self._memory_budget = memory_budget
         self._clock = clock
-        self._tails = tails
-        self._run_tail = run_tail
-        self._records = WarmUpRecords((*ready.buckets.forward, *tails, *ready.buckets.logits))
+        self._remainders = remainders
+        self._run_remainder = run_remainder
+        self._records = WarmUpRecords((*ready.buckets.forward, *remainders, *ready.buckets.logits))
 
     def run_skeleton(self, skeleton: Skeleton) -> None:
         """Warms the graphs that serving starts with, then drops those that do not fit the memory beside them.
@@ -72,7 +72,7 @@ class WarmUp:
             MemoryBudgetError: these graphs take more than `memory_budget`.
         """
         start = self._clock()
-        keys = [*skeleton.keys, *self._tails]
+        keys = [*skeleton.keys, *self._remainders]
         self._records.begin_skeleton(keys)
         for key in keys:
             self._report("skeleton", current=key)
@@ -94,7 +94,7 @@ class WarmUp:
         self._settle("rest", self._refused(key) or self._tried(key))
 
     def last_seconds(self, like: GraphKey) -> float:
-        """What the last warm graph of the same kind took (forward, tail or logits); 0 without any."""
+        """What the last warm graph of the same kind took (forward, prompt remainder or logits); 0 without any."""
         return self._records.last_seconds(like)
 
     def summary(self) -> WarmUpSummary:
@@ -103,9 +103,9 @@ class WarmUp:
 
     def _run(self, key: GraphKey) -> GraphRecord:
         free, start = self._free_memory(), self._clock()
-        if isinstance(key, TailShape):
-            assert self._run_tail is not None
-            self._run_tail(key.forward)
+        if isinstance(key, RemainderShape):
+            assert self._run_remainder is not None
+            self._run_remainder(key.forward)
         elif isinstance(key, ForwardShape):
             self._run_forward(key)
         else:
@@ -145,7 +145,7 @@ class WarmUp:
             self._settle("rest", GraphRecord(key, GraphState.DROPPED, reason=reason))
 
     def _settle(self, stage: WarmUpStage, record: GraphRecord) -> None:
-        if isinstance(record.key, TailShape):
+        if isinstance(record.key, RemainderShape):
             pass  # steps find it by a lookup of their own
         elif record.state is GraphState.WARM:
             self.ready.mark_warm(record.key)

@@ -1,7 +1,7 @@
 """The parts of a step's attention, as the operation sees them.
 
 Which (row, cached token) pairs exist is decided by the planner; this module only names the tensors that carry
-the decision. Integer ranges `[lo, hi)` over the tokens of a block describe partial tail blocks (and, later, sliding
+the decision. Integer ranges `[lo, hi)` over the tokens of a block describe tail block blocks (and, later, sliding
 windows) without ever materialising a bias. Source: seed 001 (Unified Attention), design.md 3.1 and 3.2.
 """
 

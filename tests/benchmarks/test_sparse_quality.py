@@ -66,7 +66,7 @@ def test_a_budget_of_nothing_is_refused() -> None:
 
 
 def test_mass_is_the_attention_of_each_block() -> None:
-    """Grouped query heads, a partial tail, and tokens after the row's own. covers: C15"""
+    """Grouped query heads, a tail block, and tokens after the row's own. covers: C15"""
     step = a_step()
     assert torch.allclose(step.mass.sum(1), torch.ones(3))
     row, context = 1, int(step.contexts[1])

@@ -71,16 +71,16 @@ def test_the_strategy_and_its_missing_file() -> None:
         ("cpu", "eager", False, False),
     ],
 )
-def test_graphs_for_tails_are_named_where_there_may_be_some(
+def test_graphs_for_remainders_are_named_where_there_may_be_some(
     device: str | None, mode: str, memory_mode: bool, shown: bool
 ) -> None:
-    """At true shapes tails run like all others."""
+    """At true shapes remainders run like all others."""
     config: dict[str, Any] = {"graphs": {"mode": mode}, "ucm_sparse_method": "ESA"}
     config["memory_mode"] = {"enabled": memory_mode}
     found = {check.name: check for check in static_shape_checks(resolve_config({"ucm": config}), device)}
-    assert ("graphs for tails" in found) == shown
+    assert ("graphs for prompt remainders" in found) == shown
     if shown:
-        check = found["graphs for tails"]
+        check = found["graphs for prompt remainders"]
         assert (check.status, "a part of ucm.graphs.max_graphs" in check.found) == ("info", True)
 
 

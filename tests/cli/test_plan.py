@@ -13,7 +13,7 @@ import pytest
 from vllm_gaudi_ucm.cli import main as cli
 from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, resolve_config
 from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
-from vllm_gaudi_ucm.execution.bucketed_execution import tail_shapes
+from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
@@ -102,8 +102,8 @@ def served(
     device: Any = GAUDI2
     selected = 0 if choices is None else choices.max_selected_blocks
     limits = server_limits(engine, 128, num_blocks, contiguous, graphs.max_shared_blocks, selected)
-    tails = tail_shapes(limits, choices)
-    return *choose_buckets(graphs, engine, limits, device, 0 if tails is None else len(tails.keys)), graphs
+    remainders = remainder_shapes(limits, choices)
+    return *choose_buckets(graphs, engine, limits, device, 0 if remainders is None else len(remainders.keys)), graphs
 
 
 SERVER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -237,16 +237,16 @@ def test_a_server_with_a_sparse_method_is_planned(capsys: pytest.CaptureFixture[
 PARTIAL_LOADS = {"ucm_sparse_method": "ESA", "memory_mode": {"enabled": True}}
 
 
-def test_graphs_for_tails_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_graphs_for_remainders_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the server has them: of its sizes, a part of its graphs, of their memory, and warm before it serves."""
     limits = ("--max-num-batched-tokens", 4096, "--max-num-seqs", 48, "--max-model-len", 16384, "--num-blocks", 3400)
     (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL))
     argv = (*limits, "--model", tmp_path, "--max-graphs", 40, "--sparse", json.dumps(PARTIAL_LOADS))
     without, value = plan(capsys, *argv), plan(capsys, *argv, "--partial-loads")
-    sizes = ServerSizes(16384, 48, 1, 128, 3400, static=True, tail_rows=128)
+    sizes = ServerSizes(16384, 48, 1, 128, 3400, static=True, remainder_rows=128)
     choices = selection_limits(BlockOptions(), sizes)
     buckets, _, _ = served(3400, choices=choices, max_graphs=40)
-    shapes, left = tail_shapes(buckets.limits, choices), value["graphs"] - 3
+    shapes, left = remainder_shapes(buckets.limits, choices), value["graphs"] - 3
     assert shapes is not None
     assert value["tails"] == [shape.to_list() for shape in shapes.shapes]
     assert len(value["tails"]) == 3
@@ -261,7 +261,7 @@ def test_graphs_for_tails_are_planned(tmp_path: Path, capsys: pytest.CaptureFixt
     assert value["skeleton_seconds"] > without["skeleton_seconds"]
 
 
-def test_what_is_said_of_graphs_for_tails(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said_of_graphs_for_remainders(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps of a log that ran in one need no bucket."""
     sparse = json.dumps(PARTIAL_LOADS)
     assert cli.main(["plan", "--sparse", sparse, "--partial-loads"]) == 0

@@ -134,7 +134,7 @@ def test_a_log_that_does_not_say_its_limits(tmp_path: Path, capsys: pytest.Captu
     assert "observed steps have unique_blocks 5, the limits allow 3" in capsys.readouterr().err
 
 
-def test_steps_in_graphs_for_tails_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_in_graphs_for_remainders_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of tuning, and of the picture of what was tuned."""
     from tests.observability.records import mixed_steps, tail_step, write_log
 

@@ -15,10 +15,10 @@ from vllm_gaudi_ucm.connector.metadata import BlockLoad
 from vllm_gaudi_ucm.connector.worker_side import BlockLoads
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
-from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
+from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
-from vllm_gaudi_ucm.protocol.offload import BlockMove, ResidencyOrders
+from vllm_gaudi_ucm.protocol.offload import BlockMove, OffloadOrders
 from vllm_gaudi_ucm.store.factory import open_store
 from vllm_gaudi_ucm.store.memory import MemoryStoreOptions
 
@@ -109,11 +109,11 @@ def memory_mode() -> list[float]:
     state: Any = SimpleNamespace(forget=lambda requests: None, summaries=summaries)
     scorer: Any = SimpleNamespace(restore_summary=lambda row, block: None)
     table: Any = None
-    worker = ResidencyWorker(table, state, scorer, card.blocks, copies, card.device)
+    worker = OffloadWorker(table, state, scorer, card.blocks, copies, card.device)
     card.launch_step()
-    worker.begin_step(ResidencyOrders(stored=[(*pair, 0)], loads=[BlockMove(*pair, TARGET, 0)]))
+    worker.begin_step(OffloadOrders(stored=[(*pair, 0)], loads=[BlockMove(*pair, TARGET, 0)]))
     arrived.append((pair, card.block))
-    worker.begin_step(ResidencyOrders())
+    worker.begin_step(OffloadOrders())
     assert worker.report().loaded == [pair]
     return card.contents()
 

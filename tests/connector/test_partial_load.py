@@ -16,9 +16,9 @@ SPAN = 4
 class Residency:
     """Keeps the first and the last block, and one between them, as long as there are rows."""
 
-    def __init__(self, num_rows: int = 100, max_tail: int = 1) -> None:
+    def __init__(self, num_rows: int = 100, max_remainder: int = 1) -> None:
         self.num_rows = num_rows
-        self.max_tail = max_tail
+        self.max_remainder = max_remainder
 
     def dispensable(self, request_id: str, full: int, missing: Sequence[int]) -> list[int]:
         between = [number for number in missing if 0 < number < full - 1]
@@ -29,9 +29,9 @@ class Residency:
         return {number: 50 + number for number in list(keys)[: self.num_rows]}
 
 
-def loads_of(history: AccessHistory | None = None, **residency: int) -> PartialLoads:
+def loads_of(history: AccessHistory | None = None, **offload: int) -> PartialLoads:
     order = (history or AccessHistory(100)).order
-    return PartialLoads(Residency(**residency), BLOCK, SPAN, lambda keys: order(keys, 0))  # type: ignore[arg-type]
+    return PartialLoads(Residency(**offload), BLOCK, SPAN, lambda keys: order(keys, 0))  # type: ignore[arg-type]
 
 
 def prompt(count: int, **more: Any) -> Any:
@@ -39,12 +39,12 @@ def prompt(count: int, **more: Any) -> Any:
 
 
 def test_only_where_a_sparse_step_has_room_for_what_is_left() -> None:
-    loads = loads_of(max_tail=4)
+    loads = loads_of(max_remainder=4)
     whole = loads.record_keys(prompt(10 * BLOCK + 1), KEYS, 0)
     assert whole
     assert loads.record_keys(prompt(10 * BLOCK + 4), KEYS, 0) == whole, "prompts share them whatever their tails"
     assert not loads.record_keys(prompt(10 * BLOCK + 5), KEYS, 0)
-    assert loads_of(max_tail=BLOCK).record_keys(prompt(11 * BLOCK), KEYS, 0) == whole
+    assert loads_of(max_remainder=BLOCK).record_keys(prompt(11 * BLOCK), KEYS, 0) == whole
     assert not loads.record_keys(make_request("a", 10 * BLOCK + 1, num_preemptions=1), KEYS, 0)
     assert not loads.record_keys(prompt(3 * BLOCK + 1), KEYS[:3], 0), "nothing is dispensable"
 
@@ -111,9 +111,9 @@ def test_records_of_a_prompt() -> None:
     blocks[5] = 0
     assert [save.key for save in loads.record_saves(request, KEYS, blocks)] == [keys[0], keys[2]]
     assert loads.record_saves(prompt(10 * BLOCK + 2), KEYS, blocks) == []
-    tails = loads_of(max_tail=2)
-    assert [save.key for save in tails.record_saves(prompt(10 * BLOCK + 2), KEYS, blocks)] == [keys[0], keys[2]]
-    assert tails.record_saves(prompt(10 * BLOCK + 3), KEYS, blocks) == []
+    remainders = loads_of(max_remainder=2)
+    assert [save.key for save in remainders.record_saves(prompt(10 * BLOCK + 2), KEYS, blocks)] == [keys[0], keys[2]]
+    assert remainders.record_saves(prompt(10 * BLOCK + 3), KEYS, blocks) == []
 
 
 def test_blocks_that_a_query_asks_for() -> None:

@@ -45,13 +45,13 @@ def scheduled(**num_scheduled: int) -> Any:
 class Side:
     """A scheduler side over a store in a dictionary."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, residency: Any = None, **changes: Any) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, offload: Any = None, **changes: Any) -> None:
         self.store = FaultStore()
         monkeypatch.setattr("vllm_gaudi_ucm.connector.setup.open_store", lambda options, block_bytes: self.store)
         setup = make_setup(folder, **changes)
         # what prefetches for waiting requests are planned by
         setup.vllm_config.scheduler_config = SimpleNamespace(max_num_seqs=4)  # type: ignore[misc]
-        self.side = SchedulerSide(setup, lambda request_id: list(range(100, 200)), residency=residency)
+        self.side = SchedulerSide(setup, lambda request_id: list(range(100, 200)), offload=offload)
 
     def save(self, count: int) -> list[bytes]:
         """Keys of the blocks of a request with so many tokens, now stored."""
@@ -137,7 +137,9 @@ def test_what_may_be_computed_again_is_saved_later(sides: Any) -> None:
     """A step on blocks that were guessed may be repeated: what it fills is not stored before it stands."""
     guesses = {"a"}
     # no prompt remainder is so short that records of its blocks are saved
-    side = sides(residency=SimpleNamespace(method=BlockOptions(), max_tail=-1, is_guess=lambda name: name in guesses))
+    side = sides(
+        offload=SimpleNamespace(method=BlockOptions(), max_remainder=-1, is_guess=lambda name: name in guesses)
+    )
     request = make_request("a", 40, num_prompt_tokens=40)
     side.side.begin(request)
     assert side.side.metadata(scheduled(a=20)).saves == []

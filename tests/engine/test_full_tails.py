@@ -39,7 +39,7 @@ def wait_for_a_repeated_step(served: Served, store: FaultStore) -> None:
     served.serve([PROMPT, FULL], 2)
     served.forget()
     served.engine.add("a", FULL, greedy_params(20))
-    while not served.watched.residency.totals.repeated:
+    while not served.watched.offload.totals.repeated:
         served.watched.step()
     store.goes_on.clear()
 
@@ -58,7 +58,7 @@ def test_a_block_is_found_by_others_once_the_step_stands_that_has_filled_it(
         served = Served(engine)
         wait_for_a_repeated_step(served, fault_store)
         ((name, request),) = engine.core.scheduler.requests.items()
-        pool, blocks = engine.core.scheduler.kv_cache_manager.block_pool, served.watched.residency._blocks
+        pool, blocks = engine.core.scheduler.kv_cache_manager.block_pool, served.watched.offload._blocks
         assert pool.get_cached_block(request.block_hashes[12], [0]) is None
         fault_store.goes_on.set()
         while len(blocks.table(name)) < 14:
@@ -90,7 +90,7 @@ def test_a_preempted_request_asks_the_store_again(tiny_llama: Path, fault_store:
     with Engine(tiny_llama, ucm(), **OPTIONS, kv_transfer_config=transfer({"kind": "memory"})) as engine:
         served = Served(engine)
         engine.add("a", PROMPT, greedy_params(12))
-        while not served.watched.residency.totals.scored:
+        while not served.watched.offload.totals.scored:
             served.watched.step()
         assert served.worker.saver.flush(5.0)
         assert len(fault_store.saved) >= 20

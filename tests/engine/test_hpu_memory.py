@@ -10,7 +10,7 @@ import pytest
 from tests.engine.hpu_process import Finished, run_on_card
 from tests.engine.serving import Engine
 from tests.engine.test_connector import transfer
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import fit_to_memory
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.records import graph_name
@@ -21,7 +21,7 @@ GRAPH = 2 * MIB
 UTILIZATION = 0.9
 BUDGETS = (None, 21, 3)
 MAX_GRAPHS = 16
-GRAPHS_WITH_TAILS = 18  # of which the strategy uses all, with two for tails or without
+GRAPHS_WITH_TAILS = 18  # of which the strategy uses all, with two for remainders or without
 SKELETON = 2
 # Buffers of the static inputs and of sampling, beside the graphs: of 64 tokens and 8 requests.
 BUFFERS = 64 << 10
@@ -77,7 +77,7 @@ def start_small(model: str, budget_mib: float | None) -> dict[str, Any]:
     }
 
 
-def start_with_tails(model: str) -> dict[str, Any]:
+def start_with_remainders(model: str) -> dict[str, Any]:
     """The same card under memory mode, with prompts that may be loaded in part."""
     from habana_frameworks.torch.simulator import card
 
@@ -92,13 +92,13 @@ def start_with_tails(model: str) -> dict[str, Any]:
     with Engine(Path(model), config, **options) as engine:
         static = engine.runner.static
         assert static is not None
-        assert static.execution.tails is not None
-        assert static.execution._tails is not None
+        assert static.execution.remainders is not None
+        assert static.execution._remainders is not None
         summary = static.summary()
         return {
-            "shapes": len(static.execution.tails.shapes),
-            "graphs": static.execution._tails.captured(),
-            "tails": [record.size for record in summary.records if isinstance(record.key, TailShape)],
+            "shapes": len(static.execution.remainders.shapes),
+            "graphs": static.execution._remainders.captured(),
+            "tails": [record.size for record in summary.records if isinstance(record.key, RemainderShape)],
             "all": len(summary.records),
             "budget": static._warm_up._memory_budget,
             "used": summary.size,
@@ -107,7 +107,7 @@ def start_with_tails(model: str) -> dict[str, Any]:
 
 def start_several(model: str) -> list[dict[str, Any]]:
     """One after the other, in one process: loading vLLM takes longer than they do."""
-    return [*(start_small(model, budget) for budget in BUDGETS), start_with_tails(model)]
+    return [*(start_small(model, budget) for budget in BUDGETS), start_with_remainders(model)]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_left_out_and_listed(started: Finished, number: int
     wasteful = run["most_wasteful_first"]
     assert len(wasteful) >= 5
     lines = [line for line in started.log.splitlines() if "Warm-up leaves out" in line]
-    # those behind are of the start with tails
+    # those behind are of the start with remainders
     lines = lines[:10] if number == 0 else lines[10:16]
     assert len(lines) == len(dropped)
     for line, name in zip(lines, wasteful, strict=False):
@@ -160,7 +160,7 @@ def test_a_budget_that_cannot_hold_the_skeleton(started: Finished) -> None:
     assert "take 0.006 GiB; raise it, lower --max-num-batched-tokens (now 64)" in error
 
 
-def test_graphs_for_tails_are_measured_and_part_of_the_budget(started: Finished) -> None:
+def test_graphs_for_remainders_are_measured_and_part_of_the_budget(started: Finished) -> None:
     """Twice the largest graphs, these included."""
     run = started.result[3]
     assert run["graphs"] == run["shapes"] == len(run["tails"]) > 1

@@ -75,7 +75,7 @@ def memory_mode_engine(model: str, options: dict[str, Any]) -> Engine:
 
 
 def answers_after_partial_loads(engine: Engine) -> list[Answer]:
-    """First tokens of stored prompts. Their tails have 5, 12, 2 and 12 tokens; before the first there is no context."""
+    """First tokens of stored prompts. Their remainders have 5, 12, 2 and 12 tokens; the first has no context before it."""
     engine.greedy(PROMPTS, 1)
     for _ in range(3):
         engine.step()
@@ -93,10 +93,10 @@ def serve_memory_mode(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
         warm = card.compilations, card.captures, card.bypasses
         first = answers_after_partial_loads(engine)
-        left = engine.core.scheduler.residency.totals.stored
+        left = engine.core.scheduler.offload.totals.stored
         answers = [engine.staggered(PROMPTS, [0, 1, 3, 7], 40) for _ in range(2)]
         served = card.compilations, card.captures, card.bypasses
-        totals = msgspec.structs.asdict(engine._core.scheduler.residency.totals)
+        totals = msgspec.structs.asdict(engine._core.scheduler.offload.totals)
     return {
         "first": [dataclasses.asdict(answer) for answer in first],
         "left": left,
@@ -122,4 +122,4 @@ def test_memory_mode_compiles_nothing_once_warm(tiny_llama: Path, tmp_path: Path
     assert found["left"]
     with memory_mode_engine(str(tiny_llama), options) as engine:
         assert_same([Answer(**answer) for answer in found["first"]], answers_after_partial_loads(engine))
-        assert engine.core.scheduler.residency.totals.stored == found["left"]
+        assert engine.core.scheduler.offload.totals.stored == found["left"]

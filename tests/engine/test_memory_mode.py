@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm import RequestOutput
 
-from tests.engine.resident_blocks import WatchedEngine
+from tests.engine.offloaded_blocks import WatchedEngine
 from tests.engine.serving import Engine, greedy_params
 from tests.engine.test_sparse import COMMON, OPTIONS, STATIC, tokens
 from vllm_gaudi_ucm.kv_offload.copies import CopyStore
@@ -57,7 +57,7 @@ def test_blocks_leave_and_come_back(tiny_llama: Path, static: bool, caching: boo
         watched = WatchedEngine(engine)
         outputs = watched.generate(PROMPTS, 60)
         check_finite(outputs)
-        totals = watched.residency.totals
+        totals = watched.offload.totals
         assert totals.released
         assert totals.found if caching else totals.loaded
         assert not totals.failed
@@ -75,9 +75,9 @@ def test_without_host_memory_blocks_stay(tiny_llama: Path, monkeypatch: pytest.M
         watched = WatchedEngine(engine)
         assert engine.runner._sparse is not None
         with monkeypatch.context() as patched:
-            patched.setattr(engine.runner._sparse.residency._blocks, "allocate", nothing_left)
+            patched.setattr(engine.runner._sparse.offload._blocks, "allocate", nothing_left)
             check_finite(watched.generate([PROMPTS[2]], 10))
-        totals = watched.residency.totals
+        totals = watched.offload.totals
         assert totals.unsaved
         assert not totals.released
         check_finite(watched.generate([PROMPTS[2]], 10))
@@ -91,8 +91,8 @@ def test_other_methods(tiny_llama: Path, method: str) -> None:
     with Engine(tiny_llama, ucm(method), **OPTIONS, enable_prefix_caching=False) as engine:
         watched = WatchedEngine(engine)
         check_finite(watched.generate(PROMPTS, 40))
-        assert watched.residency.totals.released
-        assert watched.residency.totals.loaded
+        assert watched.offload.totals.released
+        assert watched.offload.totals.loaded
 
 
 def test_drafts(tiny_llama: Path) -> None:
@@ -103,8 +103,8 @@ def test_drafts(tiny_llama: Path) -> None:
     with Engine(tiny_llama, ucm("KVStar"), **options, speculative_config=speculative) as engine:
         watched = WatchedEngine(engine)
         check_finite(watched.generate(repeated, 60))
-        assert watched.residency.totals.released
-        assert watched.residency.totals.loaded
+        assert watched.offload.totals.released
+        assert watched.offload.totals.loaded
         engine.check_idle()
 
 
@@ -114,9 +114,9 @@ def test_copies_in_files(tmp_path: Path, tiny_llama: Path) -> None:
     with Engine(tiny_llama, config, **OPTIONS, enable_prefix_caching=False) as engine:
         watched = WatchedEngine(engine)
         check_finite(watched.generate(PROMPTS[2:4], 60))
-        assert watched.residency.totals.loaded
+        assert watched.offload.totals.loaded
         store = copies_of(engine).store
-        assert store.stats().saves >= watched.residency.totals.saved > 0
+        assert store.stats().saves >= watched.offload.totals.saved > 0
     assert store.stats().blocks == 0
 
 
@@ -127,11 +127,11 @@ def test_blocks_that_wait_to_come_back_are_read_before_their_turn(tmp_path: Path
     with Engine(tiny_llama, config, **OPTIONS, enable_prefix_caching=False) as engine:
         watched = WatchedEngine(engine)
         check_finite(watched.generate(PROMPTS[2:], 60))
-        assert watched.residency.totals.loaded
+        assert watched.offload.totals.loaded
         stats = copies_of(engine)._engine.stats()
         assert stats.threads == 2
         assert stats.blocks_cached + stats.blocks_shared
-        assert stats.blocks_loaded < 2 * watched.residency.totals.loaded, "no block is read twice"
+        assert stats.blocks_loaded < 2 * watched.offload.totals.loaded, "no block is read twice"
 
 
 def test_room_for_everything_changes_no_token(tiny_llama: Path) -> None:
@@ -143,7 +143,7 @@ def test_room_for_everything_changes_no_token(tiny_llama: Path) -> None:
     with Engine(tiny_llama, ucm(resident_ratio=1.0), **OPTIONS) as engine:
         watched = WatchedEngine(engine)
         assert generated(watched.generate(PROMPTS, 30)) == expected
-        assert not watched.residency.totals.released
+        assert not watched.offload.totals.released
 
 
 def test_a_full_store_changes_no_token(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +157,8 @@ def test_a_full_store_changes_no_token(tiny_llama: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(copies.store, "save", lambda key, block: False)
         watched = WatchedEngine(engine)
         assert generated(watched.generate(PROMPTS, 30)) == expected
-        assert watched.residency.totals.unsaved
-        assert not watched.residency.totals.released
+        assert watched.offload.totals.unsaved
+        assert not watched.offload.totals.released
 
 
 def test_a_store_that_loses_everything(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_a_store_that_loses_everything(tiny_llama: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(store, "load", lambda key, into: False)
         watched = WatchedEngine(engine)
         check_finite(watched.generate(PROMPTS, 40))
-        totals = watched.residency.totals
+        totals = watched.offload.totals
         assert totals.failed
         assert not totals.loaded
         engine.check_idle()
@@ -183,7 +183,7 @@ def test_preempted_requests_compute_everything_again(tiny_llama: Path, static: b
         watched = WatchedEngine(engine)
         check_finite(watched.generate(growing, 90))
         assert engine.preemptions
-        assert watched.residency.totals.released
+        assert watched.offload.totals.released
         engine.check_idle()
 
 
@@ -251,5 +251,5 @@ def test_copies_in_the_folder_of_a_connector_are_refused(tiny_llama: Path, tmp_p
 def copies_of(engine: Engine) -> CopyStore:
     sparse = engine.runner._sparse
     assert sparse is not None
-    assert sparse.residency is not None
-    return sparse.residency._copies
+    assert sparse.offload is not None
+    return sparse.offload._copies

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.connector.fault_store import FaultStore
-from tests.engine.resident_blocks import WatchedEngine
+from tests.engine.offloaded_blocks import WatchedEngine
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.test_connector import file_store, transfer
 from tests.engine.test_memory_mode import check_finite, copies_of, ucm
@@ -86,7 +86,7 @@ def test_a_stored_prompt_is_not_computed_and_its_blocks_leave(
         served = Served(engine)
         first = served.serve()
         served.forget()
-        totals = served.watched.residency.totals
+        totals = served.watched.offload.totals
         released, scored = totals.released, totals.scored
         assert released
         assert served.serve() == [loadable(prompt) for prompt in PROMPTS]
@@ -133,9 +133,9 @@ def test_the_first_step_of_a_stored_prompt_is_sparse(tiny_llama: Path, tmp_path:
         served = Served(engine)
         served.serve([prompt], 2)
         served.forget()
-        scored = served.watched.residency.totals.scored
+        scored = served.watched.offload.totals.scored
         assert served.serve([prompt], 1) == [16 * BLOCK]
-        assert served.watched.residency.totals.scored == scored + 1
+        assert served.watched.offload.totals.scored == scored + 1
     last = read_phase_log(tmp_path / "phases.jsonl")[1][-1]
     assert (last.tokens, last.sparse) == (1, 1)
 
@@ -157,7 +157,7 @@ def test_preempted_requests_load_what_is_stored(tiny_llama: Path, tmp_path: Path
             served.serve(growing, 90)
             served.settle()
         assert engine.preemptions
-        assert served.watched.residency.totals.released
+        assert served.watched.offload.totals.released
         assert served.worker.load_counts.requests > len(growing), "loaded again after a preemption"
 
 
@@ -196,7 +196,7 @@ def test_requests_that_end_while_blocks_are_on_their_way(tiny_llama: Path, fault
         assert counts.cancelled
         assert counts.loaded_blocks
         assert counts.failed_blocks
-        assert served.watched.residency.totals.released
+        assert served.watched.offload.totals.released
         served.serve(outputs=20)
         served.settle()
         stored = b"".join(fault_store.blocks.values())

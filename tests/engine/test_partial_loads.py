@@ -17,7 +17,7 @@ from tests.engine.test_connector import transfer
 from tests.engine.test_memory_mode import check_finite, generated, ucm
 from tests.engine.test_memory_mode_transfer import Served, store_options
 from tests.engine.test_sparse import OPTIONS, tokens
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphState
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
@@ -41,7 +41,7 @@ def test_only_a_part_is_loaded(tiny_llama: Path, kind: str, static: bool, tail: 
         served = Served(engine)
         served.serve([prompt], 4)
         served.forget()
-        totals, counts = served.watched.residency.totals, served.worker.load_counts
+        totals, counts = served.watched.offload.totals, served.worker.load_counts
         scored = totals.scored
         assert served.serve([prompt], 1) == [20 * BLOCK]
         assert (totals.stored, counts.loaded_blocks) == (20 - RESIDENT, RESIDENT)
@@ -81,7 +81,7 @@ def test_when_a_load_is_partial(
         served.forget()
         assert served.serve([prompt], 2) == [(len(prompt) - 1) // BLOCK * BLOCK]
         assert served.worker.load_counts.loaded_blocks == loaded
-        assert served.watched.residency.totals.stored == (len(prompt) - 1) // BLOCK - loaded
+        assert served.watched.offload.totals.stored == (len(prompt) - 1) // BLOCK - loaded
         served.settle()
 
 
@@ -123,7 +123,7 @@ def test_a_first_step_that_missed_too_much_is_repeated(
     with Engine(tiny_llama, ucm(static=static, max_missed=0.0), **OPTIONS, kv_transfer_config=config) as engine:
         served = Served(engine)
         engine.greedy(prompts, 1)
-        totals = served.watched.residency.totals
+        totals = served.watched.offload.totals
         for chunk in (0, 6):
             served.forget()
             before = totals.repeated
@@ -154,7 +154,7 @@ def test_tails_at_static_shapes(tiny_llama: Path, tmp_path: Path) -> None:
         with Engine(tiny_llama, config, **OPTIONS, kv_transfer_config=stored) as engine:
             served = Served(engine)
             if engine.runner.static is not None:
-                graphs = [r for r in engine.runner.static.summary().records if isinstance(r.key, TailShape)]
+                graphs = [r for r in engine.runner.static.summary().records if isinstance(r.key, RemainderShape)]
                 assert [graph.state for graph in graphs] == 3 * [GraphState.WARM]
             engine.greedy(TAILED, 1)
             found.append([])
@@ -166,7 +166,7 @@ def test_tails_at_static_shapes(tiny_llama: Path, tmp_path: Path) -> None:
                 # one token: what is on the device for later ones depends on time
                 found[-1] += map(answer_of, served.watched.generate([*TAILED, fresh[chunk:]], 1))
                 engine.llm.llm_engine.abort_request(["decode"])
-            totals, counts = served.watched.residency.totals, served.worker.load_counts
+            totals, counts = served.watched.offload.totals, served.worker.load_counts
             assert [answer.cached_tokens for answer in found[-1]] == 2 * [256, 240, 224, 0]
             assert (totals.stored, counts.loaded_blocks, totals.repeated) == (52, 38, 0)
             served.settle()
@@ -197,7 +197,7 @@ def test_a_block_that_the_same_step_computes_for_another_request(
         scheduler = engine.core.scheduler
         while not scheduler.finished_recving_kv_req_ids:
             served.watched.step()
-        assert served.watched.residency.totals.stored == 20 - RESIDENT
+        assert served.watched.offload.totals.stored == 20 - RESIDENT
         fault_store.lookup_raises = True
         engine.add("whole", prompt, greedy_params(8))
         check_finite(served.watched.finish(["part", "whole"]))
@@ -218,7 +218,7 @@ def test_a_repeated_step_with_drafts(tiny_llama: Path) -> None:
         served.forget()
         found = served.watched.generate([prompt], 30)
         check_finite(found)
-        assert served.watched.residency.totals.repeated == 1
+        assert served.watched.offload.totals.repeated == 1
         assert len(generated(found)[0]) == len(first)
         served.settle()
 
@@ -230,7 +230,7 @@ def test_a_share_that_may_be_missed_is_no_reason_to_repeat(tiny_llama: Path) -> 
         served.serve([PROMPT], 2)
         served.forget()
         served.serve([PROMPT], 8)
-        totals = served.watched.residency.totals
+        totals = served.watched.offload.totals
         assert totals.stored
         assert not totals.repeated
         assert not totals.kept
@@ -253,7 +253,7 @@ def test_records_of_summaries_that_are_gone(tiny_llama: Path, fault_store: Fault
     with Engine(tiny_llama, ucm(), **OPTIONS, kv_transfer_config=transfer({"kind": "memory"})) as engine:
         served = Served(engine)
         stored_prompt(served)
-        counts, totals = served.worker.load_counts, served.watched.residency.totals
+        counts, totals = served.worker.load_counts, served.watched.offload.totals
         records = fault_store.saved[20:]
         assert len(records) == served.worker.saver.counts().records > 1
         fault_store.delete(records[:1])
@@ -323,7 +323,7 @@ def test_blocks_that_the_store_has_evicted(tiny_llama: Path, fault_store: FaultS
             served.watched.step()
         fault_store.clear()
         check_finite(served.watched.finish(["a"]))
-        assert served.watched.residency.totals.failed
+        assert served.watched.offload.totals.failed
         served.settle()
 
 
@@ -376,7 +376,7 @@ def test_requests_that_end_while_a_part_is_loaded(tiny_llama: Path, fault_store:
         engine.llm.llm_engine.abort_request(["last"])
         fault_store.heal()
         served.settle()
-        counts, totals = served.worker.load_counts, served.watched.residency.totals
+        counts, totals = served.worker.load_counts, served.watched.offload.totals
         assert counts.cancelled
         assert counts.failed_blocks
         assert totals.stored

@@ -46,8 +46,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def chosen(limits: Limits = LIMITS, num_tails: int = 0, **options: Any) -> tuple[BucketSet, Steps | None]:
-    return choose_buckets(graphs(**options), VLLM, limits, DEVICE, num_tails)
+def chosen(limits: Limits = LIMITS, num_remainders: int = 0, **options: Any) -> tuple[BucketSet, Steps | None]:
+    return choose_buckets(graphs(**options), VLLM, limits, DEVICE, num_remainders)
 
 
 @pytest.fixture
@@ -103,28 +103,32 @@ def test_without_files_buckets_come_from_the_limits(strategy: str) -> None:
         assert buckets.logits[-1] == limits.max_num_seqs
 
 
-@pytest.mark.parametrize(("sparse", "tails"), [(False, 0), (True, 0), (True, 3)])
-def test_too_few_graphs_for_any_grid_are_warned_of(sparse: bool, tails: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("sparse", "remainders"), [(False, 0), (True, 0), (True, 3)])
+def test_too_few_graphs_for_any_grid_are_warned_of(
+    sparse: bool, remainders: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """With a sparse method most phases have two graphs, so that a count that served before leaves the largest alone.
 
     covers: B8
     """
     limits = replace(LIMITS, max_selected_blocks=24 if sparse else 0)
-    needed = coarsest_grid(BucketRequest(limits, cost_model(VLLM, DEVICE, 16))).num_graphs + tails
+    needed = coarsest_grid(BucketRequest(limits, cost_model(VLLM, DEVICE, 16))).num_graphs + remainders
     caplog.handler.setLevel(logging.WARNING)
     logger.addHandler(caplog.handler)
     try:
-        assert len(chosen(limits, tails, max_graphs=needed)[0].forward) == needed - tails - 1
+        assert len(chosen(limits, remainders, max_graphs=needed)[0].forward) == needed - remainders - 1
         assert not caplog.messages
-        assert len(chosen(limits, tails, max_graphs=needed - 1)[0].forward) == 1
+        assert len(chosen(limits, remainders, max_graphs=needed - 1)[0].forward) == 1
     finally:
         logger.removeHandler(caplog.handler)
     expected = f"ucm.graphs.max_graphs: found {needed - 1}, expected at least {needed} for strategy padding_aware"
-    beside = (" with a sparse method" if sparse else "") + (f" and {tails} graphs for tails" if tails else "")
+    beside = (" with a sparse method" if sparse else "") + (
+        f" and {remainders} graphs for prompt remainders" if remainders else ""
+    )
     assert caplog.messages[0].startswith(f"{expected}{beside}: only the largest")
 
 
-def test_graphs_for_tails_are_a_part_of_max_graphs(bucket_file: Path) -> None:
+def test_graphs_for_remainders_are_a_part_of_max_graphs(bucket_file: Path) -> None:
     """Beside the two largest buckets at least; a bucket file is as large as it is."""
     for count, left in ((24, 21), (4, 2), (2, 2)):
         assert (
@@ -166,7 +170,7 @@ def test_a_trace_tunes_the_buckets_and_is_the_usage(trace: Path) -> None:
     assert buckets.num_graphs <= 8
 
 
-def test_steps_of_a_trace_that_ran_in_graphs_for_tails_are_no_usage(tmp_path: Path) -> None:
+def test_steps_of_a_trace_that_ran_in_graphs_for_remainders_are_no_usage(tmp_path: Path) -> None:
     path = tmp_path / "tails.jsonl"
     write_log(path, [*mixed_steps(), tail_step(200)])
     _, usage = chosen(trace=path, max_graphs=8)

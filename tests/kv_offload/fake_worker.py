@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
-from vllm_gaudi_ucm.protocol.offload import BlockMove, ResidencyReport
+from vllm_gaudi_ucm.protocol.offload import BlockMove, OffloadReport
 
 Content = tuple[int, ...]
 
@@ -34,14 +34,14 @@ class FakeWorker:
         self._moving: list[tuple[int, bool, BlockMove]] = []
         self._rows: dict[tuple[int, int], int] = {}
 
-    def step(self, output: SchedulerOutput, requests: Any) -> ResidencyReport:
+    def step(self, output: SchedulerOutput, requests: Any) -> OffloadReport:
         """Carries out a step; returns its report."""
-        report = ResidencyReport()
+        report = OffloadReport()
         self._update_tables(output)
         meta = sparse_meta_of(output)
         assert meta is not None
-        assert meta.residency is not None
-        orders = meta.residency
+        assert meta.offload is not None
+        orders = meta.offload
         for generation in orders.ended:
             self._moving = [entry for entry in self._moving if entry[2].generation != generation]
             self._copies = {key: value for key, value in self._copies.items() if key[0] != generation}
@@ -82,7 +82,7 @@ class FakeWorker:
                 self.tables[request_id] = []
             self.tables[request_id] += list(blocks[0]) if blocks is not None else []
 
-    def _finish_moves(self, report: ResidencyReport) -> None:
+    def _finish_moves(self, report: OffloadReport) -> None:
         waiting = []
         for steps, is_save, move in self._moving:
             pair = move.generation, move.number

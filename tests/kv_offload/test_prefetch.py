@@ -77,7 +77,7 @@ def test_blocks_that_wait_for_their_turn_come_nearer(tmp_path: Path, ahead: int)
     named: set[tuple[int, int]] = set()
     most, loads = 0, []
     for _ in range(70):
-        orders = run_step(scheduler, worker).ucm_sparse_meta.residency
+        orders = run_step(scheduler, worker).ucm_sparse_meta.offload
         loads += [((move.generation, move.number) in named) for move in orders.loads]
         assert not named & set(orders.dropped)
         named = set(orders.ahead)

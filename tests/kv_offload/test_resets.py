@@ -18,19 +18,19 @@ def test_what_the_next_step_allots_is_kept(tmp_path: Path) -> None:
     scheduler.add_request(request("a", 160, max_tokens=80))
     for _ in range(6):
         run_step(scheduler, worker)
-    assert scheduler.residency.num_offloaded
+    assert scheduler.offload.num_offloaded
     scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert not scheduler.residency.num_offloaded
+    assert not scheduler.offload.num_offloaded
     allocate = scheduler.kv_cache_manager.allocate_slots
 
     def leaving(*args: Any, **kwargs: Any) -> Any:
         blocks = allocate(*args, **kwargs)
-        scheduler.residency.leave_stored("a", {3: b"key"})
+        scheduler.offload.leave_stored("a", {3: b"key"})
         return blocks
 
     scheduler.kv_cache_manager.allocate_slots = leaving
     output = scheduler.schedule()
     assert "a" in output.num_scheduled_tokens
-    scheduler.residency.check_integrity()
-    assert scheduler.residency.num_offloaded == 1
-    assert scheduler.residency.is_guess("a")
+    scheduler.offload.check_integrity()
+    assert scheduler.offload.num_offloaded == 1
+    assert scheduler.offload.is_guess("a")

@@ -48,10 +48,10 @@ def scheduler_of(
 def run_step(scheduler: Any, worker: FakeWorker) -> Any:
     """A step, with the laws checked in the middle and at its end."""
     output = scheduler.schedule()
-    scheduler.residency.check_integrity()
+    scheduler.offload.check_integrity()
     report = worker.step(output, scheduler.requests)
     finish_with(scheduler, output, report)
-    scheduler.residency.check_integrity()
+    scheduler.offload.check_integrity()
     pool = scheduler.kv_cache_manager.block_pool
     worker.poison(block.block_id for block in pool.blocks if block.ref_cnt <= 0 and block.block_hash is None)
     return output
@@ -81,7 +81,7 @@ def test_what_is_freed_admits_others(tmp_path: Path) -> None:
     full = pool.get_num_free_blocks()
     for _ in range(12):
         run_step(scheduler, worker)
-    table = scheduler.residency._blocks.table("a")
+    table = scheduler.offload._blocks.table("a")
     resident = [number for number, block in enumerate(table) if not block.is_null]
     assert len(resident) < 0.55 * len(table)
     assert resident[0] == 0
@@ -97,7 +97,7 @@ def test_moves_per_step(tmp_path: Path, moves: int) -> None:
     most = [0, 0]
     for _ in range(40):
         meta = run_step(scheduler, worker).ucm_sparse_meta
-        most = [max(most[0], len(meta.residency.saves)), max(most[1], len(meta.residency.loads))]
+        most = [max(most[0], len(meta.offload.saves)), max(most[1], len(meta.offload.loads))]
     assert most == [moves, moves]
 
 
@@ -117,7 +117,7 @@ def test_refresh_steps(tmp_path: Path) -> None:
     """Scored in the first sparse step, soon again, and then every so many."""
     scheduler, worker = scheduler_of(tmp_path, refresh_steps=5), FakeWorker(random.Random(0))
     scheduler.add_request(request("a", 60, max_tokens=80))
-    scored = [bool(run_step(scheduler, worker).ucm_sparse_meta.residency.scored) for _ in range(17)]
+    scored = [bool(run_step(scheduler, worker).ucm_sparse_meta.offload.scored) for _ in range(17)]
     assert [step for step, is_scored in enumerate(scored) if is_scored] == [1, 2, 4, 8, 13]
 
 
@@ -128,8 +128,8 @@ def test_everything_comes_back_where_too_much_is_missed(tmp_path: Path) -> None:
     away = []
     for _ in range(60):
         run_step(scheduler, worker)
-        away.append(scheduler.residency.num_offloaded)
-    totals = scheduler.residency.totals
+        away.append(scheduler.offload.num_offloaded)
+    totals = scheduler.offload.totals
     assert max(away) > 10
     assert away[-1] == 0
     assert totals.kept == 1
@@ -144,7 +144,7 @@ def test_away_ratio(tmp_path: Path, ratio: float, most: int) -> None:
     found = []
     for _ in range(20):
         run_step(scheduler, worker)
-        found.append(scheduler.residency.num_offloaded)
+        found.append(scheduler.offload.num_offloaded)
         assert len(worker._copies) <= most
     assert max(found) == most
     assert min(found[6:]) >= most // 4
@@ -157,12 +157,12 @@ def test_shared_blocks_stay(tmp_path: Path) -> None:
     scheduler.add_request(request("b", 160, max_tokens=10))
     while scheduler.requests.keys() == {"a", "b"}:
         run_step(scheduler, worker)
-        tables = [scheduler.residency._blocks.table(name) for name in "ab"]
+        tables = [scheduler.offload._blocks.table(name) for name in "ab"]
         for one, other in zip(*tables, strict=False):
             assert one.is_null == other.is_null or one.ref_cnt <= 1
     for _ in range(10):
         run_step(scheduler, worker)
-    assert scheduler.residency.num_offloaded > 10
+    assert scheduler.offload.num_offloaded > 10
 
 
 def test_blocks_come_back_from_the_prefix_cache(tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_blocks_come_back_from_the_prefix_cache(tmp_path: Path) -> None:
     scheduler, worker = scheduler_of(tmp_path), FakeWorker(random.Random(0))
     scheduler.add_request(request("a", 160, max_tokens=80))
     for _ in range(40):
-        assert not run_step(scheduler, worker).ucm_sparse_meta.residency.loads
-    assert scheduler.residency.totals.found
+        assert not run_step(scheduler, worker).ucm_sparse_meta.offload.loads
+    assert scheduler.offload.totals.found
 
 
 def test_failed_saves_change_nothing(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_failed_saves_change_nothing(tmp_path: Path) -> None:
     scheduler.add_request(request("a", 160, max_tokens=80))
     for _ in range(30):
         run_step(scheduler, worker)
-    assert scheduler.residency.totals.unsaved
-    assert scheduler.residency.num_offloaded == 0
+    assert scheduler.offload.totals.unsaved
+    assert scheduler.offload.num_offloaded == 0
 
 
 def test_failed_loads_stay_away(tmp_path: Path) -> None:
@@ -191,13 +191,13 @@ def test_failed_loads_stay_away(tmp_path: Path) -> None:
     scheduler.add_request(request("a", 160, max_tokens=80))
     for _ in range(60):
         run_step(scheduler, worker)
-    totals = scheduler.residency.totals
+    totals = scheduler.offload.totals
     assert totals.failed
     assert totals.loaded == 0
-    sent = run_step(scheduler, worker).ucm_sparse_meta.residency.totals
+    sent = run_step(scheduler, worker).ucm_sparse_meta.offload.totals
     assert sent.failed == totals.failed
-    assert sent.away == scheduler.residency.num_offloaded
-    (generation,) = scheduler.residency._states.values()
+    assert sent.away == scheduler.offload.num_offloaded
+    (generation,) = scheduler.offload._states.values()
     assert len(generation.lost) == totals.failed, "each is tried once"
 
 
@@ -207,7 +207,7 @@ def test_short_and_dense_requests_keep_everything(tmp_path: Path) -> None:
     scheduler.add_request(request("off", 160, max_tokens=60, ucm_sparse=False))
     for _ in range(30):
         run_step(scheduler, worker)
-    assert scheduler.residency.totals.scored == 0
+    assert scheduler.offload.totals.scored == 0
 
 
 def test_an_id_used_again_while_a_block_is_on_its_way(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_an_id_used_again_while_a_block_is_on_its_way(tmp_path: Path) -> None:
     worker = FakeWorker(random.Random(0), delay=6)
     for _ in range(3):
         scheduler.add_request(request("a", 160, max_tokens=80))
-        while not (scheduler.residency._states["a"].loading):
+        while not (scheduler.offload._states["a"].loading):
             run_step(scheduler, worker)
         scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
         pool = scheduler.kv_cache_manager.block_pool
@@ -246,7 +246,7 @@ def test_random_traffic(tmp_path: Path, method: str, caching: bool, seed: int) -
         if rng.random() < 0.01:
             scheduler.reset_prefix_cache(reset_running_requests=True)
         preempted += len(run_step(scheduler, worker).preempted_req_ids or ())
-    totals = scheduler.residency.totals
+    totals = scheduler.offload.totals
     assert preempted
     assert totals.released
     assert totals.found if caching else totals.loaded
@@ -266,9 +266,9 @@ def test_blocks_that_the_same_step_fills_are_not_found(tmp_path: Path) -> None:
     scheduler.add_request(request("first", 40))
     for _ in range(2):
         run_step(scheduler, worker)
-    residency, pool = scheduler.residency, scheduler.kv_cache_manager.block_pool
-    left = residency._blocks.table("first")[5].block_id
-    assert residency.leave_stored("first", {5: b"key"})
+    offload, pool = scheduler.offload, scheduler.kv_cache_manager.block_pool
+    left = offload._blocks.table("first")[5].block_id
+    assert offload.leave_stored("first", {5: b"key"})
     pool.evict_blocks({left})
     worker.poison([left])
     # as the worker's table would be, had the request just been loaded
@@ -277,8 +277,8 @@ def test_blocks_that_the_same_step_fills_are_not_found(tmp_path: Path) -> None:
     output = run_step(scheduler, worker)
     assert list(output.num_scheduled_tokens) == ["first", "second"]
     assert output.num_scheduled_tokens["second"] == 20
-    assert residency.num_offloaded
-    assert not residency.totals.found
+    assert offload.num_offloaded
+    assert not offload.totals.found
 
 
 @pytest.mark.parametrize("graphs", ["off", "eager"])
@@ -287,13 +287,13 @@ def test_how_much_of_a_prompt_may_be_a_sparse_step(tmp_path: Path, graphs: str) 
     scheduler = scheduler_of(tmp_path, graphs=graphs)
     scheduler.add_request(request("a", 40))
     scheduler.schedule()
-    residency = scheduler.residency
-    assert not residency.has_gaps("a", 1)
-    assert not residency.is_guess("a")
-    assert residency.leave_stored("a", {3: b"key"})
-    assert residency.has_gaps("a", BLOCK_SIZE)
-    assert not residency.has_gaps("a", BLOCK_SIZE + 1)
-    assert residency.is_guess("a")
-    assert scheduler.sparse.has_gaps == residency.has_gaps
-    residency.end("a")
-    assert not residency.has_gaps("a", 1)
+    offload = scheduler.offload
+    assert not offload.has_gaps("a", 1)
+    assert not offload.is_guess("a")
+    assert offload.leave_stored("a", {3: b"key"})
+    assert offload.has_gaps("a", BLOCK_SIZE)
+    assert not offload.has_gaps("a", BLOCK_SIZE + 1)
+    assert offload.is_guess("a")
+    assert scheduler.sparse.has_gaps == offload.has_gaps
+    offload.end("a")
+    assert not offload.has_gaps("a", 1)

@@ -20,7 +20,7 @@ def step(index: int, phase: str = "csu", ms: float = 10.0, pairs: tuple[int, int
 
 
 def tail_step(index: int) -> StepRecord:
-    """A step that ran in a graph for tails; no bucket without selected blocks holds it."""
+    """A step that ran in a graph for prompt remainders; no bucket without selected blocks holds it."""
     return replace(step(index), bucket=Bucket("cs-", 12, 3, 0, 1, 9), padded=Bucket("cs-", 16, 4, 0, 1, 20), tail=1)
 
 

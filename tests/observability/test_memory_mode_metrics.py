@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tests.observability.exposition import scrape
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
-from vllm_gaudi_ucm.protocol.offload import ResidencyTotals
+from vllm_gaudi_ucm.protocol.offload import OffloadTotals
 
 
 def test_totals_of_the_scheduler(folder: Path) -> None:
     metrics = StepMetrics(folder).memory_mode()
-    totals = ResidencyTotals(
+    totals = OffloadTotals(
         scored=4,
         missed=0.5,
         kept=1,

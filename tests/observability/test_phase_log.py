@@ -75,7 +75,7 @@ def test_a_sparse_step_is_read_back(tmp_path: Path) -> None:
     assert json.loads(lines[1])["padded"] == ["-su", 8, 4, 16, 8, 64]
 
 
-def test_a_step_that_ran_in_a_graph_for_tails(tmp_path: Path) -> None:
+def test_a_step_that_ran_in_a_graph_for_remainders(tmp_path: Path) -> None:
     """Buckets are not tuned for it: it runs there whatever they are."""
     path = tmp_path / "phases.jsonl"
     true, padded = Bucket("cs-", 12, 3, 0, 1, 9), Bucket("cs-", 16, 4, 0, 1, 20)

@@ -62,7 +62,7 @@ def test_a_step_at_its_true_shape_hits_no_bucket(folder: Path) -> None:
     assert scrape(folder)[total("steps_total", phase="--u")] == 2
 
 
-def test_a_graph_for_tails_is_another_one_than_a_bucket_of_its_sizes(folder: Path) -> None:
+def test_a_graph_for_remainders_is_another_one_than_a_bucket_of_its_sizes(folder: Path) -> None:
     metrics = StepMetrics(folder)
     true, padded = Bucket("cs-", 12, 3, 0, 1, 9), Bucket("cs-", 16, 4, 0, 1, 20)
     for tail in (True, False, True):

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.warm_up.records import (
     GraphKey,
     GraphRecord,
@@ -137,8 +137,8 @@ def test_the_table_has_a_column_of_selected_blocks_where_a_graph_has_any() -> No
     assert ["logits", "8", "cold"] in lines
 
 
-def test_graphs_for_tails_are_lines_of_the_table() -> None:
-    tail = TailShape(ForwardShape("cs-", 128, 4, 0, 51))
+def test_graphs_for_remainders_are_lines_of_the_table() -> None:
+    tail = RemainderShape(ForwardShape("cs-", 128, 4, 0, 51))
     records = (GraphRecord(DECODE, GraphState.COLD), GraphRecord(tail, GraphState.WARM, 1.25, 3 * 2**20))
     lines = [line.split() for line in warm_up_text(WarmUpSummary(records, 1, 1.0)).splitlines()]
     assert lines[0][:6] == ["graph", "query", "shared", "unique", "selected", "logits"]

@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphRecord, GraphState, WarmUpProgress, WarmUpSummary
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 
 
-def test_graphs_for_tails_are_counted_with_the_buckets() -> None:
+def test_graphs_for_remainders_are_counted_with_the_buckets() -> None:
     shape = ForwardShape("cs-", 16, 4, 0, 5)
-    states = {shape: GraphState.COLD, TailShape(shape): GraphState.WARM, 8: GraphState.WARM, 16: GraphState.DROPPED}
+    states = {
+        shape: GraphState.COLD,
+        RemainderShape(shape): GraphState.WARM,
+        8: GraphState.WARM,
+        16: GraphState.DROPPED,
+    }
     summary = WarmUpSummary(tuple(GraphRecord(key, state) for key, state in states.items()), 2, 1.5)
     counted: list[tuple[Any, ...]] = []
     static: Any = SimpleNamespace(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.selection_plan import SelectionInput, SelectionPlan, plan_selection
 from vllm_gaudi_ucm.batch.sharing import CachedContexts, SharedPlan, UniquePlan
 
-NO_TAILS: NDArray[np.int64] = np.zeros(0, np.int64)
+NO_REMAINDERS: NDArray[np.int64] = np.zeros(0, np.int64)
 """Of a step in which no request has more rows that choose together than an ordinary graph holds."""
 
 

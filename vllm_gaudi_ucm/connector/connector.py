@@ -23,7 +23,7 @@ from vllm_gaudi_ucm.vllm_api.kv_transfer import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.options import BlockOptions
@@ -77,9 +77,9 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
 
     # in the scheduler
 
-    def open_scheduler_side(self, residency: ResidencyScheduler | None = None) -> None:
+    def open_scheduler_side(self, offload: OffloadScheduler | None = None) -> None:
         """Called once: by our scheduler with KV offload, else here."""
-        self.scheduler_side = SchedulerSide(self._setup, self._block_table, self._cached_tokens, residency)
+        self.scheduler_side = SchedulerSide(self._setup, self._block_table, self._cached_tokens, offload)
 
     def plan_prefetch(self, waiting: Iterable[Request]) -> None:
         """Before a step is scheduled; waiting: requests without blocks, the next one first. Called by our scheduler."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.connector.metadata import BlockLoad, RecordLoad, RecordSave
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
 Order = Callable[[Sequence[bytes]], Sequence[int]]
@@ -23,14 +23,14 @@ class PartialLoads:
     is that of the last of them, hashed once more, so that prompts share the records of what they have in common.
 
     Args:
-        residency: memory mode's side of the scheduler.
+        offload: memory mode's side of the scheduler.
         block_size: tokens per block.
         span: blocks of a record.
         order: by use.
     """
 
-    def __init__(self, residency: ResidencyScheduler, block_size: int, span: int, order: Order) -> None:
-        self._residency = residency
+    def __init__(self, offload: OffloadScheduler, block_size: int, span: int, order: Order) -> None:
+        self._offload = offload
         self._block_size = block_size
         self._span = span
         self._order = order
@@ -38,17 +38,17 @@ class PartialLoads:
     def record_keys(self, request: Request, keys: Sequence[bytes], first: int) -> list[bytes]:
         """Keys of the records that a load of blocks `first` and following needs to be partial.
 
-        Empty for a request whose load is whole: what is left to compute is the tail behind these blocks, and its rows
-        can do without some of them only where a sparse step has room for so many.
+        Empty for a request whose load is whole: what is left to compute is the remainder behind these blocks, and its
+        rows can do without some of them only where a sparse step has room for so many.
 
         Args:
             request: about to be looked up.
             keys: of all its blocks that may be loaded: all but the last one, be it full or not.
             first: the first one that is not on the device.
         """
-        if request.num_preemptions or not self._is_short_tail(request.num_tokens, keys):
+        if request.num_preemptions or not self._is_short_remainder(request.num_tokens, keys):
             return []
-        if not self._residency.dispensable(request.request_id, len(keys), range(first, len(keys))):
+        if not self._offload.dispensable(request.request_id, len(keys), range(first, len(keys))):
             return []
         return [_record_key(keys[numbers[-1]]) for numbers in self._groups(first, len(keys))]
 
@@ -73,7 +73,7 @@ class PartialLoads:
             records: what `record_keys` said.
         """
         away = self._dispensable(request_id, keys, first)
-        rows = self._residency.leave_stored(request_id, {number: keys[number] for number in away})
+        rows = self._offload.leave_stored(request_id, {number: keys[number] for number in away})
         if not rows:
             return None
         targets = {number: block_ids[number] for number in range(first, len(keys)) if number not in rows}
@@ -98,9 +98,9 @@ class PartialLoads:
 
         keys, block_ids: of the prompt's blocks that may be loaded, as for `record_keys`; 0 where one is away.
         """
-        if not self._is_short_tail(request.num_prompt_tokens, keys):
+        if not self._is_short_remainder(request.num_prompt_tokens, keys):
             return []
-        if not self._residency.dispensable(request.request_id, len(keys), range(len(keys))):
+        if not self._offload.dispensable(request.request_id, len(keys), range(len(keys))):
             return []
         return [
             RecordSave(_record_key(keys[numbers[-1]]), [block_ids[n] for n in numbers])
@@ -108,21 +108,21 @@ class PartialLoads:
             if all(block_ids[n] for n in numbers)
         ]
 
-    def _is_short_tail(self, num_tokens: int, keys: Sequence[bytes]) -> bool:
-        return num_tokens - len(keys) * self._block_size <= self._residency.max_tail
+    def _is_short_remainder(self, num_tokens: int, keys: Sequence[bytes]) -> bool:
+        return num_tokens - len(keys) * self._block_size <= self._offload.max_remainder
 
     def may_be_repeated(self, request_id: str) -> bool:
         """Whether the step that is being scheduled may be computed once more, with other blocks: what it computes is
         not stored, or the better blocks would be taken for stored ones."""
-        return self._residency.is_guess(request_id)
+        return self._offload.is_guess(request_id)
 
     def runs(self, request: Request) -> None:
         """A request is about to compute."""
-        self._residency.hide_guess(request)
+        self._offload.hide_guess(request)
 
     def _dispensable(self, request_id: str, keys: Sequence[bytes], first: int) -> list[int]:
         missing = [first + at for at in self._order(keys[first:])]
-        return self._residency.dispensable(request_id, len(keys), missing)
+        return self._offload.dispensable(request_id, len(keys), missing)
 
     def _groups(self, first: int, end: int) -> list[range]:
         """The blocks of each record that has one of the blocks [first, end)."""

@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.sparse.options import read_extra_args
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
-    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
 
 logger = plugin_logger(__name__)
@@ -42,7 +42,7 @@ class SchedulerSide:
         setup: of the engine.
         block_table: block ids of a live request.
         cached_tokens: leading tokens of a request that the device's prefix cache holds.
-        residency: KV offload, with which loads may leave blocks in the store.
+        offload: KV offload, with which loads may leave blocks in the store.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SchedulerSide:
         setup: ConnectorSetup,
         block_table: Callable[[str], list[int]],
         cached_tokens: Callable[[Request], int] = lambda request: 0,
-        residency: ResidencyScheduler | None = None,
+        offload: OffloadScheduler | None = None,
     ) -> None:
         self._setup = setup
         setup.namespace(sparse=False)  # now: files are read for it, and may tell nothing
@@ -68,14 +68,14 @@ class SchedulerSide:
             setup.prefetch_options, batch_size, self._lookups, self._wanted_keys, self._wanted_part
         )
         self._plan = PrefetchPlan()
-        self._partial = None if residency is None else self._partial_loads(residency)
+        self._partial = None if offload is None else self._partial_loads(offload)
         self._saves = SavePlan(self.known, self._block_size, block_table, self._keys, self._partial)
 
-    def _partial_loads(self, residency: ResidencyScheduler) -> PartialLoads | None:
-        span = self._setup.summaries_per_record(residency.method)
+    def _partial_loads(self, offload: OffloadScheduler) -> PartialLoads | None:
+        span = self._setup.summaries_per_record(offload.method)
         if not self._setup.options.loads_partly or not span:
             return None
-        return PartialLoads(residency, self._block_size, span, self._waiting.order)
+        return PartialLoads(offload, self._block_size, span, self._waiting.order)
 
     def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
         """The logical blocks that a request's query would choose of all; of use where loads leave blocks in the

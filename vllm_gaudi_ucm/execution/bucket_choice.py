@@ -64,14 +64,14 @@ def cost_model(vllm_config: VllmConfig, device: Device, block_size: int) -> Cost
 
 
 def choose_buckets(
-    graphs: GraphsConfig, vllm_config: VllmConfig, limits: Limits, device: Device, num_tails: int = 0
+    graphs: GraphsConfig, vllm_config: VllmConfig, limits: Limits, device: Device, num_remainders: int = 0
 ) -> tuple[BucketSet, Steps | None]:
     """The buckets, and the steps of `ucm.graphs.trace` where there is one.
 
     On Gaudi they may bound how far rows look back on other new ones; elsewhere attention knows it from the data.
     Logs a warning where `max_graphs` leaves the largest bucket alone, which every step then takes.
 
-    num_tails: graphs for prompt remainders, which are a part of `max_graphs`.
+    num_remainders: graphs for prompt remainders, which are a part of `max_graphs`.
 
     Raises:
         ValueError: a file that is missing, malformed or made for other limits, or a strategy without its file.
@@ -83,25 +83,28 @@ def choose_buckets(
         usage = _usage(graphs.trace, limits)
     name = strategy_name(graphs)
     strategy = STRATEGIES.get(name)(**graphs.strategy_options.model_dump())
-    most = most_buckets(graphs.max_graphs, name, num_tails)
+    most = most_buckets(graphs.max_graphs, name, num_remainders)
     request = BucketRequest(limits, cost, most, graphs.buckets, usage)
     buckets = strategy.choose(request)
     if len(buckets.forward) == 1:
-        _check_max_graphs(graphs.max_graphs, strategy.least_graphs(request), name, request.limits, num_tails)
+        _check_max_graphs(graphs.max_graphs, strategy.least_graphs(request), name, request.limits, num_remainders)
     return buckets, usage
 
 
-def most_buckets(max_graphs: int, strategy: str, num_tails: int) -> int:
+def most_buckets(max_graphs: int, strategy: str, num_remainders: int) -> int:
     """What `ucm.graphs.max_graphs` leaves for buckets beside the graphs for prompt remainders.
 
     At least the two largest, and all of it for a bucket file, which was made without them.
     """
-    return max_graphs if strategy == "file" or not num_tails else max(2, max_graphs - num_tails)
+    return max_graphs if strategy == "file" or not num_remainders else max(2, max_graphs - num_remainders)
 
 
-def _check_max_graphs(max_graphs: int, least: int, strategy: str, limits: Limits, num_tails: int) -> None:
-    """Warns where the strategy needs more graphs to have a choice. least: without those for tails, 0 for no bound."""
-    needed = least + num_tails
+def _check_max_graphs(max_graphs: int, least: int, strategy: str, limits: Limits, num_remainders: int) -> None:
+    """Warns where the strategy needs more graphs to have a choice.
+
+    least: without those for prompt remainders; 0: no bound.
+    """
+    needed = least + num_remainders
     if least and max_graphs < needed:
         logger.warning(
             "ucm.graphs.max_graphs: found %d, expected at least %d for strategy %s%s%s: only the largest graph is "
@@ -110,7 +113,7 @@ def _check_max_graphs(max_graphs: int, least: int, strategy: str, limits: Limits
             needed,
             strategy,
             " with a sparse method" if limits.max_selected_blocks else "",
-            f" and {num_tails} graphs for tails" if num_tails else "",
+            f" and {num_remainders} graphs for prompt remainders" if num_remainders else "",
         )
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, divide_batch
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, divide_batch
 from vllm_gaudi_ucm.execution.decoder import step_metadata
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors, ForwardGraphs, Stage
 from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs, true_shape
 from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShapes
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 
 if TYPE_CHECKING:
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 
-def tail_shapes(limits: Limits, choices: SelectionLimits | None) -> TailShapes | None:
+def remainder_shapes(limits: Limits, choices: SelectionLimits | None) -> RemainderShapes | None:
     """The shapes of a server's graphs for prompt remainders; None where no prompt is loaded in part.
 
     limits, choices: of the server; None: no sparse method.
     """
-    if choices is None or not choices.tail_rows:
+    if choices is None or not choices.remainder_rows:
         return None
-    return TailShapes(limits, choices.tail_rows, choices.live_blocks, choices.most)
+    return RemainderShapes(limits, choices.remainder_rows, choices.live_blocks, choices.most)
 
 
-def is_tail(plan: UnifiedPlan, most_rows: int) -> bool:
+def is_remainder(plan: UnifiedPlan, most_rows: int) -> bool:
     """Whether a step needs a graph for prompt remainders: its choice has more rows than the `most_rows` of a bucket."""
     return plan.selection is not None and bool((plan.selection.num_rows > most_rows).any())
 
@@ -52,8 +52,8 @@ class BucketedExecution:
     Without a sparse method nothing is selected, whatever the buckets have room for: a draft model is dense beside a
     target that is not. Buckets that differ in selected blocks alone are then one graph.
 
-    The remainder of a prompt that was loaded in part has graphs of its own; `tails` are their shapes, None where no
-    prompt is loaded in part.
+    The remainder of a prompt that was loaded in part has graphs of its own; `remainders` are their shapes, None where
+    no prompt is loaded in part.
 
     Args:
         decoder: the model.
@@ -99,11 +99,13 @@ class BucketedExecution:
         self._ordinary = graphs(limits, choices, self._lookup)
         self._hidden, self._logits = _outputs(decoder, limits, device)
         self._logits_graphs = make_runner(self._run_logits)
-        self.tails = tail_shapes(limits, choices)
-        self._tails: ForwardGraphs | None = None
-        if self.tails is not None and choices is not None:
+        self.remainders = remainder_shapes(limits, choices)
+        self._remainders: ForwardGraphs | None = None
+        if self.remainders is not None and choices is not None:
             self._most_rows = choices.max_rows
-            self._tails = graphs(self.tails.limits, choices.of_tail(), partial(self._lookup_tail, self.tails))
+            self._remainders = graphs(
+                self.remainders.limits, choices.of_remainder(), partial(self._lookup_remainder, self.remainders)
+            )
         self._graphs = self._ordinary
         self._shape: StepShape
 
@@ -116,8 +118,8 @@ class BucketedExecution:
         """Columns of the logits."""
         return self._logits.shape[1]
 
-    def divide(self, batch: BatchInput, tails: NDArray[np.int64] = NO_TAILS) -> list[NDArray[np.int64]]:
-        return divide_batch(batch, self._block_size, self._most_shared_blocks, tails.tolist())
+    def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
+        return divide_batch(batch, self._block_size, self._most_shared_blocks, remainders.tolist())
 
     def stage(
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
@@ -126,7 +128,7 @@ class BucketedExecution:
         self._graphs = self._graphs_of(plan)
         padded = self._graphs.lookup(true)
         self._graphs.fill(padded.forward, plan, token_ids, summary_blocks)
-        self._shape = StepShape(true, padded, tail=self._graphs is not self._ordinary)
+        self._shape = StepShape(true, padded, remainder=self._graphs is not self._ordinary)
         return self._shape
 
     def forward(self) -> None:
@@ -155,10 +157,10 @@ class BucketedExecution:
         self._ordinary.warm(shape)
         self._shape = StepShape(shape.step(0), shape.step(0))
 
-    def warm_tail(self, shape: ForwardShape) -> None:
-        """Captures and executes the graph of one of `tails`."""
-        assert self._tails is not None, "no graphs for prompt remainders where no prompt is loaded in part"
-        self._tails.warm(shape)
+    def warm_remainder(self, shape: ForwardShape) -> None:
+        """Captures and executes the graph of one of `remainders`."""
+        assert self._remainders is not None, "no graphs for prompt remainders where no prompt is loaded in part"
+        self._remainders.warm(shape)
 
     def warm_logits(self, rows: int) -> torch.Tensor:
         """Captures and executes the graph of `rows` logits rows; returns the logits, float32 [rows, vocabulary]."""
@@ -168,14 +170,16 @@ class BucketedExecution:
         return self._logits[:rows]
 
     def _graphs_of(self, plan: UnifiedPlan) -> ForwardGraphs:
-        return self._tails if self._tails is not None and is_tail(plan, self._most_rows) else self._ordinary
+        return (
+            self._remainders if self._remainders is not None and is_remainder(plan, self._most_rows) else self._ordinary
+        )
 
     def _lookup(self, step: Bucket) -> Bucket:
         found = self.ready.lookup(step)
         return found if self._selects or not found.selected_blocks else found._replace(selected_blocks=0)
 
-    def _lookup_tail(self, tails: TailShapes, step: Bucket) -> Bucket:
-        return tails.lookup(step).step(self.ready.logits_rows(step.logits))
+    def _lookup_remainder(self, remainders: RemainderShapes, step: Bucket) -> Bucket:
+        return remainders.lookup(step).step(self.ready.logits_rows(step.logits))
 
     def _compute(self, inputs: StepInputs) -> None:
         metadata = step_metadata(

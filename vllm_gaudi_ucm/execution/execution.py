@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, UnifiedPlan
 from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 
@@ -16,21 +16,21 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 class StepShape(NamedTuple):
     """The shape that a step has, and the one that it runs in.
 
-    tail: it runs in a graph for prompt remainders, not in a bucket.
+    remainder: it runs in a graph for prompt remainders, not in a bucket.
     """
 
     true: Bucket
     padded: Bucket
-    tail: bool = False
+    remainder: bool = False
 
 
 class Execution(Protocol):
     """Computes one step at a time: stage, forward, then logits of it as often as wanted."""
 
-    def divide(self, batch: BatchInput, tails: NDArray[np.int64] = NO_TAILS) -> list[NDArray[np.int64]]:
+    def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
         """Indices of the requests that run together: one group, or more where no shape holds the whole step.
 
-        tails: int64 [n], requests whose rows choose together and are too many for an ordinary graph.
+        remainders: int64 [n], requests whose rows choose together and are too many for an ordinary graph.
         """
 
     def stage(

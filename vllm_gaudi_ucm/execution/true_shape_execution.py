@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
-from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
 from vllm_gaudi_ucm.execution.decoder import step_metadata
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs, TrueShapeTensors
@@ -68,7 +68,7 @@ class TrueShapeExecution:
         self._metadata: UnifiedAttentionMetadata
         self._hidden: torch.Tensor
 
-    def divide(self, batch: BatchInput, tails: NDArray[np.int64] = NO_TAILS) -> list[NDArray[np.int64]]:
+    def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
         return [np.arange(len(batch.num_scheduled))]
 
     def stage(

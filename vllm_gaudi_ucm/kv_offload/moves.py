@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.protocol.offload import BlockMove, ResidencyOrders, TablePatch
+from vllm_gaudi_ucm.protocol.offload import BlockMove, OffloadOrders, TablePatch
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_offload.offload_state import OffloadState
     from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
-    from vllm_gaudi_ucm.protocol.offload import ResidencyTotals
+    from vllm_gaudi_ucm.protocol.offload import OffloadTotals
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
@@ -48,17 +48,17 @@ class Moves:
         totals: takes what happens.
     """
 
-    def __init__(self, blocks: RequestBlocks, num_rows: int, totals: ResidencyTotals) -> None:
+    def __init__(self, blocks: RequestBlocks, num_rows: int, totals: OffloadTotals) -> None:
         self.rows = SummaryRows(num_rows)
-        self.orders = ResidencyOrders()
+        self.orders = OffloadOrders()
         self._blocks = blocks
         self._totals = totals
 
-    def take_orders(self) -> ResidencyOrders:
+    def take_orders(self) -> OffloadOrders:
         """Those since the last call; generations that have ended have no moves."""
-        orders, self.orders = self.orders, ResidencyOrders()
+        orders, self.orders = self.orders, OffloadOrders()
         ended = set(orders.ended)
-        return ResidencyOrders(
+        return OffloadOrders(
             ended=orders.ended,
             dropped=[pair for pair in orders.dropped if pair[0] not in ended],
             stored=[block for block in orders.stored if block[0] not in ended],

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.sparse.options import BlockOptions
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_offload.offload_state import OffloadState
     from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
-    from vllm_gaudi_ucm.protocol.offload import ResidencyTotals
+    from vllm_gaudi_ucm.protocol.offload import OffloadTotals
 
 
 class ChosenMoves(NamedTuple):
@@ -97,7 +97,7 @@ def dispensable_blocks(
         resident_ratio: part of the full blocks that may be on the device.
         options: of the method.
     """
-    # windows only move away from what is missing as tokens are added, and by the block that a full tail adds to
+    # windows only move away from what is missing as tokens are added, and by the block that a full tail block adds to
     # the budget there is one more on the device to choose from
     budget = block_budget(full * block_size + 1, block_size, options)
     if budget is None:
@@ -120,7 +120,7 @@ class ScoreBook:
     """
 
     def __init__(
-        self, options: MemoryModeOptions, method: BlockOptions, block_size: int, totals: ResidencyTotals
+        self, options: MemoryModeOptions, method: BlockOptions, block_size: int, totals: OffloadTotals
     ) -> None:
         self._options = options
         self._method = method

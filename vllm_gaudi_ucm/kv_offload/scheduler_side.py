@@ -12,7 +12,7 @@ import numpy as np
 from vllm_gaudi_ucm.kv_offload.moves import Moves
 from vllm_gaudi_ucm.kv_offload.offload_state import OffloadState
 from vllm_gaudi_ucm.kv_offload.placement import ScoreBook, dispensable_blocks, wanted_blocks
-from vllm_gaudi_ucm.protocol.offload import ResidencyOrders, ResidencyReport, ResidencyTotals
+from vllm_gaudi_ucm.protocol.offload import OffloadOrders, OffloadReport, OffloadTotals
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,7 +33,7 @@ OnWanted = Callable[[str, list[int]], None]
 """(request id, logical blocks) -> nothing."""
 
 
-class ResidencyScheduler:
+class OffloadScheduler:
     """Decides what leaves and what comes back; the worker moves it and reports.
 
     A block leaves once its copy is reported, and is in a table again once its load is: at every step both sides agree
@@ -59,9 +59,9 @@ class ResidencyScheduler:
         num_ahead: int = 0,
         on_wanted: OnWanted | None = None,
     ) -> None:
-        self.totals = ResidencyTotals()
+        self.totals = OffloadTotals()
         self.method = method
-        self.max_tail = block_size
+        self.max_remainder = block_size
         """Most rows of a prompt that may be a sparse step: near each other, so that one choice serves them all."""
         self._options = options
         self._block_size = block_size
@@ -101,7 +101,7 @@ class ResidencyScheduler:
     def has_gaps(self, request_id: str, num_rows: int) -> bool:
         """Whether a step of `num_rows` rows, of a prompt too, is sparse because the request has offloaded blocks."""
         state = self._states.get(request_id)
-        return state is not None and bool(state.offloaded) and num_rows <= self.max_tail
+        return state is not None and bool(state.offloaded) and num_rows <= self.max_remainder
 
     def is_guess(self, request_id: str) -> bool:
         """Whether the next step of a request may be repeated."""
@@ -149,7 +149,7 @@ class ResidencyScheduler:
 
     def orders(
         self, sparse: Collection[str], requests: Mapping[str, Request], computed: Iterable[tuple[str, int]]
-    ) -> ResidencyOrders:
+    ) -> OffloadOrders:
         """What to send with a step in which the requests `sparse` are.
 
         computed: each request of the step, and its tokens that were computed before.
@@ -181,7 +181,7 @@ class ResidencyScheduler:
                 orders.scored[request_id] = state.generation
         return orders
 
-    def take(self, report: ResidencyReport, scheduled: Collection[str] = ()) -> dict[str, Fetched]:
+    def take(self, report: OffloadReport, scheduled: Collection[str] = ()) -> dict[str, Fetched]:
         """Before the scheduler takes the output of the step. Reports on earlier generations are ignored.
 
         Returns the requests among `scheduled` whose first step, on blocks that were loaded without a query, has missed

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.kv_cache.device_blocks import NO_MEMORY
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.protocol.offload import BlockMove, ResidencyOrders, ResidencyReport
+from vllm_gaudi_ucm.protocol.offload import BlockMove, OffloadOrders, OffloadReport
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
@@ -38,7 +38,7 @@ class StoredCopies(NamedTuple):
     blocks: DeviceBlocks
 
 
-class ResidencyWorker:
+class OffloadWorker:
     """Moves blocks of the device between two steps.
 
     Args:
@@ -73,11 +73,11 @@ class ResidencyWorker:
         self._rows: dict[int, dict[int, int]] = {}
         self._destinations: dict[Pair, _Destination] = {}
         self._scored: dict[str, int] = {}
-        self._report = ResidencyReport()
+        self._report = OffloadReport()
         self._metrics = metrics
         self._stored = stored
 
-    def begin_step(self, orders: ResidencyOrders) -> None:
+    def begin_step(self, orders: OffloadOrders) -> None:
         """Once the request table knows the step's requests, before the step is planned."""
         for generation in orders.ended:
             self._copies.end(generation)
@@ -104,14 +104,14 @@ class ResidencyWorker:
         if self._metrics is not None:
             self._metrics.set(orders.totals)
 
-    def report(self) -> ResidencyReport:
+    def report(self) -> OffloadReport:
         """After a step: everything since the last report. Waits for the device where a request is scored."""
         for request_id, generation in self._scored.items():
             chosen = self._state.chosen.get(request_id)
             # a request that did not fit chose nothing, and is asked for again
             if chosen is not None:
                 self._report.scores[generation] = self._score(request_id, generation, *chosen)
-        report, self._report, self._scored = self._report, ResidencyReport(), {}
+        report, self._report, self._scored = self._report, OffloadReport(), {}
         return report
 
     def warm_up(self) -> None:

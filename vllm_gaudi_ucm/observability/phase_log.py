@@ -69,7 +69,7 @@ class StepRecord:
     transfer_ms: float = 0.0
     """What its calls took on the step's way since then; no part of the other times."""
     tail: int = 0
-    """1 if it ran in a graph for tails, not in a bucket."""
+    """1 if it ran in a graph for prompt remainders, not in a bucket."""
 
 
 class PhaseLog:
@@ -183,7 +183,7 @@ def read_phase_log(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
 
 
 def bucket_shapes(records: Iterable[StepRecord]) -> Iterator[Bucket]:
-    """True shapes of the steps that need buckets; one that ran in a graph for tails needs none."""
+    """True shapes of the steps that need buckets; one that ran in a graph for prompt remainders needs none."""
     return (record.bucket for record in records if not record.tail)
 
 

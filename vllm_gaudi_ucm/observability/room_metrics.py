@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.prefetch.stats import PrefetchStats
-    from vllm_gaudi_ucm.protocol.offload import ResidencyTotals
+    from vllm_gaudi_ucm.protocol.offload import OffloadTotals
     from vllm_gaudi_ucm.store.base import StoreStats
 
 BLOCK_RESULTS = {
@@ -141,7 +141,7 @@ class MemoryModeMetrics:
         self._kept = file.series(metric.MEMORY_MODE_KEPT)
         self._repeated = file.series(metric.MEMORY_MODE_REPEATED)
 
-    def set(self, totals: ResidencyTotals) -> None:
+    def set(self, totals: OffloadTotals) -> None:
         """Totals since the start, and the blocks that are away now."""
         for event, series in self._events.items():
             series.set(getattr(totals, event))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from vllm_gaudi_ucm.envs import multi_process_metrics
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -112,14 +112,14 @@ class StepMetrics:
     def step(self, true: Bucket, padded: Bucket, tail: bool = False) -> None:
         """One step of shape `true` that ran at `padded`: a bucket, or `true` itself (the same object) without one.
 
-        tail: its forward graph was one for tails.
+        tail: its forward graph was one for remainders.
         """
         self._steps[true.phase].add(1)
         for series, size in zip(self._sizes, true[1:6] + padded[1:6], strict=True):
             series.add(size)
         # Identity, not equality: a step may fill its bucket exactly, and true shapes have no bound on their number.
         if padded is not true:
-            self._graph(TailShape(padded.forward) if tail else padded.forward).add(1)
+            self._graph(RemainderShape(padded.forward) if tail else padded.forward).add(1)
             self._graph(padded.logits).add(1)
 
     def times(self, plan_ms: float, forward_ms: float, sample_ms: float) -> None:
@@ -181,7 +181,7 @@ class StepMetrics:
 
 def _graph_labels(graph: GraphKey) -> tuple[str, str]:
     """Its kind, and its sizes."""
-    if isinstance(graph, TailShape):
+    if isinstance(graph, RemainderShape):
         return "tail", forward_label(graph.forward)
     return ("forward", forward_label(graph)) if isinstance(graph, ForwardShape) else ("logits", f"l{graph}")
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.warm_up.records import (
     GraphKey,
     GraphRecord,
@@ -147,7 +147,7 @@ def summary_line(summary: WarmUpSummary) -> str:
 
 
 def warm_up_table(summary: WarmUpSummary) -> Table:
-    """One line per graph: forward shapes, those for tails, and logits rows, each in ascending order of cost."""
+    """One line per graph: forward shapes, those for prompt remainders, logits rows; each in ascending order of cost."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("graph", no_wrap=True)
     columns = BucketColumns.of(_shapes(summary))
@@ -174,11 +174,11 @@ def warm_up_text(summary: WarmUpSummary) -> str:
 def _shapes(summary: WarmUpSummary) -> Iterator[ForwardShape]:
     for record in summary.records:
         if not isinstance(record.key, int):
-            yield record.key.forward if isinstance(record.key, TailShape) else record.key
+            yield record.key.forward if isinstance(record.key, RemainderShape) else record.key
 
 
 def _sizes(key: GraphKey, columns: BucketColumns) -> list[Text | str]:
-    if isinstance(key, TailShape):
+    if isinstance(key, RemainderShape):
         return [phase_text(key.forward.phase).append(" tail"), *columns.cells(key.forward), ""]
     if isinstance(key, ForwardShape):
         return [phase_text(key.phase), *columns.cells(key), ""]

@@ -7,12 +7,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.protocol.offload import ResidencyReport
+    from vllm_gaudi_ucm.protocol.offload import OffloadReport
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
 
 _ATTRIBUTE = "ucm_sparse_meta"
-_REPORT = "ucm_residency_report"
+_REPORT = "ucm_offload_report"
 
 
 class VerifiedDrafts(NamedTuple):
@@ -34,15 +34,15 @@ def sparse_meta_of(scheduler_output: SchedulerOutput) -> SparseMeta | None:
     return meta
 
 
-def attach_report(output: ModelRunnerOutput, report: ResidencyReport) -> None:
+def attach_report(output: ModelRunnerOutput, report: OffloadReport) -> None:
     """Sends back what became of the orders of KV offload with the output of a step."""
     if report:
         setattr(output, _REPORT, report)
 
 
-def report_of(output: ModelRunnerOutput) -> ResidencyReport | None:
+def report_of(output: ModelRunnerOutput) -> OffloadReport | None:
     """None where there is nothing to report."""
-    report: ResidencyReport | None = getattr(output, _REPORT, None)
+    report: OffloadReport | None = getattr(output, _REPORT, None)
     return report
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class ResidencyTotals(msgspec.Struct):
+class OffloadTotals(msgspec.Struct):
     """Blocks, but for `scored`, `missed`, `kept` and `repeated`.
 
     scored: how often a request was scored. missed: the sum, over these, of the estimated share of its attention that
@@ -59,7 +59,7 @@ class TablePatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block: int
 
 
-class ResidencyOrders(msgspec.Struct):
+class OffloadOrders(msgspec.Struct):
     """Of a step, to be carried out before its forward in this order.
 
     ended: generations that have ended: their moves are cancelled and their copies deleted.
@@ -80,10 +80,10 @@ class ResidencyOrders(msgspec.Struct):
     loads: list[BlockMove] = []
     ahead: list[tuple[int, int]] = []
     scored: dict[str, int] = {}
-    totals: ResidencyTotals = msgspec.field(default_factory=ResidencyTotals)
+    totals: OffloadTotals = msgspec.field(default_factory=OffloadTotals)
 
 
-class ResidencyReport(msgspec.Struct):
+class OffloadReport(msgspec.Struct):
     """What became of orders, of this step or of earlier ones. Pairs are (generation, logical block).
 
     saved, unsaved: blocks that have a copy now; blocks whose copy could not be made.

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import msgspec
 
-from vllm_gaudi_ucm.protocol.offload import ResidencyOrders
+from vllm_gaudi_ucm.protocol.offload import OffloadOrders
 
 
 class SelectionMode(IntEnum):
@@ -26,7 +26,7 @@ class RequestSelection(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     mode: where the selection comes from.
     sink_blocks: blocks [0, sink_blocks) are always attended.
-    window_start: blocks from here to the end of the context, the partial tail and drafts included, are always attended;
+    window_start: blocks from here to the end of the context, the tail block and drafts included, are always attended;
         blocks [sink_blocks, window_start) are the candidates.
     num_selected: candidates to attend, at most as many as there are.
     update_threshold: of CHECK: |added| + |removed| up to which the stored selection is kept.
@@ -42,12 +42,12 @@ class RequestSelection(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class SparseMeta(msgspec.Struct):
     """The sparse requests of a step by id; every other request is dense.
 
-    residency: orders of KV offload, where it is on.
+    offload: orders of KV offload, where it is on.
     locks: selections that KVStar has locked and unlocked since the start, for the worker's metrics.
     """
 
     requests: dict[str, RequestSelection] = {}
-    residency: ResidencyOrders | None = None
+    offload: OffloadOrders | None = None
     locks: tuple[int, int] = (0, 0)
 
     def to_msgpack(self) -> bytes:

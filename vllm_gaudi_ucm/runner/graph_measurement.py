@@ -126,9 +126,9 @@ def _runs(executions: list[BucketedExecution], ready: ReadyBuckets) -> Iterator[
     for shape in reversed(ready.buckets.forward):
         yield of_all(partial(BucketedExecution.warm_forward, shape=shape))
     yield of_all(partial(BucketedExecution.warm_logits, rows=ready.maximum[1]))
-    tails = executions[0].tails
-    for shape in () if tails is None else tails.shapes:
-        yield partial(executions[0].warm_tail, shape)
+    remainders = executions[0].remainders
+    for shape in () if remainders is None else remainders.shapes:
+        yield partial(executions[0].warm_remainder, shape)
 
 
 def _bytes_of(run: Callable[[], object], device: Device) -> int:

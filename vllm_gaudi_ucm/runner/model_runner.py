@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.connector.transfer_config import OURS
 from vllm_gaudi_ucm.device.step_activity import StepActivity
 from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
-from vllm_gaudi_ucm.execution.bucketed_execution import tail_shapes
+from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.execution.execution import Execution
 from vllm_gaudi_ucm.execution.graph_kind import GraphKind
@@ -275,9 +275,9 @@ class ModelRunner:
         choices = None if self._sparse is None else self._sparse.limits
         selected = 0 if choices is None else choices.max_selected_blocks
         limits = server_limits(self._vllm_config, self._block_size, num_blocks, contiguous, shared, selected)
-        tails = tail_shapes(limits, choices)
-        num_tails = 0 if tails is None else len(tails.keys)
-        buckets, usage = choose_buckets(self._config.graphs, self._vllm_config, limits, self._device, num_tails)
+        remainders = remainder_shapes(limits, choices)
+        num_remainders = 0 if remainders is None else len(remainders.keys)
+        buckets, usage = choose_buckets(self._config.graphs, self._vllm_config, limits, self._device, num_remainders)
         return StaticShapes(
             self.decoder,
             self._vllm_config,

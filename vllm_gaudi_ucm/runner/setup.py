@@ -14,11 +14,11 @@ from vllm_gaudi_ucm.connector.transfer_config import loads_partly
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.execution.decoder import Decoder
 from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import tail_rows
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import remainder_rows
 from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, split_key_value
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
-from vllm_gaudi_ucm.kv_offload.worker_side import ResidencyWorker
+from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheSpec
 
 
-def residency_worker(
+def offload_worker(
     config: UcmConfig,
     selection: BlockSelection,
     table: RequestTable,
@@ -62,7 +62,7 @@ def residency_worker(
     device: Device,
     stored: StoredCopies | None,
     metrics: StepMetrics | None,
-) -> ResidencyWorker:
+) -> OffloadWorker:
     """The worker's side of KV offload.
 
     Args:
@@ -79,7 +79,7 @@ def residency_worker(
     assert scorer is not None, "made with the queries that it keeps"
     copies = open_copies(config, num_rows, blocks, metrics)
     series = None if metrics is None else metrics.memory_mode()
-    worker = ResidencyWorker(table, selection.state, scorer, blocks, copies, device, stored, series)
+    worker = OffloadWorker(table, selection.state, scorer, blocks, copies, device, stored, series)
     worker.warm_up()
     return worker
 
@@ -202,7 +202,7 @@ def make_sparse_worker(
             raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
         return SparseWorker(method, metrics=series)
     sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
-        some_offloaded=offloads, tail_rows=_tail_rows(config, vllm_config, block_size)
+        some_offloaded=offloads, remainder_rows=_remainder_rows(config, vllm_config, block_size)
     )
     if not offloads:
         return SparseWorker(method, BlockSelection.of(choosing, list(layers.values()), sizes), metrics=series)
@@ -215,8 +215,8 @@ def make_sparse_worker(
     if table is None:
         return SparseWorker(method, selection, metrics=series)
     stored = None if transfer is None else transfer.stored_copies(selection, choosing.block_options)
-    residency = residency_worker(config, selection, table, blocks, num_rows, device, stored, metrics)
-    return SparseWorker(method, selection, residency, series)
+    offload = offload_worker(config, selection, table, blocks, num_rows, device, stored, metrics)
+    return SparseWorker(method, selection, offload, series)
 
 
 def max_selected_blocks(
@@ -251,12 +251,12 @@ def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bo
     )
 
 
-def _tail_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
+def _remainder_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
     """Rows of a prompt remainder that choose together, after a partial load; 0 where prompts are not loaded in part."""
     if not config.memory_mode.enabled or not loads_partly(vllm_config):
         return 0
     max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    return tail_rows(block_size, max_num_batched_tokens, 1 + vllm_config.num_speculative_tokens)
+    return remainder_rows(block_size, max_num_batched_tokens, 1 + vllm_config.num_speculative_tokens)
 
 
 def _query_heads(vllm_config: VllmConfig) -> int:

@@ -106,8 +106,8 @@ class StaticShapes:
             self._free_memory,
             self._on_progress,
             memory_budget,
-            tails=() if self.execution.tails is None else self.execution.tails.keys,
-            run_tail=self._warm_tail,
+            remainders=() if self.execution.remainders is None else self.execution.remainders.keys,
+            run_remainder=self._warm_remainder,
         )
         self._idle = IdleWarmUp(self._warm_up, finished=self._log_summary)
 
@@ -167,9 +167,9 @@ class StaticShapes:
 
         self._warm(run)
 
-    def _warm_tail(self, shape: ForwardShape) -> None:
+    def _warm_remainder(self, shape: ForwardShape) -> None:
         # a draft model is dense, and runs what is left of a prompt in its buckets
-        self._warm(lambda: self.execution.warm_tail(shape))
+        self._warm(lambda: self.execution.warm_remainder(shape))
 
     def _warm_logits(self, rows: int) -> None:
         def run() -> None:

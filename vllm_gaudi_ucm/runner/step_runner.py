@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS, BatchInput, CausalPlan, UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, CausalPlan, UnifiedPlan
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, in_slot_order
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.batch.sharing import SharedPlan
@@ -77,7 +77,7 @@ class StepClock:
             sample_ms=sample_ms,
             selected_pairs=_selected_pairs(plan.selection, block_size),
             sparse=0 if plan.selection is None else len(plan.selection.counts),
-            tail=int(shape.tail),
+            tail=int(shape.remainder),
         )
 
 
@@ -207,11 +207,11 @@ class StepRunner:
     def _divide(
         self, scheduler_output: SchedulerOutput, requests: list[LiveRequest], batch: BatchInput
     ) -> list[NDArray[np.int64]]:
-        tails = NO_TAILS if self.sparse is None else self.sparse.tails(scheduler_output, requests, batch)
-        divisions = self.execution.divide(batch, tails)
+        remainders = NO_REMAINDERS if self.sparse is None else self.sparse.remainders(scheduler_output, requests, batch)
+        divisions = self.execution.divide(batch, remainders)
         if self.static is not None and len(divisions) > 1:
             too_many = "more shared blocks than ucm.graphs.max_shared_blocks"
-            self.static.bypassed(f"step divided: {PARTIAL_LOAD if len(tails) else too_many}")
+            self.static.bypassed(f"step divided: {PARTIAL_LOAD if len(remainders) else too_many}")
         return divisions
 
     def _compute(
@@ -321,7 +321,7 @@ class StepRunner:
             if self.transfer is not None and computed is step.divisions[-1]:
                 record = self.transfer.take_work().noted_in(record)
             self.phase_log.append(record)
-            self.metrics.step(record.bucket, record.padded, computed.shape.tail)
+            self.metrics.step(record.bucket, record.padded, computed.shape.remainder)
             self.metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
         if self.sparse is not None:
             self.sparse.report()

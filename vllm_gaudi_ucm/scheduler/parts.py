@@ -14,13 +14,13 @@ from vllm_gaudi_ucm.protocol.attachments import (
     report_of,
     verified_drafts,
 )
-from vllm_gaudi_ucm.protocol.offload import ResidencyReport
+from vllm_gaudi_ucm.protocol.offload import OffloadReport
 from vllm_gaudi_ucm.sparse.options import read_extra_args
-from vllm_gaudi_ucm.vllm_api.blocks import set_blocks_apart, step_never_was, wait_for_blocks_again
+from vllm_gaudi_ucm.vllm_api.blocks import drop_sampled_tokens, isolate_blocks, wait_for_blocks_again
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, ResidencyScheduler
+    from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
@@ -42,7 +42,7 @@ class SchedulerPart:
     """
 
     method: UcmSparseBase | None = None
-    residency: ResidencyScheduler | None = None
+    offload: OffloadScheduler | None = None
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -104,7 +104,7 @@ class SparseSteps(SchedulerPart):
             self.begin(request)
         else:
             # a block does not say what wrote it: what sparse steps have written must not be found
-            set_blocks_apart(request, "ucm dense")
+            isolate_blocks(request, "ucm dense")
 
     def begin(self, request: Request) -> None:
         """A request that may be sparse was added."""
@@ -145,15 +145,15 @@ class OffloadedSteps(SparseSteps):
     Args:
         scheduler: vLLM's.
         method: in the role SCHEDULER.
-        residency: decides which blocks leave and come back.
+        offload: decides which blocks leave and come back.
         fetch: of our connector; None without it.
     """
 
     def __init__(
-        self, scheduler: Scheduler, method: UcmSparseBase, residency: ResidencyScheduler, fetch: Fetch | None = None
+        self, scheduler: Scheduler, method: UcmSparseBase, offload: OffloadScheduler, fetch: Fetch | None = None
     ) -> None:
         super().__init__(scheduler, method)
-        self.residency: ResidencyScheduler = residency
+        self.offload: OffloadScheduler = offload
         self._fetch = fetch
         self._repeated: Mapping[str, Fetched] = {}
 
@@ -161,38 +161,38 @@ class OffloadedSteps(SparseSteps):
         super().begin(request)
         # the next chunk of a streamed input would attend to a context with gaps
         if not request.resumable:
-            self.residency.begin(request.request_id)
+            self.offload.begin(request.request_id)
 
     def end(self, request_id: str) -> None:
         super().end(request_id)
-        self.residency.end(request_id)
+        self.offload.end(request_id)
 
     def before_schedule(self, reset: Collection[str]) -> None:
         self.finished()
-        self.residency.preempted(reset)
-        self.residency.before_scheduling(self._scheduler.requests, len(self._scheduler.running))
+        self.offload.preempted(reset)
+        self.offload.before_scheduling(self._scheduler.requests, len(self._scheduler.running))
 
     def _meta(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> SparseMeta:
         meta = super()._meta(scheduler_output, reset)
-        self.residency.preempted(set(scheduler_output.preempted_req_ids or ()) - set(reset))
-        orders = self.residency.orders(meta.requests, self._scheduler.requests, computed_tokens(scheduler_output))
-        return msgspec.structs.replace(meta, residency=orders)
+        self.offload.preempted(set(scheduler_output.preempted_req_ids or ()) - set(reset))
+        orders = self.offload.orders(meta.requests, self._scheduler.requests, computed_tokens(scheduler_output))
+        return msgspec.structs.replace(meta, offload=orders)
 
     def finished(self) -> None:
         """A request that has ended waits for no block: blocks that wait for it are free for others."""
         for request_id in self._ended(self._scheduler.finished_req_ids):
-            self.residency.end(request_id)
+            self.offload.end(request_id)
 
     def before_preempting(self, request_ids: Iterable[str]) -> None:
-        self.residency.preempted(request_ids)
+        self.offload.preempted(request_ids)
 
     def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         super().before_output(scheduler_output, output)
-        report = report_of(output) or ResidencyReport()
-        self._repeated = self.residency.take(report, scheduler_output.num_scheduled_tokens)
+        report = report_of(output) or OffloadReport()
+        self._repeated = self.offload.take(report, scheduler_output.num_scheduled_tokens)
         for request_id in self._repeated:
             # its tokens are no part of the output any more
-            step_never_was(self._scheduler.requests[request_id], output)
+            drop_sampled_tokens(self._scheduler.requests[request_id], output)
 
     def after_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """A request whose step is repeated waits for the blocks that its query wants; one whose load has failed loses
@@ -209,7 +209,7 @@ class OffloadedSteps(SparseSteps):
         for request_id in () if transfer is None else transfer.failed_recving:
             request = self._scheduler.requests.get(request_id)
             if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                self.residency.give_up(request)
+                self.offload.give_up(request)
         self.finished()
 
 

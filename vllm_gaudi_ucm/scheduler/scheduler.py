@@ -9,7 +9,7 @@ from vllm_gaudi_ucm.vllm_api.blocks import forget_uncomputed_blocks
 from vllm_gaudi_ucm.vllm_api.scheduling import AsyncScheduler, Scheduler
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.kv_offload.scheduler_side import ResidencyScheduler
+    from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.vllm_api.scheduling import EngineCoreOutputs
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, Request, SchedulerOutput
@@ -28,9 +28,9 @@ class UcmScheduler(Scheduler):
         return next((part.method for part in self.parts if part.method is not None), None)
 
     @property
-    def residency(self) -> ResidencyScheduler | None:
+    def offload(self) -> OffloadScheduler | None:
         """KV offload, None where it is off."""
-        return next((part.residency for part in self.parts if part.residency is not None), None)
+        return next((part.offload for part in self.parts if part.offload is not None), None)
 
     def add_request(self, request: Request) -> None:
         # one that it knows is the next chunk of a streamed input

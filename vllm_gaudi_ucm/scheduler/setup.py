@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_gaudi_ucm.config.ucm_config import block_options, blocks_ahead, idle_options, resolve_config
 from vllm_gaudi_ucm.connector.connector import UcmConnector, our_connector
 from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
-from vllm_gaudi_ucm.kv_offload.scheduler_side import OnWanted, ResidencyScheduler
+from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler, OnWanted
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.scheduler.parts import OffloadedSteps, SchedulerPart, SparseSteps, WaitingRequests
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
@@ -48,27 +48,25 @@ def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None
     # beside other connectors only our own loads, so that nothing is left in its store
     connector = scheduler.connector if isinstance(scheduler.connector, UcmConnector) else None
     on_wanted = None if connector is None else connector.wanted_by_query
-    residency = residency_role(config, block_size, scheduler.kv_cache_manager, on_wanted)
-    method = scheduler_role(config, block_size, max_model_len, has_gaps=residency.has_gaps)
+    offload = offload_role(config, block_size, scheduler.kv_cache_manager, on_wanted)
+    method = scheduler_role(config, block_size, max_model_len, has_gaps=offload.has_gaps)
     assert method is not None, "one is configured"
     if connector is None:
-        return OffloadedSteps(scheduler, method, residency)
-    connector.open_scheduler_side(residency)
-    return OffloadedSteps(scheduler, method, residency, connector.fetch)
+        return OffloadedSteps(scheduler, method, offload)
+    connector.open_scheduler_side(offload)
+    return OffloadedSteps(scheduler, method, offload, connector.fetch)
 
 
-def residency_role(
+def offload_role(
     config: UcmConfig, block_size: int, manager: KVCacheManager, on_wanted: OnWanted | None = None
-) -> ResidencyScheduler:
-    """The scheduler's side of KV offload. on_wanted: see ResidencyScheduler."""
+) -> OffloadScheduler:
+    """The scheduler's side of KV offload. on_wanted: see OffloadScheduler."""
     options = block_options(config)
     assert options is not None, "refused when the configuration was read"
     num_rows = config.memory_mode.max_copies(manager.block_pool.num_gpu_blocks, kv_block_bytes(manager))
     logger.info("Memory mode: up to %d blocks have a copy off the device.", num_rows)
     blocks = RequestBlocks(manager, block_size)
-    return ResidencyScheduler(
-        config.memory_mode, options, block_size, blocks, num_rows, blocks_ahead(config), on_wanted
-    )
+    return OffloadScheduler(config.memory_mode, options, block_size, blocks, num_rows, blocks_ahead(config), on_wanted)
 
 
 def scheduler_role(config: UcmConfig, block_size: int, max_model_len: int, **parts: Any) -> UcmSparseBase | None:

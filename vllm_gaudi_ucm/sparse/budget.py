@@ -35,7 +35,7 @@ def block_budget(context_tokens: int, block_size: int, options: BlockOptions) ->
         context_tokens: certain tokens, the new one included; drafts are not.
         block_size: tokens per block.
         options: ratio, windows and minima. `min_blocks` and the ratio count full blocks, sinks and window included;
-            the partial tail is attended in addition.
+            the tail block is attended in addition.
     """
     if context_tokens < options.min_tokens:
         return None

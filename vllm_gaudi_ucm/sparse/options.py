@@ -34,7 +34,7 @@ class BlockOptions(MethodOptions):
         description="Part of the context's full blocks that is attended, sinks and local window included.",
     )
     local_window_sz: Annotated[int, Field(ge=1)] = Field(
-        default=2, description="Newest full blocks that are always attended, beside the partial tail."
+        default=2, description="Newest full blocks that are always attended, beside the tail block."
     )
     init_window_sz: Annotated[int, Field(ge=0)] = Field(
         default=1, description="First blocks (sinks) that are always attended."

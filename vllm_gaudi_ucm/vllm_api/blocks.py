@@ -73,7 +73,7 @@ class _Salted:
         return getattr(self._request, name)
 
 
-def set_blocks_apart(request: "Request", mark: str) -> None:
+def isolate_blocks(request: "Request", mark: str) -> None:
     """Hashes the blocks of a request so that only requests with the same mark and salt find them.
 
     For a request whose blocks have not been looked up yet. Its `cache_salt` stays what it is.
@@ -91,7 +91,7 @@ def set_blocks_apart(request: "Request", mark: str) -> None:
     request.update_block_hashes()
 
 
-def step_never_was(request: "Request", output: "ModelRunnerOutput") -> None:
+def drop_sampled_tokens(request: "Request", output: "ModelRunnerOutput") -> None:
     """Removes the tokens that a step sampled for a request from the step's output.
 
     Reason: vLLM can reject drafts, but not a step.
@@ -106,8 +106,8 @@ def wait_for_blocks_again(scheduler: "Scheduler", request: "Request", num_comput
     num_computed: its computed tokens before that step. The request keeps its blocks. Once the worker reports the load
     as received, vLLM sends it to the worker as a new request, as after a first load.
 
-    Reason: as for `step_never_was`; vLLM moves requests there only from its queue of waiting requests.
-    Remove when: as for `step_never_was`.
+    Reason: as for `drop_sampled_tokens`; vLLM moves requests there only from its queue of waiting requests.
+    Remove when: as for `drop_sampled_tokens`.
     """
     from vllm.v1.request import RequestStatus
 

@@ -10,7 +10,7 @@ from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, steps
 from tests.graphs.warm_up.sets import bucket_sets, keys_of, server_buckets
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape, dominates
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GraphMemory, MemoryBudgetError, fit_to_memory
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey
@@ -103,10 +103,10 @@ def test_the_largest_waste_goes_first() -> None:
     assert all(reason.endswith("its steps run in bucket csu 256 119 120") for reason in least.dropped.values())
 
 
-def test_graphs_for_tails_stay_and_tell_nothing_of_others() -> None:
+def test_graphs_for_remainders_stay_and_tell_nothing_of_others() -> None:
     """covers: B7."""
     buckets = BucketSet([ForwardShape("--u", 16, 0, 60)], (), LIMITS, COST)
-    tail = TailShape(ForwardShape("cs-", 256, 119, 0, 50))
+    tail = RemainderShape(ForwardShape("cs-", 256, 119, 0, 50))
     measured: dict[GraphKey, int] = {LIMITS.maximum.forward: 100 * MIB, 16: MIB, tail: 900 * MIB}
     assert GraphMemory(measured).bytes_of(LIMITS.maximum.forward) == 100 * MIB
     fit = fit_to_memory(buckets, measured, 1001 * MIB)

@@ -12,7 +12,7 @@ from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
 from tests.graphs.warm_up.sets import bucket_sets, keys_of, server_buckets, usages
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.shapes.size_levels import reaching_step
 from vllm_gaudi_ucm.graphs.strategies import blind_strategies
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import MemoryBudgetError
@@ -24,7 +24,7 @@ from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 GIB = 2**30
 DECODE = ForwardShape("--u", 16, 0, 100)
 PROMPT = ForwardShape("c--", 200, 0, 0)
-TAILS = [TailShape(ForwardShape("cs-", 16, 4, 0, selected)) for selected in (5, 20)]
+TAILS = [RemainderShape(ForwardShape("cs-", 16, 4, 0, selected)) for selected in (5, 20)]
 
 
 class Machine:
@@ -49,10 +49,10 @@ def warm_up_on(
     ready: ReadyBuckets,
     report: Callable[[WarmUpProgress], None] = lambda progress: None,
     memory_budget: int | None = None,
-    tails: Sequence[TailShape] = (),
+    remainders: Sequence[RemainderShape] = (),
 ) -> WarmUp:
     run, clock = machine.run, lambda: machine.now
-    return WarmUp(ready, run, run, lambda: machine.free, report, memory_budget, clock, tails, run)
+    return WarmUp(ready, run, run, lambda: machine.free, report, memory_budget, clock, remainders, run)
 
 
 @settings(max_examples=60, deadline=None)
@@ -168,11 +168,11 @@ def test_the_budget_is_looked_at_before_each_graph() -> None:
     assert warm_up.summary().count(GraphState.DROPPED) == 3
 
 
-def test_graphs_for_tails_are_warm_before_serving_and_never_dropped() -> None:
+def test_graphs_for_remainders_are_warm_before_serving_and_never_dropped() -> None:
     """Seen as all others are, and no bucket that a lookup could find. covers: B1, B6, B7."""
     buckets = BucketSet([DECODE, PROMPT], (), LIMITS, COST)
     ready, machine, reports = ReadyBuckets(buckets), Machine(), list[WarmUpProgress]()
-    warm_up = warm_up_on(machine, ready, reports.append, memory_budget=4 * GIB, tails=TAILS)
+    warm_up = warm_up_on(machine, ready, reports.append, memory_budget=4 * GIB, remainders=TAILS)
     warm_up.run_skeleton(choose_skeleton(buckets, None, 1))
     assert machine.ran == [LIMITS.maximum.forward, 16, *(tail.forward for tail in TAILS)]
     assert [(report.done, report.total) for report in reports if report.stage == "skeleton"][-1] == (4, 4)
@@ -187,16 +187,16 @@ def test_graphs_for_tails_are_warm_before_serving_and_never_dropped() -> None:
     assert ready.lookup(Bucket("cs-", 16, 4, 0, 1)) == LIMITS.maximum
 
 
-def test_graphs_for_tails_take_their_part_of_the_budget() -> None:
+def test_graphs_for_remainders_take_their_part_of_the_budget() -> None:
     """covers: B7."""
     buckets = BucketSet([ForwardShape("--u", rows, 0, 100) for rows in (2, 4, 8, 16)], (), LIMITS, COST)
     for budget, dropped in ((8 * GIB, 0), (7 * GIB, 1), (4 * GIB, 4)):
         ready = ReadyBuckets(buckets)
-        warm_up = warm_up_on(Machine(), ready, memory_budget=budget, tails=TAILS)
+        warm_up = warm_up_on(Machine(), ready, memory_budget=budget, remainders=TAILS)
         warm_up.run_skeleton(choose_skeleton(buckets, None, 1))
         warm_up.run_all()
         assert len(ready.dropped) == dropped
-    warm_up = warm_up_on(Machine(), ReadyBuckets(buckets), memory_budget=3 * GIB, tails=TAILS)
+    warm_up = warm_up_on(Machine(), ReadyBuckets(buckets), memory_budget=3 * GIB, remainders=TAILS)
     with pytest.raises(MemoryBudgetError, match=r"the 4 graphs with which serving starts take 4.000 GiB"):
         warm_up.run_skeleton(choose_skeleton(buckets, None, 1))
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.execution.bucketed_execution import is_tail, tail_shapes
+from vllm_gaudi_ucm.execution.bucketed_execution import is_remainder, remainder_shapes
 from vllm_gaudi_ucm.execution.decoder import step_metadata
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import StepInputs, TrueShapeTensors, true_shape
@@ -75,7 +75,7 @@ class OneLayer:
         self.keys[0], self.values[0] = 0, 0
         self.sizes = ServerSizes(
             self.max_model_len, self.max_num_seqs, self.max_rows, self.block_size, self.num_blocks, self.static
-        )._replace(tail_rows=self.block_size)
+        )._replace(remainder_rows=self.block_size)
         self.limits = selection_limits(self.options, self.sizes)
         self.state = SelectionState(self.num_blocks, self.limits, bounded=self.static)
         kind = SummaryKind(self.options.summary)
@@ -84,9 +84,9 @@ class OneLayer:
         limits = Limits(64, self.max_num_seqs, self.max_model_len, self.block_size, self.num_blocks, False)
         self.bucket_limits = limits
         self.inputs = _inputs(limits, self.limits)
-        self.tails = tail_shapes(limits, self.limits)
-        if self.tails is not None:
-            self.tail_inputs = _inputs(self.tails.limits, self.limits.of_tail())
+        self.remainders = remainder_shapes(limits, self.limits)
+        if self.remainders is not None:
+            self.remainder_inputs = _inputs(self.remainders.limits, self.limits.of_remainder())
 
     def tokens(self, request_id: str, positions: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [n, heads, dim], k and v [n, kv heads, dim] of a request's tokens."""
@@ -147,10 +147,10 @@ class OneLayer:
         """The step in a bucket that is somewhat larger, or in that of a tail."""
         shape = true_shape(plan, 0 if plan.unique is None else len(plan.unique.blocks))
         token_ids = np.zeros(plan.num_rows, np.int64)
-        if self.tails is not None and is_tail(plan, self.max_rows):
-            found = self.tails.lookup(shape)
-            tensor = self.tail_inputs.fill(found, plan, token_ids, summary_blocks)
-            return self.tail_inputs.split(tensor, found)
+        if self.remainders is not None and is_remainder(plan, self.max_rows):
+            found = self.remainders.lookup(shape)
+            tensor = self.remainder_inputs.fill(found, plan, token_ids, summary_blocks)
+            return self.remainder_inputs.split(tensor, found)
         slack = shape._replace(
             query_len=shape.query_len + 3,
             shared_blocks=shape.shared_blocks + 2 * (shape.shared_blocks > 0),

@@ -24,12 +24,12 @@ BLOCK_SIZE = 4
 PADDING = -1
 
 
-def worker(tail_rows: int = 0) -> SparseWorker:
+def worker(remainder_rows: int = 0) -> SparseWorker:
     method = UcmSparseFactory.create_sparse_method("GSA", UcmSparseRole.WORKER, {})
     keys = torch.zeros(16, BLOCK_SIZE, 1, 8)
     sizes = ServerSizes(
-        max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=tail_rows > 0
-    )._replace(tail_rows=tail_rows)
+        max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=remainder_rows > 0
+    )._replace(remainder_rows=remainder_rows)
     assert isinstance(method, BlockSparse)
     return SparseWorker(method, BlockSelection.of(method, [SelectionLayer(keys, 1.0)], sizes))
 
@@ -71,17 +71,17 @@ def test_drafts_of_padding_are_none(computed: int, drafts: list[int], full: list
     assert summarised(computed, drafts) == full
 
 
-@pytest.mark.parametrize(("tail_rows", "tails"), [(BLOCK_SIZE * 2, [1, 4]), (0, [])])
-def test_tails_are_sparse_and_have_more_rows_than_a_verification(tail_rows: int, tails: list[int]) -> None:
+@pytest.mark.parametrize(("remainder_rows", "remainders"), [(BLOCK_SIZE * 2, [1, 4]), (0, [])])
+def test_tails_are_sparse_and_have_more_rows_than_a_verification(remainder_rows: int, remainders: list[int]) -> None:
     """Not dense prompts, decodes, or verifications."""
     new = np.array([1, 8, 8, 4, 5], np.int32)
     batch = BatchInput(new, new, new, np.zeros((5, 4), np.int32))
     requests: Any = [SimpleNamespace(request_id=name) for name in "abcde"]
     chosen = RequestSelection(SelectionMode.SELECT, 1, 3, 1)
     output: Any = SimpleNamespace()
-    assert worker(tail_rows).tails(output, requests, batch).tolist() == []
+    assert worker(remainder_rows).remainders(output, requests, batch).tolist() == []
     attach_sparse_meta(output, SparseMeta(dict.fromkeys("abde", chosen)))
-    assert worker(tail_rows).tails(output, requests, batch).tolist() == tails
+    assert worker(remainder_rows).remainders(output, requests, batch).tolist() == remainders
 
 
 def test_a_layer_chooses_before_attention(monkeypatch: pytest.MonkeyPatch) -> None:

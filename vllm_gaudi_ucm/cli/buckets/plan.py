@@ -29,7 +29,7 @@ from vllm_gaudi_ucm.config.ucm_config import GraphsConfig
 from vllm_gaudi_ucm.execution.bucket_choice import most_buckets
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, default_shared_blocks
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import TailShapes, tail_rows
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes, remainder_rows
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, build_buckets
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
@@ -98,8 +98,8 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
             # a log of true shapes says "auto" where each step read what was cheaper; a graph has one form, and gathers
             said = {**log.header, "contiguous": log.header.get("contiguous") is True}
             limits = _as_served(limits_of(args, said, where))
-            steps, num_tails = _steps_and_tails(log)
-        return _report(args, limits, cost_model(args, limits.block_size), steps, num_tails)
+            steps, num_remainders = _steps_and_remainders(log)
+        return _report(args, limits, cost_model(args, limits.block_size), steps, num_remainders)
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
     known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
     if args.num_blocks is None:
@@ -107,17 +107,17 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     return _report(args, _as_served(limits_of(args, known, "the defaults")), cost, None)
 
 
-def _steps_and_tails(log: PhaseLogReader) -> tuple[Steps, int]:
+def _steps_and_remainders(log: PhaseLogReader) -> tuple[Steps, int]:
     """The steps that need buckets, and how many ran in graphs for prompt remainders."""
-    num_tails = 0
+    num_remainders = 0
 
     def counted() -> Iterator[StepRecord]:
-        nonlocal num_tails
+        nonlocal num_remainders
         for record in log.steps():
-            num_tails += record.tail
+            num_remainders += record.tail
             yield record
 
-    return Steps.of(bucket_shapes(counted())), num_tails
+    return Steps.of(bucket_shapes(counted())), num_remainders
 
 
 def _as_served(limits: Limits) -> Limits:
@@ -130,8 +130,8 @@ def _as_served(limits: Limits) -> Limits:
 def _report(
     args: argparse.Namespace, limits: Limits, cost: CostModel, steps: Steps | None, tail_steps: int = 0
 ) -> PlanReport:
-    limits, tails = with_sparse_method(args, limits)
-    shapes = [] if tails is None else tails.shapes
+    limits, remainders = with_sparse_method(args, limits)
+    shapes = [] if remainders is None else remainders.shapes
     files = {"buckets": args.buckets, "trace": steps}
     strategy = args.strategy or automatic_strategy([key for key, value in files.items() if value is not None])
     if STRATEGIES.get(strategy).needs == "trace" and steps is None:
@@ -179,7 +179,7 @@ def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits, TailShapes | None]:
+def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits, RemainderShapes | None]:
     """The limits with the blocks that --sparse selects, and with --partial-loads the shapes for prompt remainders.
 
     They are those of a server at static shapes without drafts.
@@ -195,7 +195,7 @@ def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits
         raise ValueError("--max-selected-blocks and --sparse both say how many blocks are selected; leave one out")
     # torch and vLLM take seconds, which a plan without a sparse method need not
     from vllm_gaudi_ucm.config.ucm_config import block_options
-    from vllm_gaudi_ucm.execution.bucketed_execution import tail_shapes
+    from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 
     config = resolve_text(args.sparse)
@@ -210,7 +210,9 @@ def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits
         )
     sizes = ServerSizes(limits.max_model_len, limits.max_num_seqs, 1, limits.block_size, limits.num_blocks, static=True)
     if args.partial_loads:
-        sizes = sizes._replace(tail_rows=tail_rows(limits.block_size, limits.max_num_batched_tokens, sizes.max_rows))
+        sizes = sizes._replace(
+            remainder_rows=remainder_rows(limits.block_size, limits.max_num_batched_tokens, sizes.max_rows)
+        )
     choices = selection_limits(options, sizes)
     limits = replace(limits, max_selected_blocks=choices.max_selected_blocks)
-    return limits, tail_shapes(limits, choices)
+    return limits, remainder_shapes(limits, choices)

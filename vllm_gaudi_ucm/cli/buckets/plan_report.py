@@ -42,8 +42,8 @@ class PlanMemory:
         return self.total <= self.usable
 
 
-def plan_memory(buckets: BucketSet, cost: CostModel, tails: Sequence[ForwardShape] = ()) -> PlanMemory:
-    """Memory of a server that warms all of `buckets` and the graphs for `tails`.
+def plan_memory(buckets: BucketSet, cost: CostModel, remainders: Sequence[ForwardShape] = ()) -> PlanMemory:
+    """Memory of a server that warms all of `buckets` and the graphs for `remainders`.
 
     Activations are shared by the graphs, as they run in turn.
     """
@@ -51,8 +51,8 @@ def plan_memory(buckets: BucketSet, cost: CostModel, tails: Sequence[ForwardShap
     return PlanMemory(
         weights=float(m.weight_bytes),
         kv_cache=float(buckets.limits.num_blocks * cost.block_size * m.kv_bytes_per_token),
-        graphs=(buckets.num_graphs + len(tails)) * cost.device.graph_bytes,
-        activations=max(activation_bytes(shape, cost) for shape in (*buckets.forward, *tails))
+        graphs=(buckets.num_graphs + len(remainders)) * cost.device.graph_bytes,
+        activations=max(activation_bytes(shape, cost) for shape in (*buckets.forward, *remainders))
         + float(buckets.logits[-1] * m.vocab * PARTIAL_BYTES * 2),
         usable=USABLE * cost.device.memory,
     )
@@ -97,8 +97,8 @@ class PlanReport:
     traffic: name of the steps that it was measured on, if any. divided: how many of them run in parts; each counts as
     one step with the most shared blocks that fit.
     skeleton_size: forward graphs of the skeleton.
-    tails: shapes of the graphs for prompt remainders. tail_steps: steps of the traffic that ran in these graphs; all
-    other figures are without them.
+    remainders: shapes of the graphs for prompt remainders. tail_steps: steps of the traffic that ran in these graphs;
+    all other figures are without them.
     """
 
     model: str
@@ -110,7 +110,7 @@ class PlanReport:
     divided: int
     memory: PlanMemory
     skeleton_size: int
-    tails: list[ForwardShape]
+    remainders: list[ForwardShape]
     tail_steps: int
 
     @cached_property
@@ -125,16 +125,16 @@ class PlanReport:
     @property
     def warmup_seconds(self) -> float:
         """Of all graphs."""
-        return self._seconds([*self.buckets.forward, *self.tails, *self.buckets.logits])
+        return self._seconds([*self.buckets.forward, *self.remainders, *self.buckets.logits])
 
     @property
     def skeleton_seconds(self) -> float:
         """Until serving starts: the skeleton, and the graphs for prompt remainders."""
-        return self._seconds([*self.skeleton.keys, *self.tails])
+        return self._seconds([*self.skeleton.keys, *self.remainders])
 
     @property
     def num_graphs(self) -> int:
-        return self.buckets.num_graphs + len(self.tails)
+        return self.buckets.num_graphs + len(self.remainders)
 
     def _seconds(self, keys: Sequence[BucketKey]) -> float:
         """Compilation of each graph, and one execution of it."""
@@ -156,7 +156,7 @@ class PlanReport:
             "graphs": self.num_graphs,
             "forward": [shape.to_list() for shape in self.buckets.forward],
             "logits": list(self.buckets.logits),
-            "tails": [shape.to_list() for shape in self.tails],
+            "tails": [shape.to_list() for shape in self.remainders],
             "skeleton": {"forward": [s.to_list() for s in self.skeleton.forward], "logits": list(self.skeleton.logits)},
             "padding": padding and padding.to_json(),
             "divided_steps": self.divided,
@@ -183,15 +183,15 @@ def show(report: PlanReport) -> None:
         f"\n          {counted(limits.most_shared_blocks, 'shared block')} per step{selected}"
     )
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
-    tails = f", {len(report.tails)} for remainders" if report.tails else ""
-    console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){tails}")
-    if limits.max_selected_blocks and not report.tails:
+    remainders = f", {len(report.remainders)} for remainders" if report.remainders else ""
+    console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){remainders}")
+    if limits.max_selected_blocks and not report.remainders:
         console.print("          without those for prompt remainders:")
         console.print("          give --sparse and --partial-loads for these")
     skeleton = report.skeleton
     console.print(
         f"warm-up   {report.skeleton_seconds:,.1f} s until serving starts ({len(skeleton.forward)} forward, "
-        f"{len(skeleton.logits)} logits{tails}),\n          {report.warmup_seconds:,.0f} s for all: "
+        f"{len(skeleton.logits)} logits{remainders}),\n          {report.warmup_seconds:,.0f} s for all: "
         f"{report.skeleton_seconds / report.warmup_seconds:.1%} of the time"
     )
     console.print(

@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, UcmConfig, resolve_va
 from vllm_gaudi_ucm.execution.bucket_choice import strategy_name
 from vllm_gaudi_ucm.execution.graph_kind import graph_kind
 from vllm_gaudi_ucm.execution.recipe_cache import RecipeCacheError, check_recipe_cache
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import MOST_TAILS
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import MOST_REMAINDERS
 from vllm_gaudi_ucm.graphs.strategies.file import BucketFileError, read_bucket_file
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogError, read_phase_log
@@ -119,7 +119,7 @@ def static_shape_checks(config: UcmConfig, device: str | None) -> Iterator[Check
         yield _kind(config, device)
     yield _strategy(config.graphs)
     if config.memory_mode.enabled and _runs_static(config, device):
-        yield _tails(config.graphs)
+        yield _remainders(config.graphs)
     if config.graphs.buckets is not None:
         yield _buckets(config.graphs.buckets)
     if config.graphs.trace is not None:
@@ -142,12 +142,12 @@ def _runs_static(config: UcmConfig, device: str | None) -> bool:
         return False  # the row of the mode says so
 
 
-def _tails(graphs: GraphsConfig) -> Check:
+def _remainders(graphs: GraphsConfig) -> Check:
     """Their number depends on --max-model-len, and whether they exist on --kv-transfer-config."""
     from_file = graphs.buckets is not None and graphs.strategy in ("auto", "file")
     beside = "beside those of the bucket file" if from_file else "a part of ucm.graphs.max_graphs"
-    found = f"up to {MOST_TAILS} where UcmConnector loads prompts in part: warm before serving starts, {beside}"
-    return Check(SHAPES, "graphs for tails", "info", found)
+    found = f"up to {MOST_REMAINDERS} where UcmConnector loads prompts in part: warm before serving starts, {beside}"
+    return Check(SHAPES, "graphs for prompt remainders", "info", found)
 
 
 def _strategy(graphs: GraphsConfig) -> Check:

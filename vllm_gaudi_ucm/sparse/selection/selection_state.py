@@ -238,14 +238,14 @@ class SelectionLimits:
     """Sizes that bound every choice.
 
     sparse_ratio: at least this part of a context's full blocks is attended.
-    live_blocks: most blocks of a request that are attended in any case: sinks, local window and the tail.
+    live_blocks: most blocks of a request that are attended in any case: sinks, local window and the tail block.
     most: blocks chosen for the longest request.
     width: logical blocks of the longest request.
     max_num_seqs: requests of a step.
     max_rows: rows of a request with a choice: one, and its drafts.
     max_selected_blocks: blocks chosen in a step; a request that would exceed it is dense in that step.
     block_size: tokens per block.
-    tail_rows: rows of a prompt's tail that choose together in a graph of their own; 0: there is no such graph.
+    remainder_rows: rows of a prompt remainder that choose together in a graph of their own; 0: there is no such graph.
     max_spans: requests with a choice that a graph has room for; None: all of a step.
     """
 
@@ -257,7 +257,7 @@ class SelectionLimits:
     max_rows: int
     max_selected_blocks: int
     block_size: int
-    tail_rows: int = 0
+    remainder_rows: int = 0
     max_spans: int | None = None
 
     def most_candidates(self, selected: int) -> int:
@@ -278,6 +278,6 @@ class SelectionLimits:
         """Blocks that are summarised in a step: on average rows / block size become full in it."""
         return -(-query_len // self.block_size) + 1
 
-    def of_tail(self) -> SelectionLimits:
+    def of_remainder(self) -> SelectionLimits:
         """Limits of the graphs for prompt remainders: one request with many rows."""
-        return replace(self, max_rows=self.tail_rows, max_spans=1)
+        return replace(self, max_rows=self.remainder_rows, max_spans=1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_TAILS
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.protocol.attachments import attach_report, sparse_meta_of
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.observability.room_metrics import SparseMetrics
-    from vllm_gaudi_ucm.protocol.offload import ResidencyOrders, ResidencyReport
+    from vllm_gaudi_ucm.protocol.offload import OffloadOrders, OffloadReport
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
@@ -36,7 +36,7 @@ class ServerSizes(NamedTuple):
     """What the tensors of a choice are sized by.
 
     max_rows: rows of a decode with its drafts. num_blocks: of the KV cache. static: graphs of fixed shapes.
-    some_offloaded: whether KV offload is on. tail_rows: see SelectionLimits.
+    some_offloaded: whether KV offload is on. remainder_rows: see SelectionLimits.
     """
 
     max_model_len: int
@@ -46,15 +46,15 @@ class ServerSizes(NamedTuple):
     num_blocks: int
     static: bool
     some_offloaded: bool = False
-    tail_rows: int = 0
+    remainder_rows: int = 0
 
 
 class BlockMover(Protocol):
     """KV offload in the worker: moves blocks off the device and back."""
 
-    def begin_step(self, orders: ResidencyOrders) -> None: ...
+    def begin_step(self, orders: OffloadOrders) -> None: ...
 
-    def report(self) -> ResidencyReport: ...
+    def report(self) -> OffloadReport: ...
 
     def close(self) -> None: ...
 
@@ -104,7 +104,7 @@ class SparseWorker:
     Args:
         method: in the role WORKER, which knows its KV caches.
         selection: of a method that chooses blocks.
-        residency: moves blocks off the device and back, with KV offload.
+        offload: moves blocks off the device and back, with KV offload.
         metrics: where figures go; None: nowhere.
     """
 
@@ -112,14 +112,14 @@ class SparseWorker:
         self,
         method: UcmSparseBase,
         selection: BlockSelection | None = None,
-        residency: BlockMover | None = None,
+        offload: BlockMover | None = None,
         metrics: SparseMetrics | None = None,
     ) -> None:
         self.method = method
         self.limits = None if selection is None else selection.limits
         self.state = None if selection is None else selection.state
         self.selector = None if selection is None else selection.selector
-        self.residency = residency
+        self.offload = offload
         self._metrics = metrics
         self._steps = 0
         self._locks = (0, 0)
@@ -143,18 +143,18 @@ class SparseWorker:
         meta = sparse_meta_of(scheduler_output)
         if meta is not None:
             self._locks = meta.locks
-        if self.residency is not None and meta is not None and meta.residency is not None:
-            self.residency.begin_step(meta.residency)
+        if self.offload is not None and meta is not None and meta.offload is not None:
+            self.offload.begin_step(meta.offload)
 
     def attach_report(self, output: ModelRunnerOutput) -> None:
         """After a step: sends the report of KV offload to the scheduler."""
-        if self.residency is not None:
-            attach_report(output, self.residency.report())
+        if self.offload is not None:
+            attach_report(output, self.offload.report())
 
     def close(self) -> None:
         """Ends the threads of KV offload."""
-        if self.residency is not None:
-            self.residency.close()
+        if self.offload is not None:
+            self.offload.close()
 
     def loaded(self, blocks: NDArray[np.int64], summarised: NDArray[np.int64]) -> None:
         """A connector has filled these blocks, int64 [n]: the summaries that they had are those of other keys.
@@ -176,17 +176,17 @@ class SparseWorker:
         meta = sparse_meta_of(scheduler_output)
         return self.state.step(request_ids, batch, num_drafts, {} if meta is None else meta.requests)
 
-    def tails(
+    def remainders(
         self, scheduler_output: SchedulerOutput, requests: Sequence[LiveRequest], batch: BatchInput
     ) -> NDArray[np.int64]:
         """Indices of requests with more rows that choose together than an ordinary graph has room for."""
-        if self.limits is None or not self.limits.tail_rows:
-            return NO_TAILS
+        if self.limits is None or not self.limits.remainder_rows:
+            return NO_REMAINDERS
         meta = sparse_meta_of(scheduler_output)
         sparse = {} if meta is None else meta.requests
         (many,) = (batch.num_scheduled > self.limits.max_rows).nonzero()
-        tails = [index for index in many.tolist() if requests[index].request_id in sparse]
-        return np.array(tails, np.int64)
+        remainders = [index for index in many.tolist() if requests[index].request_id in sparse]
+        return np.array(remainders, np.int64)
 
     def report(self) -> None:
         """After a step. The device's counts are read now and then only, because reading waits for the device."""
@@ -209,7 +209,7 @@ def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimi
         room = max(most, min(room, sizes.num_blocks))
     return SelectionLimits(
         sparse_ratio=options.sparse_ratio,
-        # the newest block may become full and the tail begin in the same step
+        # the newest block may become full and the next one begin in the same step
         live_blocks=options.init_window_sz + options.local_window_sz + 1,
         most=most,
         width=-(-sizes.max_model_len // sizes.block_size),
@@ -217,7 +217,7 @@ def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimi
         max_rows=sizes.max_rows,
         max_selected_blocks=room,
         block_size=sizes.block_size,
-        tail_rows=sizes.tail_rows if sizes.static else 0,
+        remainder_rows=sizes.remainder_rows if sizes.static else 0,
     )
 
 

@@ -11,7 +11,7 @@ from vllm import RequestOutput
 from vllm.v1.request import RequestStatus
 
 from tests.engine.serving import Engine, greedy_params
-from vllm_gaudi_ucm.kv_offload.scheduler_side import ResidencyScheduler
+from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler
 from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
 
 
@@ -42,8 +42,8 @@ class WatchedEngine:
         self.steps = 0
 
     @property
-    def residency(self) -> ResidencyScheduler:
-        found: ResidencyScheduler = self.engine._core.scheduler.residency
+    def offload(self) -> OffloadScheduler:
+        found: OffloadScheduler = self.engine._core.scheduler.offload
         return found
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[RequestOutput]:
@@ -63,9 +63,9 @@ class WatchedEngine:
     def step(self) -> list[RequestOutput]:
         outputs = self.engine.step()
         self.steps += 1
-        self.residency.check_integrity()
+        self.offload.check_integrity()
         self._before, self._there = self._there, {}
-        for state in list(self.residency._states.values()):
+        for state in list(self.offload._states.values()):
             self._check_request(state)
         self._poison()
         return outputs
@@ -88,13 +88,13 @@ class WatchedEngine:
     def _check_request(self, state: Any) -> None:
         request = self.engine._core.scheduler.requests[state.request_id]
         row = self.engine.runner.requests.requests.get(state.request_id)
-        blocks = self.residency._blocks.table(state.request_id)
+        blocks = self.offload._blocks.table(state.request_id)
         # one that waits for a connector's load has blocks that the worker does not know of yet
         if row is None or not blocks or request.status != RequestStatus.RUNNING:
             return
         seen = self.engine.runner.requests.blocks(state.request_id, len(blocks)).tolist()
         not_sent = {
-            patch.number for patch in self.residency._moves.orders.patches if patch.generation == state.generation
+            patch.number for patch in self.offload._moves.orders.patches if patch.generation == state.generation
         }
         block_size = self.engine.runner._block_size
         for number in range(min(request.num_computed_tokens // block_size, len(blocks))):
@@ -127,7 +127,7 @@ class WatchedEngine:
     def _poison(self) -> None:
         pool = self.engine._core.scheduler.kv_cache_manager.block_pool
         free = [block.block_id for block in pool.blocks if block.ref_cnt <= 0 and block.block_hash is None]
-        waiting = {block.block_id for state in self.residency._states.values() for block in state.loading.values()}
+        waiting = {block.block_id for state in self.offload._states.values() for block in state.loading.values()}
         assert not waiting & set(free)
         index = torch.from_numpy(np.array(sorted({0, *free})))
         for cache in self.engine.runner.kv_caches.values():
