@@ -55,7 +55,7 @@ def gsa(mode: str, **memory_mode: Any) -> dict[str, Any]:
 
 
 class StoredEngine(Engine):
-    """An engine with a store, empty at first. remainders: steps that ran in graphs for prompt remainders, at its end."""
+    """An engine with a store, empty at first. remainders: steps that ran in their graphs, at its end."""
 
     def __init__(self, folder: str, ucm: dict[str, Any], kind: str) -> None:
         self._files = tempfile.TemporaryDirectory()

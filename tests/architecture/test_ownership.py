@@ -19,7 +19,8 @@ EXCEPTIONS = {
     "vllm_gaudi_ucm/runner/setup.py": "vLLM's configuration and attention layers, which it makes before a runner",
     "vllm_gaudi_ucm/scheduler/scheduler_class.py": "vLLM's configuration",
     "vllm_gaudi_ucm/vllm_api/blocks.py": "requests of vLLM's scheduler",
-    "vllm_gaudi_ucm/vllm_api/compat.py": "vLLM's configuration",
+    "vllm_gaudi_ucm/vllm_api/engine_process.py": "vLLM's configuration",
+    "vllm_gaudi_ucm/vllm_api/sampling.py": "a method of vLLM's sampler",
     "vllm_gaudi_ucm/speculation/draft_model.py": "a copy of vLLM's configuration",
     # objects of other libraries
     "graphs/runners/compiled.py": "torch's configuration",
@@ -40,7 +41,7 @@ KNOWN = {
     "graphs/warm_up/warm_up.py": "graphs",
     "ops/block_selection/impl/native.py": "ops",
     "ops/unified_attention/impl/native.py": "ops",
-    "vllm_gaudi_ucm/cli/sparse_report/measurement.py": "cli",
+    "vllm_gaudi_ucm/cli/sparse_report/recall.py": "cli",
     "vllm_gaudi_ucm/cli/demo/demo.py": "cli",
     "vllm_gaudi_ucm/runner/step_runner.py": "runner",
     "vllm_gaudi_ucm/sampling/prompt_logprobs.py": "sampling",
@@ -142,6 +143,7 @@ def test_the_lists_name_only_files_that_need_it() -> None:
 
 
 PROBES = {
+    "vllm_gaudi_ucm/vllm_api/engine_process.py": "a signal handler of any kind",
     "vllm_gaudi_ucm/cli/demo/engine.py": "a tokenizer of transformers",
     "vllm_gaudi_ucm/connector/setup.py": "a KV cache spec of vLLM",
     "vllm_gaudi_ucm/device/cuda.py": "threading.local",

@@ -11,8 +11,8 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from vllm_gaudi_ucm.cli.sparse_report.cases import FORCED, ForcedTokens
-from vllm_gaudi_ucm.cli.sparse_report.measurement import RecallRecorder, block_mass
+from vllm_gaudi_ucm.cli.sparse_report.forced_tokens import FORCED, ForcedTokens
+from vllm_gaudi_ucm.cli.sparse_report.recall import RecallRecorder, block_mass
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
 

@@ -75,7 +75,7 @@ def memory_mode_engine(model: str, options: dict[str, Any]) -> Engine:
 
 
 def answers_after_partial_loads(engine: Engine) -> list[Answer]:
-    """First tokens of stored prompts. Their remainders have 5, 12, 2 and 12 tokens; the first has no context before it."""
+    """First tokens of stored prompts. Their remainders have 5, 12, 2 and 12 tokens; the first has no context."""
     engine.greedy(PROMPTS, 1)
     for _ in range(3):
         engine.step()

@@ -13,7 +13,6 @@ import pytest
 
 from tests.server.server import OFFLINE, Server, start_server
 from vllm_gaudi_ucm.graphs.strategies.file import read_bucket_file
-from vllm_gaudi_ucm.store import factory
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -75,7 +74,6 @@ def test_own_sparse_method(smollm2: Path, tmp_path: Path) -> None:
     assert answers["sparse"] != answers["dense "]  # what it leaves out is missed
 
 
-@pytest.mark.skipif("STORES" not in vars(factory), reason="needs the registry of stores")
 def test_own_store(smollm2: Path, tmp_path: Path) -> None:
     printed = run("own_store.py", "--model", str(smollm2), folder=tmp_path)
     stored = dict(re.findall(r"^(first|again): (\d+) of 284 tokens were stored$", printed, re.M))

@@ -10,11 +10,15 @@ from pydantic import BaseModel
 
 from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
+from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
+from vllm_gaudi_ucm.ops.kv_cache.implementation import KV_CACHE
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.registry import Entry, Registry, RegistryError
 from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS
+from vllm_gaudi_ucm.store.factory import STORES
 
 EXTENSIONS = "extensions"
-REGISTRIES: Sequence[Registry[Any]] = (SPARSE_METHODS, STRATEGIES)
+REGISTRIES: Sequence[Registry[Any]] = (SPARSE_METHODS, STRATEGIES, STORES, ATTENTION, KV_CACHE, BLOCK_SELECTION)
 
 
 @runtime_checkable

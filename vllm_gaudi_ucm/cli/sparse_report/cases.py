@@ -8,19 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from vllm import SamplingParams
-
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.options.files import read_config_file
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import block_budget, shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.vllm_api.sampling import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    pass
 
 DENSE = "dense"
 
@@ -97,54 +93,3 @@ def check_length(cases: Sequence[Case], tokens: int, block_size: int, source: st
             f"{source}: found {tokens:,} tokens, expected at least {shortest:,}, the shortest sparse context of "
             f"{case.method} in blocks of {block_size}; {advice}, or a smaller --block-size"
         )
-
-
-FORCED = "forced_token_ids"
-"""Key of `SamplingParams.extra_args`: the tokens, a list of int."""
-
-# the tokens to follow, and the request's output so far, which the runner appends to
-_Followed = tuple[list[int], list[int]]
-
-
-class ForcedTokens(LogitsProcessor):
-    """A logits processor of vLLM; requests without the key, and tokens beyond the given ones, are left alone."""
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._slots: dict[int, _Followed] = {}
-
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises ValueError for anything but a list of int."""
-        tokens = (sampling_params.extra_args or {}).get(FORCED, [])
-        if not (isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)):
-            raise ValueError(f"extra_args[{FORCED!r}]: found {type(tokens).__name__}, expected a list of token ids")
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follows the requests from slot to slot; vLLM's order is removed, added, moved."""
-        if batch_update is None:
-            return
-        for slot in batch_update.removed:
-            self._slots.pop(slot, None)
-        for slot, params, _, output_token_ids in batch_update.added:
-            self._put(slot, ((params.extra_args or {}).get(FORCED, []), output_token_ids))
-        for source, target, direction in batch_update.moved:
-            first, second = self._slots.pop(source, None), self._slots.pop(target, None)
-            self._put(target, first)
-            if direction == MoveDirectionality.SWAP:
-                self._put(source, second)
-
-    def _put(self, slot: int, followed: _Followed | None) -> None:
-        self._slots.pop(slot, None)
-        if followed is not None and followed[0]:
-            self._slots[slot] = followed
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits: float32 [slots, vocabulary]; changed in place."""
-        for slot, (tokens, output_token_ids) in self._slots.items():
-            if len(output_token_ids) < len(tokens):
-                logits[slot] = -torch.inf
-                logits[slot, tokens[len(output_token_ids)]] = 0.0
-        return logits

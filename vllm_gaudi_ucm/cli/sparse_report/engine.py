@@ -135,7 +135,7 @@ class SparseEngine:
 
 
 def _engine_args(settings: EngineSettings, ucm: Mapping[str, Any], true_shapes: bool) -> EngineArgs:
-    from vllm_gaudi_ucm.cli.sparse_report.cases import ForcedTokens
+    from vllm_gaudi_ucm.cli.sparse_report.forced_tokens import ForcedTokens
     from vllm_gaudi_ucm.vllm_api.engine import EngineArgs, LoggingConfig, configure_logging
 
     logging_config = LoggingConfig(log_level=settings.log_level)  # type: ignore[arg-type]  # checked by pydantic
