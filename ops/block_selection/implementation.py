@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 
 
 class BlockSelectionImplementation(Implementation[None], ABC):

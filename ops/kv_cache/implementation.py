@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class KvCacheImplementation(Implementation[None], ABC):
