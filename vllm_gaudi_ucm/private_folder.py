@@ -21,7 +21,7 @@ def make_private_folder(folder: Path) -> None:
     """
     make_folders(folder)
     if not folder.is_dir():
-        raise FileExistsError(errno.EEXIST, "no folder but something else", str(folder))
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
     refuse_foreign(folder)
     for above in folder.resolve().parents:
         _refuse_exchange(above)

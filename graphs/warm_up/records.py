@@ -109,11 +109,15 @@ class WarmUpRecords:
         self._keys = tuple(keys)
         self._records: dict[GraphKey, GraphRecord] = {}
         self._skeleton: frozenset[GraphKey] = frozenset()
-        self.skeleton_seconds = 0.0
+        self._skeleton_seconds = 0.0
 
     def begin_skeleton(self, keys: Collection[GraphKey]) -> None:
         """Says which graphs belong to the stage `skeleton`; all others are the rest."""
         self._skeleton = frozenset(keys)
+
+    def skeleton_is_warm(self, seconds: float) -> None:
+        """What its warm-up took."""
+        self._skeleton_seconds = seconds
 
     def add(self, record: GraphRecord) -> None:
         self._records[record.key] = record
@@ -148,7 +152,7 @@ class WarmUpRecords:
         """Every graph; those without a record are cold."""
         cold = (GraphRecord(key, GraphState.COLD) for key in self._keys)
         records = tuple(self._records.get(record.key, record) for record in cold)
-        return WarmUpSummary(records, len(self._skeleton), self.skeleton_seconds)
+        return WarmUpSummary(records, len(self._skeleton), self._skeleton_seconds)
 
     def _seconds_of(self, keys: Sequence[GraphKey]) -> float | None:
         """The mean of its kind for each; of all graphs for a kind without measurements; None without any."""

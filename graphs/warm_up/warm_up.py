@@ -77,7 +77,7 @@ class WarmUp:
         for key in keys:
             self._report("skeleton", current=key)
             self._settle("skeleton", self._run(key))
-        self._records.skeleton_seconds = self._clock() - start
+        self._records.skeleton_is_warm(self._clock() - start)
         self._drop_what_does_not_fit()
 
     def run_all(self) -> None:

@@ -85,6 +85,8 @@ def on_gpu(batch: Batch) -> Batch:
 
 
 def _on_gpu(value: Any) -> Any:
+    if isinstance(value, Tensor) and 0 in value.stride():
+        return value.to("cuda")  # one element stands for many: nothing can be copied into that
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda").copy_(value)
     if isinstance(value, tuple):

@@ -39,6 +39,20 @@ class LiveRequest:
         """Whether its prompt is still to be scored."""
         return self.sampling_params.prompt_logprobs is not None and not self.prompt_scored
 
+    def seed(self, generator: torch.Generator) -> None:
+        """A generator of its own, for as long as it lives."""
+        self.generator = generator
+
+    def begin_scores(self, scores: LogprobsTensors) -> None:
+        """Room for the scores of its prompt."""
+        self.prompt_logprobs = scores
+
+    def take_scores(self) -> LogprobsTensors | None:
+        """The scores of its whole prompt, once: a preempted request computes its prompt again, without scores."""
+        scores, self.prompt_logprobs = self.prompt_logprobs, None
+        self.prompt_scored = True
+        return scores
+
 
 class RequestTable:
     """Rows of the live requests.

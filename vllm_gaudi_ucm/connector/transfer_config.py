@@ -47,8 +47,8 @@ class ConnectorOptions(Section):
     )
     partial_loads: bool = Field(
         default=True,
-        description="Under memory mode a stored prompt of which no more than a block of tokens is to be computed gets "
-        "only the blocks that its first step is likely to choose; false loads all. Needs `load_failure` recompute.",
+        description="Under memory mode a prompt remainder of at most one block of tokens gets only the blocks that its "
+        "first step is likely to choose; false loads all. Needs `load_failure` recompute.",
     )
     save: bool = Field(default=True, description="Keep new full blocks; false only reads what others have stored.")
     save_queue: Annotated[int, Field(ge=1, le=65536)] = Field(

@@ -49,21 +49,20 @@ class PromptLogprobs:
         prompt = request.prompt_token_ids
         wanted = request.sampling_params.prompt_logprobs
         assert wanted is not None
-        if request.prompt_logprobs is None:
+        scores = request.prompt_logprobs
+        if scores is None:
             width = self._vocab_size if wanted == -1 else wanted
-            request.prompt_logprobs = LogprobsTensors.empty_cpu(len(prompt) - 1, width + 1)
+            scores = LogprobsTensors.empty_cpu(len(prompt) - 1, width + 1)
+            request.begin_scores(scores)
         # row at position p scores the prompt token at p + 1
         count = min(len(rows), len(prompt) - 1 - first)
         for lo in range(0, count, self._execution.max_logits):
             piece = rows[lo : min(lo + self._execution.max_logits, count)]
             position = first + lo
-            self._score_rows(request.prompt_logprobs, piece, prompt[position + 1 : position + 1 + len(piece)], position)
+            self._score_rows(scores, piece, prompt[position + 1 : position + 1 + len(piece)], position)
         if first + len(rows) < len(prompt):
             return None
-        scores, request.prompt_logprobs = request.prompt_logprobs, None
-        # a preempted request computes its prompt again; its scores are delivered once
-        request.prompt_scored = True
-        return scores
+        return request.take_scores()
 
     def _score_rows(self, into: LogprobsTensors, rows: range, targets: list[int], first: int) -> None:
         logits = self._execution.logits(np.array(rows, np.int64))

@@ -98,7 +98,7 @@ class SamplingBatch:
         """A request's own generator lives as long as the request: across preemption and changes of slot."""
         params = request.sampling_params
         if params.seed is not None and params.sampling_type == SamplingType.RANDOM_SEED and request.generator is None:
-            request.generator = torch.Generator(device=self._device).manual_seed(params.seed)
+            request.seed(torch.Generator(device=self._device).manual_seed(params.seed))
 
     def _make_metadata(self) -> SamplingMetadata:
         params = [request.sampling_params for request in self.slots]

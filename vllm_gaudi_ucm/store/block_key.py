@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cbor2
-import numpy as np
+
+if TYPE_CHECKING:
+    import numpy as np
 
 KEY_BYTES = 32
 FORMAT_VERSION = 2
@@ -95,6 +97,8 @@ def chain_keys(
 def _token_bytes(token_ids: Sequence[int] | np.ndarray, count: int) -> bytes:
     """The first `count` ids as little-endian uint32."""
     try:
+        import numpy as np  # late: configurations read this room without it
+
         ids = np.asarray(token_ids[:count] if count else [], dtype=np.int64)
     except OverflowError as error:
         raise ValueError(f"token_ids: expected 0 to {(1 << 32) - 1} ({error})") from error

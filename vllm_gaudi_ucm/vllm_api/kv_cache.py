@@ -25,7 +25,11 @@ __all__ = [
 
 
 def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
-    """What each layer keeps, by name; layers of a group may differ in their sizes."""
+    """What each layer keeps, by name; layers of a group may differ in their sizes.
+
+    Reason: `KVCacheConfig` has a specification for each group, and one that is a mapping where its layers differ.
+    Remove when: `KVCacheConfig` can be asked for the specification of a layer.
+    """
     specs: dict[str, KVCacheSpec] = {}
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         log = args.phase_log or Path(scratch) / "phases.jsonl"
         result = asyncio.run(_measure(args, load, log.absolute()))
         header, records = read_phase_log(log)
-    result.header, result.records = header, records
+    result = replace(result, header=header, records=records)
     if args.plot is not None:
         write_plot(records, args.plot, header)
     if args.json:
