@@ -50,7 +50,7 @@ class Serving(NamedTuple):
     @property
     def totals(self) -> SelectionTotals:
         """What the sparse method has done so far."""
-        worker = self.runner._sparse
+        worker = self.runner.parts.sparse
         return SelectionTotals() if worker is None or worker.state is None else worker.state.totals
 
 

@@ -132,12 +132,12 @@ class OperatorTrace(TorchDispatchMode):
         size = tensor.element_size()
         pairs = [(int(length), int(step)) for length, step in zip(tensor.shape, tensor.stride(), strict=True)]
         begin = int(tensor.storage_offset()) * size
-        span = 0 if tensor.numel() == 0 else (1 + sum((length - 1) * step for length, step in pairs)) * size
-        distinct = size if span else 0
+        extent = 0 if tensor.numel() == 0 else (1 + sum((length - 1) * step for length, step in pairs)) * size
+        distinct = size if extent else 0
         for length, step in pairs:
             distinct *= length if step else 1
         # windows of an unfolded tensor overlap, so there are fewer bytes than elements
-        return Access(number, begin, begin + span, min(distinct, span))
+        return Access(number, begin, begin + extent, min(distinct, extent))
 
 
 def _chosen(access: Access, used: int) -> Access:

@@ -80,23 +80,23 @@ class WatchedEngine:
             for request_id in sparse_meta_of(output).requests:
                 request = scheduler.requests[request_id]
                 start = request.num_computed_tokens - output.num_scheduled_tokens[request_id]
-                self._chosen.update(request.block_hashes[start // self.engine.runner._block_size :])
+                self._chosen.update(request.block_hashes[start // self.engine.runner.parts.block_size :])
             return output
 
         scheduler.schedule = noted
 
     def _check_request(self, state: Any) -> None:
         request = self.engine._core.scheduler.requests[state.request_id]
-        row = self.engine.runner.requests.requests.get(state.request_id)
+        row = self.engine.runner.parts.requests.requests.get(state.request_id)
         blocks = self.offload._blocks.table(state.request_id)
         # one that waits for a connector's load has blocks that the worker does not know of yet
         if row is None or not blocks or request.status != RequestStatus.RUNNING:
             return
-        seen = self.engine.runner.requests.blocks(state.request_id, len(blocks)).tolist()
+        seen = self.engine.runner.parts.requests.blocks(state.request_id, len(blocks)).tolist()
         not_sent = {
             patch.number for patch in self.offload._moves.orders.patches if patch.generation == state.generation
         }
-        block_size = self.engine.runner._block_size
+        block_size = self.engine.runner.parts.block_size
         for number in range(min(request.num_computed_tokens // block_size, len(blocks))):
             if number in not_sent:
                 continue
@@ -106,13 +106,13 @@ class WatchedEngine:
                 self._check_content((state.generation, number), seen[number], is_compared)
 
     def _rests_on_choices(self, request: Any, number: int) -> bool:
-        if number >= request.num_prompt_tokens // self.engine.runner._block_size:
+        if number >= request.num_prompt_tokens // self.engine.runner.parts.block_size:
             return True
         return not self._chosen.isdisjoint(request.block_hashes[: number + 1])
 
     def _check_content(self, place: tuple[int, int], block: int, is_compared: bool) -> None:
         """place: state, logical block."""
-        content = self.engine.runner.kv_caches
+        content = self.engine.runner.parts.kv_caches
         found = torch.stack([cache[block] for cache in content.values()])
         self._there[place] = block, found
         before = self._before.get(place)
@@ -130,5 +130,5 @@ class WatchedEngine:
         waiting = {block.block_id for state in self.offload._states.values() for block in state.loading.values()}
         assert not waiting & set(free)
         index = torch.from_numpy(np.array(sorted({0, *free})))
-        for cache in self.engine.runner.kv_caches.values():
+        for cache in self.engine.runner.parts.kv_caches.values():
             cache[index] = float("nan")

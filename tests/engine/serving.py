@@ -130,7 +130,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         self._restore_groups()
         outputs = self.llm.llm_engine.step()
-        self.runner.requests.check_integrity()
+        self.runner.parts.requests.check_integrity()
         return [output for output in outputs if isinstance(output, RequestOutput)]
 
     def check_idle(self) -> None:
@@ -138,7 +138,7 @@ class Engine:
         pool = self._core.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert not self._core.scheduler.has_unfinished_requests()
-        table = self.runner.requests
+        table = self.runner.parts.requests
         table.check_integrity()
         assert set(table.requests) <= self._core.scheduler.finished_req_ids
 

@@ -49,7 +49,7 @@ def test_half_precision_stays_close_to_float32(dtype: torch.dtype, tmp_path: Pat
     name = str(dtype).removeprefix("torch.")
     with Engine(model, dtype=name, max_num_batched_tokens=64) as engine:
         assert next(engine.runner.decoder.model.parameters()).dtype == dtype
-        assert all(cache.dtype == dtype for cache in engine.runner.kv_caches.values())
+        assert all(cache.dtype == dtype for cache in engine.runner.parts.kv_caches.values())
         answers = engine.greedy(prompts(), 16)
     exact, low = ReferenceModel(model), ReferenceModel(model)
     low.model.to(dtype)

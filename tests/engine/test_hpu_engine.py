@@ -42,7 +42,7 @@ def serve(
 
         started = dataclasses.asdict(card)
         answers = [engine.greedy(prompts, max_tokens) for _ in range(rounds)]
-        device = next(iter(engine.runner.kv_caches.values())).device
+        device = next(iter(engine.runner.parts.kv_caches.values())).device
         return {
             "rounds": [[dataclasses.asdict(answer) for answer in found] for found in answers],
             "started": started,

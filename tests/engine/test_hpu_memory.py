@@ -56,7 +56,7 @@ def start_small(model: str, budget_mib: float | None) -> dict[str, Any]:
         free = ht.hpu.mem_get_info()[0]
         tokens = engine.greedy([PROMPT, PROMPT], 4)[0].tokens
         records = static.summary().records
-        cache = sum(cache.numel() * cache.element_size() for cache in engine.runner.kv_caches.values())
+        cache = sum(cache.numel() * cache.element_size() for cache in engine.runner.parts.kv_caches.values())
         after = ht.hpu.mem_get_info()[0]
         buckets, measured = (
             static.execution.ready.buckets,

@@ -73,9 +73,9 @@ def test_without_host_memory_blocks_stay(tiny_llama: Path, monkeypatch: pytest.M
 
     with Engine(tiny_llama, ucm(), **OPTIONS) as engine:
         watched = WatchedEngine(engine)
-        assert engine.runner._sparse is not None
+        assert engine.runner.parts.sparse is not None
         with monkeypatch.context() as patched:
-            patched.setattr(engine.runner._sparse.offload._blocks, "allocate", nothing_left)
+            patched.setattr(engine.runner.parts.sparse.offload._blocks, "allocate", nothing_left)
             check_finite(watched.generate([PROMPTS[2]], 10))
         totals = watched.offload.totals
         assert totals.unsaved
@@ -249,7 +249,7 @@ def test_copies_in_the_folder_of_a_connector_are_refused(tiny_llama: Path, tmp_p
 
 
 def copies_of(engine: Engine) -> CopyStore:
-    sparse = engine.runner._sparse
+    sparse = engine.runner.parts.sparse
     assert sparse is not None
     assert sparse.offload is not None
     return sparse.offload._copies

@@ -30,7 +30,7 @@ def own_rotary_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graphs_of(engine: Engine) -> NativeGraphs | None:
-    execution: Any = engine.runner.steps.execution
+    execution: Any = engine.runner.parts.steps.execution
     return execution._graphs  # type: ignore[no-any-return]
 
 
@@ -127,7 +127,7 @@ def test_a_draft_model_has_graphs_of_its_own(tiny_llama: Path) -> None:
         with Engine(tiny_llama, ucm, max_num_seqs=6, speculative_config=draft) as engine:
             found[name] = engine.staggered(PROMPTS, ARRIVALS, 30)
             if name == "on":
-                proposer: Any = engine.runner.steps.proposer
+                proposer: Any = engine.runner.parts.steps.proposer
                 assert any(graph.checked for graph in proposer._execution._graphs._graphs.values())
                 assert counts(engine)["replayed"] > 0
     assert found["on"] == found["off"]

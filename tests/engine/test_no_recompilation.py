@@ -23,7 +23,7 @@ def check(server: Serving, counts: Counts) -> None:
     """Nothing was compiled, every step ran in a bucket that was warm, and the steps asked for several."""
     assert server.runner.static is not None
     buckets = server.runner.static.execution.ready.buckets
-    server.runner.requests.check_integrity()
+    server.runner.parts.requests.check_integrity()
     assert counts.new_recipes == 0
     assert counts.graphs == buckets.num_graphs
     records = read_phase_log(server.phase_log)[1]
@@ -53,7 +53,7 @@ def test_steps_with_a_sparse_method(mix: str, method: str, drafts: int, tmp_path
     with serving(mix, tmp_path, GRAPHS, method, drafts, scale=2) as server:
         counts = run(server, SPARSE_STEPS, seed=1)
         check(server, counts)
-        worker = server.runner._sparse
+        worker = server.runner.parts.sparse
         assert worker is not None
         assert worker.state is not None
         worker.state.slots.check_integrity()

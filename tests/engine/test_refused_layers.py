@@ -20,7 +20,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import VOCAB, make_model
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-from vllm_gaudi_ucm.runner.setup import ServedLayers
+from vllm_gaudi_ucm.runner.model_runner import ServedLayers
 
 
 def test_alibi(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def _blocks_in_use(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[lis
         engine.add(request_id, prompt, greedy_params(50))
     for _ in range(8):
         engine.step()
-    table = engine.runner.requests
+    table = engine.runner.parts.requests
     rows = [request.row for request in table.requests.values()]
     blocks = [table.block_tables[row, : table.num_blocks[row]].tolist() for row in rows]
     engine.llm.llm_engine.abort_request(ids, internal=False)

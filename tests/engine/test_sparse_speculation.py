@@ -38,7 +38,7 @@ def ucm(method: str, ratio: float, static: bool, **more: Any) -> dict[str, Any]:
 def speculate(engine: Engine, texts: list[Answer], seed: int, wrong: float) -> list[Answer]:
     """Answers with drafts that follow `texts` for a random while."""
     follow = {tuple(prompt): [*text.tokens, 3, 3, 3] for prompt, text in zip(PROMPTS, texts, strict=True)}
-    engine.runner.steps.proposer = OracleProposer(follow, random.Random(seed), wrong)
+    engine.runner.parts.steps.proposer = OracleProposer(follow, random.Random(seed), wrong)
     answers = engine.staggered(PROMPTS, [0, 1, 3, 5], MAX_TOKENS)
     engine.check_idle()
     return answers
@@ -70,7 +70,7 @@ def test_partial_acceptance_keeps_the_lock(tiny_llama: Path, dense: list[Answer]
     """covers: C17 C20. A lock that every rejected draft ended would choose anew in nearly every step."""
     with Engine(tiny_llama, ucm("KVStar", 0.4, static), **OPTIONS, speculative_config=NGRAM) as engine:
         speculate(engine, dense, 3, wrong=0.9)
-        sparse = engine.runner._sparse
+        sparse = engine.runner.parts.sparse
         assert sparse is not None
         assert sparse.state is not None
         modes = sparse.state.totals.modes

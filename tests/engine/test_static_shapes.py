@@ -121,7 +121,7 @@ def test_nothing_that_lies_in_pads_changes_a_token(static_engine: Engine, expect
         static_engine.add(request_id, prompt, greedy_params(20))
     while static_engine.llm.llm_engine.has_unfinished_requests():
         with torch.inference_mode():
-            dummy_blocks = [cache[0] for cache in static_engine.runner.kv_caches.values()]
+            dummy_blocks = [cache[0] for cache in static_engine.runner.parts.kv_caches.values()]
             for garbage in (execution._hidden, execution._logits, *dummy_blocks):
                 garbage.fill_(float("nan"))
         finished.update((output.request_id, output) for output in static_engine.step() if output.finished)

@@ -52,7 +52,7 @@ class Watched(Engine):
 
     def step(self) -> list[RequestOutput]:
         outputs = super().step()
-        worker = self.runner._sparse
+        worker = self.runner.parts.sparse
         assert worker is not None
         assert worker.state is not None
         assert worker.selector is not None
@@ -74,9 +74,9 @@ def serve(model: Path, prefer: str, static: bool) -> list[Answer]:
         answers = engine.staggered(PROMPTS, [0, 1, 2], MAX_TOKENS)
         engine.check_idle()
         assert engine.looked_at > 2 * MAX_TOKENS
-        assert engine.runner._sparse is not None
-        assert engine.runner._sparse.state is not None
-        totals = engine.runner._sparse.state.totals
+        assert engine.runner.parts.sparse is not None
+        assert engine.runner.parts.sparse.state is not None
+        totals = engine.runner.parts.sparse.state.totals
         # a choice leaves something out
         assert totals.attended_blocks < 0.8 * totals.context_blocks
     return answers
@@ -103,8 +103,8 @@ def test_hooks_of_the_bare_interface(tiny_llama: Path, newest: list[Answer]) -> 
     """covers: C17. Every hook is called, in order; a layer's hooks once in each step; nothing else changes."""
     steps = 3
     with Engine(tiny_llama, {"ucm_sparse_method": "HookLog"}, **OPTIONS) as engine:
-        assert engine.runner._sparse is not None
-        worker: Any = engine.runner._sparse.method
+        assert engine.runner.parts.sparse is not None
+        worker: Any = engine.runner.parts.sparse.method
         scheduler: Any = engine._core.scheduler.sparse
         assert worker.calls == [("register_kv_caches",)]
         (answer,) = engine.greedy(PROMPTS[:1], steps)

@@ -19,20 +19,20 @@ Order = Callable[[Sequence[bytes]], Sequence[int]]
 class PartialLoads:
     """In the scheduler: which blocks of a stored prompt are loaded, and which records have the summaries of the others.
 
-    Record i of a prompt has the summaries of the blocks [i * span, (i + 1) * span), as far as there are such; its key
-    is that of the last of them, hashed once more, so that prompts share the records of what they have in common.
+    Record i of a prompt has the summaries of the blocks from `i * record_blocks` on, as many as a record holds and the
+    prompt has. Its key is that of the last of them, hashed once more, so that prompts share records of what they share.
 
     Args:
         offload: memory mode's side of the scheduler.
         block_size: tokens per block.
-        span: blocks of a record.
+        record_blocks: blocks of a record.
         order: by use.
     """
 
-    def __init__(self, offload: OffloadScheduler, block_size: int, span: int, order: Order) -> None:
+    def __init__(self, offload: OffloadScheduler, block_size: int, record_blocks: int, order: Order) -> None:
         self._offload = offload
         self._block_size = block_size
-        self._span = span
+        self._record_blocks = record_blocks
         self._order = order
 
     def record_keys(self, request: Request, keys: Sequence[bytes], first: int) -> list[bytes]:
@@ -126,8 +126,11 @@ class PartialLoads:
 
     def _groups(self, first: int, end: int) -> list[range]:
         """The blocks of each record that has one of the blocks [first, end)."""
-        span = self._span
-        return [range(start, min(start + span, end)) for start in range(first // span * span, end, span)]
+        record_blocks = self._record_blocks
+        return [
+            range(start, min(start + record_blocks, end))
+            for start in range(first // record_blocks * record_blocks, end, record_blocks)
+        ]
 
 
 def _record_load(key: bytes, numbers: range, rows: Mapping[int, int], targets: Mapping[int, int]) -> RecordLoad:

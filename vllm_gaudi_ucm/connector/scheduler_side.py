@@ -72,10 +72,10 @@ class SchedulerSide:
         self._saves = SavePlan(self.known, self._block_size, block_table, self._keys, self._partial)
 
     def _partial_loads(self, offload: OffloadScheduler) -> PartialLoads | None:
-        span = self._setup.summaries_per_record(offload.method)
-        if not self._setup.options.loads_partly or not span:
+        record_blocks = self._setup.summaries_per_record(offload.method)
+        if not self._setup.options.loads_partly or not record_blocks:
             return None
-        return PartialLoads(offload, self._block_size, span, self._waiting.order)
+        return PartialLoads(offload, self._block_size, record_blocks, self._waiting.order)
 
     def wanted_by_query(self, request_id: str, numbers: list[int]) -> None:
         """The logical blocks that a request's query would choose of all; of use where loads leave blocks in the

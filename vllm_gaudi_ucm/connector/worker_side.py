@@ -340,10 +340,10 @@ def _summary_records(
     setup: ConnectorSetup, blocks: DeviceBlocks, device: Device, selection: BlockSelection, method: BlockOptions
 ) -> SummaryRecords | None:
     """None where every load is whole."""
-    span, scorer = setup.summaries_per_record(method), selection.selector.scorer
-    if not setup.options.loads_partly or not span or scorer is None:
+    record_blocks, scorer = setup.summaries_per_record(method), selection.selector.scorer
+    if not setup.options.loads_partly or not record_blocks or scorer is None:
         return None
-    summaries = SummaryRecords(scorer, selection.state.summaries, span, device)
+    summaries = SummaryRecords(scorer, selection.state.summaries, record_blocks, device)
     # has a device that compiles compile both directions now
     record = blocks.allocate(setup.block_bytes)
     summaries.read([], record)

@@ -38,14 +38,14 @@ class SummaryRecords:
     Args:
         scorer: has the summaries, and places for those of offloaded blocks.
         ready: which blocks have a summary.
-        span: most blocks of a record.
+        record_blocks: most blocks of a record.
         device: its recipes end before and after a copy.
     """
 
-    def __init__(self, scorer: BlockScorer, ready: SummaryQueue, span: int, device: Device) -> None:
+    def __init__(self, scorer: BlockScorer, ready: SummaryQueue, record_blocks: int, device: Device) -> None:
         self._scorer = scorer
         self._ready = ready
-        self._span = span
+        self._record_blocks = record_blocks
         self._device = device
         self._pad_row = len(scorer.offloaded[0]) - 1
 
@@ -74,8 +74,8 @@ class SummaryRecords:
         to_blocks = self._padded(blocks, DUMMY_BLOCK)
         offset = 0
         for layer, offloaded in zip(self._scorer.layers, self._scorer.offloaded, strict=True):
-            shape = self._span, *offloaded.shape[1:]
-            count = offloaded[0].nbytes * self._span
+            shape = self._record_blocks, *offloaded.shape[1:]
+            count = offloaded[0].nbytes * self._record_blocks
             flat = torch.frombuffer(record, dtype=torch.uint8, count=count, offset=offset)
             # a copy: views of other types ask for offsets that fit
             data = flat.clone().view(offloaded.dtype).view(shape).to(offloaded.device)
@@ -85,5 +85,5 @@ class SummaryRecords:
         self._device.end_recipe()
 
     def _padded(self, numbers: Sequence[int], pad: int) -> torch.Tensor:
-        padded = [*numbers, *[pad] * (self._span - len(numbers))]
+        padded = [*numbers, *[pad] * (self._record_blocks - len(numbers))]
         return torch.tensor(padded, device=self._scorer.offloaded[0].device)

@@ -23,7 +23,7 @@ from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
-from vllm_gaudi_ucm.runner.setup import max_selected_blocks, summaries_per_block
+from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
 from vllm_gaudi_ucm.vllm_api.engine_process import (
     OF_ENGINE,
     abort_at_shutdown,

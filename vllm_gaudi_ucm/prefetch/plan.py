@@ -53,8 +53,8 @@ class AccessHistory:
         The first `sinks` blocks are attended whatever the query is. The others come by half of their accesses and
         their position, newer ones before older ones; equal ones stay in the order of the context.
         """
-        span = (NEWEST_WEIGHT - OLDEST_WEIGHT) / max(len(keys) - 1, 1)
-        scores = [HISTORY_WEIGHT * self.count(key) + OLDEST_WEIGHT + span * at for at, key in enumerate(keys)]
+        step = (NEWEST_WEIGHT - OLDEST_WEIGHT) / max(len(keys) - 1, 1)
+        scores = [HISTORY_WEIGHT * self.count(key) + OLDEST_WEIGHT + step * at for at, key in enumerate(keys)]
         return sorted(range(len(keys)), key=lambda at: (at >= sinks, -scores[at] if at >= sinks else at))
 
 

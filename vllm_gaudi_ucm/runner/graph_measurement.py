@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.graphs.warm_up.graph_memory import check_budget
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.kv_cache.allocation import bind_kv_caches, dummy_kv_cache, kv_cache_specs
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
-from vllm_gaudi_ucm.runner.setup import make_sparse_worker
+from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,126 +1,260 @@
-"""Where a worker's objects are made."""
+"""Where a worker's objects are made, once its model is loaded and the size of its KV cache is known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
-from vllm_gaudi_ucm.config.ucm_config import block_options, memory_mode_prefetch
-from vllm_gaudi_ucm.connector.transfer_config import loads_partly
-from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
+from vllm_gaudi_ucm.batch.request_table import RequestTable
+from vllm_gaudi_ucm.connector.transfer_config import OURS
+from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
+from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.execution.decoder import Decoder
-from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
-from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import remainder_rows
-from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, split_key_value
-from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
-from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
-from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
-from vllm_gaudi_ucm.sparse.base import UcmSparseRole
-from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
-from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
-from vllm_gaudi_ucm.sparse.selection.block_selector import KeptQueries, SelectionLayer
-from vllm_gaudi_ucm.sparse.selection.sparse_worker import (
-    BlockSelection,
-    ServerSizes,
-    SparseWorker,
-    selection_limits,
-    summary_share,
-)
-from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer, is_draft_layer
+from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs, TrueShapeExecution
+from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches
+from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
+from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
+from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+from vllm_gaudi_ucm.runner.step_runner import StepRunner
+from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
+from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler, TokenSampler, VllmSampler
+from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
 from vllm_gaudi_ucm.speculation.proposer import NgramProposer
-from vllm_gaudi_ucm.store.factory import open_medium, open_store
-from vllm_gaudi_ucm.store.file import FileStoreOptions
-from vllm_gaudi_ucm.vllm_api.model import Attention
+from vllm_gaudi_ucm.speculation.verification import Verification
+from vllm_gaudi_ucm.vllm_api.sampling import Sampler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig, UcmConfig
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs
-    from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
+    from vllm_gaudi_ucm.device.step_activity import StepActivity
+    from vllm_gaudi_ucm.execution.execution import Execution
+    from vllm_gaudi_ucm.execution.graph_kind import GraphKind
+    from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
-    from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
-    from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+    from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
-    from vllm_gaudi_ucm.store.base import KvStore
-    from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheSpec
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
 
 
-def offload_worker(
-    config: UcmConfig,
-    selection: BlockSelection,
-    table: RequestTable,
-    blocks: DeviceBlocks,
-    num_rows: int,
-    device: Device,
-    stored: StoredCopies | None,
-    metrics: StepMetrics | None,
-) -> OffloadWorker:
-    """The worker's side of KV offload.
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device, and what the engine wants of it.
+
+    vllm_config, config: the engine's, and the plugin's own.
+    device, tensors_on: where model and KV cache live.
+    kind: of the graphs; `off` runs steps at their true shapes.
+    decoder, draft_decoder: the model, and the draft model where drafts come from one.
+    memory_budget: bytes that graphs may take; None: no bound.
+    activity: whether steps run, for what works in the background.
+    """
+
+    vllm_config: VllmConfig
+    config: UcmConfig
+    device: Device
+    tensors_on: torch.device
+    kind: GraphKind
+    decoder: Decoder
+    draft_decoder: Decoder | None
+    memory_budget: int | None
+    activity: StepActivity
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """What a worker computes steps with. None: it is switched off.
+
+    kv_caches: [blocks, kv heads, block size, k | v] by layer name.
+    """
+
+    block_size: int
+    kv_caches: dict[str, torch.Tensor]
+    requests: RequestTable
+    transfer: KvTransfer | None
+    sparse: SparseWorker | None
+    static: StaticShapes | None
+    steps: StepRunner
+
+    def close(self) -> None:
+        """Ends a warm-up that is still going on, moves of KV offload, and transfers of KV."""
+        for part in (self.static, self.sparse, self.transfer):
+            if part is not None:
+                part.close()
+
+
+def make_parts(
+    model: LoadedModel,
+    sampling: SamplingBatch,
+    kv_cache_config: KVCacheConfig,
+    phase_log: PhaseLog,
+    metrics: StepMetrics,
+) -> WorkerParts:
+    """Allocates the KV cache, hands each layer its view, and makes what depends on the number of blocks.
+
+    Where something raises, what was made before it is closed.
 
     Args:
-        config: KV offload is on in it.
-        selection: of the method, which keeps queries.
-        table: block tables of the live requests.
-        blocks: of the KV cache.
-        num_rows: blocks that can have a copy.
-        device: where the cache is.
-        stored: how blocks come back whose copy is a connector's record.
-        metrics: where figures go; None: nowhere.
+        model: that was loaded.
+        sampling: slots of the requests that yield tokens.
+        kv_cache_config: vLLM's, with one group.
+        phase_log, metrics: take every step.
     """
-    scorer = selection.selector.scorer
-    assert scorer is not None, "made with the queries that it keeps"
-    copies = open_copies(config, num_rows, blocks, metrics)
-    series = None if metrics is None else metrics.memory_mode()
-    worker = OffloadWorker(table, selection.state, scorer, blocks, copies, device, stored, series)
-    worker.warm_up()
-    return worker
+    (group,) = kv_cache_config.kv_cache_groups
+    block_size, num_blocks = group.kv_cache_spec.block_size, kv_cache_config.num_blocks
+    vllm_config, config, is_static = model.vllm_config, model.config, model.kind != "off"
+    model_config = vllm_config.model_config
+    with ExitStack() as undo:
+        transfer = _make_transfer(model, kv_cache_config)
+        if transfer is not None:
+            undo.callback(transfer.close)
+        kv_caches = _allocate(model, kv_cache_config, transfer)
+        requests = RequestTable(vllm_config.scheduler_config.max_num_seqs, model_config.max_model_len, block_size)
+        sparse = make_sparse_worker(
+            config,
+            vllm_config,
+            kv_caches,
+            block_size,
+            num_blocks,
+            static=is_static,
+            table=requests,
+            transfer=transfer,
+            metrics=metrics,
+        )
+        if sparse is not None:
+            undo.callback(sparse.close)
+        if transfer is not None:
+            transfer.report_to(metrics)
+        sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
+        static = None
+        if is_static:
+            static = _make_static(model, block_size, num_blocks, metrics, sparse)
+            undo.callback(static.close)
+            static.divided_logits.reserve(vllm_config.num_speculative_tokens)
+        calls_layers = transfer is not None and transfer.in_layers
+        execution, token_sampler = _make_execution(model, block_size, metrics, sampler, sparse, static, calls_layers)
+        nans = NanCounter(sampling, on_host=is_static)
+        slot_sampler = SlotSampler(sampling, token_sampler, requests, nans.count)
+        steps = StepRunner(
+            requests,
+            sampling,
+            SteadyPlanner(block_size, config.attention.causal_slice),
+            execution,
+            slot_sampler,
+            PromptLogprobs(
+                execution,
+                sampler,
+                model_config.get_vocab_size(),
+                as_logits=model_config.logprobs_mode.endswith("logits"),
+                on_host=is_static,
+            ),
+            nans,
+            phase_log,
+            metrics,
+            block_size,
+            static,
+            transfer,
+            sparse,
+            make_proposer(
+                vllm_config,
+                config.attention,
+                model.draft_decoder,
+                requests,
+                block_size,
+                model.tensors_on,
+                static,
+                _native_graphs(model, model.draft_decoder, metrics, calls_layers),
+            ),
+            None if vllm_config.speculative_config is None else Verification(slot_sampler),
+        )
+        undo.pop_all()
+    return WorkerParts(block_size, kv_caches, requests, transfer, sparse, static, steps)
 
 
-def open_copies(
-    config: UcmConfig, num_rows: int, blocks: DeviceBlocks, metrics: StepMetrics | None = None
-) -> CopyStore:
-    """Where copies go: a store of this engine alone, which evicts none of them.
+def _make_transfer(model: LoadedModel, kv_cache_config: KVCacheConfig) -> KvTransfer | None:
+    transfer_config = model.vllm_config.kv_transfer_config
+    if transfer_config is None:
+        return None
+    in_layers = model.kind == "off" and transfer_config.kv_connector != OURS
+    return KvTransfer(model.vllm_config, kv_cache_config, in_layers)
 
-    Raises UcmConfigError for a folder that cannot be used, or a capacity below one block.
+
+def _allocate(
+    model: LoadedModel, kv_cache_config: KVCacheConfig, transfer: KvTransfer | None
+) -> dict[str, torch.Tensor]:
+    """The cache, known to the layers and to a KV connector."""
+    with nullcontext() if transfer is None else transfer.allocation():
+        separate = model.kind == "compile"
+        kv_caches = allocate_kv_cache(kv_cache_config, model.tensors_on, separate, model.activity.is_idle)
+    bind_kv_caches(model.vllm_config, kv_caches)
+    if transfer is not None:
+        transfer.register(kv_caches)
+    return kv_caches
+
+
+def _make_execution(
+    model: LoadedModel,
+    block_size: int,
+    metrics: StepMetrics,
+    sampler: Sampler,
+    sparse: SparseWorker | None,
+    static: StaticShapes | None,
+    calls_layers: bool,
+) -> tuple[Execution, TokenSampler]:
+    """What runs and what samples steps, by the kind of graphs."""
+    if static is not None:
+        return static.execution, static.sampler
+    graphs = _native_graphs(model, model.decoder, metrics, calls_layers)
+    attention = model.config.attention
+    return TrueShapeExecution(model.decoder, attention, block_size, model.tensors_on, sparse, graphs), VllmSampler(
+        sampler
+    )
+
+
+def _native_graphs(
+    model: LoadedModel, decoder: Decoder | None, metrics: StepMetrics, calls_layers: bool
+) -> NativeGraphs | None:
+    """Of a decoder's small steps at true shapes, on a CPU.
+
+    Not beside other connectors than ours, which may be called between the layers: a graph runs no Python there.
     """
-    options, block_bytes = config.memory_mode.open_options(num_rows, blocks.block_bytes), blocks.block_bytes
-    folder: CopyFolder | None = None
-    store: KvStore | None = None
-    try:
-        if isinstance(options, FileStoreOptions):
-            folder = _own_folder(options)
-            options = options.model_copy(update={"path": folder.path})
-        # never a connector's store in this process: what that evicts would be copies
-        store = open_store(options, block_bytes, evicts=False)
-        return CopyStore(store, block_bytes, blocks.allocate, memory_mode_prefetch(config), folder, metrics)
-    except BaseException:
-        if store is not None:
-            store.close()
-        if folder is not None:
-            folder.remove()
-        raise
+    on_cpu = model.tensors_on.type == "cpu" and model.kind == "off"
+    if decoder is None or not on_cpu or calls_layers or not model.config.cpu.native_graphs:
+        return None
+    return NativeGraphs(decoder, metrics.native_graphs())
 
 
-def _own_folder(options: FileStoreOptions) -> CopyFolder:
-    try:
-        # makes the folder, or refuses one of something else
-        open_medium(options).close()
-        return CopyFolder(options.path)
-    except UcmConfigError as error:
-        problems = [replace(problem, key=f"ucm.memory_mode.{problem.key}") for problem in error.problems]
-        raise UcmConfigError(problems) from error
-    except OSError as error:
-        found = f"{options.path} ({error.strerror})"
-        wanted = "a folder that this user owns, or may make"
-        raise UcmConfigError([Problem("ucm.memory_mode.store.path", found, wanted)]) from error
+def _make_static(
+    model: LoadedModel, block_size: int, num_blocks: int, metrics: StepMetrics, sparse: SparseWorker | None
+) -> StaticShapes:
+    config, vllm_config = model.config, model.vllm_config
+    # a graph has one form: without compaction block ids spread over the whole cache, so `auto` gathers
+    contiguous = config.attention.contiguous_pa is True
+    choices = None if sparse is None else sparse.limits
+    selected = 0 if choices is None else choices.max_selected_blocks
+    shared = config.graphs.max_shared_blocks
+    limits = server_limits(vllm_config, block_size, num_blocks, contiguous, shared, selected)
+    remainders = remainder_shapes(limits, choices)
+    num_remainders = 0 if remainders is None else len(remainders.keys)
+    buckets, usage = choose_buckets(config.graphs, vllm_config, limits, model.device, num_remainders)
+    return StaticShapes(
+        model.decoder,
+        vllm_config,
+        config,
+        model.device,
+        model.tensors_on,
+        model.kind,
+        buckets,
+        usage,
+        metrics,
+        model.memory_budget,
+        sparse,
+        model.draft_decoder,
+    )
 
 
 def make_proposer(
@@ -153,13 +287,15 @@ def make_proposer(
         if static is None:
             execution = TrueShapeExecution(draft_model, attention, block_size, device, graphs=graphs)
             return DraftModelProposer(execution, table, block_size, longest)
-        return _make_static(static, table, block_size, longest)
+        return _draft_model_at_static_shapes(static, table, block_size, longest)
     assert config.prompt_lookup_min is not None
     assert config.prompt_lookup_max is not None
     return NgramProposer(table, config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max)
 
 
-def _make_static(static: StaticShapes, table: RequestTable, block_size: int, max_model_len: int) -> DraftModelProposer:
+def _draft_model_at_static_shapes(
+    static: StaticShapes, table: RequestTable, block_size: int, max_model_len: int
+) -> DraftModelProposer:
     graphs = static.draft_model
     assert graphs is not None, "static shapes without the draft model"
 
@@ -167,130 +303,3 @@ def _make_static(static: StaticShapes, table: RequestTable, block_size: int, max
         static.bypassed("pass of the draft model divided: more shared blocks than ucm.graphs.max_shared_blocks")
 
     return DraftModelProposer(graphs.execution, table, block_size, max_model_len, graphs.likeliest, divided)
-
-
-def make_sparse_worker(
-    config: UcmConfig,
-    vllm_config: VllmConfig,
-    kv_caches: Mapping[str, torch.Tensor],
-    block_size: int,
-    num_blocks: int,
-    static: bool,
-    table: RequestTable | None = None,
-    transfer: KvTransfer | None = None,
-    metrics: StepMetrics | None = None,
-) -> SparseWorker | None:
-    """The worker side of `ucm_sparse_method`, None without one.
-
-    Args:
-        config, vllm_config: the engine's.
-        kv_caches: [blocks, kv heads, block size, k | v] by layer name, bound to the layers.
-        block_size, num_blocks, static: see ServerSizes.
-        table: block tables of the live requests; without it nothing is moved with KV offload.
-        transfer: a KV connector, which may leave blocks in its store with KV offload.
-        metrics: where figures go; None: nowhere.
-    """
-    if config.ucm_sparse_method is None:
-        return None
-    method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
-    layers = _layers(vllm_config, kv_caches)
-    method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
-    series = None if metrics is None else metrics.sparse()
-    choosing, offloads = method.selecting_method, config.memory_mode.enabled
-    if not isinstance(choosing, BlockSparse):
-        if offloads:
-            raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
-        return SparseWorker(method, metrics=series)
-    sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
-        some_offloaded=offloads, remainder_rows=_remainder_rows(config, vllm_config, block_size)
-    )
-    if not offloads:
-        return SparseWorker(method, BlockSelection.of(choosing, list(layers.values()), sizes), metrics=series)
-    device = get_device(next(iter(kv_caches.values())).device.type)
-    blocks = DeviceBlocks(kv_caches, device)
-    # a cache for measurements has one block only
-    num_rows = 1 if table is None else config.memory_mode.max_copies(num_blocks, blocks.block_bytes)
-    kept = KeptQueries(num_rows, _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype))
-    selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept)
-    if table is None:
-        return SparseWorker(method, selection, metrics=series)
-    stored = None if transfer is None else transfer.stored_copies(selection, choosing.block_options)
-    offload = offload_worker(config, selection, table, blocks, num_rows, device, stored, metrics)
-    return SparseWorker(method, selection, offload, series)
-
-
-def max_selected_blocks(
-    config: UcmConfig, vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bool
-) -> int:
-    """Blocks that all requests of a step can choose; 0 for a method that chooses none."""
-    options = block_options(config)
-    if options is None:
-        return 0
-    return selection_limits(options, _sizes(vllm_config, block_size, num_blocks, static)).max_selected_blocks
-
-
-def summaries_per_block(config: UcmConfig, specs: Mapping[str, KVCacheSpec]) -> float:
-    """Bytes of a block's summaries over the bytes of its keys and values; 0 for a method without summaries."""
-    options = block_options(config)
-    if options is None:
-        return 0.0
-    spec = cast("AttentionSpec", next(iter(specs.values())))
-    share = summary_share(options, spec.block_size, spec.head_size, spec.dtype.itemsize)
-    # those of offloaded blocks stay
-    return share * (1 + config.memory_mode.away_ratio) if config.memory_mode.enabled else share
-
-
-def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bool) -> ServerSizes:
-    return ServerSizes(
-        max_model_len=vllm_config.model_config.max_model_len,
-        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-        max_rows=1 + vllm_config.num_speculative_tokens,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        static=static,
-    )
-
-
-def _remainder_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
-    """Rows of a prompt remainder that choose together, after a partial load; 0 where prompts are not loaded in part."""
-    if not config.memory_mode.enabled or not loads_partly(vllm_config):
-        return 0
-    max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    return remainder_rows(block_size, max_num_batched_tokens, 1 + vllm_config.num_speculative_tokens)
-
-
-def _query_heads(vllm_config: VllmConfig) -> int:
-    return next(cast("UnifiedAttentionImpl", layer.impl).num_heads for layer in attention_layers(vllm_config).values())
-
-
-def _layers(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, SelectionLayer]:
-    """The layers in the model's order, which is the order they register in; tells each its place."""
-    layers = {}
-    # a draft model's layers stand behind the target's, and are dense
-    target = (item for item in attention_layers(vllm_config).items() if not is_draft_layer(item[0]))
-    for index, (name, layer) in enumerate(target):
-        implementation = cast("UnifiedAttentionImpl", layer.impl)
-        implementation.layer_index = index
-        keys, _ = split_key_value(kv_caches[name], implementation.head_size)
-        layers[name] = SelectionLayer(keys, implementation.scale)
-    return layers
-
-
-class ServedLayers(dict[str, Any]):
-    """vLLM's `static_forward_context`: layer names to layers, which enter themselves while a model is built.
-
-    What has a state of its own beside the tokens of a step is entered here: attention of every kind, recurrent layers,
-    mixtures of experts. Plain attention is all that is served, and what its own arguments add is up to its
-    implementation (`UnifiedAttentionImpl`). Subclasses mask otherwise, or keep other things in the cache: to take them
-    for what they derive from would give wrong tokens.
-    """
-
-    def __setitem__(self, name: str, layer: Any) -> None:
-        if type(layer) is not Attention:
-            raise UnsupportedFeatureError(f"layers of the kind {type(layer).__name__}", f"the model's layer {name}")
-        super().__setitem__(name, layer)
-
-
-def refuse_other_layers(vllm_config: VllmConfig) -> None:
-    """Models that are built from now on raise UnsupportedFeatureError at the first such layer, before weights load."""
-    vllm_config.compilation_config.static_forward_context = ServedLayers()

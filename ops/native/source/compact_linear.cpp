@@ -109,23 +109,23 @@ public:
     template <typename Form>
     static Ahead of(const Codes& next, int64_t in, int64_t width, int64_t calls) {
         const int64_t entries = in / GROUP * width * sizeof(float);
-        return {{span(next.codes, in / 2 * width * Form::PER_TWO, calls), span(next.scales, entries, calls),
-                 span(next.offsets, Form::PER_TWO == 1 ? entries : 0, calls)}};
+        return {{region(next.codes, in / 2 * width * Form::PER_TWO, calls), region(next.scales, entries, calls),
+                 region(next.offsets, Form::PER_TWO == 1 ? entries : 0, calls)}};
     }
 
     void group() {
-        for (Span& span : spans)
-            for (int64_t line = 0; line < span.lines && span.at < span.end; ++line, span.at += 64)
-                __builtin_prefetch(span.at, 0, 2);
+        for (Region& region : regions)
+            for (int64_t line = 0; line < region.lines && region.at < region.end; ++line, region.at += 64)
+                __builtin_prefetch(region.at, 0, 2);
     }
 
-    struct Span {
+    struct Region {
         const char *at, *end;
         int64_t lines;
-    } spans[3];
+    } regions[3];
 
 private:
-    static Span span(const void* from, int64_t bytes, int64_t calls) {
+    static Region region(const void* from, int64_t bytes, int64_t calls) {
         const char* at = static_cast<const char*>(from);
         return {at, at ? at + bytes : at, (bytes + 64 * calls - 1) / (64 * calls)};
     }

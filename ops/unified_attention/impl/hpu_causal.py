@@ -87,8 +87,8 @@ def _tiles(one: CausalSlice, count: int, heads: int, most: int) -> Iterator[Caus
             together = max(1, width // max(1, last - key_lo))
             for begin in range(0, here, together):
                 rows = Rows((first + begin) * step, min(together, here - begin), step, row_lo, row_hi)
-                spans = ((at, min(at + width, last)) for at in range(key_lo, last, width))
-                yield CausalTile(rows, tuple(rows._replace(lo=at, hi=end) for at, end in spans))
+                ranges = ((at, min(at + width, last)) for at in range(key_lo, last, width))
+                yield CausalTile(rows, tuple(rows._replace(lo=at, hi=end) for at, end in ranges))
 
 
 def attend_causal(

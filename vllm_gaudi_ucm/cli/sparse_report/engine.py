@@ -85,7 +85,7 @@ class SparseEngine:
     @property
     def method(self) -> UcmSparseBase | None:
         """The worker's side of the sparse method."""
-        worker = self.runner._sparse
+        worker = self.runner.parts.sparse
         return None if worker is None else worker.method
 
     def layers(self) -> list[SelectionLayer]:
@@ -93,7 +93,7 @@ class SparseEngine:
         from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, split_key_value
         from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
 
-        caches, found = self.runner.kv_caches, []
+        caches, found = self.runner.parts.kv_caches, []
         for name, layer in attention_layers(self.vllm_config).items():
             implementation: Any = layer.impl
             keys, _ = split_key_value(caches[name], implementation.head_size)

@@ -1,0 +1,223 @@
+"""Where a worker's objects for a sparse method and for KV offload are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
+from vllm_gaudi_ucm.config.ucm_config import block_options, memory_mode_prefetch
+from vllm_gaudi_ucm.connector.transfer_config import loads_partly
+from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import remainder_rows
+from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, split_key_value
+from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
+from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.sparse.base import UcmSparseRole
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.selection.block_selector import KeptQueries, SelectionLayer
+from vllm_gaudi_ucm.sparse.selection.sparse_worker import (
+    BlockSelection,
+    ServerSizes,
+    SparseWorker,
+    selection_limits,
+    summary_share,
+)
+from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
+from vllm_gaudi_ucm.store.factory import open_medium, open_store
+from vllm_gaudi_ucm.store.file import FileStoreOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+    from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
+    from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
+    from vllm_gaudi_ucm.store.base import KvStore
+    from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheSpec
+
+
+def offload_worker(
+    config: UcmConfig,
+    selection: BlockSelection,
+    table: RequestTable,
+    blocks: DeviceBlocks,
+    num_rows: int,
+    device: Device,
+    stored: StoredCopies | None,
+    metrics: StepMetrics | None,
+) -> OffloadWorker:
+    """The worker's side of KV offload.
+
+    Args:
+        config: KV offload is on in it.
+        selection: of the method, which keeps queries.
+        table: block tables of the live requests.
+        blocks: of the KV cache.
+        num_rows: blocks that can have a copy.
+        device: where the cache is.
+        stored: how blocks come back whose copy is a connector's record.
+        metrics: where figures go; None: nowhere.
+    """
+    scorer = selection.selector.scorer
+    assert scorer is not None, "made with the queries that it keeps"
+    copies = open_copies(config, num_rows, blocks, metrics)
+    series = None if metrics is None else metrics.memory_mode()
+    worker = OffloadWorker(table, selection.state, scorer, blocks, copies, device, stored, series)
+    worker.warm_up()
+    return worker
+
+
+def open_copies(
+    config: UcmConfig, num_rows: int, blocks: DeviceBlocks, metrics: StepMetrics | None = None
+) -> CopyStore:
+    """Where copies go: a store of this engine alone, which evicts none of them.
+
+    Raises UcmConfigError for a folder that cannot be used, or a capacity below one block.
+    """
+    options, block_bytes = config.memory_mode.open_options(num_rows, blocks.block_bytes), blocks.block_bytes
+    folder: CopyFolder | None = None
+    store: KvStore | None = None
+    try:
+        if isinstance(options, FileStoreOptions):
+            folder = _own_folder(options)
+            options = options.model_copy(update={"path": folder.path})
+        # never a connector's store in this process: what that evicts would be copies
+        store = open_store(options, block_bytes, evicts=False)
+        return CopyStore(store, block_bytes, blocks.allocate, memory_mode_prefetch(config), folder, metrics)
+    except BaseException:
+        if store is not None:
+            store.close()
+        if folder is not None:
+            folder.remove()
+        raise
+
+
+def _own_folder(options: FileStoreOptions) -> CopyFolder:
+    try:
+        # makes the folder, or refuses one of something else
+        open_medium(options).close()
+        return CopyFolder(options.path)
+    except UcmConfigError as error:
+        problems = [replace(problem, key=f"ucm.memory_mode.{problem.key}") for problem in error.problems]
+        raise UcmConfigError(problems) from error
+    except OSError as error:
+        found = f"{options.path} ({error.strerror})"
+        wanted = "a folder that this user owns, or may make"
+        raise UcmConfigError([Problem("ucm.memory_mode.store.path", found, wanted)]) from error
+
+
+def make_sparse_worker(
+    config: UcmConfig,
+    vllm_config: VllmConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    block_size: int,
+    num_blocks: int,
+    static: bool,
+    table: RequestTable | None = None,
+    transfer: KvTransfer | None = None,
+    metrics: StepMetrics | None = None,
+) -> SparseWorker | None:
+    """The worker side of `ucm_sparse_method`, None without one.
+
+    Args:
+        config, vllm_config: the engine's.
+        kv_caches: [blocks, kv heads, block size, k | v] by layer name, bound to the layers.
+        block_size, num_blocks, static: see ServerSizes.
+        table: block tables of the live requests; without it nothing is moved with KV offload.
+        transfer: a KV connector, which may leave blocks in its store with KV offload.
+        metrics: where figures go; None: nowhere.
+    """
+    if config.ucm_sparse_method is None:
+        return None
+    method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
+    layers = _layers(vllm_config, kv_caches)
+    method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
+    series = None if metrics is None else metrics.sparse()
+    choosing, offloads = method.selecting_method, config.memory_mode.enabled
+    if not isinstance(choosing, BlockSparse):
+        if offloads:
+            raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
+        return SparseWorker(method, metrics=series)
+    sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
+        some_offloaded=offloads, remainder_rows=_remainder_rows(config, vllm_config, block_size)
+    )
+    if not offloads:
+        return SparseWorker(method, BlockSelection.of(choosing, list(layers.values()), sizes), metrics=series)
+    device = get_device(next(iter(kv_caches.values())).device.type)
+    blocks = DeviceBlocks(kv_caches, device)
+    # a cache for measurements has one block only
+    num_rows = 1 if table is None else config.memory_mode.max_copies(num_blocks, blocks.block_bytes)
+    kept = KeptQueries(num_rows, _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype))
+    selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept)
+    if table is None:
+        return SparseWorker(method, selection, metrics=series)
+    stored = None if transfer is None else transfer.stored_copies(selection, choosing.block_options)
+    offload = offload_worker(config, selection, table, blocks, num_rows, device, stored, metrics)
+    return SparseWorker(method, selection, offload, series)
+
+
+def max_selected_blocks(
+    config: UcmConfig, vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bool
+) -> int:
+    """Blocks that all requests of a step can choose; 0 for a method that chooses none."""
+    options = block_options(config)
+    if options is None:
+        return 0
+    return selection_limits(options, _sizes(vllm_config, block_size, num_blocks, static)).max_selected_blocks
+
+
+def summaries_per_block(config: UcmConfig, specs: Mapping[str, KVCacheSpec]) -> float:
+    """Bytes of a block's summaries over the bytes of its keys and values; 0 for a method without summaries."""
+    options = block_options(config)
+    if options is None:
+        return 0.0
+    spec = cast("AttentionSpec", next(iter(specs.values())))
+    share = summary_share(options, spec.block_size, spec.head_size, spec.dtype.itemsize)
+    # those of offloaded blocks stay
+    return share * (1 + config.memory_mode.away_ratio) if config.memory_mode.enabled else share
+
+
+def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bool) -> ServerSizes:
+    return ServerSizes(
+        max_model_len=vllm_config.model_config.max_model_len,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        max_rows=1 + vllm_config.num_speculative_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        static=static,
+    )
+
+
+def _remainder_rows(config: UcmConfig, vllm_config: VllmConfig, block_size: int) -> int:
+    """Rows of a prompt remainder that choose together, after a partial load; 0 where prompts are not loaded in part."""
+    if not config.memory_mode.enabled or not loads_partly(vllm_config):
+        return 0
+    max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    return remainder_rows(block_size, max_num_batched_tokens, 1 + vllm_config.num_speculative_tokens)
+
+
+def _query_heads(vllm_config: VllmConfig) -> int:
+    return next(cast("UnifiedAttentionImpl", layer.impl).num_heads for layer in attention_layers(vllm_config).values())
+
+
+def _layers(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, SelectionLayer]:
+    """The layers in the model's order, which is the order they register in; tells each its place."""
+    layers = {}
+    # a draft model's layers stand behind the target's, and are dense
+    target = (item for item in attention_layers(vllm_config).items() if not is_draft_layer(item[0]))
+    for index, (name, layer) in enumerate(target):
+        implementation = cast("UnifiedAttentionImpl", layer.impl)
+        implementation.layer_index = index
+        keys, _ = split_key_value(kv_caches[name], implementation.head_size)
+        layers[name] = SelectionLayer(keys, implementation.scale)
+    return layers
