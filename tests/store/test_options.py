@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
+from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 from vllm_gaudi_ucm.options.values import parse_bytes, show_bytes
-from vllm_gaudi_ucm.store.factory import AnyStoreOptions, resolve_store_options
+from vllm_gaudi_ucm.store.factory import resolve_store_options
 from vllm_gaudi_ucm.store.file import FileStoreOptions
 from vllm_gaudi_ucm.store.memory import MemoryStoreOptions
 
@@ -99,9 +99,6 @@ def test_options_from_a_file(tmp_path: Path, suffix: str) -> None:
 
 
 def test_as_a_field_of_other_options() -> None:
-    class Outer(BaseModel):
-        store: AnyStoreOptions
-
-    outer = Outer.model_validate({"store": {"kind": "memory", "capacity": "1MiB"}})
+    outer = MemoryModeOptions.model_validate({"store": {"kind": "memory", "capacity": "1MiB"}})
     assert outer.store == MemoryStoreOptions(capacity=1 << 20)
-    assert Outer.model_validate(outer.model_dump(mode="json")) == outer
+    assert MemoryModeOptions.model_validate(outer.model_dump(mode="json")) == outer

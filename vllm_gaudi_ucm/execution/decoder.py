@@ -11,7 +11,6 @@ from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.graphs.runners.compiled import compile_static
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 from vllm_gaudi_ucm.sparse.selection.block_selector import LayerSelection
-from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 from vllm_gaudi_ucm.vllm_api.model import set_forward_context
 
 if TYPE_CHECKING:

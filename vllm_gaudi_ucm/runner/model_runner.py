@@ -9,32 +9,29 @@ from torch import nn
 
 from vllm_gaudi_ucm.device.step_activity import StepActivity
 from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
-from vllm_gaudi_ucm.execution.graph_kind import GraphKind
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_specs
 from vllm_gaudi_ucm.layers.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.observability.phase_log import PhaseLog
-from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.ops.host_memory.api import keep_all_freed_memory
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
-from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.setup import LoadedModel, WorkerParts, make_parts
-from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-from vllm_gaudi_ucm.runner.step_runner import StepRunner
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.vllm_api.model import Attention, get_model
-from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
+    from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
+    from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+    from vllm_gaudi_ucm.runner.step_runner import StepRunner
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
     from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import BeforeValidator, SerializeAsAny
+from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, shown, unknown_key
 from vllm_gaudi_ucm.options.files import read_config_file
@@ -69,10 +67,6 @@ def resolve_store_options(value: Any, key: str = "store") -> StoreOptions:
     except RegistryError as error:
         raise UcmConfigError([Problem(f"{key}.kind", repr(kind), f"a store that can be loaded ({error})")]) from error
     return options.resolve(value, key)
-
-
-AnyStoreOptions = Annotated[SerializeAsAny[StoreOptions], BeforeValidator(resolve_store_options)]
-"""As a field of a pydantic model: takes what `resolve_store_options` takes, and is written with all of its options."""
 
 
 def open_store(options: StoreOptions, block_bytes: int, evicts: bool = True) -> KvStore:
