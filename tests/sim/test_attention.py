@@ -1,4 +1,4 @@
-"""The hpu implementation of attention with the card's fused kernels, and inside of a captured graph."""
+"""The hpu implementation of attention with the card's fused kernel, and inside of a captured graph."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from tests.ops.oracle import assert_matches, attend, budget, oracle
 from vllm_gaudi_ucm.batch.row_tiles import cut_rows
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, prepare, unified_attention
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels, hpu_tile
+from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_kernels
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalTiles
+
+PT_HPU_LAZY_MODE = "1"
 
 MIXED = [
     Request(9, 1, prefix=2),
@@ -31,14 +33,11 @@ PROMPTS = [Request(0, 9), Request(0, 4), Request(0, 17)]
 
 
 @pytest.fixture
-def gaudi3(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card that has both fused kernels."""
+def fused_kernel(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that has it."""
     if card is None:
         return
-    card.device_type = "synDeviceGaudi3"
-    monkeypatch.setattr(hpu_kernels, "SOFTMAX_FA2", hpu_kernels.find_softmax())
     monkeypatch.setattr(hpu_kernels, "FUSED_SDPA", hpu_kernels.find_sdpa())
-    assert hpu_kernels.SOFTMAX_FA2 is not None
     assert hpu_kernels.FUSED_SDPA is not None
 
 
@@ -53,42 +52,10 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     return calls
 
 
-def test_which_kernels_a_card_has(card: Any) -> None:
-    """softmax_fa2 is a Gaudi 3's; FusedSDPA both have."""
-    card.device_type = "synDeviceGaudi2"
-    assert hpu_kernels.find_softmax() is None
-    assert hpu_kernels.find_sdpa() is not None
-    card.device_type = "synDeviceGaudi3"
-    assert hpu_kernels.find_softmax() is not None
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e4])
-def test_fused_softmax_equals_the_oracle(poison: float, gaudi3: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """covers: A9 A11 A12. bfloat16 goes through the kernel, float32 does not."""
-    calls = count_calls(monkeypatch, "SOFTMAX_FA2")
-    assert_matches(build(MIXED, Shape(dtype=torch.bfloat16, poison=poison)), "hpu")
-    assert calls[0] > 0
-    calls[0] = 0
-    assert_matches(build(MIXED, Shape(poison=poison)), "hpu")
-    assert calls[0] == 0
-
-
-def test_fused_softmax_of_extreme_scores(gaudi3: None) -> None:
-    """covers: A12 A22. Beside the plain softmax of the same scores."""
-    batch = build(MIXED, Shape(dtype=torch.bfloat16))
-    batch.query *= 64
-    found = attend(batch, "hpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hpu_kernels, "SOFTMAX_FA2", None)
-        plain = attend(batch, "hpu")
-    assert found.isfinite().all()
-    assert (found - plain).abs().double().max() <= budget(batch, oracle(batch))
-
-
 @pytest.mark.parametrize("loose", [False, True])
 @pytest.mark.parametrize("poison", [math.nan, 1e4])
 def test_prompts_alone_go_through_fused_sdpa(
-    loose: bool, poison: float, gaudi3: None, monkeypatch: pytest.MonkeyPatch
+    loose: bool, poison: float, fused_kernel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """covers: A2 A9 A11. Nothing to merge, so the kernel's missing log-sum-exp is not needed; else it is not used."""
     calls = count_calls(monkeypatch, "FUSED_SDPA")
@@ -103,20 +70,19 @@ def test_prompts_alone_go_through_fused_sdpa(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("poison", [math.nan, 1e4])
 def test_packed_prompts_in_tiles(
-    dtype: torch.dtype, poison: float, gaudi3: None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, poison: float, fused_kernel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """covers: A2 A9 A11. Tiles that data places, with the fused kernels of a card (bfloat16) and without."""
+    """covers: A2 A9 A11. Tiles that data places, with the fused kernel of a card (bfloat16) and without."""
     monkeypatch.setattr(prompt_tiles, "TILE_ROWS", 4)
-    monkeypatch.setattr(hpu_tile, "TILE", 2)
-    fused, softmax = (count_calls(monkeypatch, name) for name in ("FUSED_SDPA", "SOFTMAX_FA2"))
+    fused = count_calls(monkeypatch, "FUSED_SDPA")
     for requests in ([Request(0, 7)] * 6, [Request(0, 9), *[Request(0, 2)] * 8, Request(0, 4)]):
         batch = build(requests, Shape(dtype=dtype, poison=poison, pads=5))
         assert_matches(replace(batch, parts=in_tiles(batch)), "hpu")
-    assert (fused[0] > 0, softmax[0]) == (dtype == torch.bfloat16, 0)
+    assert (fused[0] > 0) == (dtype == torch.bfloat16)
     batch = build([Request(9, 1, prefix=2), Request(12, 5, prefix=2), *[Request(0, 6)] * 5], Shape(dtype=dtype, pads=5))
     fused[0] = 0
     assert_matches(replace(batch, parts=in_tiles(batch)), "hpu")
-    assert (fused[0], softmax[0] > 0) == (0, dtype == torch.bfloat16)
+    assert fused[0] == 0
 
 
 def test_tiles_are_one_graph_of_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +110,7 @@ def in_tiles(batch: Batch) -> AttentionParts:
 
 
 @pytest.mark.parametrize("which", ["key", "value", "query"])
-def test_a_broken_token_in_fused_sdpa(which: str, gaudi3: None) -> None:
+def test_a_broken_token_in_fused_sdpa(which: str, fused_kernel: None) -> None:
     """covers: A9. Exactly the rows that see it are not finite."""
     batch = build(PROMPTS, Shape(dtype=torch.bfloat16, poison=1e4, pads=0))
     expected = attend(batch, "hpu")
@@ -163,7 +129,7 @@ def test_inside_a_captured_graph(
 ) -> None:
     """covers: A10 A16 B1. The card's choice; one graph, no host read, no shape that depends on data, and it replays."""
     if fused:
-        request.getfixturevalue("gaudi3")
+        request.getfixturevalue("fused_kernel")
     assert choose_implementation("auto", "hpu") == "hpu"
     batch = build(MIXED, Shape(dtype=dtype, poison=1e4))
     exact, reads = oracle(batch), card.host_reads

@@ -20,8 +20,9 @@ def test_figures(ht: Any, card: Any) -> None:
     assert torch.hpu is ht.hpu
     assert torch.hpu.is_available()
     assert torch.hpu.is_initialized()
-    card.total_bytes = 7
-    assert torch.hpu.get_device_properties().total_memory == torch.hpu.mem_get_info()[1] == 7
+    card.free_bytes, card.total_bytes = 5, 7
+    assert torch.hpu.get_device_properties().total_memory == 7
+    assert torch.hpu.mem_get_info()[1] == torch.hpu.memory_reserved() == 5
     assert _get_device_type().name == "synDeviceGaudi3"
     card.device_type = "synDeviceGaudi2"
     assert _get_device_type().name == "synDeviceGaudi2"

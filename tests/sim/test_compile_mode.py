@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-PT_HPU_LAZY_MODE = "0"
-
-
-def compiled(run: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    return torch.compile(
-        run, backend="hpu_backend", dynamic=False, fullgraph=True, options={"force_static_compile": True, **options}
-    )
+from tests.sim.regions import compiled
 
 
 def test_one_graph_per_shape(card: Any, compilations: Any) -> None:
@@ -48,15 +40,6 @@ def test_constraints(forbidden: Any) -> None:
     assert pick(x, torch.tensor([2], device="hpu")).tolist() == [2]
     with forbidden("index 3 is out of range"):
         pick(x, torch.tensor([3], device="hpu"))
-    with forbidden("a host read inside a region captured by hpu_backend"):
-        compiled(lambda x: x.cpu() + 1)(x)
-
-
-@pytest.mark.parametrize("call", [lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x * x.sum().item()])
-def test_dynamic_shapes_in_a_compiled_graph(call: Callable[[Tensor], Tensor], forbidden: Any) -> None:
-    settings = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
-    with torch._dynamo.config.patch(**settings), forbidden("inside a region captured by hpu_backend"):
-        compiled(call)(torch.ones(3, device="hpu"))
 
 
 def test_unknown_options() -> None:

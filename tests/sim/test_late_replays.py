@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+PT_HPU_LAZY_MODE = "1"
+
 
 def adder(ht: Any) -> tuple[Tensor, Callable[[], None]]:
     """A tensor, and the launch of a graph that adds one to it."""
@@ -93,6 +95,7 @@ def test_a_replay_reads_its_inputs_when_it_runs(ht: Any) -> None:
     launch()
     with ht.hpu.stream(ht.hpu.Stream()):
         x.fill_(10)
+        ht.hpu.current_stream().synchronize()
     assert x.tolist() == [11, 11]
 
 

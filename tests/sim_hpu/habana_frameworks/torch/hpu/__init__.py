@@ -2,12 +2,23 @@
 
 from typing import Any, NamedTuple
 
-from habana_frameworks.torch.hpu import random
-from habana_frameworks.torch.hpu.graphs import wrap_in_hpu_graph
+from habana_frameworks.torch.hpu import graphs, random
+from habana_frameworks.torch.hpu.memory import (
+    max_memory_allocated,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    reset_peak_memory_stats,
+)
+from habana_frameworks.torch.hpu.sdp import enable_recompute_sdp, recompute_sdp_enabled, sdp_kernel
 from habana_frameworks.torch.hpu.streams import Event, Stream, current_stream, default_stream, stream
+from habana_frameworks.torch.simulator import device_index
 from habana_frameworks.torch.simulator.card import card
+from habana_frameworks.torch.simulator.constraint import MissingInEagerModeError
 from habana_frameworks.torch.simulator.launch_queue import run_everything
-from habana_frameworks.torch.simulator.state import state
+from habana_frameworks.torch.simulator.state import is_lazy, state
 
 __all__ = [
     "Event",
@@ -16,15 +27,35 @@ __all__ = [
     "current_stream",
     "default_stream",
     "device_count",
+    "enable_recompute_sdp",
     "get_device_properties",
     "is_available",
     "is_initialized",
+    "max_memory_allocated",
+    "max_memory_reserved",
     "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
     "random",
+    "recompute_sdp_enabled",
+    "reset_peak_memory_stats",
+    "sdp_kernel",
+    "set_device",
     "stream",
     "synchronize",
-    "wrap_in_hpu_graph",
 ]
+
+_LAZY_NAMES = ("wrap_in_hpu_graph", "HPUGraph", "graph", "make_graphed_callables", "ModuleCacher", "CachedParams")
+
+
+def __getattr__(name: str) -> Any:
+    """HPU graphs exist in lazy mode alone (duty 3). Raises MissingInEagerModeError, an AttributeError."""
+    if name not in _LAZY_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not is_lazy():
+        raise MissingInEagerModeError(f"torch.hpu.{name}", "there are no HPU graphs in eager mode", 3, "torch.compile")
+    return getattr(graphs, name)
 
 
 class DeviceProperties(NamedTuple):
@@ -32,6 +63,10 @@ class DeviceProperties(NamedTuple):
 
     name: str
     total_memory: int
+
+
+def _lazy_init() -> None:
+    """torch 2.11 calls this where a device is named; importing the bridge has started the card."""
 
 
 def is_available() -> bool:
@@ -50,8 +85,13 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    """A process drives one card."""
-    return 0
+    """A process drives one card; seen from it, it is card 0 unless another one was set."""
+    return device_index.current()
+
+
+def set_device(device: Any) -> None:
+    """Chooses the card of this process, once."""
+    device_index.choose(device)
 
 
 def synchronize(device: Any = None) -> None:
@@ -59,11 +99,6 @@ def synchronize(device: Any = None) -> None:
     state.cut()
     run_everything()
     card.synchronizations += 1
-
-
-def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """(free, total) in bytes, as set, less what tensors and captured graphs take."""
-    return card.free(), card.total_bytes
 
 
 def get_device_properties(device: int = 0) -> DeviceProperties:

@@ -64,9 +64,9 @@ class GraphCache:
         for tensor in inputs:
             if memory.serial(tensor) is None and tensor.dim() > 0:
                 raise HpuConstraintError(NAME, f"an input of shape {tuple(tensor.shape)} is on the host")
-        if card.free() < card.bytes_per_capture:
+        if memory.free() < card.bytes_per_capture:
             raise HpuConstraintError(
-                NAME, f"out of memory: a graph takes {card.bytes_per_capture} bytes, {card.free()} are free"
+                NAME, f"out of memory: a graph takes {card.bytes_per_capture} bytes, {memory.free()} are free"
             )
         tape = Tape()
         with state.captured(NAME, tape) as stream:

@@ -32,7 +32,7 @@ class Event:
 
     def synchronize(self) -> None:
         """The host waits."""
-        self._queue.run(self._end)
+        self._queue.wait(self._end)
 
     def wait(self, stream: "Stream | None" = None) -> None:
         """A stream waits. What is launched there runs no earlier than now, so this is the time."""
@@ -54,7 +54,7 @@ class Stream:
 
     def synchronize(self) -> None:
         state.cut()
-        self.queue.run()
+        self.queue.wait()
 
     def query(self) -> bool:
         return self.record_event().query()

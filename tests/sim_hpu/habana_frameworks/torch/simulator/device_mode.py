@@ -3,12 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from habana_frameworks.torch.simulator import late_copies
 from habana_frameworks.torch.simulator.constraint import HpuConstraintError
+from habana_frameworks.torch.simulator.duties import duties
+from habana_frameworks.torch.simulator.garbage import garbage
 from habana_frameworks.torch.simulator.memory import memory
 from habana_frameworks.torch.simulator.placement import CARD, HOST, is_on_card, move, place_of
 from habana_frameworks.torch.simulator.state import Place, state
 
 import torch
+from torch.nn.functional import one_hot
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device as default_device
 
@@ -27,25 +31,50 @@ class DeviceMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Args = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
         if torch.compiler.is_compiling():
-            # dynamo cannot trace the super() call in this Python method, which it never enters without a mode
-            func = torch.unflatten if func is torch.Tensor.unflatten else func
-            return func(*_on_host(args), **dict(zip(kwargs, _on_host(kwargs.values()), strict=True)))
+            # dynamo traces this method in every call of an operator: the less of it, the better
+            if func is torch.Tensor.to or func is torch.Tensor.cpu or func is torch.Tensor.unflatten or func is one_hot:
+                return _traced(func, args, kwargs or {})
+            if kwargs is None or kwargs.get("device") is None:
+                return func(*args, **(kwargs or {}))
+            return func(*args, **_on_host(kwargs))
+        kwargs = dict(kwargs or {})
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
         if kwargs.get("device") is None and func in _CONSTRUCTORS and default_device.CURRENT_DEVICE is not None:
             kwargs["device"] = default_device.CURRENT_DEVICE
-        kwargs.pop("pin_memory", None)  # there is no driver that could pin
+        if kwargs.pop("pin_memory", False):
+            _check_pin()
         if kwargs.get("device") is None:
             return func(*args, **kwargs)
-        return _make(func, args, kwargs, place_of(kwargs.pop("device")))
+        place = place_of(kwargs["device"])
+        # one that is neither, such as `meta`, makes what it says
+        return func(*args, **kwargs) if place is None else _make(func, args, kwargs, place)
 
 
-def _on_host(values: Any) -> list[Any]:
+def _traced(func: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
+    """What dynamo traces for those that may read the host, name a device by its place, or are no operators."""
+    # dynamo cannot trace the super() call in this Python method, which it never enters without a mode
+    func = torch.unflatten if func is torch.Tensor.unflatten else func
+    if _reads_host(func, args, kwargs):
+        return torch.ops.sim_hpu.host_read(args[0])
+    if func is one_hot and len(args) == 2:
+        return torch.ops.sim_hpu.one_hot(*args)
+    return func(*[HOST if _names_hpu(value) else value for value in args], **_on_host(kwargs))
+
+
+def _reads_host(func: Any, args: Args, kwargs: Mapping[str, Any]) -> bool:
+    """Whether traced Python asks for a copy on the host; a tensor's own device is the CPU there, too."""
+    if func is torch.Tensor.cpu:
+        return True
+    asked = args[1] if len(args) > 1 else kwargs.get("device")
+    return func is torch.Tensor.to and isinstance(asked, str) and asked == "cpu"
+
+
+def _on_host(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """While torch.compile traces, all tensors are on the CPU."""
-    return [HOST if _names_hpu(value) else value for value in values]
+    return {name: HOST if _names_hpu(value) else value for name, value in kwargs.items()}
 
 
 def _names_hpu(value: Any) -> bool:
@@ -54,10 +83,8 @@ def _names_hpu(value: Any) -> bool:
     )
 
 
-def _make(func: Any, args: Args, kwargs: Kwargs, place: Place | None) -> Any:
+def _make(func: Any, args: Args, kwargs: Kwargs, place: Place) -> Any:
     """A factory with a device."""
-    if place is None:
-        return func(*args, **kwargs)
     kwargs["device"] = HOST
     if func in _OF_HOST_DATA:
         source = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
@@ -82,7 +109,23 @@ def _to(func: Any, args: Args, kwargs: Kwargs) -> Any:
         state.catch_up()
     with state.make("host"):
         converted = func(*args, **kwargs)
-    return move(converted, target, func, from_card=here == "card")
+    non_blocking = bool(kwargs.get("non_blocking")) or any(value is True for value in args[1:])
+    if here == "card" and state.region is None and late_copies.is_late_to_host(converted, converted, non_blocking):
+        return _leave_late(func, converted)
+    moved = move(converted, target, func, from_card=here == "card")
+    if here == "host" and late_copies.is_late(tensor, moved, non_blocking):
+        late_copies.delay(state.queue, tensor, moved)
+    return moved
+
+
+def _leave_late(func: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy to the host that does not wait."""
+    garbage.check_read(func.__name__, tensor)
+    state.cut()
+    with state.make("host"):
+        copy = torch.empty_like(tensor)
+    late_copies.deliver(state.queue, tensor, copy)
+    return copy
 
 
 def _target(args: Args, kwargs: Kwargs) -> Place | None:
@@ -140,7 +183,25 @@ def _deepcopy(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _pin_memory(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """There is no driver that could pin."""
+    _check_pin()
     return args[0]
+
+
+def _check_pin() -> None:
+    """The pinned allocator belongs to a device that this process has acquired (duty 33)."""
+    if not memory.is_started:
+        duties.refuse(
+            late_copies.LATE, "pin_memory", "nothing was put on the card yet, and its allocator pins", "do not pin"
+        )
+
+
+def _one_hot(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A kernel of the card; torch's own reads its input on the host."""
+    tensor, classes = args[0], kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+    if not is_on_card(tensor):
+        return func(*args, **kwargs)
+    return torch.ops.sim_hpu.one_hot(tensor, int(tensor.max()) + 1 if classes < 0 else classes)
 
 
 _HANDLERS: dict[Any, Handler] = {
@@ -157,4 +218,5 @@ _HANDLERS: dict[Any, Handler] = {
     torch.Tensor.__array__: _refuse_numpy,
     torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.pin_memory: _pin_memory,
+    one_hot: _one_hot,
 }

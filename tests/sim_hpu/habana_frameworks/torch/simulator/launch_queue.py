@@ -8,10 +8,17 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 Work = Callable[[], None]
+
+
+class InFlight(Protocol):
+    """Work that has run, of which something may be found only when the host waits."""
+
+    def settle(self) -> None: ...
 
 
 class LaunchQueue:
@@ -23,6 +30,7 @@ class LaunchQueue:
         self._ran = 0
         self.launched = 0
         """Works so far: where an event that is recorded now stands."""
+        self.in_flight: list[InFlight] = []
         _all.add(self)
 
     def launch(self, work: Work) -> None:
@@ -34,11 +42,19 @@ class LaunchQueue:
                 work()
 
         self._waiting.append(run)
+        _busy.add(self)
         self.launched += 1
 
     def has_run(self, end: int) -> bool:
         """Whether the first `end` works have run."""
         return self._ran >= end
+
+    def wait(self, end: int | None = None) -> None:
+        """The host waits for all of it, or the first `end` works: they run, and what is in flight is settled."""
+        self.run(end)
+        settled, self.in_flight = self.in_flight, []
+        for work in settled:
+            work.settle()
 
     def run(self, end: int | None = None) -> None:
         """Runs what waits, all of it or the first `end` works ever launched. Raises what a work raises, once."""
@@ -51,13 +67,17 @@ class LaunchQueue:
                     self._waiting.popleft()()
                 finally:
                     self._ran += 1
+                    if not self._waiting:
+                        _busy.discard(self)
 
 
 _all: weakref.WeakSet[LaunchQueue] = weakref.WeakSet()
+# What is launched runs, even if nobody has the stream any more.
+_busy: set[LaunchQueue] = set()
 default_queue = LaunchQueue()
 
 
 def run_everything() -> None:
-    """What waits on any stream."""
+    """The host waits for every stream."""
     for queue in list(_all):
-        queue.run()
+        queue.wait()

@@ -6,19 +6,30 @@ from typing import Any
 from habana_frameworks.torch.internal.bridge_config import compile_only
 from habana_frameworks.torch.simulator.card import card
 from habana_frameworks.torch.simulator.constraint import HpuConstraintError
+from habana_frameworks.torch.simulator.dtype_views import dtype_views
+from habana_frameworks.torch.simulator.duties import duties
+from habana_frameworks.torch.simulator.garbage import garbage
 from habana_frameworks.torch.simulator.memory import memory
-from habana_frameworks.torch.simulator.rules import check_operator, has_dynamic_shape, named_arguments, reads_host
-from habana_frameworks.torch.simulator.state import state
+from habana_frameworks.torch.simulator.minus_one import run_with_pads
+from habana_frameworks.torch.simulator.operators import check_known
+from habana_frameworks.torch.simulator.own_formats import run_own_format
+from habana_frameworks.torch.simulator.rules import (
+    NAMESPACES,
+    check_operator,
+    has_dynamic_shape,
+    named_arguments,
+    reads_host,
+)
+from habana_frameworks.torch.simulator.state import is_lazy, state
 from habana_frameworks.torch.simulator.tape import tensors_in
 
 import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
-# Operators whose kernels run as they are; kernels of other libraries (vLLM's) are Python, whose operators count.
-_CLOSED = frozenset({"aten", "prims", "hpu", "c10d", "_c10d_functional", "symm_mem"})
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy"})
 # Where an index lives on the host, torch copies it first, on every accelerator.
 _MOVES_INDICES = frozenset({"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"})
@@ -51,11 +62,13 @@ class OperatorMode(TorchDispatchMode):
         name = func._schema.name
         if reads_host(func):
             state.read_on_host(func)
+            for tensor in inputs:
+                garbage.check_read(func, tensor)
             return func(*args, **kwargs)
         if name in _COPIES and not _stays_on_card(inputs):
             return _copy(func, args, kwargs)
-        if state.region != "hpu_backend":
-            _check_devices(func, name, inputs)
+        _check_devices(func, name, inputs)
+        check_known(func)
         return _on_card(func, args, kwargs)
 
     def _open(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -63,7 +76,8 @@ class OperatorMode(TorchDispatchMode):
         if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
             with self:
                 return func.decompose(*args, **kwargs)
-        if func.namespace in _CLOSED:
+        # Kernels of other libraries (vLLM's) are Python, whose operators count.
+        if func.namespace in NAMESPACES:
             return NotImplemented
         for key in (DispatchKey.HPU, DispatchKey.CompositeExplicitAutograd, DispatchKey.CPU):
             if func.has_kernel_for_dispatch_key(key):
@@ -73,10 +87,10 @@ class OperatorMode(TorchDispatchMode):
 
 
 def _is_on_card(inputs: Sequence[torch.Tensor]) -> bool:
-    """Where an operator runs: what is being made, its inputs, and the compiled region it is in decide."""
+    """Where an operator runs: what is being made, and its inputs decide."""
     if state.making is not None:
         return state.making == "card"
-    return state.region == "hpu_backend" or any(memory.serial(tensor) is not None for tensor in inputs)
+    return any(memory.serial(tensor) is not None for tensor in inputs)
 
 
 def _stays_on_card(inputs: Sequence[torch.Tensor]) -> bool:
@@ -84,8 +98,6 @@ def _stays_on_card(inputs: Sequence[torch.Tensor]) -> bool:
 
     `x[i] = 2.0` is such a copy, into one element; where there is more to write, torch fills.
     """
-    if state.region == "hpu_backend":
-        return True
     target, *sources = (memory.serial(tensor) is not None for tensor in inputs)
     return target and all(sources)
 
@@ -95,6 +107,7 @@ def _copy(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     if memory.serial(target) is None:
         state.read_on_host(func)
+        garbage.check_read(func, args[1])
     elif state.region is not None:
         raise HpuConstraintError(func, f"a copy from the host inside a region captured by {state.region}")
     else:
@@ -125,13 +138,15 @@ def _on_card(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     if not compile_only():
         check_operator(func, named)
     if func.is_view:
-        return _mark(func(*args, **kwargs))
+        result = _mark(func(*args, **kwargs))
+        if isinstance(result, torch.Tensor) and isinstance(args[0], torch.Tensor):
+            dtype_views.note(args[0], result)
+        return result
     if func._schema.name not in _ALLOCATIONS:
         state.stream.add(func, args, kwargs)
         state.catch_up()
     encoded = state.tape.encode(args, kwargs) if state.tape is not None else None
-    run = _without_writing if compile_only() else func
-    result = _mark(run(*args, **kwargs) if run is func else run(func, args, kwargs))
+    result = _mark(_without_writing(func, args, kwargs) if compile_only() else _compute(func, args, kwargs, named))
     outputs = tensors_in(result)
     state.stream.results(outputs)
     if encoded is not None and state.tape is not None:
@@ -147,12 +162,29 @@ def _mark(result: Any) -> Any:
     return result
 
 
+def _compute(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], named: Mapping[str, Any]) -> Any:
+    found = run_with_pads(func, named) if duties.minus_one else NotImplemented
+    if found is NotImplemented:
+        found = run_own_format(func, args, kwargs)
+    return func(*args, **kwargs) if found is NotImplemented else found
+
+
 def _without_writing(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """PT_COMPILE_ONLY_MODE: shapes as they would be, but nothing is written and floats are NaN."""
+    """PT_COMPILE_ONLY_MODE: shapes as they would be, but nothing is written and results are garbage (duty 22)."""
     if func._schema.is_mutable:
         return args[0]
+    if not is_lazy() and duties.on(22):
+        return _garbage_of(func, args, kwargs)
     result = func(*args, **kwargs)
     for tensor in tensors_in(result):
         if tensor.is_floating_point():
-            tensor.fill_(float("nan"))
+            garbage.fill(tensor)
     return result
+
+
+def _garbage_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """From shapes alone: garbage as an index would be an error where something is computed with it."""
+    with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        given = tree_map_only(torch.Tensor, mode.from_tensor, (args, dict(kwargs)))
+        shapes = func(*given[0], **given[1])
+    return tree_map_only(torch.Tensor, garbage.like, shapes)

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from habana_frameworks.torch.simulator import device_index
 from habana_frameworks.torch.simulator.constraint import HpuConstraintError
+from habana_frameworks.torch.simulator.garbage import garbage
 from habana_frameworks.torch.simulator.memory import memory
 from habana_frameworks.torch.simulator.state import Place, state
 
@@ -14,6 +16,7 @@ HOST = torch.device("cpu")
 
 def place_of(device: Any) -> Place | None:
     """Which of the two a device is; None for any other, such as `meta`."""
+    device_index.check(device)
     kind = CARD.type if isinstance(device, int) else torch.device(device).type
     return {"hpu": "card", "cpu": "host"}.get(kind)  # type: ignore[return-value]
 
@@ -34,6 +37,7 @@ def move(tensor: torch.Tensor, place: Place, func: Any, *, from_card: bool) -> t
         return tensor
     if place == "host":
         state.read_on_host(func.__name__)
+        garbage.check_read(func.__name__, tensor)
     elif state.region is not None and not from_card:
         raise HpuConstraintError(func.__name__, f"a copy from the host inside a region captured by {state.region}")
     with state.make("host"):

@@ -2,16 +2,18 @@
 
 import os
 import threading
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
-from habana_frameworks.torch.simulator.constraint import HpuConstraintError
+from habana_frameworks.torch.simulator.card_mode import CardOperatorMode
+from habana_frameworks.torch.simulator.device_index import ONE_CARD
 from habana_frameworks.torch.simulator.device_mode import DeviceMode
-from habana_frameworks.torch.simulator.operator_mode import OperatorMode
+from habana_frameworks.torch.simulator.duties import duties
 
 
 def enter_modes() -> None:
     """From now on this thread's tensors and operators are seen. There is no way back, as with the bridge."""
-    OperatorMode().__enter__()
+    CardOperatorMode().__enter__()
     DeviceMode().__enter__()
 
 
@@ -29,8 +31,14 @@ def enter_modes_in_threads() -> None:
 def forbid_fork() -> None:
     """With the card a forked process hangs at its first operator; here fork raises. Spawning is what works."""
     for name in ("fork", "forkpty"):
-        setattr(os, name, _refuse_fork)
+        setattr(os, name, _refusing(getattr(os, name)))
 
 
-def _refuse_fork() -> NoReturn:
-    raise HpuConstraintError("fork", "the device is started in this process, a forked one would hang; spawn it")
+def _refusing(fork: Callable[[], Any]) -> Callable[[], Any]:
+    def refuse() -> Any:
+        duties.refuse(
+            ONE_CARD, "fork", "the device is started in this process, a forked one would hang", "spawn the process"
+        )
+        return fork()
+
+    return refuse

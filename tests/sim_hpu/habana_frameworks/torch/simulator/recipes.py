@@ -7,7 +7,9 @@ import threading
 import time
 from pathlib import Path
 
+from habana_frameworks.torch.internal.bridge_config import compile_only
 from habana_frameworks.torch.simulator.card import card
+from habana_frameworks.torch.simulator.memory import memory
 from habana_frameworks.torch.simulator.stream import Recipe
 
 CACHE_CONFIG = "PT_HPU_RECIPE_CACHE_CONFIG"
@@ -50,26 +52,34 @@ class RecipeBook:
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._lock = threading.Lock()
-        config = os.environ.get(CACHE_CONFIG, "")
-        self._folder = RecipeFolder(config) if config else None
+        self._folder: RecipeFolder | None = None
+        self._is_open = False
 
     def forget(self) -> None:
         """As in a process that has just started; what is on disk stays."""
         with self._lock:
             self._seen.clear()
+        memory.forget_workspaces()
 
     def need(self, recipe: Recipe) -> None:
         """A recipe is about to run: it is compiled unless this process has it or the folder keeps it."""
         key = recipe.key
+        if not compile_only():
+            memory.first_execution(key, (recipe.operators - 1) * card.workspace_bytes)
         with self._lock:
             if key in self._seen:
                 return
             self._seen.add(key)
+            if not self._is_open:
+                # the bridge reads it when the card is started, not when it is imported
+                config = os.environ.get(CACHE_CONFIG, "")
+                self._folder, self._is_open = RecipeFolder(config) if config else None, True
             if self._folder is not None and self._folder.holds(key):
                 card.cache_hits += 1
                 return
             card.compilations += 1
             card.compiled_operators += recipe.operators
+            card.recipes.append((key, card.compilation_us + recipe.operators * card.operator_us))
             if self._folder is not None:
                 self._folder.add(key)
 
