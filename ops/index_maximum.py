@@ -1,4 +1,4 @@
-"""The largest of the values of each row: of the reductions by index this is the one that Gaudi has."""
+"""The maximum of the values of each row: the only reduction by index that Gaudi has."""
 
 from __future__ import annotations
 
@@ -11,5 +11,10 @@ warnings.filterwarnings("ignore", message=r"index_reduce\(\) is in beta", catego
 
 
 def index_maximum_(into: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Raises row `rows[i]` of `into` to `values[i]`, element by element, in place. rows: int64 [values]."""
+    """Sets row `rows[i]` of `into` to its maximum with `values[i]`, per element, in place. rows: int64 [values]."""
     return into.index_reduce_(0, rows, values, "amax", include_self=True)
+
+
+def index_maximum(start: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """The same into a new tensor that begins as `start`."""
+    return start.index_reduce(0, rows, values, "amax", include_self=True)

@@ -1,6 +1,6 @@
-"""Implementations of an operation by name: where each runs, what it computes, and the choice among them.
+"""Implementations of an operation, by name: where each runs, what it supports, and how one is chosen.
 
-Standard library only: the configuration knows the names, and asking for them imports nothing heavy.
+Uses the standard library only: the configuration asks for the names, which must not import anything heavy.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ImplementationT = TypeVar("ImplementationT", bound="Implementation[Any]")
 
 
 class Implementation(Generic[SpecT]):
-    """One way to compute an operation. Subclasses stand beside their code and import heavy packages on use only.
+    """One way to compute an operation. A subclass stands beside its code, and imports heavy packages only on use.
 
     Args:
-        name: that it is registered under.
+        name: the name it is registered under.
 
-    devices: types of device where `auto` considers it; None: all.
-    priority: `auto` takes the highest among those that fit.
-    capturable: reads nothing on the host, so it may run while a graph is captured.
+    devices: the device types on which `auto` considers it; None for all.
+    priority: `auto` takes the implementation with the highest priority that is suitable.
+    capturable: it reads nothing on the host, so it may run while a graph is captured.
     traceable: torch.compile can trace it.
     """
 
@@ -39,9 +39,9 @@ class Implementation(Generic[SpecT]):
         self.name = name
 
     def unavailable(self, device: str) -> str | None:
-        """Why it cannot compute on tensors of a type of device, here; None where it can.
+        """Why it cannot compute on tensors of this device type in this process; None if it can.
 
-        An override may allow more than `devices` to whoever asks by name, and look for packages and compilers.
+        An override may check for packages and compilers, and may allow devices beyond `devices` if asked for by name.
         """
         if self.devices is None or device in self.devices:
             return None
@@ -57,8 +57,8 @@ class Implementations(Registry[type[ImplementationT]]):
 
     Args:
         operation: its name, for errors.
-        group: entry points that name more of them, as `NAME = "package.module:ClassName"`.
-        classes: known from the start, as `"package.module:ClassName"`.
+        group: entry point group for further ones, as `NAME = "package.module:ClassName"`.
+        classes: those known from the start, as `"package.module:ClassName"`.
     """
 
     def __init__(self, operation: str, group: str, **classes: str) -> None:
@@ -68,7 +68,7 @@ class Implementations(Registry[type[ImplementationT]]):
         self._chosen: dict[tuple[object, ...], ImplementationT] = {}
 
     def make(self, name: str) -> ImplementationT:
-        """The object of a name, made at the first call. Raises ValueError for an unknown name."""
+        """The implementation of this name, created on the first call. Raises ValueError for an unknown name."""
         found = self._made.get(name)
         if found is None:
             if name not in self:
@@ -78,16 +78,16 @@ class Implementations(Registry[type[ImplementationT]]):
         return found
 
     def choose(self, name: str, device: str, spec: object = None, *, captured: bool = False) -> ImplementationT:
-        """The named implementation, or with `auto` the one of highest priority that fits. Kept per set of arguments.
+        """The named implementation or, with `auto`, the suitable one of highest priority. Cached by arguments.
 
         Args:
-            name: of an implementation, or `auto`.
+            name: an implementation, or `auto`.
             device: type of the tensors' device.
-            spec: what to compute; None: anything that every implementation computes.
-            captured: it runs while a graph is captured.
+            spec: what to compute; None for what every implementation supports.
+            captured: it will run while a graph is captured.
 
         Raises:
-            ValueError: the name is unknown, or nothing fits; the message has the choices and why each does not fit.
+            ValueError: the name is unknown, or nothing is suitable; the message lists the choices and the reasons.
         """
         key = (name, device, spec, captured)
         found = self._chosen.get(key)
@@ -97,12 +97,12 @@ class Implementations(Registry[type[ImplementationT]]):
         return found
 
     def explain(self, device: str, spec: object = None, *, captured: bool = False) -> dict[str, str]:
-        """Why `auto` does not take each implementation, by name; empty for those that fit."""
+        """The reason why each implementation is unsuitable, by name; empty for suitable ones."""
         return {name: self._why_not_auto(self.make(name), device, spec, captured) or "" for name in self.names()}
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Choices and what is registered inside are forgotten at its end, and choices from before are made anew."""
+        """Forgets what was registered and chosen inside at its end; inside, earlier choices are made anew."""
         before = self._made, self._chosen
         self._made, self._chosen = {}, {}
         try:
@@ -151,10 +151,10 @@ class Implementations(Registry[type[ImplementationT]]):
 
 @lru_cache(maxsize=8)
 def why_not_triton(device: str) -> str | None:
-    """Why Triton has no kernels for tensors on this type of device; None if it has.
+    """Why Triton cannot run kernels on this type of device; None if it can.
 
-    Triton is imported to find out, and only where it may be used. On a CPU it has kernels under its interpreter
-    (TRITON_INTERPRET=1), which is for tests: very slow.
+    Imports Triton to find out, but only for devices where it may work. On a CPU it runs kernels under its interpreter
+    (TRITON_INTERPRET=1), which is very slow and meant for tests.
     """
     if device not in ("cpu", "cuda"):
         return f"they are for cuda, the tensors are on {device}"

@@ -1,7 +1,8 @@
-"""Block selection of one layer: validates the tensors, asks for the implementation and calls it.
+"""Block selection of one layer: validates the tensors, chooses the implementation and calls it.
 
-The way of a layer: `write_summaries` of the blocks that have become full, `block_scores` of the candidates for the
-current query, `choose_blocks` by these scores, `keep_or_replace` against the stored choice. All of it may be captured.
+A layer calls, in this order: `write_summaries` for blocks that have just become full, `block_scores` of the candidates
+for the current query, `choose_blocks` by score, and `keep_or_replace` to compare the result with the stored ranking.
+All of them may run inside a captured graph.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, projection
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, code_tables, projection
 from vllm_gaudi_ucm.ops.block_selection.impl import reference
-from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
+from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, BlockSelectionImplementation
 from vllm_gaudi_ucm.ops.registry import AUTO
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,23 +21,23 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def new_summaries(key_cache: Tensor, kind: SummaryKind) -> Tensor:
     """Zeros [blocks, vectors, kv_heads, width] for a key cache [blocks, block_size, kv_heads, dim], on its device.
 
-    Floats are kept in the dtype of the keys. Call it before anything is captured: it also makes what `hash` needs on
-    the device.
+    Float summaries have the dtype of the keys. Call it before any capture: it also creates the projection and the
+    tables of `hash` on the device.
     """
     if kind is SummaryKind.HASH:
         projection(key_cache.shape[-1], key_cache.device)
+        code_tables(key_cache.device)
     dtype = kind.dtype if kind is SummaryKind.HASH else key_cache.dtype
     return key_cache.new_zeros(kind.shape(*key_cache.shape), dtype=dtype)
 
 
 def write_summaries(key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind) -> None:
-    """Writes the summaries of blocks that are full of certain tokens, in place.
+    """Writes the summaries of full blocks, in place. A full block holds no draft that may still be rejected.
 
-    key_cache: [num_blocks, block_size, kv_heads, dim], may be a strided view.
-    blocks: int64 [n] physical block ids. Pads are the dummy block 0; they may repeat, and what lands there is not
-        used.
-    summaries: [num_blocks, vectors, kv_heads, width] as `new_summaries` makes them; any float dtype, uint8 for `hash`.
-    Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
+    key_cache: [num_blocks, block_size, kv_heads, dim]; may be a strided view.
+    blocks: int64 [n] physical block ids. Pads are the dummy block 0; they may repeat, and its summary is never used.
+    summaries: [num_blocks, vectors, kv_heads, width] from `new_summaries`; any float dtype, uint8 for `hash`.
+    Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     if not torch.compiler.is_compiling():
         _check("write_summaries", "key_cache", key_cache, (None, None, None, None), _FLOATS, key_cache.device)
@@ -58,50 +59,55 @@ def block_scores(
     *,
     implementation: str = AUTO,
 ) -> Tensor:
-    """fp32 [candidates] in 0 to 1: the share of its span's attention that each block is estimated to get.
+    """The estimated share of each candidate block in the attention of its span: fp32 [candidates], from 0 to 1.
 
-    A softmax of the estimated scores over the blocks of a span, for each row and query head, averaged over these.
-    Blocks that are attended anyway may be given, too: they take their share of the softmax, as in attention.
+    A softmax of the estimated scores over the blocks of a span, separately for each row and query head, then averaged
+    over rows and heads. The candidates may include blocks that are attended anyway: they take their share of the
+    softmax, as in attention. A block with an estimate that is not finite gets score 1, and is left out of the softmax
+    of the others.
 
-    query: [rows, heads, dim], rows > 0; head h uses kv head h // (heads / kv_heads).
+    query: [rows, heads, dim], rows > 0; head h uses KV head h // (heads / kv_heads).
     summaries: [num_blocks, vectors, kv_heads, width].
-    blocks, spans: int64 [candidates] physical block id and span. Pads: block 0 and a span with num_rows 0; score 0.
-    first_rows, num_rows: int64 [spans], rows `first_rows[i]` to `first_rows[i] + num_rows[i]` of the query.
-    max_rows: host-side, no span has more rows.
-    A block whose estimate is not finite has score 1 and takes no part in the softmax of the others.
-    implementation: a name in `BLOCK_SELECTION`, or `auto` for the fastest that can be used: `native` on a CPU, `cuda`
-        (Triton) on a GPU. What these do not cover the reference computes.
-    Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
+    blocks, spans: int64 [candidates] physical block id and span. A pad is block 0 with a span whose num_rows is 0; it
+        scores 0.
+    first_rows, num_rows: int64 [spans]; span i has the rows from `first_rows[i]` to `first_rows[i] + num_rows[i]`.
+    max_rows: on the host; no span has more rows.
+    implementation: a name in `BLOCK_SELECTION`, or `auto` for the fastest available one: `native` on a CPU, `cuda`
+        (Triton) on a GPU, `hpu` on Gaudi, which takes equal scores in any order. The reference computes what these do
+        not cover.
+    Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     if not torch.compiler.is_compiling():
         _check_scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, kind)
-        chosen = BLOCK_SELECTION.choose(implementation, query.device.type)
-        found = chosen.scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
-        if found is not None:
-            return found
+    chosen = _choose(implementation, query.device.type)
+    found = chosen.scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
+    if found is not None:
+        return found
     return reference.scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
 
 
 def choose_blocks(
     scores: Tensor, places: Tensor, num_spans: int, width: int, most: int, *, implementation: str = AUTO
 ) -> Tensor:
-    """int64 [num_spans, most]: logical block numbers by descending score, equal ones by number; then -1.
+    """The best blocks of each span: int64 [num_spans, most] logical block numbers, padded with -1.
 
-    scores: floats [candidates]. A NaN comes first, so a broken candidate is not overlooked.
-    places: int64 [candidates], span * width + logical block number for a candidate that may be chosen, each at most
-        once, and num_spans * width for one that may not. There may be fewer of a span than `most`.
-    implementation: as of `block_scores`.
-    Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
+    Sorted by descending score, equal scores by block number. A NaN comes first, so that a broken candidate is not
+    overlooked.
+
+    scores: floats [candidates].
+    places: int64 [candidates]: span * width + logical block number, each at most once, or num_spans * width for a
+        candidate that must not be chosen. A span may have fewer candidates than `most`.
+    implementation: as in `block_scores`.
+    Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     if not torch.compiler.is_compiling():
         _check("choose_blocks", "scores", scores, (None,), _FLOATS, scores.device)
         _check("choose_blocks", "places", places, tuple(scores.shape), (torch.int64,), scores.device)
         if min(num_spans, width, most) < 0:
             raise ValueError(f"choose_blocks: {num_spans=}, {width=}, {most=}, expected none below 0")
-        chosen = BLOCK_SELECTION.choose(implementation, scores.device.type)
-        found = chosen.choose(scores, places, num_spans, width, most)
-        if found is not None:
-            return found
+    found = _choose(implementation, scores.device.type).choose(scores, places, num_spans, width, most)
+    if found is not None:
+        return found
     return reference.choose(scores, places, num_spans, width, most)
 
 
@@ -115,16 +121,18 @@ def keep_or_replace(
     *,
     implementation: str = AUTO,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What each span attends to from now on: (chosen int64 [spans, most], kept bool [spans], replaced bool [spans]).
+    """The ranking of each span from now on: (chosen int64 [spans, most], kept bool [spans], replaced bool [spans]).
 
-    stored, fresh: int64 [spans, most] rankings as of `choose_blocks`; entries outside of [0, width) are none.
-    counts: int64 [spans], how many of a ranking are attended.
-    modes: int64 [spans]. 0: the fresh one. 1: the stored one. 2 (check): the stored one if the first `counts` of both,
-        as sets, differ in at most `thresholds` blocks (added + removed) and it has that many; kept and replaced tell
-        which it was and are False in other modes.
-    Source: KVStar's checkpoint (seed 002, 3.1), with the threshold configurable and on the top-k part only.
-    implementation: as of `block_scores`.
-    Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
+    stored, fresh: int64 [spans, most] rankings from `choose_blocks`; entries outside [0, width) are empty.
+    counts: int64 [spans]: how many blocks of a ranking are attended.
+    modes: int64 [spans]. 0 takes the fresh ranking, 1 the stored one. 2 checks: it takes the stored ranking if that has
+        `counts` blocks, and if the first `counts` blocks of the two, as sets, differ in at most `thresholds` blocks
+        (added + removed). `kept` and `replaced` give the outcome of a check, and are False in other modes.
+    thresholds: int64 [spans].
+    width: logical block numbers are below it.
+    implementation: as in `block_scores`.
+    Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
+    Source: KVStar's checkpoint (seed 002, 3.1), with a configurable threshold, for the top-k part only.
     """
     if not torch.compiler.is_compiling():
         operation = "keep_or_replace"
@@ -132,11 +140,26 @@ def keep_or_replace(
         _check(operation, "fresh", fresh, tuple(stored.shape), (torch.int64,), stored.device)
         for name, tensor in (("counts", counts), ("modes", modes), ("thresholds", thresholds)):
             _check(operation, name, tensor, (stored.shape[0],), (torch.int64,), stored.device)
-        chosen = BLOCK_SELECTION.choose(implementation, stored.device.type)
-        found = chosen.keep_or_replace(stored, fresh, counts, modes, thresholds, width)
-        if found is not None:
-            return found
+    chosen = _choose(implementation, stored.device.type)
+    found = chosen.keep_or_replace(stored, fresh, counts, modes, thresholds, width)
+    if found is not None:
+        return found
     return reference.keep_or_replace(stored, fresh, counts, modes, thresholds, width)
+
+
+def chosen_implementation(device_type: str) -> str:
+    """The name of what `auto` takes on a device: traced code cannot ask, so who is compiled names it."""
+    return BLOCK_SELECTION.choose(AUTO, device_type).name
+
+
+# To choose is nothing that torch.compile can trace, and what is compiled for a Gaudi is traced for it alone.
+_TRACED = {name: BLOCK_SELECTION.make(name) for name in ("reference", "hpu")}
+
+
+def _choose(implementation: str, device_type: str) -> BlockSelectionImplementation:
+    if not torch.compiler.is_compiling():
+        return BLOCK_SELECTION.choose(implementation, device_type)
+    return _TRACED.get(device_type if implementation == AUTO else implementation, _TRACED["reference"])
 
 
 def _check_scores(
@@ -181,7 +204,7 @@ def _check(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """None in the expected shape fits any size."""
+    """Raises ValueError if the tensor does not match; None in the expected shape allows any size."""
     found = tuple(tensor.shape)
     fits = len(found) == len(shape) and all(want in (None, size) for size, want in zip(found, shape, strict=True))
     if not fits or tensor.dtype not in dtypes or tensor.device != device:

@@ -1,15 +1,16 @@
-"""The four kinds of summary as one product: features of a query times features of a block estimate its scores.
+"""The four kinds of summary as one product: query features times block features estimate the scores of a block.
 
-`mean`: q . mean of the block's keys. `box_mean`: q . k of the keys farthest from the mean, and q . mean of the rest,
-each a box of its own. What makes a block stand out for a query is mostly a single token, which a mean of many hides.
+`mean`: q . mean of the block's keys. `box_mean`: q . k for each of the keys farthest from the mean, and q . mean of the
+rest; each of these is a box. A block usually stands out for a query because of a single token, which a mean hides.
 `minmax`: q . middle + |q| . (max - min) / 4, halfway from the middle to Quest's bound (arXiv 2406.10774).
-`hash`: as `box_mean` with q . k ~ gain * (R q) . sign(R k), gain = |k|^2 / sum(|R k|), which is exact for q = k
+`hash`: as `box_mean`, with q . k ~ gain * (R q) . sign(R k) and gain = |k|^2 / sum(|R k|), which is exact for q = k
 (RaBitQ, arXiv 2405.12497); the query is not quantised.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +23,10 @@ _TOKENS_PER_BOX = 8
 
 
 class SummaryKind(StrEnum):
-    """How a block is summarised; the value is the option's.
+    """How a block is summarised; the value is the name of the option.
 
-    MEAN: the mean key. MINMAX: the smallest and the largest value of each element (Quest). BOX_MEAN: the keys that are
-    farthest from the mean, one by one, and the mean of the rest. HASH: more of these, as a sign code and a gain each.
+    MEAN: the mean key. MINMAX: the minimum and the maximum of each element (Quest). BOX_MEAN: the keys farthest from
+    the mean, one by one, and the mean of the rest. HASH: more keys than BOX_MEAN, each as a sign code and a gain.
     """
 
     MEAN = "mean"
@@ -34,7 +35,7 @@ class SummaryKind(StrEnum):
     HASH = "hash"
 
     def vectors(self, block_size: int) -> int:
-        """Vectors per block and kv head; a small block has no more than keys."""
+        """Vectors per block and KV head, at most one for each key of the block."""
         if self is SummaryKind.MEAN:
             return 1
         if self is SummaryKind.MINMAX:
@@ -42,7 +43,7 @@ class SummaryKind(StrEnum):
         return min(block_size, max(_LEAST_BOXES[self.value], block_size // _TOKENS_PER_BOX))
 
     def width(self, dim: int) -> int:
-        """Elements per vector: those of a key, or the bytes of a code and one for its gain."""
+        """Elements per vector: those of a key; for HASH the bytes of a code, plus one for its gain."""
         return -(-dim // BITS_PER_BYTE) + 1 if self is SummaryKind.HASH else dim
 
     def shape(self, num_blocks: int, block_size: int, kv_heads: int, dim: int) -> tuple[int, int, int, int]:
@@ -51,26 +52,58 @@ class SummaryKind(StrEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What summaries are computed in; those of floats may be kept in a narrower float, as the keys are."""
+        """The dtype that summaries are computed in; float summaries may be stored in the dtype of the keys."""
         return torch.uint8 if self is SummaryKind.HASH else torch.float32
 
 
 _SEED = 20_250_117
 _made: dict[tuple[int, torch.device], Tensor] = {}
+_latest: dict[int, Tensor] = {}
+# None: of the latest call.
+_tables: dict[torch.device | None, CodeTables] = {}
+
+
+class CodeTables(NamedTuple):
+    """What a byte of a summary means. signs: fp32 [256, 8] of a code's byte. gains: fp32 [256] of a gain's byte.
+
+    places: uint8 [8] powers of two.
+    """
+
+    signs: Tensor
+    gains: Tensor
+    places: Tensor
+
+
+def code_tables(device: torch.device) -> CodeTables:
+    """The first call for a device copies to it, and compiled code takes the latest, as with `projection`."""
+    if torch.compiler.is_compiling():
+        return _tables[None]
+    if device not in _tables:
+        byte = torch.arange(1 << BITS_PER_BYTE)
+        places = 2 ** torch.arange(BITS_PER_BYTE)
+        signs = ((byte[:, None] & places) != 0).float() * 2 - 1
+        gains = torch.exp2((byte.float() - _BYTE_OF_ONE) / _STEPS_PER_OCTAVE)
+        _tables[device] = CodeTables(signs.to(device), gains.to(device), places.to(torch.uint8).to(device))
+    _tables[None] = _tables[device]
+    return _tables[device]
 
 
 def projection(dim: int, device: torch.device) -> Tensor:
     """fp32 [bits, dim] with orthonormal columns, bits = dim rounded up to whole bytes.
 
-    The first call for a device copies to it, so it must not be in a captured graph: `new_summaries` makes it.
+    The first call for a device copies to it, so it must not happen inside a capture: `new_summaries` makes that call.
+    Compiled code takes what the last such call gave, and so makes nothing while it is traced.
     Orthonormal directions estimate a product with less noise than independent ones (RaBitQ, arXiv 2405.12497).
     """
+    if torch.compiler.is_compiling():
+        return _latest[dim]
     key = dim, device
     if key not in _made:
         bits = -(-dim // BITS_PER_BYTE) * BITS_PER_BYTE
         gaussian = torch.randn(bits, bits, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
         rotation, _ = torch.linalg.qr(gaussian)
         _made[key] = rotation[:, :dim].float().contiguous().to(device)
+    _latest[dim] = _made[key]
     return _made[key]
 
 
@@ -88,7 +121,10 @@ REST_WEIGHT = 32
 
 
 def summarise(keys: Tensor, kind: SummaryKind) -> Tensor:
-    """Keys [blocks, block_size, kv_heads, dim] of full blocks -> [blocks, vectors, kv_heads, width], to be rounded."""
+    """Summaries [blocks, vectors, kv_heads, width] of full blocks, not yet rounded.
+
+    keys: [blocks, block_size, kv_heads, dim].
+    """
     if kind is SummaryKind.MINMAX:
         return torch.stack((keys.amin(1), keys.amax(1)), dim=1)
     vectors = _boxes(keys.float(), kind.vectors(keys.shape[1]))
@@ -111,7 +147,7 @@ def _boxes(keys: Tensor, boxes: int) -> Tensor:
 
 
 def query_features(query: Tensor, kind: SummaryKind) -> Tensor:
-    """Query [rows, heads, dim] -> fp32 [rows, heads, features]."""
+    """Features of a query [rows, heads, dim]: fp32 [rows, heads, features]."""
     wide = query.float()
     if kind is SummaryKind.MINMAX:
         negative, positive = wide.clamp(max=0), wide.clamp(min=0)
@@ -122,8 +158,12 @@ def query_features(query: Tensor, kind: SummaryKind) -> Tensor:
     return wide
 
 
-def block_features(summaries: Tensor, kind: SummaryKind) -> Tensor:
-    """Summaries [blocks, vectors, kv_heads, width] -> fp32 [blocks, boxes, kv_heads, features]; box 0 is the rest."""
+def block_features(summaries: Tensor, kind: SummaryKind, blocks: Tensor) -> Tensor:
+    """Features of some blocks: fp32 [blocks, boxes, kv_heads, features]; box 0 is the mean of the rest.
+
+    summaries: [all blocks, vectors, kv_heads, width]. blocks: int64 [blocks].
+    """
+    summaries = summaries.index_select(0, blocks)
     if kind is SummaryKind.MINMAX:
         return summaries.float().transpose(1, 2).flatten(2).unsqueeze(1)
     return _decode(summaries) if kind is SummaryKind.HASH else summaries.float()
@@ -132,7 +172,7 @@ def block_features(summaries: Tensor, kind: SummaryKind) -> Tensor:
 def _encode(vectors: Tensor) -> Tensor:
     """fp32 [..., dim] -> uint8 [..., width]: signs in the directions of the projection, last the gain."""
     rotated = torch.nan_to_num(vectors) @ projection(vectors.shape[-1], vectors.device).T
-    bits = (rotated >= 0).unflatten(-1, (-1, BITS_PER_BYTE)) * _places(vectors.device)
+    bits = (rotated >= 0).unflatten(-1, (-1, BITS_PER_BYTE)) * code_tables(vectors.device).places
     # The columns are orthonormal, so the rotated vector is as long as the vector.
     gain = rotated.square().sum(-1, keepdim=True) / rotated.abs().sum(-1, keepdim=True).clamp(min=1e-30)
     level = _STEPS_PER_OCTAVE * gain.clamp(min=1e-30).log2() + _BYTE_OF_ONE
@@ -141,12 +181,7 @@ def _encode(vectors: Tensor) -> Tensor:
 
 def _decode(codes: Tensor) -> Tensor:
     """uint8 [..., width] -> fp32 [..., bits]: gain * sign of each direction."""
-    every_byte = torch.arange(1 << BITS_PER_BYTE, device=codes.device).to(torch.uint8)
-    signs_of_byte = ((every_byte[:, None] & _places(codes.device)) != 0).float() * 2 - 1
-    signs = signs_of_byte[codes[..., :-1].int()].flatten(-2)
-    return signs * torch.exp2((codes[..., -1:].float() - _BYTE_OF_ONE) / _STEPS_PER_OCTAVE)
-
-
-def _places(device: torch.device) -> Tensor:
-    """uint8 [8]: the powers of two, computed on the device because a copy to it cannot be captured."""
-    return torch.exp2(torch.arange(BITS_PER_BYTE, device=device)).to(torch.uint8)
+    tables, numbers = code_tables(codes.device), codes.int()
+    bytes_of, levels = numbers[..., :-1], numbers[..., -1]
+    signs = tables.signs.index_select(0, bytes_of.flatten()).view(*levels.shape, bytes_of.shape[-1] * BITS_PER_BYTE)
+    return signs * tables.gains.index_select(0, levels.flatten()).view(*levels.shape, 1)

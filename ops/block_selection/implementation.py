@@ -47,5 +47,6 @@ BLOCK_SELECTION: Implementations[BlockSelectionImplementation] = Implementations
     "vllm_gaudi_ucm.block_selection_implementations",
     reference="vllm_gaudi_ucm.ops.block_selection.impl.reference:ReferenceBlockSelection",
     cuda="vllm_gaudi_ucm.ops.block_selection.impl.cuda:CudaBlockSelection",
+    hpu="vllm_gaudi_ucm.ops.block_selection.impl.hpu:HpuBlockSelection",
     native="vllm_gaudi_ucm.ops.block_selection.impl.native:NativeBlockSelection",
 )

@@ -1,8 +1,8 @@
-"""Keeps freed host memory in the process, so that the next layer's results do not fault every page in anew.
+"""Keeps freed host memory in the process, so that the results of the next layer do not fault every page in again.
 
-A prompt chunk of 2048 tokens allocates some 80 MB per layer. glibc gives such memory back to the kernel when it is
-freed and asks for it again, which has to zero it: 0.3 of 8 seconds of a prefill of 4096 tokens were spent there, in one
-thread while the others waited.
+A prompt chunk of 2048 tokens allocates about 80 MB per layer. glibc returns such memory to the kernel when it is freed;
+the next allocation gets it back, and the kernel has to zero it first. This took 0.3 of the 8 seconds of a prefill of
+4096 tokens, in one thread while the others waited.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ LARGEST_KEPT = 32 << 20  # bytes; the largest threshold that glibc takes
 
 
 def keep_freed_memory() -> bool:
-    """Tells the allocator so, for the whole process. False where it is not glibc's, which then decides alone.
+    """Makes glibc's allocator keep freed memory, for the whole process. False if the allocator is another one.
 
-    Allocations of more than `LARGEST_KEPT` still come and go: those of a model that is being loaded.
+    Allocations above `LARGEST_KEPT` still go back to the kernel, such as those made while a model is loaded.
     """
     return _tell(_MMAP_THRESHOLD, LARGEST_KEPT) and _tell(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def keep_all_freed_memory() -> bool:
-    """The same whatever the size: for when only steps allocate much, which do so again and again.
+    """As `keep_freed_memory`, for any size: call it once only steps make large allocations, since they repeat them.
 
-    The result of a layer of 4096 tokens and 3072 outputs is 50 MB, whose pages took a tenth of the layer's time.
+    The result of a layer with 4096 tokens and 3072 outputs takes 50 MB; faulting in its pages took a tenth of the
+    layer's time.
     """
     return _tell(_MOST_MAPPED, 0)
 

@@ -1,4 +1,4 @@
-"""The KV-cache write: the new keys and values of a step go to their slots before attention reads them."""
+"""Operations on the KV cache: writing the new keys and values of a step, and copying blocks."""
 
 from __future__ import annotations
 
@@ -11,32 +11,38 @@ from vllm_gaudi_ucm.ops.kv_cache.implementation import KV_CACHE
 from vllm_gaudi_ucm.ops.registry import AUTO
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Writes one key and one value per row, cast to the cache's dtype.
+def write_kv(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes one key and one value per row, cast to the cache's dtype, in place; returns the caches to read from.
+
+    While compiling read these and not the arguments: a graph that uses the old name once more copies the whole cache on
+    a Gaudi, which writes in place only what has no other user (gaudi-pytorch-bridge, pass_reinplace_index_copy_ops). So
+    the caches must be tensors with a storage of their own then, not views.
 
     key: [rows, kv_heads, dim]; value: [rows, kv_heads, value_dim].
-    key_cache: [blocks, block_size, kv_heads, dim]; value_cache likewise with value_dim; may be strided views.
+    key_rows: [slots, kv_heads, dim], a token of a block each; value_rows likewise with value_dim. Any strides.
     slots: int64 [rows], slot = block * block_size + offset, never negative. Pads write to slots of the dummy block;
         these may repeat, and what the dummy block then holds is unspecified.
+    Returns (key_rows, value_rows).
     Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling).
     """
     if not torch.compiler.is_compiling():
-        _validate("key", key, key_cache, slots)
-        _validate("value", value, value_cache, slots)
+        _validate("key", key, key_rows, slots)
+        _validate("value", value, value_rows, slots)
         chosen = KV_CACHE.choose(AUTO, slots.device.type)
-        if chosen.write(key, value, key_cache, value_cache, slots):
-            return
-    _REFERENCE.write(key, value, key_cache, value_cache, slots)
+        if chosen.write(key, value, key_rows, value_rows, slots):
+            return key_rows, value_rows
+    _REFERENCE.write(key, value, key_rows, value_rows, slots)
+    return key_rows, value_rows
 
 
 _REFERENCE = KV_CACHE.make("reference")
 
 
 def _validate(name: str, tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
-    if cache.dim() != 4 or tokens.dim() != 3 or tokens.shape[1:] != cache.shape[2:]:
+    if cache.dim() != 3 or tokens.dim() != 3 or tokens.shape[1:] != cache.shape[1:]:
         raise ValueError(
             f"write_kv: {name} has shape {tuple(tokens.shape)}, expected [rows, kv_heads, dim] "
-            f"for a cache of shape {tuple(cache.shape)}"
+            f"for a cache [slots, kv_heads, dim] of shape {tuple(cache.shape)}"
         )
     if slots.dtype != torch.int64 or slots.shape != tokens.shape[:1]:
         raise ValueError(
@@ -50,9 +56,9 @@ def _validate(name: str, tokens: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def copy_blocks(caches: Sequence[Tensor], source_ids: Tensor, target_ids: Tensor) -> None:
-    """Copies blocks within each cache: afterwards block `target_ids[i]` holds what `source_ids[i]` holds.
+    """Copies block `source_ids[i]` to block `target_ids[i]` within each cache.
 
-    caches: one per layer, each [blocks, ...] of any strides, of one shape, dtype and device.
+    caches: keys or values of a layer each, or both in turn: [blocks, ...] of any strides, of one shape, dtype, device.
     source_ids, target_ids: int64 [n] on the host. No block is a target twice, or a target and a source.
     Raises ValueError for what does not fit together, IndexError for a block outside of the caches.
     """
@@ -66,11 +72,12 @@ def copy_blocks(caches: Sequence[Tensor], source_ids: Tensor, target_ids: Tensor
 def swap_blocks(
     sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, *, non_blocking: bool = False
 ) -> None:
-    """Copies blocks of `sources` over blocks of `targets`, which are other tensors and may be on another device.
+    """Copies blocks of `sources` to blocks of `targets`: other tensors, possibly on another device.
 
-    Layers that lie evenly spaced in one allocation are copied in one launch per direction, whatever their number.
+    Between two devices the blocks of all layers are one transfer if those on the host lie evenly spaced.
 
-    sources, targets: one per layer, each [blocks, ...] of any strides; the shape of a block and the dtype agree.
+    sources, targets: keys or values of a layer each, or both in turn: [blocks, ...] of any strides; the shape of a
+        block and the dtype agree.
     pairs: int64 [n, 2] on the host, (block of the source, block of the target); no block is a target twice.
     non_blocking: a copy between a device and pinned host memory may still run when this returns: the caller waits for
         the current stream before it reads the target on the host, or changes the source there.

@@ -1,4 +1,4 @@
-"""What an implementation of the KV-cache operations is, and the registry of those that there are."""
+"""The interface of an implementation of the KV-cache operations, and their registry."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class KvCacheImplementation(Implementation[None], ABC):
-    """Writes new tokens and copies blocks. Both answer False for tensors that they leave to the reference."""
+    """Writes new tokens and copies blocks. A method returns False for tensors that it leaves to the reference."""
 
     @abstractmethod
-    def write(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> bool:
-        """As `write_kv`, of validated tensors."""
+    def write(self, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> bool:
+        """As `write_kv`, of validated tensors, in place."""
 
     @abstractmethod
     def swap(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool) -> bool:
-        """As `swap_blocks`, of validated caches; pairs: int64 [n, 2], contiguous."""
+        """As `swap_blocks`, with validated caches; pairs: int64 [n, 2], contiguous."""
 
 
 KV_CACHE: Implementations[KvCacheImplementation] = Implementations(

@@ -1,4 +1,4 @@
-"""Builds the C++ kernels of this folder into a cache, keyed by all that decides what a compiler makes of them."""
+"""Builds the C++ kernels of this folder into a cache, keyed by everything that affects the compiled code."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _NO_ROOM = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 class BuildError(RuntimeError):
-    """There is no compiler, or it failed; the message says which and what it said."""
+    """No compiler was found, or it failed; the message names it and quotes its output."""
 
 
 class CacheError(BuildError):
-    """The folder cannot be built in or loaded from; another one may do. The message says which, and what to do."""
+    """This folder cannot hold a build, or be loaded from; another may. The message names the remedy."""
 
 
 class _Job(NamedTuple):
@@ -56,7 +56,7 @@ class _Job(NamedTuple):
 
 
 def find_compiler() -> str:
-    """Its path. Raises BuildError."""
+    """The path of a C++ compiler. Raises BuildError if there is none."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler: none of {', '.join(COMPILERS)} is on the path")
@@ -64,7 +64,7 @@ def find_compiler() -> str:
 
 
 def identity(compiler: str) -> tuple[str, ...]:
-    """What tells one compiler from another: its file and, for that may be a wrapper, what it says of its version."""
+    """What distinguishes a compiler: its file and, since that may be a wrapper, its version output."""
     file = Path(compiler).resolve()
     status = file.stat()
     try:
@@ -77,9 +77,9 @@ def identity(compiler: str) -> tuple[str, ...]:
 
 
 def run(commands: Sequence[Sequence[str]], work: Path) -> None:
-    """Runs compilers, begun in this order, on all cores. work: a folder for what they write meanwhile.
+    """Runs compilers on all cores, started in this order. work: a folder for their temporary files.
 
-    Raises BuildError where one fails, CacheError where that is for want of room; the others are ended then.
+    Raises BuildError if one fails, CacheError if it fails for lack of space; the others are then terminated.
     """
     environment = {**environment_without(NOT_PASSED), "LC_ALL": "C", "TMPDIR": str(work)}
     at_once = min(len(os.sched_getaffinity(0)), MOST_AT_ONCE)
@@ -104,7 +104,7 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> _Job:
 
 
 def _has_finished(job: _Job) -> bool:
-    """Raises what a compiler's failure means."""
+    """Whether a compiler has ended. Raises BuildError or CacheError if it has failed."""
     compiler = str(job.process.args[0])  # type: ignore[index]  # a list, as it was given
     status = job.process.poll()
     if status is None:
@@ -125,7 +125,7 @@ _SEAL = 32
 
 
 def seal(library: Path) -> None:
-    """Appends the checksum, keeps others out whatever the umask is, and returns when all of it is on the disk."""
+    """Appends the checksum, denies access to other users whatever the umask, and returns once the file is on disk."""
     with library.open("r+b") as file:
         file.write(_checksum(library, file.read()))
         file.flush()
@@ -134,7 +134,7 @@ def seal(library: Path) -> None:
 
 
 def fault(library: Path) -> str:
-    """What speaks against loading a file, in words; empty where nothing does. Raises OSError if it cannot be read."""
+    """Why a file must not be loaded, in words; empty if it may be. Raises OSError if it cannot be read."""
     try:
         descriptor = os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -159,7 +159,7 @@ def fault(library: Path) -> str:
 
 
 def _checksum(library: Path, content: bytes) -> bytes:
-    """Of the name as well: it is the key of what it was built from."""
+    """Covers the name too, which is the key of what the library was built from."""
     return hashlib.sha256(library.name.encode() + b"\0" + content).digest()
 
 
@@ -177,13 +177,13 @@ PATIENCE_S = 120.0  # for another process's build
 
 
 def build(cache: Path | None = None) -> Path:
-    """The library for this machine, checked: from the cache (default: the user's), or built into it.
+    """The checked library for this machine, from the cache (default: the user's), built first if it is not there.
 
-    A build takes about 13 CPU seconds; up to four compilers run at once. Of several processes one builds, the others
-    wait. A library that is damaged, or that others may write to, is built anew, with a warning.
+    A build takes about 13 CPU seconds; up to four compilers run at once. If several processes need it, one builds and
+    the others wait. A library that is damaged, or writable by other users, is rebuilt with a warning.
 
     Raises:
-        CacheError: nothing may or can be loaded from the cache, or be written to it.
+        CacheError: the cache cannot be loaded from safely, or cannot be written to.
         BuildError: there is no compiler, or it failed.
     """
     compiler = find_compiler()
@@ -214,7 +214,7 @@ def _refuse_noexec(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what builds have left that were killed."""
+    """Removes files that killed builds left behind."""
     for work in folder.glob(f"{_UNFINISHED}*"):
         try:
             age = time.time() - work.stat().st_mtime
@@ -226,7 +226,7 @@ def _sweep(folder: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time, if it can be had: two that build at once do no harm, they only do the work twice."""
+    """One process at a time, if the lock works: two builds at once do no harm, but double the work."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _lock(descriptor)
@@ -248,7 +248,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _compile(compiler: str, library: Path, found: str) -> None:
-    """Compiles beside the library and moves it into place, so that nobody ever loads half of it."""
+    """Compiles to a temporary file and moves it into place, so that no process ever loads half a library."""
     sources = sorted(
         _sources("*.cpp"), key=lambda source: source.stat().st_size, reverse=True
     )  # the longest work first
@@ -268,7 +268,7 @@ def _compile(compiler: str, library: Path, found: str) -> None:
 
 
 def _write_through(folder: Path) -> None:
-    """Returns when the folder's entries are on the disk."""
+    """Returns once the folder's entries are on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -277,13 +277,13 @@ def _write_through(folder: Path) -> None:
 
 
 def _sources(*patterns: str) -> list[Path]:
-    """Files of these names; hidden ones are an editor's."""
+    """Files that match; without hidden ones, which belong to editors."""
     found = (path for pattern in patterns for path in SOURCE.glob(pattern))
     return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
 
 
 def _key(compiler: str) -> str:
-    """Source, flags, compiler and CPU. What else would change a build is kept from the compiler (`compiler.run`)."""
+    """Hash of source, flags, compiler and CPU; `run` hides from the compiler whatever else could change a build."""
     digest = hashlib.sha256()
     for source in _sources("*.cpp", "*.h"):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -292,7 +292,7 @@ def _key(compiler: str) -> str:
 
 
 def cpu_features() -> str:
-    """What -march=native looks at: the first CPU's lines of /proc/cpuinfo that name its model and features."""
+    """What -march=native depends on: the lines of /proc/cpuinfo with the first CPU's model and features."""
     names = (
         "vendor_id",
         "cpu family",

@@ -1,4 +1,4 @@
-"""Calls of native kernels as they were made once, to be made again without Python (source/replay.cpp)."""
+"""Recorded calls of native kernels, replayed without Python (source/replay.cpp)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.ops.native.library import argument_types, native
 
 
 class Kernel(NamedTuple):
-    """As source/replay.cpp numbers it, and what it returns if it did its work; 0 where it returns nothing."""
+    """number: as in source/replay.cpp. done: what it returns on success; 0 if it returns nothing."""
 
     number: int
     done: int
@@ -32,7 +32,7 @@ _MOST_ARGUMENTS = 12
 
 
 class Call(Structure):
-    """`Call` of source/replay.cpp: a kernel, what it returns if it did its work, and its arguments, 64 bits each."""
+    """`Call` of source/replay.cpp: a kernel, its return value on success, and its arguments, 64 bits each."""
 
     _fields_ = (("kernel", c_int64), ("done", c_int64), ("arguments", c_int64 * _MOST_ARGUMENTS))
 
@@ -40,7 +40,7 @@ class Call(Structure):
 class CallList:
     """Calls that run one after the other.
 
-    calls: in their order. kept: what their addresses point into, beside tensors, which the caller keeps.
+    calls: in order. kept: objects that their addresses point into; the caller keeps the tensors.
     """
 
     def __init__(self, calls: Sequence[Call], kept: Sequence[object] = ()) -> None:
@@ -51,9 +51,9 @@ class CallList:
         return len(self._calls)
 
     def run(self) -> bool:
-        """Runs them; False where one did not do its work: those after it did not run.
+        """Runs the calls; False if one did not succeed, in which case the calls after it did not run.
 
-        It has found what its caller would have acted upon: a bad index, a result that is not finite.
+        A call fails if it finds something that its caller has to handle: a bad index, a result that is not finite.
         """
         library = native()
         assert library is not None, "recorded from kernels that are not there"
@@ -61,10 +61,10 @@ class CallList:
 
 
 def record_call(name: str, arguments: Sequence[Any], stand_ins: Mapping[int, Structure]) -> tuple[Call, list[object]]:
-    """A call of a kernel of `KERNELS` as it was just made, and what must live as long as it.
+    """A record of the call that was just made to a kernel of `KERNELS`, and the objects that must live as long as it.
 
-    Structures are copied as they are now, for callers use them again; but one whose id is in `stand_ins` is replaced by
-    that, whose contents may change from run to run.
+    Structures are copied as they are now, because callers reuse them. A structure whose id is in `stand_ins` is
+    replaced by the one given there, whose contents may change from run to run.
     """
     words = (c_int64 * _MOST_ARGUMENTS)()
     kept: list[object] = []

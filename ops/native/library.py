@@ -1,4 +1,4 @@
-"""The built kernels as functions of this process: loaded once, or known to be missing and why."""
+"""The built kernels as functions of this process: loaded once, or missing for a known reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
     ),
     "ucm_silu_and_mul": (None, (_POINTER, _INT, _POINTER, _INT, _INT)),
-    "ucm_write_kv": (_INT, (*[_POINTER] * 5, *[_INT] * 6, POINTER(_INT))),
+    "ucm_write_kv": (_INT, (*[_POINTER] * 5, *[_INT] * 5, POINTER(_INT))),
     "ucm_swap_blocks": (_INT, (POINTER(_INT), POINTER(_INT), _INT, _POINTER, *[_INT] * 6)),
     "ucm_linear": (None, (_POINTER, _INT, _POINTER, _POINTER, _POINTER, *[_INT] * 4)),
     "ucm_compact_linear": (None, (_POINTER, _INT, _INT, *[_POINTER] * 5, *[_INT] * 4)),
@@ -61,7 +61,7 @@ _stand_ins: dict[int, object] = {}
 
 
 def native() -> ctypes.CDLL | None:
-    """The kernels; None where they cannot be built or loaded. The first call may take the seconds of a build."""
+    """The kernels; None if they cannot be built or loaded. The first call may take some seconds, for a build."""
     global _outcome
     if _outcome is None:
         with _lock:
@@ -74,7 +74,7 @@ def native() -> ctypes.CDLL | None:
 
 @contextmanager
 def standing_in(stand_in: object) -> Iterator[None]:
-    """While this is entered, `native()` answers `stand_in` in this thread; for recording the calls of kernels."""
+    """Makes `native()` return `stand_in` in this thread, to record the calls of kernels."""
     thread = threading.get_ident()
     _stand_ins[thread] = stand_in
     try:
@@ -84,12 +84,12 @@ def standing_in(stand_in: object) -> Iterator[None]:
 
 
 def argument_types(name: str) -> tuple[type, ...]:
-    """How the arguments of a kernel are passed."""
+    """The C types of a kernel's arguments."""
     return _SIGNATURES[name][1]
 
 
 def why_not_native() -> str:
-    """Why `native()` is None, in words for a log; empty where it is not."""
+    """Why `native()` is None, in words for a log; empty if it is not None."""
     native()
     assert _outcome is not None
     return _outcome.reason
@@ -107,7 +107,7 @@ def _load() -> _Outcome:
 
 
 def _open_library() -> ctypes.CDLL:
-    """From the user's cache; where that cannot be used, from a folder that is made and removed again."""
+    """Opens the library from the user's cache or, if that cannot be used, from a temporary folder."""
     try:
         return ctypes.CDLL(str(build()))
     except CacheError as error:
@@ -121,5 +121,5 @@ def _open_library() -> ctypes.CDLL:
 
 
 def is_rows(x: Tensor) -> bool:
-    """Whether x is fp32 [rows, columns] on the CPU with dense rows; the rows may lie apart."""
+    """Whether x is fp32 [rows, columns] on the CPU with dense rows; there may be gaps between rows."""
     return x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1 and x.is_cpu

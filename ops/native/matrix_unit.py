@@ -1,6 +1,6 @@
-"""The matrix unit of x86 CPUs (AMX), with which native kernels multiply fp32 as sums of bfloat16: there, and wanted.
+"""The matrix unit of x86 CPUs (AMX): native kernels use it to multiply fp32 as sums of bfloat16, if it is enabled.
 
-The switch is the process's: one for all kernels, read once per call of one.
+One switch serves all kernels of the process; each call of a kernel reads it once.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ _REASONS = (
 
 
 def available() -> bool:
-    """Whether the kernels can use it on this machine, in this process. The first call may build them."""
+    """Whether the kernels can use it in this process. The first call may build them."""
     return not why_not()
 
 
 def why_not() -> str:
-    """Why `available()` is False, in words for a log; empty where it is True."""
+    """Why `available()` is False, in words for a log; empty if it is True."""
     library = native()
     return why_not_native() if library is None else _REASONS[library.ucm_matrix_tiles()]
 
 
 def use(wanted: bool) -> None:
-    """Whether kernels may use it where it is available; they may until told otherwise."""
+    """Lets kernels use it if it is available, or forbids it. The default is to use it."""
     library = native()
     if library is not None:
         library.ucm_use_matrix_tiles(int(wanted))
 
 
 def in_use() -> bool:
-    """Whether it is available and wanted."""
+    """Whether it is available and enabled."""
     library = native()
     return library is not None and bool(library.ucm_uses_matrix_tiles())
 
 
 @contextmanager
 def using(wanted: bool) -> Iterator[None]:
-    """`use` for a while, for comparisons; what was wanted before comes back."""
+    """Calls `use` for the duration of a context, for comparisons; restores the previous setting."""
     before = in_use()
     use(wanted)
     try:

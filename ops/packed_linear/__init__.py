@@ -1,1 +1,1 @@
-"""Matrix product with a weight that was reordered once for the CPU's vector units."""
+"""Matrix product with a weight that was reordered once, for the vector units of the CPU."""

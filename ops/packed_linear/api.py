@@ -1,12 +1,12 @@
-"""Linear layers on CPU with packed weights: through oneDNN, which torch carries, and natively where that is faster.
+"""Linear layers on a CPU with packed weights: by oneDNN, which is part of torch, or by faster native kernels.
 
-Why: on CPUs that torch's default BLAS has no fast path for, `torch.nn.functional.linear` in fp32 reached a third of
-oneDNN's speed (all of SmolLM2-135M's weights once, one thread of an AVX-512 core: 16 rows 100 ms against 34 ms, 1024
-rows 4.8 s against 1.0 s, 1 row 38 ms against 17 ms). With few rows memory is the bound, and the native kernel closer to
-it (another core, 1 row 42 ms against oneDNN's 50, 16 rows 60 ms against 70). A weight that fits in fewer bits is read
-from a compact copy (`compact.py`), whose product differs in the order of its sums alone. On a CPU with a matrix unit
-both forms are multiplied there, as sums of bfloat16 (`ops/native/source/tile_linear.cpp`), and a weight with a compact
-copy needs no other; nor does one where vectors have 512 bits and its panels stay in the cache.
+Why: on CPUs without a fast path in torch's default BLAS, `torch.nn.functional.linear` in fp32 reached a third of
+oneDNN's speed (all weights of SmolLM2-135M once, one thread of an AVX-512 core: 16 rows 100 ms against 34 ms, 1024
+rows 4.8 s against 1.0 s, 1 row 38 ms against 17 ms). With few rows memory bandwidth is the limit, and the native kernel
+comes closer to it (another core: 1 row 42 ms against oneDNN's 50, 16 rows 60 ms against 70). A weight whose values fit
+in fewer bits is read from a compact copy (`packing.py`); its product differs only in the order of the sums. On a CPU
+with a matrix unit both forms are multiplied there, as sums of bfloat16 (`ops/native/source/tile_linear.cpp`), and a
+weight with a compact copy needs no other copy; neither does it with 512-bit vectors and panels that stay in the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FLOAT32 = 3
 class PackedWeight(NamedTuple):
     """An opaque reordered weight [outputs, inputs], its panels for the native kernels, and its compact copy.
 
-    tensor: None where the compact copy is all there is.
+    tensor: None if only the compact copy is kept.
     """
 
     tensor: Tensor | None
@@ -51,7 +51,7 @@ class PackedWeight(NamedTuple):
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this torch and this CPU multiply a weight of this dtype and device fast when it is packed."""
+    """Whether packing makes products with a weight of this dtype and device fast, with this torch and CPU."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -64,8 +64,8 @@ def can_pack(weight: Tensor) -> bool:
 def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
     """Reorders a weight [out features, in features] for which `can_pack` holds. A copy: the weight may be freed.
 
-    compact: look for a form of fewer bits that holds every value, and keep that too; alone where the CPU multiplies it
-        fast whatever the number of rows.
+    compact: also look for a form with fewer bits that holds every value exactly. It is kept too, or alone if the CPU
+        multiplies it fast for any number of rows.
     """
     plain = weight.detach().contiguous()
     found = find_compact(plain) if compact else None
@@ -78,7 +78,7 @@ def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [..., in features] times the weight's transpose, plus bias [out features]; the result has the dtype of x.
 
-    Raises RuntimeError where sizes or dtypes do not fit.
+    Raises RuntimeError if sizes or dtypes do not match.
     """
     if x.dim() != 2:
         rows = x.reshape(-1, x.shape[-1])
@@ -101,7 +101,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
 
 
 def _enough_alone(inputs: int) -> bool:
-    """Whether native kernels multiply a compact weight of so many inputs as fast as oneDNN does, for any rows."""
+    """Whether native kernels multiply a compact weight of this size as fast as oneDNN, for any number of rows."""
     if matrix_unit.in_use():
         return True
     kernels = native()
@@ -113,14 +113,14 @@ def _tile_rows(form: Compact | Panels) -> int:
 
 
 def _fits(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
-    """Rows of the right size; what does not fit is left to oneDNN, which says so."""
+    """Whether sizes and dtypes match; if not, oneDNN gets them, and raises the error."""
     if not is_rows(x) or x.shape[1] != weight.inputs:
         return False
     return bias is None or (bias.dtype == x.dtype and bias.shape == (weight.outputs,) and bias.is_contiguous())
 
 
 def _multiply(x: Tensor, weight: Compact | Panels, outputs: int, bias: Tensor | None, tiles: bool) -> Tensor:
-    """tiles: on the matrix unit, which is in use."""
+    """The product by a native kernel. tiles: on the matrix unit, which is in use."""
     kernels = native()
     assert kernels is not None, "these forms are found only for native kernels"
     out = x.new_empty((x.shape[0], outputs))

@@ -1,7 +1,7 @@
-"""Weights whose fp32 values fit in fewer bits, kept in those: no value changes, and a step of few rows reads less.
+"""Stores weights whose fp32 values fit in fewer bits: no value changes, and a step with few rows reads less memory.
 
-Most checkpoints hold bfloat16 values; those that were quantised once (GGUF's Q4_1 and Q8_0) hold codes of 4 or 8 bits
-with a scale for every 32 inputs, whatever dtype they are loaded in. Decode steps are bound by reading the weights.
+Most checkpoints hold bfloat16 values. Those that were once quantised (GGUF's Q4_1 and Q8_0) hold codes of 4 or 8 bits
+and a scale for every 32 inputs, whatever dtype they are loaded in. Reading the weights limits decode steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK = 2048
 
 
 class Form(IntEnum):
-    """How a value is kept, as `compact_linear.cpp` numbers them."""
+    """How values are stored, numbered as in `compact_linear.cpp`."""
 
     BFLOAT16 = 0
     AFFINE4 = 1
@@ -36,8 +36,8 @@ class Form(IntEnum):
 class Compact(NamedTuple):
     """A weight [outputs, inputs] in panels of `width` outputs.
 
-    codes: [panels, inputs, width] of 16 bits or of 8, or [panels, inputs / 2, width] of two codes of 4
-        bits in a byte. scales, offsets: fp32 [panels, inputs / 32, width], empty where the form has none.
+    codes: [panels, inputs, width] with 16 or 8 bits each, or [panels, inputs / 2, width] with two codes of 4 bits per
+        byte. scales, offsets: fp32 [panels, inputs / 32, width]; empty if the form has none.
     """
 
     form: Form
@@ -52,7 +52,7 @@ class Compact(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """One row per output."""
+    """As `Compact`, with one row per output."""
 
     codes: Tensor
     scales: Tensor
@@ -60,7 +60,7 @@ class _Encoded(NamedTuple):
 
 
 def find_compact(weight: Tensor) -> Compact | None:
-    """The smallest form that holds every value of an fp32 weight; None without one, or without native kernels."""
+    """The smallest form that holds an fp32 weight exactly; None if none does, or without native kernels."""
     kernels = native()
     if kernels is None or weight.dtype != torch.float32 or weight.shape[1] % GROUP:
         return None
@@ -83,7 +83,7 @@ def _panels(by_output: Tensor, width: int) -> Tensor:
 
 
 def _affine4(weight: Tensor) -> _Encoded | None:
-    """GGUF's Q4_1: the smallest value of a group has code 0, the largest 15, and the step is in half precision."""
+    """GGUF's Q4_1: the minimum of a group has code 0, the maximum 15; the step is in half precision."""
     groups = _groups(weight)
     low, high = groups.aminmax(dim=2, keepdim=True)
     step = ((high - low) / 15).half().float()
@@ -133,7 +133,7 @@ _widths: dict[torch.Size, int] = {}
 
 
 class Panels(NamedTuple):
-    """A weight [out, in] as [out / width, in, width] at `address`, in the memory of `owner`."""
+    """A weight [out, in] stored as [out / width, in, width] at `address`, in the memory of `owner`."""
 
     owner: Tensor
     address: int
@@ -141,7 +141,7 @@ class Panels(NamedTuple):
 
 
 def find_panels(weight: Tensor, packed: Tensor) -> Panels | None:
-    """The panels of an fp32 weight that was packed, None where the native kernel cannot read them."""
+    """The panels of a packed fp32 weight; None if the native kernel cannot read them."""
     kernels = native()
     address = _address(packed)
     if kernels is None or address is None or weight.dtype != torch.float32:
@@ -156,7 +156,7 @@ def find_panels(weight: Tensor, packed: Tensor) -> Panels | None:
 
 
 def _fitting_widths(weight: Tensor, address: int, size: int) -> list[int]:
-    """Every width at which the memory holds the weight; 1 and all outputs are rows and columns one after the other."""
+    """Every panel width that reproduces the weight; width 1 means rows, and all outputs means columns, in sequence."""
     outputs, inputs = weight.shape
     if size != weight.numel() * weight.element_size():
         return []  # padded
@@ -171,12 +171,12 @@ def _fitting_widths(weight: Tensor, address: int, size: int) -> list[int]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether all values are equal; NaN is equal to NaN here, or a broken weight would look like another format."""
+    """Whether all values are equal. NaN equals NaN here, or a broken weight would look like another format."""
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _address(packed: Tensor) -> int | None:
-    """Through torch's stable C interface: `Tensor.data_ptr` refuses oneDNN's tensors. None where torch lacks it."""
+    """Uses torch's stable C interface, because `Tensor.data_ptr` refuses oneDNN's tensors; None if torch lacks it."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         get_data_ptr = library.aoti_torch_get_data_ptr

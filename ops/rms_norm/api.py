@@ -9,9 +9,9 @@ from vllm_gaudi_ucm.ops.native.library import is_rows, native
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, residual: Tensor | None = None) -> Tensor:
-    """The norm of x [..., size], or of x + residual, which then is left in residual, in place.
+    """The norm of x [..., size]; with a residual the norm of x + residual, and the sum is written to `residual`.
 
-    weight: [size], or None for ones. residual: the shape of x. x itself may be overwritten if there is a residual.
+    weight: [size], or None for ones. residual: as x; with a residual x may be overwritten, too.
     Computed in the dtype of x.
     """
     kernels = None if torch.compiler.is_compiling() else native()

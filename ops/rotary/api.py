@@ -1,4 +1,4 @@
-"""Rotary position embedding (NeoX style: halves of a head are rotated), in place, in one pass on a CPU."""
+"""Rotary position embedding (NeoX style: rotates the halves of a head), in place, in one pass on a CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_gaudi_ucm.ops.native.library import is_rows, native
 
 
 def can_rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor) -> bool:
-    """Whether `rotate` computes this here: fp32 rows on a CPU whose native kernels could be built."""
+    """Whether `rotate` supports these tensors here: fp32 rows on a CPU, and built native kernels."""
     return (
         not torch.compiler.is_compiling()
         and native() is not None
@@ -27,9 +27,9 @@ def can_rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor) ->
 def rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor, head_size: int) -> None:
     """Rotates the first elements of every head in place: (a, b) -> (a cos - b sin, b cos + a sin).
 
-    query: [rows, heads * head_size]; key: [rows, kv_heads * head_size]; rows may lie apart. positions: int64 [rows].
-    angles: [positions, rotary size], cosines before sines. Arguments for which `can_rotate` holds.
-    Raises IndexError for a position that has no angles.
+    query: [rows, heads * head_size]; key: [rows, kv_heads * head_size]; there may be gaps between rows.
+    positions: int64 [rows]. angles: [positions, rotary size], cosines before sines.
+    `can_rotate` must hold for the arguments. Raises IndexError for a position without angles.
     """
     kernels = native()
     assert kernels is not None, "can_rotate said no"

@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.ops.native.library import is_rows, native
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """x: [..., 2 * size], gates before what they gate. Returns [..., size] in the dtype of x."""
+    """silu(gates) * values: [..., size] in the dtype of x. x: [..., 2 * size], the gates first."""
     size = x.shape[-1] // 2
     kernels = None if torch.compiler.is_compiling() else native()
     if kernels is None or not is_rows(x):

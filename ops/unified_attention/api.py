@@ -1,7 +1,8 @@
-"""Unified Attention of one layer: validates the tensors of a step, asks for the implementation and calls it."""
+"""Unified Attention of one layer: validates the tensors of a step, chooses the implementation and calls it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,9 @@ from vllm_gaudi_ucm.ops.unified_attention.validation import same, validate, vali
 
 @dataclass(frozen=True, slots=True)
 class PreparedParts:
-    """The parts of a step and what an implementation derived from them; valid for all layers of that step.
+    """The parts of a step and the plan that an implementation made of them; valid for all layers of the step.
 
-    checked: the shapes and dtypes of tensors that passed validation; a step's layers are mostly alike.
+    checked: shapes and dtypes of tensors that passed validation; the layers of a step mostly share them.
     """
 
     parts: AttentionParts
@@ -29,15 +30,32 @@ class PreparedParts:
     checked: set[tuple[object, ...]] = field(default_factory=set, compare=False)
 
 
-def prepare(parts: AttentionParts, block_size: int, *, implementation: str = AUTO) -> PreparedParts:
-    """Derives once per step what depends on the parts alone; pass the result to `unified_attention` of every layer.
+Plan = Callable[[AttentionParts, int], Any]
+"""`AttentionImplementation.plan`."""
 
-    Worth it on CPU, where `cpu` and `native` read the parts on the host to form their calls. The parts' tensors must
-    not change while the result is in use. An implementation that is capturable reads nothing on the host, so it may be
-    called while capturing.
+
+def prepare(
+    parts: AttentionParts, block_size: int, *, implementation: str = AUTO, plan: Plan | None = None
+) -> PreparedParts:
+    """Plans a step once for all layers; pass the result to `unified_attention` in every layer.
+
+    It pays off on a CPU, where `cpu` and `native` read the parts on the host to form their calls. The tensors of the
+    parts must not change while the result is in use. A capturable implementation reads nothing on the host, so with it
+    this call may be captured.
+
+    plan: that of the implementation, compiled (`plan_of`); None: as it is.
     """
     chosen = _choose(implementation, _device_type(parts, implementation))
-    return PreparedParts(parts, block_size, chosen, chosen.plan(parts, block_size))
+    return PreparedParts(parts, block_size, chosen, (plan or chosen.plan)(parts, block_size))
+
+
+def plan_of(implementation: str) -> Plan | None:
+    """What `prepare` plans a step with, for a region of its own; None: torch.compile cannot trace the implementation.
+
+    implementation: a name in `ATTENTION`.
+    """
+    chosen = ATTENTION.make(implementation)
+    return chosen.plan if chosen.traceable else None
 
 
 def unified_attention(
@@ -53,24 +71,26 @@ def unified_attention(
     implementation: str = AUTO,
     selected_blocks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the step's flat batch over its new tokens and its cached blocks.
+    """Attention of the flat batch of a step over its new tokens and its cached blocks.
 
     query: [rows, heads, dim]; key: [rows, kv_heads, dim]; value: [rows, kv_heads, value_dim]: the new tokens. They must
-        be in the cache already (`ops.kv_cache.write_kv`): single rows read their own token from there.
-    key_cache: [blocks, block_size, kv_heads, dim], value_cache: [blocks, block_size, kv_heads, value_dim]; may be
-        strided views and of another float dtype than the query.
-    parts: who sees what; `prepare(parts, block_size)` saves work when many layers use the same parts.
+        already be in the cache (`ops.kv_cache.write_kv`), where single rows read their own token.
+    key_cache: [blocks, block_size, kv_heads, dim]; value_cache: [blocks, block_size, kv_heads, value_dim]. Both may be
+        strided views, and may have another float dtype than the query.
+    parts: which rows see which tokens. `prepare(parts, block_size)` saves work if many layers use the same parts.
     spec: scale, window and soft cap of the layer.
-    out: [rows, heads, value_dim] in the query's dtype, or None to allocate; every element is written.
-    implementation: a name in `ATTENTION`, or `auto` for the fastest that computes this here: on a CPU `native` where
-        its kernels could be built, else `cpu`; `hpu` on Gaudi; `cuda` on a GPU with Triton; else `reference`, and
-        so for parts that are not prepared under torch.compile. Prepared parts have the one they were prepared for.
-    selected_blocks: int64 [selected], this layer's choice in place of `parts.selected.blocks`; only with that part.
+    out: [rows, heads, value_dim] in the dtype of the query, or None to allocate it; every element is written.
+    implementation: a name in `ATTENTION`, or `auto` for the fastest suitable one: on a CPU `native` if its kernels
+        could be built, else `cpu`; `hpu` on a Gaudi; `cuda` on a GPU with Triton; otherwise `reference`, which also
+        takes unprepared parts under torch.compile. Prepared parts keep the implementation that prepared them.
+    selected_blocks: int64 [selected], the selection of this layer instead of `parts.selected.blocks`; only with that
+        part.
 
-    Returns out. A row that sees nothing is zeros; one that sees a key or value with NaN or Inf is NaN, in all elements
-    of the heads that read it (a key with a score of -Inf may weigh nothing instead); nothing else reaches a row.
-    Raises ValueError for shapes, dtypes or devices that do not fit together (not while compiling), and where no
-    implementation, or not the one asked for, computes this here.
+    Returns out. A row that sees nothing is zeros. If a row sees a key or value with NaN or Inf, it is NaN in all
+    elements of the heads that read it (except that a key with a score of -Inf may count as weight 0). Nothing else
+    reaches a row.
+    Raises ValueError if shapes, dtypes or devices do not match (not while compiling), or if no implementation, or not
+    the requested one, supports the case.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling:
@@ -100,12 +120,12 @@ _REFERENCE = ATTENTION.make("reference")
 
 
 def choose_implementation(implementation: str, device_type: str) -> str:
-    """The implementation that runs on this type of device, `auto` resolved; ValueError for one that cannot."""
+    """The implementation for this device type, with `auto` resolved. Raises ValueError if it cannot run there."""
     return _choose(implementation, device_type).name
 
 
 def choose_static_implementation(implementation: str, device_type: str) -> str:
-    """As `choose_implementation`, for a step that is captured as a graph or compiled with its shapes."""
+    """As `choose_implementation`, for a step that is captured as a graph or compiled at static shapes."""
     return ATTENTION.choose(implementation, device_type, captured=True).name
 
 
@@ -129,7 +149,7 @@ def _check_spec(chosen: AttentionImplementation, spec: AttentionSpec, parts: Att
 
 
 def _device_type(parts: AttentionParts, implementation: str) -> str:
-    """Where the parts live; a step without any part has no tensor to ask and nothing to attend to: anywhere."""
+    """The device type of the parts. A step without parts has no tensors and nothing to compute: any device."""
     if parts.causal is not None:
         return parts.causal.groups.device.type
     if parts.shared is not None:
@@ -154,7 +174,7 @@ def _validate_once(
     out: Tensor | None,
     selected_blocks: Tensor | None,
 ) -> None:
-    """Validates, unless a layer of the same step with tensors of the same kind was."""
+    """Validates, unless a layer of the same step with the same shapes and dtypes has passed."""
     if not isinstance(parts, PreparedParts):
         validate(query, key, value, key_cache, value_cache, out)
         validate_selected(query, parts, selected_blocks)

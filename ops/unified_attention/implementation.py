@@ -1,4 +1,4 @@
-"""What an implementation of Unified Attention is, and the registry of those that there are."""
+"""The interface of an implementation of Unified Attention, and the registry of all of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class AttentionImplementation(Implementation[AttentionSpec], ABC):
     """One way to compute Unified Attention: plans a step once, then attends in each of its layers."""
 
     def supports(self, spec: AttentionSpec) -> bool:
-        """Plain attention, unless a subclass computes more."""
+        """Whether it is plain attention; a subclass may support more."""
         return spec.is_plain
 
     def plan(self, parts: AttentionParts, block_size: int) -> Any:
-        """What `attend` needs of a step, derived once for all its layers; here the parts themselves."""
+        """The plan of a step that `attend` gets in all layers; here the parts themselves."""
         return parts
 
     @abstractmethod
@@ -40,8 +40,9 @@ class AttentionImplementation(Implementation[AttentionSpec], ABC):
     ) -> bool:
         """Writes the attention of one layer to `out` [rows, heads, value_dim].
 
-        Tensors as in `unified_attention`, validated. plan: what `plan` gave. selected_blocks: int64 [selected], or None
-        for those of the selected part. False where only the reference is exact for these tensors: it computes them.
+        Tensors as in `unified_attention`, validated. plan: the result of `plan`. selected_blocks: int64 [selected], or
+        None for those of the selected part. Returns False if only the reference is exact for these tensors: the caller
+        then uses the reference.
         """
 
 

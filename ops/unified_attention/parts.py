@@ -1,8 +1,8 @@
-"""The parts of a step's attention, as the operation sees them.
+"""The parts of the attention of a step, as the operation sees them.
 
-Which (row, cached token) pairs exist is decided by the planner; this module only names the tensors that carry
-the decision. Integer ranges `[lo, hi)` over the tokens of a block describe tail block blocks (and, later, sliding
-windows) without ever materialising a bias. Source: seed 001 (Unified Attention), design.md 3.1 and 3.2.
+The planner decides which rows see which tokens; this module defines the tensors that carry the decision. Integer ranges
+`[lo, hi)` over the tokens of a block describe tail blocks and sliding windows without ever materialising a bias.
+Source: seed 001 (Unified Attention), design.md 3.1 and 3.2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.ops.index_maximum import index_maximum_
 
 
 class CausalSlice(NamedTuple):
-    """Rows `[query_lo, query_hi)` are multiplied with the new keys of rows `[key_lo, key_hi)`; nothing else is."""
+    """Rows `[query_lo, query_hi)` are multiplied by the new keys of rows `[key_lo, key_hi)`, and by no others."""
 
     query_lo: int
     query_hi: int
@@ -26,11 +26,11 @@ class CausalSlice(NamedTuple):
 
 
 class CausalTiles(NamedTuple):
-    """All rows of a step in tiles of `rows` rows, each with how many rows before it some of its rows see.
+    """All rows of a step in tiles of `rows` rows, ordered by how far back they look.
 
-    first, last: int64 [tiles] rows first .. last of each tile, at most `rows` of them; together every row, once. Row 0
-        alone may be repeated.
-    levels: host-side, descending; `levels[j]` tiles, the first ones, see rows from `first - j * rows` on or later ones.
+    first, last: int64 [tiles]: a tile has the rows first .. last, at most `rows` of them. The tiles cover every row
+        once. A tile with first 1 and last 0 is empty.
+    levels: on the host, descending: only the first `levels[j]` tiles may look back as far as row `first - j * rows`.
         levels[0] is the number of tiles.
     """
 
@@ -43,11 +43,11 @@ class CausalTiles(NamedTuple):
 class CausalPart(NamedTuple):
     """New tokens among themselves: row i sees row j iff both have the same group and j <= i.
 
-    groups: int32 [rows], negative for a row that takes no part (single rows, pads). Rows of a group are contiguous.
-    slices: host-side; they bound the cost, the groups alone decide what is seen. They cover every pair that is seen
-        and their query ranges do not overlap.
-    tiles: the same bound closer to the data, for an implementation whose shapes may not depend on it; others take the
-        slices. Like these, they cover every pair that is seen.
+    groups: int32 [rows], negative for a row without a causal part (single rows, pads). Rows of a group lie together.
+    slices: on the host. They only bound the work; the groups decide what is seen. They cover every visible pair, and
+        their query ranges do not overlap.
+    tiles: the same bound as run-time data, for an implementation whose shapes must not depend on the data; the others
+        use the slices. They cover every visible pair, too.
     """
 
     groups: Tensor
@@ -56,7 +56,7 @@ class CausalPart(NamedTuple):
 
 
 class SharedGroup(NamedTuple):
-    """Rows that use the same run of shared blocks: `rows` (int64 [k]) x `blocks[block_lo:block_hi]`."""
+    """Rows that use the same range of shared blocks: `rows` (int64 [k]) x `blocks[block_lo:block_hi]`."""
 
     rows: Tensor
     block_lo: int
@@ -67,10 +67,11 @@ class SharedPart(NamedTuple):
     """Cached blocks that more than one row uses.
 
     blocks: int64 [shared] physical block ids.
-    row_spans: int64 [rows]; rows of one request have one span, which indexes the first axis of lo and hi.
-    lo, hi: int32 [spans, shared]; the span's rows see tokens lo <= t < hi of the block; hi <= lo: none.
-    groups: host-side; they bound the cost, the ranges alone decide what is seen. Together they cover every pair with
+    row_spans: int64 [rows]: the span of each row, an index into the first axis of lo and hi. A request is one span.
+    lo, hi: int32 [spans, shared]: the rows of the span see tokens lo <= t < hi of the block; none if hi <= lo.
+    groups: on the host. They only bound the work; the ranges decide what is seen. Together they cover every pair with
         a non-empty range, each pair at most once.
+    from_first: on the host; lo is 0 everywhere, so nothing need be compared with it.
     """
 
     blocks: Tensor
@@ -78,16 +79,18 @@ class SharedPart(NamedTuple):
     lo: Tensor
     hi: Tensor
     groups: tuple[SharedGroup, ...]
+    from_first: bool = False
 
 
 class UniquePart(NamedTuple):
-    """Cached blocks that exactly one row uses. Only single rows, which come first in the flat layout, have any.
+    """Cached blocks that exactly one row uses. Only single rows, which come first in the flat layout, have them.
 
-    blocks: int64 [unique] physical block ids to gather, or None to read the contiguous slice `cache[:unique]`, in which
-        case entry b of the arrays below speaks of physical block b.
+    blocks: int64 [unique] physical block ids to gather, or None to read the contiguous slice `cache[:unique]`; entry b
+        of the arrays below then belongs to physical block b.
     rows: int64 [unique] row that uses the block. A block without a row has an empty range and any valid row.
-    lo, hi: int32 [unique] token range of the block that the row sees; hi <= lo: none.
-    num_rows: rows [0, num_rows) are the single rows; the reduction from blocks to rows runs over these only.
+    lo, hi: int32 [unique] token range of the block that the row sees; none if hi <= lo.
+    num_rows: rows [0, num_rows) are the single rows; only these take part in the reduction from blocks to rows.
+    from_first: on the host; lo is 0 everywhere.
     """
 
     blocks: Tensor | None
@@ -95,20 +98,21 @@ class UniquePart(NamedTuple):
     lo: Tensor
     hi: Tensor
     num_rows: int
+    from_first: bool = False
 
 
 class SelectedPart(NamedTuple):
-    """Cached blocks that a sparse method chose among a request's context, for all rows of that request.
+    """Cached blocks that a sparse method selected from the context of a request, for all rows of that request.
 
-    Which blocks they are may differ from layer to layer, so a layer can give its own (`selected_blocks` of the
-    operation); how many each request has does not. A span is a request with a selection: rows `first_rows[i]` to
-    `first_rows[i] + num_rows[i]`, one row in a decode and several in a verification.
+    The block ids may differ from layer to layer, so a layer can pass its own (`selected_blocks` of the operation); the
+    number of blocks of a request is the same in all layers. A span is a request with a selection. It has the rows
+    from `first_rows[i]` to `first_rows[i] + num_rows[i]`: one row in a decode, several in a verification.
 
     blocks: int64 [selected] physical block ids.
     spans: int64 [selected] span whose rows see the block.
-    hi: int64 [selected] the rows see tokens [0, hi) of the block; 0: none (a pad, whose span is any valid one).
+    hi: int64 [selected]: the rows see tokens [0, hi) of the block. A pad has hi 0 and any valid span.
     first_rows, num_rows: int64 [spans]; a span without rows is a pad.
-    max_rows: host-side, no span has more rows.
+    max_rows: on the host; no span has more rows.
     """
 
     blocks: Tensor
@@ -120,7 +124,7 @@ class SelectedPart(NamedTuple):
 
 
 class AttentionParts(NamedTuple):
-    """What one step attends to. A part that the step does not have is None."""
+    """The parts of one step; None for a part that the step does not have."""
 
     causal: CausalPart | None = None
     shared: SharedPart | None = None
@@ -129,11 +133,11 @@ class AttentionParts(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Un-normalised softmax of some keys: natural logarithm, one entry per row and query head.
+    """Partial result: un-normalised softmax over some keys, one entry per row and query head; natural logarithm.
 
-    out: fp32 [rows, heads, value_dim], sum over keys of exp(score - max) * value.
-    max: fp32 [rows, heads], -inf where the row sees none of these keys.
-    sum: fp32 [rows, heads], 0 where the row sees none of these keys.
+    out: fp32 [rows, heads, value_dim]: sum over the keys of exp(score - max) * value.
+    max: fp32 [rows, heads]: -inf if the row sees none of these keys.
+    sum: fp32 [rows, heads]: 0 if the row sees none of these keys.
     """
 
     out: Tensor
@@ -145,9 +149,9 @@ NEG_INF = float("-inf")
 
 
 def merge(partials: Sequence[Partial], out: Tensor) -> Tensor:
-    """Normalised softmax over all partials, written to `out` [rows, heads, value_dim]; rows that see nothing are zeros.
+    """Writes the normalised softmax over all partials to `out` [rows, heads, value_dim]; rows that see nothing are 0.
 
-    A partial may cover only the first rows (the single rows come first): the others see none of its keys.
+    A partial may cover only the first rows (single rows come first): the other rows see none of its keys.
     """
     rows = out.shape[0]
     merged = nothing(out, rows, out.shape[-1])
@@ -162,7 +166,7 @@ def merge(partials: Sequence[Partial], out: Tensor) -> Tensor:
 
 
 def combine(a: Partial, b: Partial) -> Partial:
-    """Partial over the keys of both; either may have seen nothing in any row."""
+    """The partial over the keys of both; in any row either may have seen no key."""
     top = torch.maximum(a.max, b.max)
     weight_a, weight_b = torch.exp(a.max - shift(top)), torch.exp(b.max - shift(top))
     out = a.out * weight_a[..., None] + b.out * weight_b[..., None]
@@ -170,12 +174,12 @@ def combine(a: Partial, b: Partial) -> Partial:
 
 
 def shift(top: Tensor) -> Tensor:
-    """What to subtract from scores: the maximum, or 0 where it is -inf, because -inf - -inf is NaN."""
+    """The number to subtract from scores: the maximum, or 0 if it is -inf, because -inf - -inf is NaN."""
     return torch.where(top == NEG_INF, 0.0, top)
 
 
 def reduce_to_rows(pieces: Partial, rows: Tensor, result: Partial) -> Partial:
-    """Adds pieces [pieces, heads, ...], each of the row that `rows` names, to a result that has seen nothing yet."""
+    """Adds pieces [pieces, heads, ...] to the rows that `rows` names, in a result that has seen no key yet."""
     index_maximum_(result.max, rows, pieces.max)
     weight = torch.exp(pieces.max - shift(result.max)[rows])
     result.sum.index_add_(0, rows, pieces.sum * weight)
@@ -184,7 +188,7 @@ def reduce_to_rows(pieces: Partial, rows: Tensor, result: Partial) -> Partial:
 
 
 def nothing(like: Tensor, rows: int, value_dim: int) -> Partial:
-    """Partial of rows that have seen no key yet."""
+    """The partial of rows that have seen no key yet."""
     heads = like.shape[1]
     out = like.new_zeros((rows, heads, value_dim), dtype=torch.float32)
     top = like.new_full((rows, heads), NEG_INF, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What one attention layer computes, beside who sees whom: scale, sliding window, soft cap."""
+"""What an attention layer computes, apart from which rows see which tokens: scale, sliding window, soft cap."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Of a layer; hashable. None stands for "the layer has none".
+    """The specification of a layer; hashable. None means that the layer does not have the feature.
 
     scale: factor of query times key.
-    sliding_window: a row at position p sees positions above `p - sliding_window` only, itself included. The operation
-        applies it to the causal part. Cached blocks show what a row sees by their token ranges: whoever makes the parts
-        of such a layer raises `lo`, with a row of ranges for each row of the batch in the shared part. There is no
-        selected part, whose ranges begin at 0.
-    logits_soft_cap: scores become `cap * tanh(score / cap)` before they are masked.
+    sliding_window: a row at position p sees only positions above `p - sliding_window`, including itself. The operation
+        applies it to the causal part. For cached blocks the maker of the parts applies it: it raises `lo` of the token
+        ranges, and gives the shared part a row of ranges for each row of the batch. A selected part is impossible,
+        because its ranges begin at 0.
+    logits_soft_cap: scores become `cap * tanh(score / cap)` before masking.
     """
 
     scale: float
@@ -31,10 +31,10 @@ class AttentionSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Softmax of scaled scores, and nothing else: what every implementation computes."""
+        """Whether it is the softmax of scaled scores and nothing else, which every implementation supports."""
         return self.sliding_window is None and self.logits_soft_cap is None
 
     def __str__(self) -> str:
-        """What goes beyond plain attention, for errors."""
+        """The features beyond plain attention, for errors."""
         more = [f"{one.name}={value}" for one in fields(self)[1:] if (value := getattr(self, one.name)) is not None]
         return ", ".join(more) or "plain attention"

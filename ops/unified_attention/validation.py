@@ -1,4 +1,4 @@
-"""What can be checked of the tensors of Unified Attention without reading one."""
+"""Checks of the tensors of Unified Attention that read no tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def validate(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor | None
 ) -> None:
-    """Everything that can be checked without reading a tensor. Messages are formatted only when a check fails."""
+    """Raises ValueError for shapes, dtypes or devices that do not match. Formats a message only if a check fails."""
     for name, tensor, dims in (
         ("query", query, 3),
         ("key", key, 3),
@@ -44,7 +44,7 @@ def validate(
 
 
 def validate_selected(query: Tensor, parts: AttentionParts, blocks: Tensor | None) -> None:
-    """The selected part, whose tensors a layer's choice and the rows of the query must fit."""
+    """Raises ValueError unless the selection of a layer and the rows of the query match the selected part."""
     if parts.selected is None:
         if blocks is not None:
             raise ValueError("unified_attention: selected_blocks are given, expected None without a selected part")

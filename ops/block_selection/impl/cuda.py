@@ -1,7 +1,7 @@
-"""Block selection on CUDA in Triton: scores in three launches, the choice in two, in place of some twenty of torch's.
+"""Block selection on CUDA in Triton: three launches score and two choose, where torch needs about twenty.
 
-What the kernels do not cover is answered None, and the caller asks the reference. Nothing is read on the host.
-Kernels are imported where they are launched: triton is not everywhere.
+A method returns None for tensors that its kernels do not cover, and the caller uses the reference. Nothing is read on
+the host. Kernels are imported where they are launched, because triton is optional.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOBODY = -(1 << 31)
 
 
 class CudaBlockSelection(BlockSelectionImplementation):
-    """Triton kernels, on a GPU; by name also on a CPU under Triton's interpreter."""
+    """Triton kernels on a GPU; if asked for by name, also on a CPU under Triton's interpreter."""
 
     devices = frozenset({"cuda"})
     priority = 20
@@ -47,7 +47,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         scale: float,
         kind: SummaryKind,
     ) -> Tensor | None:
-        """None for `hash`, and for heads or groups that are too large or strided in memory."""
+        """As `block_scores`; None for `hash`, for strided heads, and for heads or groups that are too large."""
         from vllm_gaudi_ucm.ops.block_selection.impl.triton import selection as kernels
 
         heads, dim = query.shape[1:]
@@ -105,7 +105,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
     def keep_or_replace(
         self, stored: Tensor, fresh: Tensor, counts: Tensor, modes: Tensor, thresholds: Tensor, width: int
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """None for rankings that are too long for one program."""
+        """As the operation; None if a ranking is too long for one program."""
         from vllm_gaudi_ucm.ops.block_selection.impl.triton import selection as kernels
 
         spans, most = stored.shape

@@ -1,6 +1,6 @@
 """Block selection on CPU in C++ (ops/native/source/block_scores.cpp, block_choice.cpp): one call per operation.
 
-What the kernels do not cover is answered None, and the caller asks the reference.
+A function returns None for tensors that its kernel does not cover, and the caller uses the reference.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Choosing(ctypes.Structure):
 
 
 def covers(summaries: Tensor, kind: SummaryKind) -> bool:
-    """Whether there are kernels, and they can read these summaries."""
+    """Whether kernels exist and can read these summaries."""
     return (
         native() is not None
         and kind is not SummaryKind.HASH
@@ -47,7 +47,7 @@ def covers(summaries: Tensor, kind: SummaryKind) -> bool:
 
 
 def readable(query: Tensor, kind: SummaryKind) -> Tensor:
-    """The features of the query as the kernels read them: fp32 with dense heads."""
+    """The query features in the form that the kernels read: fp32 with dense heads."""
     features = query_features(query, kind)
     return features if features.stride(2) == 1 else features.contiguous()
 
@@ -71,9 +71,9 @@ def scores(
     scale: float,
     kind: SummaryKind,
 ) -> Tensor | None:
-    """The reference's `scores`; None for `hash`, and for summaries that are not dense.
+    """As `scores` of the reference; None for `hash`, and for summaries that are not dense.
 
-    Raises IndexError for a block, span or row outside of its tensor.
+    Raises IndexError for a block, span or row outside its tensor.
     """
     library = native()
     if library is None or not covers(summaries, kind):
@@ -94,7 +94,7 @@ def scores(
 
 
 def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor | None:
-    """The reference's `choose`; None without kernels. Raises IndexError for a place outside of the table."""
+    """As `choose` of the reference; None without kernels. Raises IndexError for a place outside the table."""
     library = native()
     if library is None or not scores.is_cpu:
         return None
@@ -110,7 +110,7 @@ def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int
 
 
 class NativeBlockSelection(BlockSelectionImplementation):
-    """C++ kernels, on a CPU where they can be built."""
+    """C++ kernels, on a CPU on which they can be built."""
 
     devices = frozenset({"cpu"})
     priority = 20
@@ -137,11 +137,12 @@ class NativeBlockSelection(BlockSelectionImplementation):
 
 
 class StepCandidates(NamedTuple):
-    """What all layers of a step choose among; int64 on CPU.
+    """The candidates of a step, the same in all layers; int64 tensors on the CPU.
 
-    blocks, spans, places: [candidates] physical block, request, and span * width + logical number; pads: spans * width.
-    first_rows, num_rows, modes, counts, thresholds, slots: [spans]; modes as of `keep_or_replace`.
-    choice_places, choice_spans, choice_hi: [selected] span * most + rank, span, and whether it is seen (not 0).
+    blocks, spans, places: [candidates] physical block, request, and span * width + logical number; pads have the place
+        spans * width.
+    first_rows, num_rows, modes, counts, thresholds, slots: [spans]; modes as in `keep_or_replace`.
+    choice_places, choice_spans, choice_hi: [selected] span * most + rank, span, and nonzero if the entry is seen.
     table: [spans * width + 1] physical block of each place.
     """
 
@@ -179,10 +180,10 @@ class _Selecting(ctypes.Structure):
 
 
 class NativeSelection:
-    """The choices of a step's layers, one after the other: they share the room for results.
+    """Block selection of the layers of a step, one after the other: they share the memory for results.
 
     Args:
-        candidates: of the step. The tensors may get new contents later, for another step of the same shapes.
+        candidates: of the step. A later step of the same shapes may overwrite the contents of the tensors.
     """
 
     def __init__(self, candidates: StepCandidates) -> None:
@@ -215,13 +216,13 @@ class NativeSelection:
         checks: Tensor,
         recall: Tensor | None = None,
     ) -> Tensor | None:
-        """int64 [selected] physical blocks of a layer, valid until the next choice; None: the kernel does not cover it.
+        """The physical blocks of a layer: int64 [selected], valid until the next call; None if not covered.
 
         query: [rows, heads, dim]. summaries: [num_blocks, vectors, kv_heads, width].
-        stored: int64 [slots, most], dense: rankings of the layer, which are used or replaced as the modes say.
-        checks: int64 [2], rankings that a check kept and replaced, added to.
-        recall: float64 [2], estimated mass of the chosen and of all candidates, added to; None: not asked for.
-        Raises IndexError for an id outside of its tensor.
+        stored: int64 [slots, most], dense: rankings of the layer, used or replaced according to the modes.
+        checks: int64 [2]: adds the numbers of rankings that a check kept and replaced.
+        recall: float64 [2]: adds the estimated mass of the chosen and of all candidates; None to skip it.
+        Raises IndexError for an id outside its tensor.
         """
         query, task, library = readable(query, kind), self._task, native()
         # the layers of a model are mostly alike

@@ -1,4 +1,4 @@
-"""Block selection in plain torch: it defines the semantics. Nothing reads a tensor on the host; shapes are static."""
+"""Block selection in plain torch, which defines the semantics. It reads no tensor on the host; shapes are static."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ReferenceBlockSelection(BlockSelectionImplementation):
 
 def write(key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind) -> None:
     """Replaces the summaries of the blocks, in place."""
-    summaries.index_copy_(0, blocks, summarise(key_cache[blocks], kind).to(summaries.dtype))
+    summaries.index_copy_(0, blocks, summarise(key_cache.index_select(0, blocks), kind).to(summaries.dtype))
 
 
 def scores(
@@ -66,7 +66,7 @@ def scores(
     scale: float,
     kind: SummaryKind,
 ) -> Tensor:
-    """fp32 [candidates]: softmax of the estimates over the candidates of a span, averaged over its rows and heads."""
+    """Softmax of the estimates over the candidates of a span, averaged over its rows and heads: fp32 [candidates]."""
     step = torch.arange(max_rows, device=query.device)
     rows = (first_rows[:, None] + step).clamp(max=query.shape[0] - 1)
     features = query_features(query, kind)[rows] * scale
@@ -99,7 +99,7 @@ def _estimates(features: Tensor, summaries: Tensor, blocks: Tensor, spans: Tenso
     tile = max(1, TILE // (max_rows * heads * max(vectors * num_spans if few else width, vectors)))
     pieces = []
     for ids, owners in zip(blocks.split(tile), spans.split(tile), strict=True):
-        boxes = block_features(summaries[ids], kind)
+        boxes = block_features(summaries, kind, ids)
         piece = _of_every_span(folded, boxes, owners) if few else _of_own_span(folded, boxes, owners)
         pieces.append(_log_mean_exp(piece).flatten(2))
     return torch.cat(pieces)
@@ -132,19 +132,20 @@ def _log_mean_exp(estimates: Tensor) -> Tensor:
 
 
 def choose(scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor:
-    """int64 [num_spans, most] logical block numbers by descending score, -1 where there is no more candidate."""
+    """Logical block numbers by descending score, then -1: int64 [num_spans, most]."""
     # The last place takes what is not selectable. A candidate is above it whatever its score is.
     table = scores.new_full((num_spans * width + 1,), NEG_INF, dtype=torch.float32)
     table.index_copy_(0, places, scores.float().clamp(min=torch.finfo(torch.float32).min))
     ranked, order = table[:-1].view(num_spans, width).sort(dim=1, descending=True, stable=True)
-    order = torch.where(ranked == NEG_INF, -1, order)[:, :most]
+    # integers are chosen by arithmetic: Gaudi's compiler is known to get `where` of integers wrong
+    order = (order - (order + 1) * (ranked == NEG_INF))[:, :most]
     return torch.nn.functional.pad(order, (0, most - order.shape[1]), value=-1)
 
 
 def keep_or_replace(
     stored: Tensor, fresh: Tensor, counts: Tensor, modes: Tensor, thresholds: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The ranking that holds from now on, and for which spans a check kept or replaced the stored one."""
+    """The ranking from now on, and the spans for which a check kept or replaced the stored one."""
     first = torch.arange(stored.shape[1], device=stored.device) < counts[:, None]
     old, old_valid = _members(stored, first, width)
     new, _ = _members(fresh, first, width)
@@ -152,12 +153,12 @@ def keep_or_replace(
     check = modes == CHECK
     kept = check & close & (old_valid >= counts)
     keep = kept | (modes == REUSE)
-    return torch.where(keep[:, None], stored, fresh), kept, check & ~kept
+    return fresh + (stored - fresh) * keep[:, None], kept, check & ~kept
 
 
 def _members(ranking: Tensor, first: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The first entries as a set, bool [spans, width], and how many of them are blocks, int64 [spans]."""
     valid = first & (ranking >= 0) & (ranking < width)
     table = torch.zeros((ranking.shape[0], width + 1), dtype=torch.bool, device=ranking.device)
-    table.scatter_(1, torch.where(valid, ranking, width), True)
+    table.scatter_(1, width + (ranking - width) * valid, True)
     return table[:, :width], valid.sum(1)

@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 
 
 class NativeKvCache(KvCacheImplementation):
-    """C++ kernels, on a CPU where they can be built."""
+    """C++ kernels, on a CPU on which they can be built."""
 
     devices = frozenset({"cpu"})
     priority = 20
@@ -21,10 +21,10 @@ class NativeKvCache(KvCacheImplementation):
     def unavailable(self, device: str) -> str | None:
         return super().unavailable(device) or why_not_native() or None
 
-    def write(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> bool:
-        covered = can_write(key, value, key_cache, value_cache, slots)
+    def write(self, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> bool:
+        covered = can_write(key, value, key_rows, value_rows, slots)
         if covered:
-            write(key, value, key_cache, value_cache, slots)
+            write(key, value, key_rows, value_rows, slots)
         return covered
 
     def swap(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool) -> bool:
@@ -34,45 +34,42 @@ class NativeKvCache(KvCacheImplementation):
         return covered
 
 
-def can_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> bool:
+def can_write(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> bool:
     """Whether `write` covers these tensors here: on a CPU, dense heads, no cast, native kernels built."""
     return (
         slots.device.type == "cpu"
         and native() is not None
-        and key.dtype == key_cache.dtype
-        and value.dtype == value_cache.dtype
+        and key.dtype == key_rows.dtype
+        and value.dtype == value_rows.dtype
         and slots.is_contiguous()
-        # one block and one head are addressed in both
-        and key_cache.shape[:3] == value_cache.shape[:3]
-        and all(tensor.stride(-1) == 1 for tensor in (key, value, key_cache, value_cache))
+        # one slot and one head are addressed in both
+        and key_rows.shape[:2] == value_rows.shape[:2]
+        and all(tensor.stride(-1) == 1 for tensor in (key, value, key_rows, value_rows))
     )
 
 
-def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def write(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> None:
     """Writes validated tensors for which `can_write` holds; nothing is written if a slot is outside of the cache."""
     kernels = native()
     assert kernels is not None, "can_write said no"
     size, value_size = key.element_size(), value.element_size()
-    blocks, block_size, heads, dim = key_cache.shape
-    elements = (key.stride(), value.stride(), key_cache.stride(), value_cache.stride())
+    num_slots, heads, dim = key_rows.shape
+    elements = (key.stride(), value.stride(), key_rows.stride(), value_rows.stride())
     row = kernels.ucm_write_kv(
         key.data_ptr(),
         value.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
+        key_rows.data_ptr(),
+        value_rows.data_ptr(),
         slots.data_ptr(),
         key.shape[0],
         heads,
         dim * size,
         value.shape[2] * value_size,
-        blocks,
-        block_size,
+        num_slots,
         _bytes(elements, (size, value_size, size, value_size)),
     )
     if row >= 0:
-        raise IndexError(
-            f"write_kv: slot {int(slots[row])} is out of range, expected slots from 0 to {blocks * block_size - 1}"
-        )
+        raise IndexError(f"write_kv: slot {int(slots[row])} is out of range, expected slots from 0 to {num_slots - 1}")
 
 
 @lru_cache(maxsize=64)
@@ -83,7 +80,7 @@ def _bytes(strides: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> Arra
 
 
 def can_swap(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    """Whether `swap` covers these: on a CPU, a block one run of bytes in one order on both sides, kernels built."""
+    """Whether `swap` covers these: on a CPU, blocks contiguous and in the same order, and the kernels are built."""
     source, target = sources[0], targets[0]
     return (
         source.device.type == "cpu"
@@ -97,7 +94,7 @@ def can_swap(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
 
 
 def swap(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor) -> None:
-    """Validated caches for which `can_swap` holds; pairs: int64 [n, 2], contiguous."""
+    """Copies between validated caches for which `can_swap` holds; pairs: int64 [n, 2], contiguous."""
     kernels = native()
     assert kernels is not None, "can_swap said no"
     source, target = sources[0], targets[0]

@@ -1,1 +1,1 @@
-"""Graphs on a CPU: the kernels of a function, recorded while it runs and run again without Python."""
+"""Graphs on a CPU: the kernels of a function, recorded while it runs and replayed without Python."""

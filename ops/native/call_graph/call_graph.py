@@ -1,4 +1,4 @@
-"""A captured function: runs of native calls, and the operations of torch between them."""
+"""A captured function: lists of native calls, and the torch operations between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QUESTIONS = frozenset({"ucm_lanes", "ucm_matrix_tiles", "ucm_uses_matrix_tiles"
 
 
 class Operation(NamedTuple):
-    """An operation of torch; `result` is None where it writes to its arguments only."""
+    """An operation of torch; `result` is None if it only writes to its arguments."""
 
     function: OpOverload
     arguments: tuple[Any, ...]
@@ -32,7 +32,7 @@ class Operation(NamedTuple):
     result: Tensor | None
 
     def run(self) -> None:
-        """Runs it again, with the result in the same memory."""
+        """Runs it again, and writes the result to the same memory."""
         found = self.function(*self.arguments, **self.named)
         if self.result is not None:
             self.result.copy_(found)
@@ -41,11 +41,11 @@ class Operation(NamedTuple):
 class Capture:
     """Runs a function and records it.
 
-    recorded: calls and operations in their order. refused: why it cannot be replayed, or empty. stopped: a kernel did
-    not do its work, so another run may be recorded. kept: what the calls' addresses point into.
+    recorded: calls and operations in order. refused: why it cannot be replayed, or empty. stopped: a kernel did not
+    succeed, so that recording another run may. kept: objects that the addresses of the calls point into.
 
     Args:
-        pool: where the tensors that the function allocates lie.
+        pool: gives memory to the tensors that the function allocates.
         stand_ins: see `record_call`.
     """
 
@@ -59,12 +59,12 @@ class Capture:
         self._operations = 0
 
     def run(self, function: Callable[[], Tensor]) -> Tensor:
-        """The function's result. What it raises leaves no graph behind."""
+        """The function's result. If the function raises, there is no graph."""
         with standing_in(_RecordingLibrary(self)), _Operations(self, self._pool):
             return function()
 
     def call(self, name: str, arguments: tuple[Any, ...], returned: int | None) -> None:
-        """A kernel ran."""
+        """Records a kernel that has run."""
         if name not in KERNELS:
             self.refuse(f"it calls the kernel {name}")
             return
@@ -76,7 +76,7 @@ class Capture:
         self.kept += kept
 
     def operation(self, operation: Operation) -> None:
-        """An operation of torch ran that is neither a view nor an allocation."""
+        """Records an operation of torch that is neither a view nor an allocation."""
         self.recorded.append(operation)
         self._operations += 1
         if self._operations > MOST_OPERATIONS:
@@ -87,7 +87,7 @@ class Capture:
 
 
 class _RecordingLibrary:
-    """The kernels, each of which is recorded as it runs."""
+    """The kernels; records each one that runs."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
@@ -107,7 +107,7 @@ class _RecordingLibrary:
 
 
 class _Operations(TorchDispatchMode):
-    """Sees every operation of torch: what allocates gets memory of the pool, what computes is recorded."""
+    """Sees every operation of torch: gives allocations memory of the pool, and records computations."""
 
     def __init__(self, capture: Capture, pool: MemoryPool) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _Operations(TorchDispatchMode):
         return self._note(function, arguments, named, found)
 
     def _note(self, function: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any], found: Any) -> Any:
-        """What the operation gives to the function."""
+        """What the operation returns to the function."""
         results = found if isinstance(found, (tuple, list)) else (found,)
         if not all(isinstance(result, Tensor) for result in results):
             self._capture.refuse(f"it reads values on the host: {function}")
@@ -141,12 +141,12 @@ class _Operations(TorchDispatchMode):
     def _record(
         self, function: OpOverload, arguments: tuple[Any, ...], named: dict[str, Any], result: Tensor | None
     ) -> None:
-        """Where the operands are is recorded; a graph keeps no memory of the pool."""
+        """Records the addresses of the operands; a graph keeps no memory of the pool."""
         arguments, named, result = tree_map_only(Tensor, self._pool.unkept, (arguments, named, result))
         self._capture.operation(Operation(function, arguments, named, result))
 
     def _in_pool(self, result: Tensor) -> Tensor:
-        """A result that torch has allocated, as memory that other graphs may use."""
+        """Moves a result that torch has allocated to memory that other graphs may use."""
         if not (result.layout is torch.strided and result.is_cpu and result.is_contiguous()):
             return result
         return self._pool.tensor(result.shape, result.dtype).copy_(result)
@@ -158,15 +158,15 @@ def _are_views(results: Any, arguments: tuple[Any, ...]) -> bool:
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """None where torch does not say: oneDNN's packed weights."""
+    """Its address; None if torch does not tell, as for oneDNN's packed weights."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 class CpuGraph:
-    """What `capture` recorded.
+    """A function that `capture` recorded.
 
-    The tensors that the function read are read again where they were, with what they hold then; `result` is where it
-    was, too, and valid until a graph of the same pool is captured or replayed.
+    A replay reads the same tensors as the function did, with their contents at that time. `result` keeps its place
+    too, and is valid until a graph of the same pool is captured or replayed.
     """
 
     def __init__(self, captured: Capture, result: Tensor) -> None:
@@ -174,7 +174,7 @@ class CpuGraph:
         self._parts = _in_runs(captured)
 
     def replay(self) -> bool:
-        """Computes `result` anew; False where a kernel found what the function itself has to look at: run that."""
+        """Computes `result` again; False if a kernel met a case that only the function handles: call that."""
         for part in self._parts:
             if isinstance(part, Operation):
                 part.run()
@@ -184,7 +184,7 @@ class CpuGraph:
 
 
 def _in_runs(captured: Capture) -> list[CallList | Operation]:
-    """Calls that follow each other are one part."""
+    """Joins consecutive calls to one list."""
     parts: list[CallList | Operation] = []
     calls: list[Call] = []
     for one in captured.recorded:
@@ -199,9 +199,9 @@ def _in_runs(captured: Capture) -> list[CallList | Operation]:
 
 
 class Captured(NamedTuple):
-    """The result of the run that was captured, valid as long as a graph's; the graph, or None and the reason.
+    """The result of the captured run, valid as long as that of a graph, and the graph, or None and the reason.
 
-    may_succeed: another run may have a graph, with other values.
+    may_succeed: capturing another run, with other values, may give a graph.
     """
 
     result: Tensor
@@ -211,13 +211,13 @@ class Captured(NamedTuple):
 
 
 def capture(function: Callable[[], Tensor], pool: MemoryPool, stand_ins: Mapping[int, Structure]) -> Captured:
-    """Runs a function of tensors and keeps the graph of it, where it has one.
+    """Runs a function of tensors, and records a graph of it if possible.
 
-    It has one where native kernels compute nearly all of it and nothing is read on the host. Tensors that it makes
-    without torch's dispatcher (of numpy's memory, say) must outlive the graph.
+    A graph is possible if native kernels compute nearly everything and nothing is read on the host. Tensors that the
+    function makes without torch's dispatcher (from numpy's memory, say) must outlive the graph.
 
-    pool: for what it allocates. stand_ins: by id, structures that kernels get the address of, and those that replays
-        pass in their place.
+    pool: memory for its allocations. stand_ins: maps the id of a structure that kernels get by address to the structure
+        that replays pass instead.
     """
     recording = Capture(pool, stand_ins)
     result = recording.run(function)

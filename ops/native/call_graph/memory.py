@@ -1,4 +1,4 @@
-"""A range of addresses that memory is lent from, the lowest that is free first."""
+"""Memory for graphs on a CPU: a range of addresses, lent from the lowest free one on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALIGNMENT = 64
 
 
 class Arena:
-    """The kernel provides a page when it is written to: an arena takes as much memory as was ever reached in it.
+    """A range of addresses. The kernel provides a page on its first write, so an arena takes as much as was ever used.
 
     Args:
         size: bytes.
@@ -33,7 +33,7 @@ class Arena:
         self._gaps = [(0, len(self.memory))]
 
     def take(self, size: int) -> int | None:
-        """Lends so many bytes from the start that is returned; None where no gap is large enough."""
+        """Lends `size` bytes and returns their start; None if no gap is large enough."""
         size = _aligned(size)
         for index, (start, end) in enumerate(self._gaps):
             if end - start >= size:
@@ -44,7 +44,7 @@ class Arena:
         return None
 
     def give_back(self, start: int) -> None:
-        """Of what `take` returned."""
+        """Takes back memory; start: as `take` returned it."""
         joined: list[tuple[int, int]] = []
         for begin, end in sorted([*self._gaps, (start, self._lent.pop(start))]):
             if joined and joined[-1][1] == begin:
@@ -54,7 +54,7 @@ class Arena:
         self._gaps = joined
 
     def find(self, address: int) -> int | None:
-        """The start of an address in here, None for any other."""
+        """The start of the lent memory that holds an address; None for an address outside the arena."""
         start = address - self._address
         return start if 0 <= start < len(self.memory) else None
 
@@ -68,12 +68,12 @@ ARENA_BYTES = 1 << 28
 
 
 class MemoryPool:
-    """Gives out tensors whose memory stays allocated for good; what a graph reads at replay lies there.
+    """Makes tensors in memory that stays allocated for good, so that a replayed graph can read it.
 
-    A tensor whose last view is gone leaves its memory to whatever comes next, and a graph keeps none of its own
-    (`unkept`). So graphs that never run at the same time lie over each other from the beginning of the arena on, and
-    all of them together take the memory of the largest, in whatever order they were captured. What else is kept of a
-    run, by a model that fills a table the first time, say, stays its own.
+    When the last view of a tensor is gone, the next tensor may take its memory, and a graph keeps no memory either
+    (`unkept`). So graphs that never run at the same time overlap from the beginning of the arena, and all together take
+    the memory of the largest, in whatever order they were captured. Tensors that outlive a run, such as a table that a
+    model fills once, keep their memory.
     """
 
     def __init__(self, arena_bytes: int = ARENA_BYTES) -> None:
@@ -83,11 +83,11 @@ class MemoryPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that any tensor has been given."""
+        """Bytes that tensors have ever used."""
         return sum(arena.reached for arena in self._arenas)
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """An uninitialised dense tensor on the CPU."""
+        """A dense, uninitialised tensor on the CPU."""
         size = shape.numel() * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype)
@@ -102,7 +102,7 @@ class MemoryPool:
         return torch.from_numpy(lent).view(dtype).view(shape)
 
     def unkept(self, tensor: Tensor) -> Tensor:
-        """The tensor again, where the pool has given it its memory as one that does not keep it from being lent."""
+        """The same tensor; if its memory is the pool's, as a tensor that does not keep that memory from being lent."""
         if tensor.layout is not torch.strided:
             return tensor
         whole = tensor.untyped_storage()

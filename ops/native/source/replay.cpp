@@ -15,7 +15,7 @@ int64_t ucm_rotary(
     int64_t);
 void ucm_silu_and_mul(const float*, int64_t, float*, int64_t, int64_t);
 int64_t ucm_write_kv(
-    const char*, const char*, char*, char*, const int64_t*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+    const char*, const char*, char*, char*, const int64_t*, int64_t, int64_t, int64_t, int64_t, int64_t,
     const int64_t*);
 void ucm_linear(const float*, int64_t, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
 void ucm_compact_linear(
@@ -85,25 +85,28 @@ int64_t run(const Call& recorded) {
 
 constexpr int64_t MOST_BYTES = 8 << 20;  // more is not in the caches any more when it is needed
 
-// The cached tokens that an attention reads first, if they lie token by token.
+// The cached tokens that an attention reads first, if those of a block are one run of memory: keys, and values, which are
+// another tensor.
 void runs_of(const Call& attend, std::vector<Run>& runs) {
     const Plan& plan = *static_cast<const Plan*>(attend.arguments[0]);
     const Layer& layer = *static_cast<const Layer*>(attend.arguments[1]);
     const Tensors& tensors = *static_cast<const Tensors*>(attend.arguments[2]);
     runs.clear();
-    const int64_t size = layer.cache_type == 0 ? 4 : 2, token = layer.key_token * size;
-    const int64_t between = tensors.value_cache - tensors.key_cache;
-    if (between < 0 || between >= token || layer.value_token != layer.key_token || layer.value_block != layer.key_block)
-        return;
+    if (layer.key_token != layer.kv_heads * layer.dim || layer.value_token != layer.kv_heads * layer.value_dim) return;
+    const int64_t size = layer.cache_type == 0 ? 4 : 2;
     int64_t bytes = 0;
+    const auto add = [&](const char* cache, const TokenRange& range, int64_t block, int64_t token) {
+        const int64_t length = (range.hi - range.lo) * token * size;
+        bytes += length;
+        runs.push_back({cache + (range.block * block + range.lo * token) * size, (length + LINE - 1) / LINE});
+    };
     for (int64_t j = 0; j < plan.num_jobs; ++j)
         for (int64_t s = plan.jobs[j].range_lo; s < plan.jobs[j].range_hi; ++s) {
             const TokenRange& range = plan.ranges[s];
-            const int64_t length = (range.hi - range.lo) * token;
-            if (range.entry >= 0 || range.block < 0 || range.block >= layer.blocks || length <= 0) continue;
-            if ((bytes += length) > MOST_BYTES) return;
-            runs.push_back({tensors.key_cache + range.block * layer.key_block * size + range.lo * token,
-                            (length + LINE - 1) / LINE});
+            if (range.entry >= 0 || range.block < 0 || range.block >= layer.blocks || range.hi <= range.lo) continue;
+            add(tensors.key_cache, range, layer.key_block, layer.key_token);
+            add(tensors.value_cache, range, layer.value_block, layer.value_token);
+            if (bytes >= MOST_BYTES) return;
         }
 }
 

@@ -1,10 +1,10 @@
-"""Unified Attention on CPU in torch: a few calls of its CPU flash kernel per layer, planned once per step.
+"""Unified Attention on a CPU in torch: a few calls of its CPU flash kernel per layer, planned once per step.
 
-Partials are merged in the form (normalised out, log-sum-exp), which is what the kernel returns.
+Partial results are merged as (normalised out, log-sum-exp), the form that the kernel returns.
 
-The kernel multiplies what it masks, so garbage in an unused token makes a NaN; it never makes a *finite wrong* number
-(tests/ops/test_garbage.py). So `attend` looks at its result once and answers False if it is not finite; the caller then
-asks the reference, which is exact. The one case this does not see is a key whose score is -Inf: it weighs 0 here.
+The kernel multiplies masked tokens too, so garbage in an unused token makes a NaN; it never makes a *finite wrong*
+number (tests/ops/test_garbage.py). So `attend` checks its result once, and returns False if it is not finite; the
+caller then uses the reference, which is exact. This misses one case: a key with a score of -Inf has weight 0 here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CpuAttention(AttentionImplementation):
         out: Tensor,
         selected_blocks: Tensor | None = None,
     ) -> bool:
-        """False for a selected part, too: its blocks differ by layer, and the calls are formed once per step."""
+        """Also False for a selected part: its blocks differ by layer, but the calls are formed once per step."""
         if plan.selected:
             return False
         if value.shape[-1] != query.shape[-1] or any(
@@ -129,23 +129,7 @@ def _merge(result: Tensor, lse: Tensor, rows: RowIndex, out: Tensor, out_lse: Te
 
 def _read(key_cache: Tensor, value_cache: Tensor, call: BlockCall, scratch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """fp32 keys and values [items, kv_heads, tokens, dim]: views of the cache or of a gathered copy."""
-    pair = _side_by_side(key_cache, value_cache)
-    if pair is None:
-        return _read_tokens(key_cache, call, "key", scratch), _read_tokens(value_cache, call, "value", scratch)
-    both = _read_tokens(pair, call, "pair", scratch)
-    return both[..., : key_cache.shape[-1]], both[..., key_cache.shape[-1] :]
-
-
-def _side_by_side(key_cache: Tensor, value_cache: Tensor) -> Tensor | None:
-    """The cache [blocks, block_size, kv_heads, k | v] where each value lies behind its key, as vLLM allocates it.
-
-    One gather then copies both: half the calls, and runs twice as long.
-    """
-    dim, size = key_cache.shape[-1], key_cache.element_size()
-    if key_cache.stride() != value_cache.stride() or value_cache.data_ptr() - key_cache.data_ptr() != dim * size:
-        return None
-    shape = (*key_cache.shape[:-1], dim + value_cache.shape[-1])
-    return key_cache.as_strided(shape, key_cache.stride(), key_cache.storage_offset())
+    return _read_tokens(key_cache, call, "key", scratch), _read_tokens(value_cache, call, "value", scratch)
 
 
 def _read_tokens(cache: Tensor, call: BlockCall, name: str, scratch: dict[str, Tensor]) -> Tensor:

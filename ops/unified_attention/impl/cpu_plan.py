@@ -1,7 +1,7 @@
-"""The parts of a step as calls of torch's CPU flash kernel, formed once per step; they depend on the parts alone.
+"""The parts of a step as calls of torch's CPU flash kernel, formed once per step.
 
-Causal groups become squares. What a row or a shared group reads from the cache becomes a `CallItem`, and items of
-similar length are batched into one `BlockCall`, whatever part they come from.
+Causal groups become squares. What a row or a shared group reads from the cache becomes a `CallItem`; items of
+similar length, from any part, are batched into one `BlockCall`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RowIndex = slice | Tensor
 
 
 class CausalCall(NamedTuple):
-    """`squares` adjacent squares of `length` new tokens each, from row `first` on; bias instead of a flag if short."""
+    """`squares` adjacent squares of `length` new tokens each, from row `first` on; short ones have a bias."""
 
     first: int
     squares: int
@@ -30,8 +30,8 @@ class BlockCall(NamedTuple):
     """`items` x `rows_per_item` rows against `tokens` cached tokens per item.
 
     blocks: int64 [items * blocks per item] to gather, or a slice of consecutive ones to read in place (one item).
-    bias: fp32 [items, 1, 1 or rows_per_item, tokens], 0 or -inf; None where everything is seen.
-    fresh: no earlier call of the plan has written any of these rows.
+    bias: fp32 [items, 1, 1 or rows_per_item, tokens], 0 or -inf; None if every token is seen.
+    fresh: no earlier call of the plan writes any of these rows.
     """
 
     rows: RowIndex
@@ -44,11 +44,11 @@ class BlockCall(NamedTuple):
 
 
 class CpuPlan(NamedTuple):
-    """The calls of a layer; `fresh_rows` are written by a call that need not look at what is there.
+    """The calls of a layer; `fresh_rows` are first written by a call that ignores their previous contents.
 
-    merges: some row is written by more than one call, so log-sum-exps are kept.
-    scratch: where keys and values are gathered, kept from layer to layer, because fresh memory costs more than the copy
-        into it. So a plan serves one layer at a time.
+    merges: more than one call writes some row, so log-sum-exps are kept.
+    scratch: memory for gathered keys and values, reused by all layers because new memory costs more than the copy. So a
+        plan serves one layer at a time.
     selected: the step has a selected part, which no call covers.
     """
 
@@ -61,14 +61,14 @@ class CpuPlan(NamedTuple):
 
 
 def range_bias(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
-    """fp32 [spans, blocks * block_size]: 0 where a token is in range, else -inf."""
+    """Bias, fp32 [spans, blocks * block_size]: 0 for tokens in range, otherwise -inf."""
     token = torch.arange(block_size)
     visible = (token >= lo[..., None]) & (token < hi[..., None])
     return torch.zeros(visible.shape).masked_fill_(~visible, -math.inf).flatten(1)
 
 
 def as_run(ids: Tensor) -> RowIndex:
-    """Consecutive rows or blocks as a slice, which is read and written without a copy."""
+    """Rows or blocks as a slice if they are consecutive, since a slice is read and written without a copy."""
     first, count = int(ids[0]), ids.shape[0]
     return slice(first, first + count) if torch.equal(ids, torch.arange(first, first + count)) else ids
 
@@ -78,7 +78,7 @@ MASK_ELEMENTS = 1 << 22  # of a bias, which differs from row to row only where a
 
 
 class CallItem(NamedTuple):
-    """Rows that see the same tokens of the cached blocks `entries[start:start + blocks]`, the last at `tokens - 1`."""
+    """Rows that see the same tokens of the cached blocks `entries[start:start + blocks]`, up to token `tokens - 1`."""
 
     rows: tuple[int, ...]
     start: int
@@ -87,7 +87,7 @@ class CallItem(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Visible blocks of all items: int64 block ids and the token range [lo, hi) in each."""
+    """The visible blocks of all items: int64 block ids, and the token range [lo, hi) in each."""
 
     blocks: Tensor
     lo: Tensor
@@ -95,7 +95,7 @@ class Entries(NamedTuple):
 
 
 def add_unique_items(part: UniquePart, block_size: int, items: list[CallItem], pieces: list[Entries]) -> None:
-    """One item per single row, cut where it is longer than a tile."""
+    """Adds one item per single row, divided if it is longer than a tile."""
     blocks = torch.arange(part.rows.shape[0]) if part.blocks is None else part.blocks
     chosen, entries = _visible_entries(blocks, part.lo, part.hi, block_size, part.rows)
     rows, counts = torch.unique_consecutive(part.rows[chosen], return_counts=True)
@@ -116,7 +116,7 @@ def add_shared_items(
     pieces: list[Entries],
     masked: list[BlockCall],
 ) -> None:
-    """A group whose rows see the same tokens is an item; else its rows are called with a mask of their own."""
+    """A group whose rows see the same tokens becomes an item; otherwise its rows get calls with a mask."""
     columns = slice(group.block_lo, group.block_hi)
     blocks = part.blocks[columns]
     spans = part.row_spans[group.rows]
@@ -195,7 +195,7 @@ SHORT = 16
 
 
 def make_plan(parts: AttentionParts, block_size: int) -> CpuPlan:
-    """Turns the parts of a step into calls; reads them on the host."""
+    """The calls for the parts of a step; reads the parts on the host."""
     causal = _causal_calls(parts.causal) if parts.causal is not None else ()
     items: list[CallItem] = []
     pieces: list[Entries] = []

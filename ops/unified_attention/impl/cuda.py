@@ -1,4 +1,4 @@
-"""Unified Attention on CUDA: where the Triton kernels run. They are imported on first use: triton is not everywhere."""
+"""Unified Attention on CUDA: where the Triton kernels run. They are imported on first use: triton is optional."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CudaAttention(AttentionImplementation):
-    """Triton kernels, on a GPU; by name also on a CPU under Triton's interpreter."""
+    """Triton kernels on a GPU; if asked for by name, also on a CPU under Triton's interpreter."""
 
     devices = frozenset({"cuda"})
     priority = 20
@@ -28,7 +28,7 @@ class CudaAttention(AttentionImplementation):
         return why_not_triton(device)
 
     def plan(self, parts: AttentionParts, block_size: int) -> CudaPlan:
-        """Sorts the step's entries on the device."""
+        """Sorts the entries of the step on the device."""
         from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import make_plan
 
         return make_plan(parts, block_size)
@@ -45,7 +45,7 @@ class CudaAttention(AttentionImplementation):
         out: Tensor,
         selected_blocks: Tensor | None = None,
     ) -> bool:
-        """False if the kernels do not cover the layer, which is logged once."""
+        """Returns False, and logs it once, if the kernels do not cover the layer."""
         return self._attend(query, key, value, key_cache, value_cache, plan, spec, out, selected_blocks)
 
     @cached_property

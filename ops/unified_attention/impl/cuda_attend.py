@@ -1,11 +1,11 @@
-"""A layer of Unified Attention in Triton: grids follow from shapes alone, the real counts are read on the device.
+"""A layer of Unified Attention in Triton: grids depend on shapes only; the device reads the actual counts.
 
-The parts that read the cache split their work evenly among programs, whatever rows it belongs to; a last kernel adds up
-what they have found of a row, of all parts. A step with a causal part alone is one kernel. Nothing is read on the host,
-so `plan` and `attend` may be captured in a CUDA graph. Splitting evenly over (row, block) pairs: "stream-K" (Osama et
-al. 2023); reducing in a second launch: Flash-Decoding (Dao et al. 2023).
+The parts that read the cache divide their work evenly among programs, across row boundaries; a final kernel adds the
+partial results of each row over all parts. A step with only a causal part is one kernel. Nothing is read on the host,
+so `plan` and `attend` may be captured in a CUDA graph. Even division over (row, block) pairs is "stream-K" (Osama et
+al. 2023); reduction in a second launch is Flash-Decoding (Dao et al. 2023).
 
-A key is not looked at for itself: where a score is -Inf, it has the weight 0.
+Keys are not checked themselves: a key with a score of -Inf has weight 0.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def attend(
     out: Tensor,
     selected_blocks: Tensor | None = None,
 ) -> bool:
-    """Writes the attention of one layer to `out`; False if the kernels do not cover it, which is logged once.
+    """Writes the attention of one layer to `out`. Returns False, and logs it once, if the kernels do not cover it.
 
-    selected_blocks: int64 [selected], the layer's blocks of the selected part in place of the plan's.
+    selected_blocks: int64 [selected], blocks of this layer instead of those in the plan's selected part.
     """
     layer = Layer(query, key, value, key_cache, value_cache, out, spec.scale * math.log2(math.e))
     if not layer.rows:

@@ -1,4 +1,4 @@
-"""One layer's tensors as the CUDA kernels take them: sizes, strides, tile sizes; None for what they do not cover."""
+"""The tensors of one layer as the CUDA kernels take them: sizes, strides, tile sizes, and what is not covered."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Layer:
 
     @property
     def group(self) -> int:
-        """Query heads per kv head."""
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property
@@ -49,7 +49,7 @@ class Layer:
 
     @property
     def wide(self) -> bool:
-        """Arithmetic is fp32: where the inputs are, or where query and cache differ."""
+        """Whether arithmetic is fp32: if the inputs are, or if the dtypes of query and cache differ."""
         return self.query.dtype == torch.float32 or self.query.dtype != self.key_cache.dtype
 
     def sizes(self) -> dict[str, Any]:
@@ -75,13 +75,13 @@ class Layer:
         return (*self.key_cache.stride()[:3], *self.value_cache.stride()[:3])
 
     def tokens_per_tile(self, stage: int) -> int:
-        """Keys of one step of a loop that holds `stage` bytes of keys and values."""
+        """Keys per step of a loop that holds `stage` bytes of keys and values."""
         token = (power_of_two(self.query.shape[2]) + power_of_two(self.value_dim)) * (4 if self.wide else 2)
         return max(16, 1 << (stage // token).bit_length() - 1)
 
 
 def why_not(layer: Layer) -> str | None:
-    """What the kernels do not cover of this layer; None if they do."""
+    """Why the kernels do not cover this layer; None if they do."""
     dim = max(layer.query.shape[2], layer.value_dim)
     tensors = (layer.query, layer.key, layer.value, layer.key_cache, layer.value_cache, layer.out)
     if dim > LARGEST_HEAD:
@@ -96,18 +96,18 @@ def why_not(layer: Layer) -> str | None:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is not below `size`, at least 16: what a matrix product takes."""
+    """The smallest power of two that is at least `size` and at least 16, as matrix products need."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def lists_size(count: int) -> int:
-    """A power of two that holds so many lists; the same for most steps, for each is a kernel of its own to compile."""
+    """A power of two for this many lists; the same for most steps, because each value compiles another kernel."""
     return max(1024, power_of_two(count))
 
 
 @lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on a CPU, where kernels are interpreted, a few that make work be split."""
+    """Of a GPU. For a CPU, where kernels are interpreted, a small number that still divides the work."""
     if device.type != "cuda":
         return 5
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -115,16 +115,16 @@ def multiprocessors(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def has_copy_engine(device: torch.device) -> bool:
-    """Whether a GPU copies tiles that a descriptor names (Hopper and later); the interpreter does, too."""
+    """Whether the GPU can copy tiles by descriptor (Hopper and later); so can the interpreter."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @lru_cache(maxsize=16)
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel may start before the one ahead of it has ended, and wait inside (Hopper and later)."""
+    """Whether a kernel may start before its predecessor ends, and wait inside (Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def follows(early: bool) -> dict[str, bool]:
-    """Of the launch of a kernel that waits inside for the one ahead of it on its stream."""
+    """Launch options of a kernel that waits inside for its predecessor on the stream."""
     return {"launch_pdl": True} if early else {}

@@ -1,4 +1,4 @@
-"""Launches the causal part."""
+"""Launches the kernels of each part, and the merge."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ LOOKED_AT = 64  # pairs of a tile and a head that a program of the repair looks 
 
 
 def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found]) -> Work:
-    """New tokens among themselves: finished in `out`, or to scratch for rows that also have cached blocks.
+    """New tokens among themselves: written to `out`, or to scratch for rows that also have cached blocks.
 
-    starts: int32 [rows], see CudaPlan. others: where the other parts of the step leave what they find.
+    starts: int32 [rows], see CudaPlan. others: the partial results of the other parts of the step.
     """
     tile = causal_tile(layer)
     tiles = -(-layer.rows // tile.block_m)
@@ -82,9 +82,9 @@ def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found]
 
 
 def saved_sums(layer: Layer, plan: CudaPlan, others: Sequence[Found]) -> Sums | None:
-    """Where the sums of rows with cached blocks are left: acc, top, total. None if such rows cannot be.
+    """Scratch for the sums of rows with cached blocks: acc, top, total. None if there can be no such rows.
 
-    Unique blocks are of single rows, which take no part here.
+    Unique blocks belong to single rows, which have no causal part.
     """
     if plan.starts is None or all(one.part == "unique" for one in others):
         return None
@@ -94,7 +94,7 @@ def saved_sums(layer: Layer, plan: CudaPlan, others: Sequence[Found]) -> Sums | 
 
 
 def _has_more(others: Sequence[Found]) -> Tensor:
-    """int32 [rows]: whether a row has a place in a list."""
+    """Whether a row has a place in a list: int32 [rows]."""
     return torch.stack([one.place >= 0 for one in others]).any(0).int()
 
 
@@ -110,7 +110,7 @@ COLUMNS = 128  # shared blocks that a program looks at in one step
 
 
 def shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> Work:
-    """Tiles of rows with the shared blocks that they use. beside: the step has other parts that read the cache."""
+    """Tiles of rows with the shared blocks that they use. beside: other parts of the step read the cache, too."""
     tile = shared_tile(layer)
     rows_per_tile = tile.block_m // layer.group
     tiles = plan.kept(("tiles", rows_per_tile), lambda: _tiles(part, plan.block_size, layer.rows, rows_per_tile))
@@ -156,7 +156,7 @@ def shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> Work
 
 
 def listed_pairs(layer: Layer, part: SharedPart | None) -> int:
-    """Pairs of a tile of rows and a shared block: the size of the lists."""
+    """Number of pairs of a row tile and a shared block, which is the size of the lists."""
     if part is None:
         return 0
     return -(-layer.rows // (shared_tile(layer).block_m // layer.group)) * part.blocks.shape[0]
@@ -199,9 +199,9 @@ FINAL_TOKENS = 256
 
 
 def unique(layer: Layer, plan: CudaPlan, lists: Lists, beside: bool, alone: bool) -> Work:
-    """The single rows with the blocks that only they use. beside: it leaves room for the shared part.
+    """The single rows with their unique blocks. beside: leaves room for the shared part.
 
-    alone: the step has no other part; then a few tokens go straight to the result.
+    alone: the step has no other part; a short context then goes directly to the result.
     """
     if alone and lists.blocks.shape[0] * plan.block_size <= FINAL_TOKENS:
         return _finished(layer, plan, lists)
@@ -210,7 +210,7 @@ def unique(layer: Layer, plan: CudaPlan, lists: Lists, beside: bool, alone: bool
 
 
 def _finished(layer: Layer, plan: CudaPlan, lists: Lists) -> Work:
-    """All rows, each with all of its blocks at once."""
+    """One program per row, with all of its blocks, straight to the result."""
     sizes = {**layer.sizes(), **spans_tile(layer, 1).sizes(), "BLOCK_SIZE": plan.block_size}
 
     def launch() -> None:
@@ -224,7 +224,7 @@ def _finished(layer: Layer, plan: CudaPlan, lists: Lists) -> Work:
 
 
 def selected(layer: Layer, plan: CudaPlan, part: SelectedPart, lists: Lists, blocks: Tensor | None) -> Work:
-    """The rows of each span with the blocks that were chosen for it; blocks: int64 [selected], the layer's own."""
+    """The rows of each span with its selected blocks; blocks: int64 [selected], those of the layer."""
     chosen = lists.blocks if blocks is None else blocks[lists.order]
     place = plan.kept(("selected place", layer.rows), lambda: selected_place(part, layer.rows))
     return _spans(layer, plan, "selected", place, lists, chosen, part.max_rows, (part.first_rows, part.num_rows))
@@ -241,7 +241,7 @@ def _spans(
     spans: tuple[Tensor | None, Tensor | None],
     beside: bool = False,
 ) -> Work:
-    """rows: of a span at most. spans: first row and number of rows of each; None: span i is row i."""
+    """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i."""
     many = spans[0] is None and lists.num_lists >= MANY_SPANS
     flat = flat_spans_tile(layer, plan.block_size, beside) if many else None
     tile = flat or spans_tile(layer, rows)
@@ -270,7 +270,7 @@ FEW_ROWS, OF_FEW, OF_MANY = 16, (1, 32), (4, 8)
 
 
 def merge(layer: Layer, plan: CudaPlan, found: Sequence[Found], alone: bool) -> None:
-    """Adds up what has been found of each row; rows that have a causal part alone are finished already.
+    """Adds the partial results of each row; rows with only a causal part are already complete.
 
     alone: the step has one part, whose kernel is the last one on this stream.
     """

@@ -1,7 +1,7 @@
-"""What the CUDA kernels read beside the parts: sorted lists and places, made on the device once per step.
+"""What the CUDA kernels read in addition to the parts: sorted lists and places, made on the device once per step.
 
-Shapes are functions of the shapes of the parts, and nothing is read on the host: a graph that is captured with `plan`
-inside works for every step of its bucket.
+Shapes depend only on the shapes of the parts, and nothing is read on the host. So a graph with `plan` inside works for
+every step of its bucket.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 
 class Lists(NamedTuple):
-    """Entries (a block and the range of its tokens that is seen) by list, those that nobody sees last.
+    """Entries (a block and its visible token range) sorted by list; invisible entries come last.
 
     order: int64 [entries] place of each in the part. blocks: int64, lo, hi: int32 [entries].
-    owners: int32 [entries] list of each. offsets: int32 [lists + 1] where each list begins.
+    owners: int32 [entries] list of each. offsets: int32 [lists + 1] start of each list.
     """
 
     order: Tensor
@@ -50,9 +50,9 @@ class Lists(NamedTuple):
 class Tiles(NamedTuple):
     """Rows in tiles of `rows_per_tile`, and the columns (shared blocks) that each tile uses.
 
-    order: int32 [tiles * rows_per_tile] rows, -1: none. place: int32 [rows] the inverse, -1: uses no shared block.
-    columns, column_blocks: int32 [tiles, shared]; offsets: int32 [tiles + 1] of the columns in use; of these
-    `whole_counts` int32 [tiles] come first, which all rows of the tile see whole.
+    order: int32 [tiles * rows_per_tile] rows, or -1. place: int32 [rows] the inverse; -1 if a row uses no shared block.
+    columns, column_blocks: int32 [tiles, shared]. offsets: int32 [tiles + 1] of the columns in use. whole_counts: int32
+    [tiles]: the first columns of a tile, this many, are completely visible to all of its rows.
     """
 
     order: Tensor
@@ -69,10 +69,10 @@ class Tiles(NamedTuple):
 
 @dataclass
 class CudaPlan:
-    """Of one step; one layer at a time may use it, for `scratch` is kept from layer to layer.
+    """The plan of one step. One layer at a time may use it, because the layers share `scratch`.
 
-    starts: int32 [rows] first row that a row sees in the causal part, beyond the row itself where it takes no part.
-    derived: what depends on the layer's heads or rows, too.
+    starts: int32 [rows] first row that a row sees in the causal part; later than the row itself if it has none.
+    derived: values that also depend on the heads or rows of a layer.
     """
 
     parts: AttentionParts
@@ -84,14 +84,14 @@ class CudaPlan:
     scratch: dict[str, Tensor] = field(default_factory=dict)
 
     def kept(self, key: tuple[str, int], derive: Callable[[], T]) -> T:
-        """What was derived under this key, or is now."""
+        """The value for this key, derived on the first call."""
         if key not in self.derived:
             self.derived[key] = derive()
         return cast(T, self.derived[key])
 
 
 def make_plan(parts: AttentionParts, block_size: int) -> CudaPlan:
-    """Sorts the entries of the parts; queues device work only."""
+    """Sorts the entries of the parts; only queues work on the device."""
     return CudaPlan(
         parts,
         block_size,
@@ -102,9 +102,9 @@ def make_plan(parts: AttentionParts, block_size: int) -> CudaPlan:
 
 
 def unique_place(lists: Lists, rows: int) -> Tensor:
-    """int32 [rows]: the list of a row, or -1 where it is empty; list i is row i's.
+    """The list of each row, or -1 if it is empty: int32 [rows]; list i belongs to row i.
 
-    A bucket counts any row that may be a single one; rows of a prompt among these have no unique block.
+    A bucket counts every row that may be a single row; prompt rows among these have no unique blocks.
     """
     place = torch.full((rows,), -1, dtype=torch.int32, device=lists.offsets.device)
     known = min(rows, lists.num_lists)
@@ -114,7 +114,7 @@ def unique_place(lists: Lists, rows: int) -> Tensor:
 
 
 def selected_place(part: SelectedPart, rows: int) -> Tensor:
-    """int32 [rows]: span * max_rows + lane of a row, or -1. A row is of one span at most."""
+    """The place of each row, span * max_rows + lane, or -1: int32 [rows]. A row belongs to one span at most."""
     spans, device = part.first_rows.shape[0], part.first_rows.device
     lane = torch.arange(part.max_rows, device=device)
     # what is no row of a span goes to one more entry, which is cut off
@@ -125,7 +125,7 @@ def selected_place(part: SelectedPart, rows: int) -> Tensor:
 
 
 def row_order(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> tuple[Tensor, Tensor]:
-    """Rows by the first shared block that they use, so that a tile's rows mostly use the same; see Tiles."""
+    """Rows sorted by their first shared block, so that the rows of a tile mostly use the same; see Tiles."""
     count = part.blocks.shape[0]
     used = part.hi.clamp(max=block_size) > part.lo.clamp(min=0)
     column = torch.arange(count, dtype=torch.int32, device=used.device)
@@ -161,7 +161,7 @@ def _selected_lists(part: SelectedPart) -> Lists:
 
 
 def _sorted(owners: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Entries by owner, int64 [entries], those that nobody sees last; the owner of each, int32; offsets, see Lists."""
+    """Entries by owner, int64 [entries], invisible ones last; the owner of each, int32; offsets, see Lists."""
     key = torch.where(seen, owners, count).int()
     by_owner, order = torch.sort(key, stable=True)
     bounds = torch.arange(count + 1, dtype=key.dtype, device=key.device)
@@ -176,7 +176,7 @@ ALIGNMENT = 16  # bytes, of the first element and of every stride
 
 
 def describe_tokens(tokens: Tensor, block_n: int) -> TensorDescriptor | None:
-    """Tiles [block_n, dim] of [rows, kv_heads * dim]; tokens: [rows, kv_heads, dim]. None where it cannot be used."""
+    """Tiles [block_n, dim] of [rows, kv_heads * dim]; tokens: [rows, kv_heads, dim]. None if unusable."""
     rows, heads, dim = tokens.shape
     if not _fits(tokens) or tokens.stride(1) != dim:
         return None
@@ -186,7 +186,7 @@ def describe_tokens(tokens: Tensor, block_n: int) -> TensorDescriptor | None:
 def describe_cache(cache: Tensor, block_n: int) -> TensorDescriptor | None:
     """Tiles [1, 1, block_n, dim] of [blocks, kv_heads, block_size, dim]; cache: [blocks, block_size, kv_heads, dim].
 
-    None where it cannot be used, or a tile would be of more than one block.
+    None if it cannot be used, or if a tile would span more than one block.
     """
     if not _fits(cache) or cache.shape[1] % block_n:
         return None
@@ -209,9 +209,9 @@ _threads = threading.local()
 
 
 class Found(NamedTuple):
-    """What the programs of a part find: acc, top, total of [programs + lists, rows, heads], fp32.
+    """Partial results of the programs of a part: acc, top, total, fp32 [programs + lists, rows, heads].
 
-    place: int32 [rows of the step] list * rows of a list + lane, or -1. offsets: int32 [lists + 1].
+    place: int32 [rows of the step]: list * rows per list + lane, or -1. offsets: int32 [lists + 1].
     """
 
     part: str
@@ -225,7 +225,7 @@ class Found(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A launch, and where the result of it will be; None: in the step's own result."""
+    """A launch, and where it leaves its partial results; None if it writes to the result of the step."""
 
     launch: Callable[[], None]
     found: Found | None
@@ -234,7 +234,7 @@ class Work(NamedTuple):
 def room_for(
     layer: Layer, plan: CudaPlan, part: str, place: Tensor, offsets: Tensor, programs: int, rows: int
 ) -> Found:
-    """Scratch for a part whose lists have `rows` rows each."""
+    """Scratch memory for a part whose lists have `rows` rows each."""
     size = (programs + offsets.shape[0] - 1) * rows * layer.heads
     acc = scratch(layer, plan, f"{part} acc", size * layer.value_dim)
     top, total = (scratch(layer, plan, f"{part} {name}", size) for name in ("top", "total"))
@@ -242,7 +242,7 @@ def room_for(
 
 
 def scratch(layer: Layer, plan: CudaPlan, name: str, size: int) -> Tensor:
-    """fp32, at least `size` elements of any contents, kept from layer to layer."""
+    """Uninitialised fp32 memory of at least `size` elements, reused by all layers."""
     kept = plan.scratch.get(name)
     if kept is None or kept.numel() < size:
         kept = plan.scratch[name] = torch.empty(size, dtype=torch.float32, device=layer.query.device)
@@ -250,10 +250,10 @@ def scratch(layer: Layer, plan: CudaPlan, name: str, size: int) -> Tensor:
 
 
 def run_side_by_side(work: Sequence[Work], device: torch.device) -> None:
-    """Launches all: the first on the current stream, the others beside it; what comes next waits for all.
+    """Launches all in parallel, the first on the current stream; later work waits for all of them.
 
-    One part is bound by memory, another by arithmetic: together they take little more than the longer of them. While a
-    graph is captured its branches are captured so.
+    If memory limits one part and arithmetic another, together they take little longer than the slower one. A captured
+    graph gets parallel branches.
     """
     if device.type != "cuda" or len(work) == 1:
         for one in work:
@@ -271,7 +271,7 @@ def run_side_by_side(work: Sequence[Work], device: torch.device) -> None:
 
 
 def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Of this thread: a graph that another thread captures must not get what this one launches."""
+    """Side streams of this thread: launches here must not enter a graph that another thread captures."""
     streams: dict[torch.device, list[torch.cuda.Stream]] | None = getattr(_threads, "streams", None)
     if streams is None:
         streams = _threads.streams = {}
@@ -289,7 +289,7 @@ STAGE, LARGE_STAGE = 32 * 1024, 64 * 1024
 
 
 class Tile(NamedTuple):
-    """block_m: rows, or rows times query heads of one kv head; block_n: keys of a step of the loop."""
+    """block_m: rows, or rows times query heads of one KV head; block_n: keys per step of the loop."""
 
     block_m: int
     block_n: int
@@ -297,7 +297,7 @@ class Tile(NamedTuple):
     warps: int
 
     def sizes(self) -> dict[str, int]:
-        """As arguments of a launch."""
+        """The sizes as arguments of a launch."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -307,23 +307,23 @@ class Tile(NamedTuple):
 
 
 def causal_tile(layer: Layer) -> Tile:
-    """block_m: rows."""
+    """Tile of the causal part. block_m: rows."""
     if layer.wide:
         return Tile(32, min(32, layer.tokens_per_tile(STAGE)), 2, 4)
     return Tile(64, min(64, layer.tokens_per_tile(STAGE)), 3, 4)
 
 
 def spans_tile(layer: Layer, rows: int) -> Tile:
-    """rows: of a span."""
+    """Tile for spans of up to `rows` rows."""
     most = 64 if layer.wide else 128
     block_m = power_of_two(rows * layer.group)
     return Tile(block_m, min(most, layer.tokens_per_tile(LARGE_STAGE)), 2, 8 if block_m >= 128 else 4)
 
 
 def flat_spans_tile(layer: Layer, block_size: int, beside: bool) -> Tile | None:
-    """For single rows in one loop over all entries, which also keeps queries in its stages; None where it does not fit.
+    """For single rows in one loop over all entries, whose stages also hold queries; None if it does not fit.
 
-    beside: as of `programs_of`; fewer programs ask for more at once.
+    beside: as in `programs_of`; with fewer programs each requests more at once.
     """
     block_m = power_of_two(layer.group)
     most, stage = (128, LARGE_STAGE) if beside else (64, STAGE)
@@ -333,9 +333,9 @@ def flat_spans_tile(layer: Layer, block_size: int, beside: bool) -> Tile | None:
 
 
 def shared_tile(layer: Layer) -> Tile:
-    """Two sizes of block_m, for each is a kernel of its own to compile: one for few rows, one for many.
+    """Tile of the shared part: block_m has two sizes, for few and for many rows, since each compiles another kernel.
 
-    Two stages leave the shared memory that the unique part needs beside it.
+    Two stages leave enough shared memory for the unique part beside it.
     """
     few = layer.rows * layer.group <= 16
     block_m = max(power_of_two(layer.group), 16 if few else 32 if layer.wide else 64)
@@ -343,9 +343,9 @@ def shared_tile(layer: Layer) -> Tile:
 
 
 def programs_of(layer: Layer, entries: int, beside: bool = False, flat: bool = False) -> int:
-    """Programs per kv head, never more than there are entries. beside: it runs beside a part that is bound by memory.
+    """Programs per KV head, never more than entries. beside: it runs beside a part that is limited by memory.
 
-    A multiple of eight, where there are so many: shares then end more often where a list does.
+    A multiple of eight if there are that many: shares then more often end where a list ends.
     """
     per_multiprocessor = PROGRAMS_BESIDE if beside else PROGRAMS_FLAT if flat else PROGRAMS
     most = per_multiprocessor * multiprocessors(layer.query.device) // layer.kv_heads
@@ -353,10 +353,10 @@ def programs_of(layer: Layer, entries: int, beside: bool = False, flat: bool = F
 
 
 def merges_early(layer: Layer, programs: int) -> bool:
-    """Whether the merge starts before so many programs per kv head have ended: of one row, where both have room.
+    """Whether the merge starts before this many programs per KV head have ended: for one row, if both fit on the GPU.
 
-    H200: 512 tokens 8.3 -> 8.0 us, 2560 tokens 9.5 -> 9.2; where the GPU is full, the merge takes the place of what it
-    waits for (8704 tokens 0.016 -> 0.019 ms, two requests of 4096 13.4 -> 15.6 us).
+    H200: 512 tokens 8.3 -> 8.0 us, 2560 tokens 9.5 -> 9.2. On a full GPU the merge displaces the programs that it waits
+    for (8704 tokens 0.016 -> 0.019 ms, two requests of 4096 tokens 13.4 -> 15.6 us).
     """
     most = PROGRAMS * multiprocessors(layer.query.device)
     fits = programs * layer.kv_heads + layer.heads <= most

@@ -1,161 +1,136 @@
-"""Cached blocks that rows of one request see: the unique part and the selected part, block by block, then by row."""
+"""Cached blocks that rows of one request see, the unique part and the selected part: block by block, then by row."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_tile
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tile import (
-    Scaling,
-    accumulate,
-    attend_tile,
-    block_tile,
-    kv_tokens,
-    piece_blocks,
-    score_tokens,
+from vllm_gaudi_ucm.ops.index_maximum import index_maximum
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import (
+    LEAST_SUM,
+    LOWEST,
+    Products,
+    Seen,
+    packed,
+    value_dtype,
 )
-from vllm_gaudi_ucm.ops.unified_attention.parts import (
-    Partial,
-    SelectedPart,
-    SharedGroup,
-    SharedPart,
-    UniquePart,
-    combine,
-    nothing,
-    reduce_to_rows,
-)
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_rows import outside
+from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, UniquePart
 
 
-def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart, scaling: Scaling) -> Partial | None:
-    """Partial of the single rows [0, num_rows); None where there are none."""
-    count, heads = part.rows.shape[0], query.shape[1]
-    if count == 0 or part.num_rows == 0:
-        return None
-    found: Partial | None = None
-    query = scaling.apply(query[: part.num_rows])
-    together, tile = piece_blocks(heads, value_cache.shape[-1]), block_tile(key_cache, value_cache, heads)
-    for first in range(0, count, together):
-        last = min(first + together, count)
-        pieces = [
-            _unique_tile(query, key_cache, value_cache, part, slice(lo, min(lo + tile, last)))
-            for lo in range(first, last, tile)
-        ]
-        empty = nothing(query, part.num_rows, value_cache.shape[-1])
-        sums = reduce_to_rows(_join(pieces), part.rows[first:last], empty)
-        found = accumulate(found, sums)
-    return found
+class Blocks(NamedTuple):
+    """Blocks and the rows that read them; a block's rows see the same tokens of it. The same in all layers but for ids.
+
+    ids: int64 [blocks] to gather; None: the first ones of the cache, or those that a layer has chosen.
+    before: int64 [n] blocks to gather before those that a layer has chosen; None: there are none.
+    is_chosen: whether a layer's choice is gathered.
+    rows: int64 [blocks * most rows], by block.
+    unseen: bool [blocks, block_size] tokens that the rows do not see.
+    absent: bool [blocks, most rows] places without a row, whose `rows` are others; None: there are none.
+    """
+
+    ids: Tensor | None
+    before: Tensor | None
+    is_chosen: bool
+    rows: Tensor
+    unseen: Tensor
+    absent: Tensor | None = None
+
+    def gathered(self, chosen: Tensor | None) -> Tensor | None:
+        """int64 [blocks]; None: the first ones of the cache. chosen: int64 [selected] of a layer, instead of `ids`."""
+        if not self.is_chosen or chosen is None:
+            return self.ids
+        return chosen if self.before is None else torch.cat((self.before, chosen))
 
 
-def _unique_tile(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart, span: slice) -> Partial:
-    """Partial [blocks of the span, heads, ...]."""
-    blocks = None if part.blocks is None else part.blocks[span]
-    key, value = (
-        cache[span] if blocks is None else cache.index_select(0, blocks) for cache in (key_cache, value_cache)
-    )
-    seen = in_range(part.lo[span], part.hi[span], key_cache.shape[1])
-    rows = query.index_select(0, part.rows[span])[:, None]
-    piece = attend_tile(rows, key, value, seen[:, None], seen)
-    return Partial(*(tensor.squeeze(1) for tensor in piece))
+def blocks_of(unique: UniquePart | None, selected: SelectedPart | None, token: Tensor | None) -> tuple[Blocks, ...]:
+    """The blocks of both parts, together where each block has one row. token: int64 [block_size] 0, 1, .."""
+    own = others = None
+    if token is None:
+        return ()
+    if unique is not None and unique.rows.shape[0] and unique.num_rows:
+        unseen = outside(token, None if unique.from_first else unique.lo, unique.hi)
+        own = Blocks(unique.blocks, None, False, unique.rows, unseen)
+    if selected is not None and 0 not in (selected.blocks.shape[0], selected.first_rows.shape[0]):
+        others = _selected(selected, token)
+    if own is not None and others is not None and others.absent is None:
+        assert selected is not None, "others are chosen blocks"
+        return (_together(own, others, selected.blocks),)
+    return tuple(one for one in (own, others) if one is not None)
 
 
-def selected(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SelectedPart, scaling: Scaling, blocks: Tensor
-) -> Partial | None:
-    """Partial of all rows over chosen blocks (int64 [selected]): each is read once for all rows of its span."""
-    num_spans, most, heads = part.first_rows.shape[0], part.max_rows, query.shape[1]
-    if 0 in (blocks.shape[0], num_spans, query.shape[0], most):
-        return None
-    step = torch.arange(most, device=query.device)
-    inside = step < part.num_rows[:, None]
-    rows = (part.first_rows[:, None] + step).clamp(max=query.shape[0] - 1)
-    places = torch.arange(num_spans * most, device=query.device).view(num_spans, most)
-    value_dim = value_cache.shape[-1]
-    of_spans: Partial | None = None
-    tile = min(block_tile(key_cache, value_cache, heads, most), piece_blocks(heads, value_dim, most))
-    for ids, spans, hi in zip(blocks.split(tile), part.spans.split(tile), part.hi.split(tile), strict=True):
-        seen = in_range(torch.zeros_like(hi), hi, key_cache.shape[1])
-        mine = inside.index_select(0, spans)
-        queries = query.index_select(0, rows.index_select(0, spans).flatten()).unflatten(0, (-1, most))
-        key, value = (cache.index_select(0, ids) for cache in (key_cache, value_cache))
-        piece = attend_tile(scaling.apply(queries), key, value, seen[:, None] & mine[..., None], seen)
-        # a broken value is in the results of all rows of the tile, and these rows are somebody else's
-        others = ~mine[..., None]
-        piece = piece._replace(out=piece.out.masked_fill(others[..., None], 0), sum=piece.sum.masked_fill(others, 0))
-        flat = Partial(*(tensor.flatten(0, 1) for tensor in piece))
-        empty = nothing(query, num_spans * most, value_dim)
-        sums = reduce_to_rows(_widen(flat), places.index_select(0, spans).flatten(), empty)
-        of_spans = accumulate(of_spans, sums)
-    assert of_spans is not None, "there is at least one tile"
-    # a row beyond a span's own has seen nothing, so it may be added to any row
-    return reduce_to_rows(of_spans, rows.flatten(), nothing(query, query.shape[0], value_dim))
+def _together(own: Blocks, others: Blocks, chosen: Tensor) -> Blocks:
+    """The slice of one is gathered then: a copy more of its blocks, and half of the operators."""
+    places = torch.arange(own.rows.shape[0], device=chosen.device) if own.ids is None else own.ids
+    rows, unseen = torch.cat((own.rows, others.rows)), torch.cat((own.unseen, others.unseen))
+    return Blocks(torch.cat((places, chosen)), places, True, rows, unseen)
 
 
-def in_range(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
-    """bool [..., block_size]: which tokens of the block lie in [lo, hi)."""
-    token = torch.arange(block_size, device=lo.device)
-    return (token >= lo[..., None]) & (token < hi[..., None])
+def _selected(part: SelectedPart, token: Tensor) -> Blocks:
+    live = part.num_rows.index_select(0, part.spans)
+    first = part.first_rows.index_select(0, part.spans)
+    if part.max_rows == 1:
+        # a span without a row sees nothing
+        return Blocks(part.blocks, None, True, first, outside(token, None, part.hi * live))
+    step = torch.arange(part.max_rows, device=token.device)
+    # a place without a row repeats one of the span's own
+    rows = first[:, None] + torch.minimum(step, (live - 1).clamp(min=0)[:, None])
+    return Blocks(part.blocks, None, True, rows.flatten(), outside(token, None, part.hi), step >= live[:, None])
 
 
-def _join(pieces: list[Partial]) -> Partial:
-    joined = pieces[0] if len(pieces) == 1 else Partial(*(torch.cat(column) for column in zip(*pieces, strict=True)))
-    return _widen(joined)
-
-
-def _widen(piece: Partial) -> Partial:
-    return piece._replace(out=piece.out.float())
-
-
-def shared(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SharedPart, scaling: Scaling) -> Partial | None:
-    """Partial of all rows; cost follows the groups' rows x blocks."""
-    groups = [group for group in part.groups if group.block_hi > group.block_lo and group.rows.shape[0]]
-    if not groups:
-        return None
-    if len(groups) == 1 and groups[0].rows.shape[0] == query.shape[0]:
-        return _all_rows(query, key_cache, value_cache, part, groups[0], scaling)
-    result = nothing(query, query.shape[0], value_cache.shape[-1])
-    for group in groups:
-        for rows in group.rows.split(hpu_tile.MOST_ROWS):
-            spans = part.row_spans.index_select(0, rows)
-            piece = _group_rows(query.index_select(0, rows), key_cache, value_cache, part, group, spans, scaling)
-            both = combine(Partial(*(whole.index_select(0, rows) for whole in result)), piece)
-            for whole, tile in zip(result, both, strict=True):
-                whole.index_copy_(0, rows, tile)
-    return result
-
-
-def _all_rows(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SharedPart, group: SharedGroup, scaling: Scaling
-) -> Partial:
-    """A group of every row, as buckets have it: in whatever order it names them, they are taken as they lie."""
-    pieces = [
-        _group_rows(rows, key_cache, value_cache, part, group, spans, scaling)
-        for rows, spans in zip(query.split(hpu_tile.MOST_ROWS), part.row_spans.split(hpu_tile.MOST_ROWS), strict=True)
-    ]
-    return pieces[0] if len(pieces) == 1 else Partial(*(torch.cat(column) for column in zip(*pieces, strict=True)))
-
-
-def _group_rows(
+def attend_blocks(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    part: SharedPart,
-    group: SharedGroup,
-    spans: Tensor,
-    scaling: Scaling,
-) -> Partial:
-    """Partial of rows [k, heads, dim] of a group over its blocks."""
-    block_size = key_cache.shape[1]
-    tokens = min(score_tokens(query.shape[1], query.shape[0]), kv_tokens(key_cache, value_cache))
-    tile = max(1, tokens // block_size)
-    query = scaling.apply(query)
-    found: Partial | None = None
-    for first in range(group.block_lo, group.block_hi, tile):
-        columns = slice(first, min(first + tile, group.block_hi))
-        ids = part.blocks[columns]
-        key, value = (cache.index_select(0, ids).flatten(0, 1) for cache in (key_cache, value_cache))
-        lo, hi = (bounds[:, columns].index_select(0, spans) for bounds in (part.lo, part.hi))
-        piece = attend_tile(query, key, value, in_range(lo, hi, block_size).flatten(1))
-        found = accumulate(found, piece)
-    assert found is not None, "a group has at least one block"
-    return found
+    blocks: Blocks,
+    chosen: Tensor | None,
+    products: Products,
+    seen: Seen | None,
+) -> Seen:
+    """What rows have seen, and these blocks.
+
+    query: [kv_heads, rows, groups, dim], prepared. chosen: int64 [selected] of the layer, or None for the part's own.
+    """
+    rows, unseen, ids = blocks.rows, blocks.unseen, blocks.gathered(chosen)
+    count = unseen.shape[0]
+    most = rows.shape[0] // count
+    kv_heads, num_rows, groups, _ = query.shape
+    key, value = (_gather(cache, ids, count).permute(2, 0, 1, 3) for cache in (key_cache, value_cache))
+    asked = query.index_select(1, rows).view(kv_heads * count, most * groups, -1)
+    scores = products.scores(asked, products.key(key).flatten(0, 1)).view(kv_heads, count, most, groups, -1)
+    hidden = unseen[:, None, None]
+    if blocks.absent is not None:
+        hidden = hidden | blocks.absent[..., None, None]
+    scores = scores.masked_fill(hidden, LOWEST).flatten(1, 2)
+
+    top = row_maxima(seen, rows, scores.amax(-1).transpose(0, 1), num_rows)
+    weights = torch.exp(scores - top.index_select(0, rows).transpose(0, 1)[..., None])
+    value = packed(value.masked_fill(unseen[..., None], 0), value_dtype(value)).flatten(0, 1)
+    out = torch.bmm(weights.view(*asked.shape[:2], -1).to(value.dtype), value)
+    if blocks.absent is not None:
+        # a broken value is in the results of all places of the block, and these are somebody else's
+        out = out.view(kv_heads, count, most, groups, -1).masked_fill(blocks.absent[..., None, None], 0)
+    out = out.view(kv_heads, count * most, groups, -1).transpose(0, 1).float()
+    return add_to_rows(seen, top, rows, out, weights.sum(-1).transpose(0, 1))
+
+
+def _gather(cache: Tensor, ids: Tensor | None, count: int) -> Tensor:
+    return cache[:count] if ids is None else cache.index_select(0, ids)
+
+
+def row_maxima(seen: Seen | None, rows: Tensor, tops: Tensor, num_rows: int) -> Tensor:
+    """fp32 [rows, ...] of what is seen and the maxima [pieces, ...] of pieces of these rows."""
+    before = tops.new_full((num_rows, *tops.shape[1:]), LOWEST) if seen is None else seen.max
+    return index_maximum(before, rows, tops)
+
+
+def add_to_rows(seen: Seen | None, top: Tensor, rows: Tensor, out: Tensor, total: Tensor) -> Seen:
+    """Adds pieces [pieces, ...] that are weighted by `top`, the maxima of all rows, to what is seen."""
+    if seen is None:
+        before, sums = out.new_zeros((*top.shape, out.shape[-1])), torch.full_like(top, LEAST_SUM)
+    else:
+        weight = torch.exp(seen.max - top)
+        before, sums = seen.out * weight[..., None], seen.sum * weight
+    return Seen(before.index_add(0, rows, out), top, sums.index_add(0, rows, total))

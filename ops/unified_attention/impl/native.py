@@ -1,7 +1,7 @@
-"""Unified Attention on CPU in C++ (ops/native/source/attention.cpp): one call per layer, planned once per step.
+"""Unified Attention on a CPU in C++ (ops/native/source/attention.cpp): one call per layer, planned once per step.
 
-Never looks at a token that a row does not see. Where a score or a result is not finite, `attend` answers False and the
-caller asks the reference, which says exactly what a row that sees NaN or Inf becomes.
+It never reads a token that a row does not see. If a score or a result is not finite, `attend` returns False, and the
+caller uses the reference, which defines what becomes of a row that sees NaN or Inf.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class _Tensors(ctypes.Structure):
 
 @dataclass
 class NativePlan:
-    """A step's jobs and what its layers share. One layer at a time may use it: partial results are kept in it.
+    """The jobs of a step, and what its layers share. One layer at a time may use it, because it holds partial results.
 
-    selected: int64, the blocks of the selected part, where a layer brings none of its own; empty without such a part.
+    selected: int64, the blocks of the selected part for layers that pass none; empty without such a part.
     """
 
     jobs: Jobs
@@ -74,7 +74,7 @@ class NativePlan:
 
 
 class NativeAttention(AttentionImplementation):
-    """C++ kernels, on a CPU where they can be built."""
+    """C++ kernels, on a CPU on which they can be built."""
 
     devices = frozenset({"cpu"})
     priority = 20
@@ -85,7 +85,7 @@ class NativeAttention(AttentionImplementation):
         return super().unavailable(device) or why_not_native() or None
 
     def plan(self, parts: AttentionParts, block_size: int) -> NativePlan:
-        """Turns the parts of a step into jobs; reads them on the host."""
+        """The jobs for the parts of a step; reads the parts on the host."""
         jobs = make_jobs(parts, block_size)
         struct = _Plan(
             _address(jobs.jobs),
@@ -110,7 +110,7 @@ class NativeAttention(AttentionImplementation):
         out: Tensor,
         selected_blocks: Tensor | None = None,
     ) -> bool:
-        """Raises IndexError if a block is outside of the cache."""
+        """As the interface says. Raises IndexError if a block is outside the cache."""
         library = native()
         assert library is not None, "planned for kernels that are not there"
         if query.dtype != torch.float32:
@@ -142,7 +142,7 @@ class NativeAttention(AttentionImplementation):
 def _layer(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: NativePlan, scale: float
 ) -> _Layer | None:
-    """The layer's description, made once per kind of layer; None if the kernel does not cover it."""
+    """The description of the layer, made once per kind of layer; None if the kernel does not cover it."""
     five = (query, key, value, key_cache, value_cache)
     strides = tuple(tensor.stride() for tensor in five)
     kind = (strides, query.shape, value_cache.shape, key_cache.dtype, scale)
@@ -166,7 +166,7 @@ def _layer(
 
 
 def _make_room(plan: NativePlan, rows: int, heads: int, value_dim: int) -> None:
-    """Room for the partial results of any layer, and the rows that no job has."""
+    """Makes room for the partial results of any layer, and finds the rows without a job."""
     size = plan.jobs.partials * heads * (value_dim + 2)
     if plan.partials is None or plan.partials.numel() < size:
         plan.partials = torch.empty(size, dtype=torch.float32)
@@ -176,10 +176,10 @@ def _make_room(plan: NativePlan, rows: int, heads: int, value_dim: int) -> None:
 
 
 class RecordedPlan:
-    """Stands for the plan of a step in calls that are recorded, and of another step when they are made again.
+    """Takes the place of a plan in recorded calls, so that a replay can use the plan of another step.
 
     Args:
-        plan: of the step that is recorded.
+        plan: of the recorded step.
     """
 
     def __init__(self, plan: NativePlan) -> None:
@@ -189,15 +189,15 @@ class RecordedPlan:
 
     @property
     def stand_ins(self) -> dict[int, ctypes.Structure]:
-        """What recorded calls pass, by the id of what they were given."""
+        """The structures that recorded calls pass, by the id of the original ones."""
         return {self._replaced: self._struct}
 
     def recorded(self, plan: NativePlan, rows: int) -> None:
-        """All layers of the step have run with the plan: what they need room for is known."""
+        """Call it after all layers have run with the plan: the memory that they need is then known."""
         self._rooms = [(rows, layer.sizes[0], layer.sizes[3]) for layer in plan.layers.values()]
 
     def bind(self, plan: NativePlan) -> None:
-        """From now on the calls attend as this plan says, which has as many rows and lives as long as they run."""
+        """Makes the recorded calls use this plan, which must have as many rows and live as long as they run."""
         for room in self._rooms:
             _make_room(plan, *room)
         ctypes.pointer(self._struct)[0] = plan.struct

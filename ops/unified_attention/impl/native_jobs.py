@@ -1,6 +1,6 @@
 """The parts of a step as jobs of the C++ kernel: which rows see which tokens, and where partial results go.
 
-A job is a tile of rows that see the same cached tokens; rows of a prompt chunk also see the chunk's tokens before them.
+A job is a tile of rows that see the same cached tokens; rows of a prompt chunk also see its earlier tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NO_ENTRY = -1
 class JobItem:
     """Rows that see the same token ranges of blocks.
 
-    ranges: [..., 4] block, lo, hi, entry of the selected part or NO_ENTRY.
-    causal_first: the rows are consecutive and also see the new tokens from there on.
+    ranges: [..., 4] block, lo, hi, and the entry of the selected part or NO_ENTRY.
+    causal_first: the rows are consecutive, and also see the new tokens from this row on.
     """
 
     rows: Ints
@@ -34,7 +34,7 @@ class JobItem:
 
 
 def make_items(parts: AttentionParts, block_size: int) -> list[JobItem]:
-    """The items of a step; every (row, token) pair of the parts is in exactly one of them."""
+    """The items of a step; each visible (row, token) pair is in exactly one of them."""
     chunks = {} if parts.causal is None else {item.causal_first: item for item in _chunks(parts.causal)}
     singles = {} if parts.unique is None else {int(i.rows[0]): i for i in _unique_items(parts.unique, block_size)}
     items = []
@@ -214,12 +214,12 @@ TOKEN_TILE = 1024
 
 @dataclass
 class Jobs:
-    """int64 tables as source/attention_job.h reads them.
+    """Jobs as int64 tables, in the layout of source/attention_job.h.
 
     jobs: [jobs, 5] row_lo, row_hi, range_lo, range_hi, causal_first; the most expensive first.
     rows: [..., 2] row, partial. ranges: [..., 4] block, lo, hi, entry. merges: [..., 3] row, partial_lo, partial_hi.
-    Spans of the selected part have the entry whose block they read, the others -1.
-    partials: how many there are.
+    A range of the selected part names the entry whose block it reads; others have -1.
+    partials: the number of partial results.
     """
 
     jobs: Ints
@@ -230,7 +230,7 @@ class Jobs:
     _empty: dict[int, Ints] = field(default_factory=dict)
 
     def empty_rows(self, rows: int) -> Ints:
-        """Rows among the first `rows` that no job has: they see nothing. The array lives as long as the jobs."""
+        """The rows below `rows` that are in no job: they see nothing. The array lives as long as the jobs."""
         if rows not in self._empty:
             seen = np.zeros(rows, bool)
             seen[self.rows[:, 0]] = True
@@ -239,13 +239,13 @@ class Jobs:
 
 
 def make_jobs(parts: AttentionParts, block_size: int) -> Jobs:
-    """The jobs of a step; every (row, token) pair of the parts is in exactly one of them."""
+    """The jobs of a step; each visible (row, token) pair is in exactly one of them."""
     size = row_tile(0 if parts.causal is None else int((parts.causal.groups >= 0).sum()))
     return _tables([tile for item in make_items(parts, block_size) for tile in _tiles(item, size)])
 
 
 def row_tile(chunk_rows: int) -> int:
-    """Most rows of a job in a step with so many rows of prompt chunks."""
+    """Most rows per job, in a step with this many rows of prompt chunks."""
     return ROW_TILE * 2 if chunk_rows >= MANY_ROWS else ROW_TILE
 
 

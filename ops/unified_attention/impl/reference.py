@@ -1,14 +1,14 @@
 """Unified Attention in plain torch: it defines the semantics, and every other implementation is tested against it.
 
-All arithmetic is fp32 whatever the inputs are, natural logarithm throughout. Nothing here reads a tensor on the host,
-so the same code runs inside a captured graph: what bounds the loops (slices, groups, shapes) is host-side already.
+All arithmetic is fp32 for any inputs, with natural logarithms. Nothing here reads a tensor on the host, so the same
+code runs inside a captured graph: the bounds of the loops (slices, groups, shapes) are on the host already.
 
 Garbage: a token that a row does not see must not reach it, but NaN times weight 0 is NaN. So scores are *replaced* by
--inf, not added to; non-finite values enter the product as 0; and a row that sees a token with a key or value that is
-NaN or infinite in any element is set to NaN afterwards, in all elements of the heads that read it and whatever weight
-the token has, so that broken requests stay detectable. Inf is no better than NaN: it comes from an overflow, and Inf
-times a weight that was rounded to 0 is NaN anyway. Others may miss one case: a key whose score is -Inf has the weight
-0. Source: seed 001; design.md 3.2.
+-inf, not added to, and non-finite values enter the product as 0. If a row sees a token whose key or value is NaN or
+infinite in any element, the row is set to NaN afterwards, in all elements of the heads that read the token, whatever
+the token's weight; so broken requests stay detectable. Inf is no better than NaN: it comes from an overflow, and Inf
+times a weight that was rounded to 0 is NaN anyway. Other implementations may miss one case: a key with a score of -Inf
+has weight 0. Source: seed 001; design.md 3.2.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOKEN_TILE = 2048
 
 
 class ReferenceAttention(AttentionImplementation):
-    """The semantics, on any device."""
+    """Plain torch, on any device."""
 
     def supports(self, spec: AttentionSpec) -> bool:
         return True
@@ -57,7 +57,7 @@ class ReferenceAttention(AttentionImplementation):
         out: Tensor,
         selected_blocks: Tensor | None = None,
     ) -> bool:
-        """Writes the merge of the parts that exist; the plan is these parts. Always True."""
+        """Writes the merge of the existing parts, which are the plan. Always returns True."""
         parts = plan
         partials = []
         if parts.causal is not None:
@@ -74,9 +74,9 @@ class ReferenceAttention(AttentionImplementation):
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, part: CausalPart, spec: AttentionSpec) -> Partial:
-    """New tokens among themselves, slice by slice; rows of different groups never see each other.
+    """The causal part, slice by slice; rows of different groups never see each other.
 
-    query [rows, heads, dim], key [rows, kv_heads, dim], value [rows, kv_heads, value_dim]; the partial has all rows.
+    query: [rows, heads, dim]; key: [rows, kv_heads, dim]; value: [rows, kv_heads, value_dim]. The partial has all rows.
     """
     result = nothing(query, query.shape[0], value.shape[-1])
     position = torch.arange(query.shape[0], device=query.device)
@@ -93,7 +93,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor, part: CausalPart, spec: At
 
 
 def shared(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SharedPart, spec: AttentionSpec) -> Partial:
-    """Cached blocks that several rows use; cost follows the groups' rows x blocks. The partial has all rows."""
+    """The shared part; the work is rows x blocks of its groups. The partial has all rows."""
     result = nothing(query, query.shape[0], value_cache.shape[-1])
     for group in part.groups:
         for rows in group.rows.split(ROW_TILE):
@@ -127,7 +127,7 @@ def _add_shared_rows(
 
 
 def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart, spec: AttentionSpec) -> Partial:
-    """Cached blocks that one row uses: computed per block, reduced to the single rows [0, num_rows) only."""
+    """The unique part, computed per block. The partial has only the single rows [0, num_rows)."""
     count, block_size = part.rows.shape[0], key_cache.shape[1]
     result = nothing(query, part.num_rows, value_cache.shape[-1])
     if count == 0 or part.num_rows == 0:
@@ -147,7 +147,7 @@ def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePa
 def selected(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SelectedPart, spec: AttentionSpec, blocks: Tensor
 ) -> Partial:
-    """Chosen blocks (int64 [selected]): each is read once for all rows of its span. The partial has all rows."""
+    """The selected part; reads each of `blocks`, int64 [selected], once per span. The partial has all rows."""
     result = nothing(query, query.shape[0], value_cache.shape[-1])
     num_spans, most = part.first_rows.shape[0], part.max_rows
     if 0 in (blocks.shape[0], num_spans, query.shape[0]):

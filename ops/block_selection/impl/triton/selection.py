@@ -1,4 +1,4 @@
-"""Whether a span keeps its stored choice, and which choice holds from now on."""
+"""Block selection in Triton: the scores of candidates, the ranking of blocks, and whether a span keeps its ranking."""
 
 import triton
 import triton.language as tl
@@ -55,7 +55,7 @@ def keep_or_replace_spans(
 
 @triton.jit(do_not_specialize=["candidates", "end"])
 def place_scores(scores, places, keys, candidates, end, BLOCK_C: tl.constexpr):
-    """keys: int32 [end], the smallest number where no candidate is, else larger for larger scores, NaN the largest."""
+    """keys: int32 [end]: the larger the score, the larger; NaN the largest; the smallest number without a candidate."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     place = tl.load(places + c, mask=c < candidates, other=end)
     score = tl.load(scores + c, mask=c < candidates, other=0.0).to(tl.float32)
@@ -69,8 +69,8 @@ def place_scores(scores, places, keys, candidates, end, BLOCK_C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width", "most"])
 def rank_blocks(keys, ranking, width, most, BLOCK_W: tl.constexpr, COMPARED: tl.constexpr):
-    """Grid (spans, tiles of BLOCK_W blocks). keys: int32 [spans, width]; ranking: int64 [spans, most], of which the
-    first `width` of each are written."""
+    """Grid (spans, tiles of BLOCK_W blocks). keys: int32 [spans, width]; ranking: int64 [spans, most]: the
+    first `width` entries of each span are written."""
     span = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     nobody = -2147483648
@@ -136,8 +136,8 @@ def estimate_blocks(
 ):
     """Grid (tiles of BLOCK_C candidates, kv heads). Arguments as of `block_scores`.
 
-    estimates: fp32 [max_rows, HEADS, candidates]: -inf for a row that the span does not have, NaN for what is not
-        finite. log_rest, log_all: of the keys that the first box stands for, and of all of them.
+    estimates: fp32 [max_rows, HEADS, candidates]: -inf for rows that the span lacks, NaN for values that are not
+        finite. log_rest, log_all: logarithms of the numbers of keys that the first box and all boxes stand for.
     """
     kv_head = tl.program_id(1)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -183,8 +183,8 @@ def span_sums(
 ):
     """Grid (tiles of BLOCK_L lines, spans). estimates: fp32 [lines, candidates], a line is a row and a head.
 
-    Lines are on the first axis: CUDA allows 65,535 on the other, and a prompt's rows times heads are more.
-    tops, sums: fp32 [spans, lines] of the softmax over a span's candidates, mostly neighbours; NaN is left out.
+    Lines are on the first axis because CUDA allows at most 65,535 on the other, fewer than rows x heads of a prompt.
+    tops, sums: fp32 [spans, lines] of the softmax over the candidates of a span (mostly neighbours), without NaN.
     """
     span = tl.program_id(1)
     line = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)

@@ -1,4 +1,4 @@
-"""The causal part: new tokens among themselves, tiles of rows against the keys of their own requests only."""
+"""The causal part: tiles of rows with the new keys of their own requests only."""
 
 import triton
 import triton.language as tl
@@ -9,9 +9,9 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, sof
 
 @triton.jit(do_not_specialize=["rows"])
 def find_bounds(starts, bounds, rows, BLOCK_M: tl.constexpr):
-    """For each tile of rows, int32 [tiles, 3]: first key that any row sees, first that all see, last row's end.
+    """For each tile of rows, int32 [tiles, 3]: first key that any row sees, first key that all rows see, end of rows.
 
-    Of rows that take part; a tile without any has the end 0. starts: see `attend_causal`.
+    Counts only rows with a causal part; in a tile without such rows the end is 0. starts: see `attend_causal`.
     """
     tile = tl.program_id(0)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -70,7 +70,7 @@ def store_tile(
     SAVES: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """Rows [first, first + BLOCK_M) of a head to the result, or their sums to scratch; see `attend_causal`."""
+    """Writes rows [first, first + BLOCK_M) of a head to the result, or their sums to scratch; see `attend_causal`."""
     # a row that takes no part may have summed up keys: what is not finite there is in `broken` and computed again
     inverse = tl.where(active, 1.0 / tl.where(total == 0.0, 1.0, total), 0.0)
     result = (acc * inverse[:, None]).to(out.dtype.element_ty)
@@ -140,13 +140,14 @@ def attend_causal(
 ):
     """One tile of rows and one head per program; the longest tiles start first.
 
-    starts: int32 [rows] first row that a row sees; beyond the row itself where it takes no part. bounds: `find_bounds`.
-    cached: int32 [rows] whether a row has cached blocks too (read if SAVES): its sums go to acc_out [rows, heads,
-        value_dim], top_out and total_out [rows, heads], all fp32, and not to out.
-    broken: int32 [tiles * heads], set to 1 where a result is not finite: `repair_causal` computes the tile again.
-    DESCRIBED: the `_tiles` are descriptors of [rows, heads * dim], of query and out in tiles [BLOCK_M, dim], of key and
-        value in tiles [BLOCK_N, dim].
-    ALONE: the step has no other part, so rows that take no part become zeros here.
+    starts: int32 [rows] first row that a row sees; later than the row itself if it has no causal part.
+    bounds: from `find_bounds`.
+    cached: int32 [rows] whether a row also has cached blocks (read if SAVES): its sums go to acc_out [rows, heads,
+        value_dim], top_out and total_out [rows, heads], all fp32, instead of out.
+    broken: int32 [tiles * heads], set to 1 if a result is not finite: `repair_causal` computes the tile again.
+    DESCRIBED: the `_tiles` are descriptors of [rows, heads * dim]: query and out in tiles [BLOCK_M, dim], key and value
+        in tiles [BLOCK_N, dim].
+    ALONE: the step has no other part, so rows without a causal part become zeros here.
     EARLY: the repair may start and wait inside.
     """
     if EARLY:
@@ -223,9 +224,9 @@ def repair_causal(
     LOOKED_AT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """LOOKED_AT pairs of a tile and a head per program; those in `broken` are computed again, and it is set to 0.
+    """Computes the tiles in `broken` again, and resets it to 0; LOOKED_AT pairs of a tile and a head per program.
 
-    EARLY: it has started before `attend_causal` has ended, and waits for it. The other arguments are those of that.
+    EARLY: it starts before `attend_causal` ends, and waits for it. The other arguments are those of `attend_causal`.
     """
     if EARLY:
         gdc_wait()

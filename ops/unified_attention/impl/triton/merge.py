@@ -1,4 +1,4 @@
-"""The merge: adds what programs have found for a row, of every part, and divides once."""
+"""The merge: adds the partial results of a row over all programs and parts, and divides once."""
 
 import triton
 import triton.language as tl
@@ -103,11 +103,11 @@ def merge_parts(
     PIECES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One row and BLOCK_H heads per program. u, s, c: what the unique, shared and selected lists have found.
+    """One row and BLOCK_H heads per program. u, s, c: partial results of the unique, shared and selected lists.
 
-    place: int32 [rows] list * ROWS + lane of the row, or -1. Rows whose causal part is all they have are finished.
-    EARLY: it has started before the part in use has ended, and waits for it.
-    CAUSAL: there is a causal part; SAVED: it has left the sums of rows that have more in causal_acc and so on.
+    place: int32 [rows] list * ROWS + lane of the row, or -1. Rows with only a causal part are already complete.
+    EARLY: it starts before the part in use ends, and waits for it.
+    CAUSAL: there is a causal part. SAVED: causal_acc, causal_top, causal_total hold its sums of rows with more parts.
     """
     row = tl.program_id(0)
     at = -1

@@ -107,14 +107,14 @@ def attend_shared(
     DESCRIBED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (kv heads, programs): each program takes an even share of the (tile, block) pairs in use.
+    """Grid (KV heads, programs): each program takes an even share of the (tile, block) pairs in use.
 
     DESCRIBED: key_tiles and value_tiles are descriptors of the caches as [blocks, kv heads, block size, dim] in tiles
         [1, 1, BLOCK_N, dim], and BLOCK_N divides the block size.
 
     order, columns, column_blocks, whole_counts: see `list_columns`; offsets: int32 [tiles + 1] of their counts.
-    acc_out: fp32 [programs + tiles, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: what program
-        p finds of tile t is at p + t.
+    acc_out: fp32 [programs + tiles, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: the partial
+        result of program p for tile t is at p + t.
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)

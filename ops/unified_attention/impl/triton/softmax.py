@@ -1,7 +1,7 @@
-"""What all kernels share: one step of the online softmax, and values that not every row of a tile may see.
+"""Shared by all kernels: one step of the online softmax, and values that not every row of a tile may see.
 
-Scores are kept in units of log2 inside the kernels (exp2 is one instruction), so tops are base-2 logarithms; nothing
-outside of these kernels reads them.
+Inside the kernels scores are in units of log2 (exp2 is one instruction), so tops are base-2 logarithms; nothing
+outside these kernels reads them.
 """
 
 import triton
@@ -15,7 +15,7 @@ LOWEST = tl.constexpr(-3.0e38)
 def softmax_step(acc, top, total, scores, scale, value, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
     """Adds a tile of keys to (acc, top, total): [rows, value_dim], [rows], [rows], all fp32; top is LOWEST at first.
 
-    scores: fp32 [rows, keys], before scaling, -inf where a row does not see a key. scale: positive, times log2(e).
+    scores: fp32 [rows, keys], before scaling; -inf if a row does not see a key. scale: positive, times log2(e).
     """
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - new_top[:, None])
@@ -28,7 +28,7 @@ def softmax_step(acc, top, total, scores, scale, value, COMPUTE: tl.constexpr, P
 
 @triton.jit
 def without_garbage(value, visible, tainted):
-    """The values with 0 for what is not finite, and tainted [rows] set to 1 for rows that see such a token.
+    """The values with 0 in place of non-finite ones, and tainted [rows] set to 1 for rows that see such a token.
 
     Weight 0 times NaN is NaN: a token that only some rows of a tile see must not reach the others.
     """
@@ -40,9 +40,9 @@ def without_garbage(value, visible, tainted):
 
 @triton.jit
 def finish(acc, total):
-    """[rows, value_dim] what rows have summed up, normalised; all of a row is NaN if anything of it is not finite.
+    """The normalised sums [rows, value_dim]; the whole row is NaN if any element of it is not finite.
 
-    A token with one broken element is broken, as the reference has it, and its sums show no more than that element.
+    As in the reference, a token with one broken element is broken; the sums alone would show only that element.
     """
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     broken = tl.max(tl.where(tl.abs(result) < float("inf"), 0, 1), 1)
@@ -51,7 +51,7 @@ def finish(acc, total):
 
 @triton.jit
 def list_of(offsets, num_lists, position, LISTS: tl.constexpr):
-    """The list that holds entry `position`; offsets: [num_lists + 1] where each list begins, and the end."""
+    """The list that holds entry `position`; offsets: [num_lists + 1] the start of each list, and the end."""
     index = tl.arange(0, LISTS)
     ends = tl.load(offsets + 1 + index, mask=index < num_lists, other=2147483647)
     return tl.sum(tl.where(ends <= position, 1, 0), 0)
@@ -59,8 +59,8 @@ def list_of(offsets, num_lists, position, LISTS: tl.constexpr):
 
 @triton.jit
 def share_of(program, programs, entries):
-    """First entry and end of a program's even share. No more programs share than there are entries, so that none
-    between two that do is idle: what it would leave is read without having been written."""
+    """First entry and end of the even share of a program. At most as many programs as entries get a share, so that no
+    idle program lies between two others: the merge would read a result that was never written."""
     sharing = tl.minimum(programs, entries)
     if program < sharing:
         first = (program.to(tl.int64) * entries // sharing).to(tl.int32)
@@ -73,8 +73,8 @@ def share_of(program, programs, entries):
 
 @triton.jit
 def find_tokens(first, stop, blocks, lo, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tokens [first, first + BLOCK_N) of a list that ends before entry `stop`: block, place in it, bool whether it is
-    seen; [BLOCK_N] each, but one block where a step is of one. blocks int64, lo, hi int32 [entries]."""
+    """Tokens [first, first + BLOCK_N) of a list that ends before entry `stop`: block, place in it, and whether it is
+    seen; [BLOCK_N] each, but a single block if the step lies in one. blocks: int64, lo, hi: int32 [entries]."""
     if BLOCK_SIZE % BLOCK_N == 0:
         entry = first // BLOCK_SIZE
         token = first % BLOCK_SIZE + tl.arange(0, BLOCK_N)
@@ -113,8 +113,8 @@ def list_columns(
 ):
     """One tile per program. order: int32 [tiles * ROWS] rows, or -1; row_spans, blocks, lo, hi as in SharedPart.
 
-    columns, column_blocks: int32 [tiles, num_columns], the first `counts[tile]` are written; of these the first
-    `whole_counts[tile]` are seen whole.
+    columns, column_blocks: int32 [tiles, num_columns]: the first `counts[tile]` are written, and all rows see the first
+    `whole_counts[tile]` of these completely.
     """
     tile = tl.program_id(0)
     lane = tl.arange(0, ROWS_PAD)
@@ -182,7 +182,7 @@ def attend_rows(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (rows, kv heads); arguments as of `attend_spans`, span i being row i. Rows without a block become zeros."""
+    """Grid (rows, KV heads); arguments as in `attend_spans`; span i is row i. Rows without blocks become zeros."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     begin = tl.load(offsets + tl.minimum(row, num_spans))

@@ -1,4 +1,4 @@
-"""Blocks that all rows of a span see alike: a single row with its unique blocks, or a request with selected ones."""
+"""Blocks that all rows of a span see: unique blocks of a single row, or selected blocks of a request."""
 
 import triton
 import triton.language as tl
@@ -54,13 +54,13 @@ def attend_spans(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid (kv heads, programs): each program takes an even share of the entries, whichever spans they belong to.
+    """Grid (KV heads, programs): each program takes an even share of the entries, across the boundaries of spans.
 
-    blocks int64, lo, hi int32 [entries]: sorted by span, those that nobody sees last. offsets: int32 [spans + 1].
-    first_rows, num_rows: [spans]; unused if SINGLE, where span i is row i. ROWS: no span has more.
-    acc_out: fp32 [programs + spans, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: what program
-        p finds of span s is at p + s.
-    EARLY: the merge may start and wait inside.
+    blocks: int64, lo, hi: int32 [entries], sorted by span, invisible ones last. offsets: int32 [spans + 1].
+    first_rows, num_rows: [spans]; unused if SINGLE, when span i is row i. ROWS: most rows of a span.
+    acc_out: fp32 [programs + spans, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: the partial
+        result of program p for span s is at p + s.
+    EARLY: the merge may start early and wait inside.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -152,7 +152,7 @@ def attend_spans_flat(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Arguments as of `attend_spans`, span i being row i; owners: int32 [entries] the span of each.
+    """Arguments as in `attend_spans`; span i is row i; owners: int32 [entries] the span of each.
 
     BLOCK_N divides BLOCK_SIZE.
     """

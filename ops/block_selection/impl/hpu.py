@@ -1,0 +1,118 @@
+"""Block selection in few operators that Gaudi has: no index of several dimensions, no stable sort, no integer `where`.
+
+A graph has the same operators whatever its sizes. What it computes is what the reference defines, but for equal scores,
+of which `topk` may take any.
+"""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, block_features, query_features
+from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
+from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation
+from vllm_gaudi_ucm.ops.index_maximum import index_maximum
+
+LOWEST = torch.finfo(torch.float32).min
+# A maximum of no estimate, from which what is not seen is so far away that its weight is 0.
+SEES_NOTHING = LOWEST / 2
+LEAST_SUM = 1e-30
+NEG_INF = float("-inf")
+
+
+class HpuBlockSelection(BlockSelectionImplementation):
+    """Made for Gaudi; by name on any device."""
+
+    devices = frozenset({"hpu"})
+    priority = 20
+
+    def unavailable(self, device: str) -> str | None:
+        return None
+
+    def scores(
+        self,
+        query: Tensor,
+        summaries: Tensor,
+        blocks: Tensor,
+        spans: Tensor,
+        first_rows: Tensor,
+        num_rows: Tensor,
+        max_rows: int,
+        scale: float,
+        kind: SummaryKind,
+    ) -> Tensor:
+        count, heads = blocks.shape[0], query.shape[1]
+        if not count:
+            return query.new_empty(0, dtype=torch.float32)
+        rows, seen = _rows(spans, first_rows, num_rows, max_rows)
+        features = (query_features(query, kind) * scale).index_select(0, rows)
+        estimates = _estimates(features.unflatten(0, (count, max_rows)), block_features(summaries, kind, blocks))
+
+        # what is not a number must neither spread to the span's other blocks nor be overlooked: see below
+        unknown = estimates - estimates != 0
+        estimates = estimates.masked_fill(unknown | ~seen, LOWEST).flatten(1)
+        top = index_maximum(estimates.new_full((num_rows.shape[0], max_rows * heads), SEES_NOTHING), spans, estimates)
+        weights = torch.exp(estimates - top.index_select(0, spans))
+        # the largest weight of a row is 1, so what the sum begins with is lost in it, but in rows that see nothing
+        total = torch.full_like(top, LEAST_SUM).index_add(0, spans, weights).index_select(0, spans)
+        mass = (weights / total).mean(1)
+        if max_rows > 1:
+            mass = mass * (max_rows / num_rows.clamp(min=1)).index_select(0, spans)
+        # a broken block is chosen first, so its request's output is broken too, and detected
+        return mass.masked_fill((unknown & seen).flatten(1).any(1), 1.0)
+
+    def choose(self, scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor:
+        ranked = min(most, width)
+        if not num_spans or not ranked:
+            return places.new_full((num_spans, most), -1)
+        # the last place takes what is not selectable; a candidate is above it whatever its score is
+        table = scores.new_full((num_spans * width + 1,), NEG_INF, dtype=torch.float32)
+        table = table.index_copy(0, places, scores.float().clamp(min=LOWEST))
+        best, order = table[:-1].view(num_spans, width).topk(ranked)
+        order = (order + 1) * (best != NEG_INF) - 1
+        return order if ranked == most else torch.nn.functional.pad(order, (0, most - ranked), value=-1)
+
+    def keep_or_replace(
+        self, stored: Tensor, fresh: Tensor, counts: Tensor, modes: Tensor, thresholds: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        both = torch.stack((stored, fresh))
+        first = torch.arange(stored.shape[1], device=stored.device) < counts[:, None]
+        valid = first & (both == both.clamp(0, width - 1))
+        # an old block that is equal to a new one is valid if either is
+        same = (stored[:, :, None] == fresh[:, None]) & valid[0][:, :, None] & first[:, None]
+        num_valid = valid.sum(2)
+        num_old = num_valid[0]
+        # a ranking names a block once
+        differ = num_valid.sum(0) - 2 * same.sum((1, 2))
+        check = modes == CHECK
+        kept = check & (differ <= thresholds) & (num_old >= counts)
+        keep = kept | (modes == REUSE)
+        return fresh + (stored - fresh) * keep[:, None], kept, check & ~kept
+
+
+def _estimates(features: Tensor, boxes: Tensor) -> Tensor:
+    """fp32 [candidates, max_rows, heads]: estimated log-sum-exp of the scores of the block's tokens.
+
+    features: fp32 [candidates, max_rows, heads, features]. boxes: fp32 [candidates, boxes, kv_heads, features].
+    """
+    count, max_rows, heads, _ = features.shape
+    num_boxes, kv_heads = boxes.shape[1:3]
+    asked = features.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    found = torch.bmm(asked, boxes.permute(0, 2, 3, 1).flatten(0, 1))
+    if num_boxes > 1:
+        # the softmax over blocks does not change with what all estimates have in common: the logarithm of the weights
+        found = torch.cat((found[..., :1] + log(REST_WEIGHT), found[..., 1:]), -1).logsumexp(-1, keepdim=True)
+    return found.view(count, kv_heads, max_rows, -1).transpose(1, 2).reshape(count, max_rows, heads)
+
+
+def _rows(spans: Tensor, first_rows: Tensor, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+    """int64 [candidates * max_rows] rows of each candidate, one repeated where there are fewer; which are real:
+    bool [candidates, max_rows, 1]."""
+    if max_rows == 1:
+        return first_rows.index_select(0, spans), (num_rows > 0).index_select(0, spans)[:, None, None]
+    step = torch.arange(max_rows, device=spans.device)
+    rows = first_rows[:, None] + torch.minimum(step, (num_rows - 1).clamp(min=0)[:, None])
+    return rows.index_select(0, spans).flatten(), (step < num_rows[:, None]).index_select(0, spans)[:, :, None]

@@ -1,0 +1,197 @@
+"""Operators of Gaudi's software that we call: whether this machine has each of them, with the schema that we rely on.
+
+Gaudi's software is closed, and its operators change between versions. Each is looked up once at start. What is missing,
+or takes other arguments than ours, is computed by torch's own operators instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+Call = Callable[..., Any]
+
+BRIDGE = "habana_frameworks.torch"
+OPERATORS = "torch.ops.hpu"
+# A parameter of this type takes what we pass: torch's name of `Scalar`.
+_NUMBER = "number"
+
+
+class Resolution(NamedTuple):
+    """call: the operator; None where torch's own operators compute it. why: what was found, or why not it."""
+
+    call: Call | None
+    why: str
+
+
+class Parameter(NamedTuple):
+    """One that an operator declares. type: "" where Python does not say it."""
+
+    name: str
+    type: str
+    required: bool
+    by_name_only: bool
+
+
+class _NotUsableError(Exception):
+    """Why an operator cannot be used here."""
+
+
+@dataclass(frozen=True)
+class GaudiOperator:
+    """An operator as we call it.
+
+    title: what it computes.
+    module, name: where it is: `torch.ops.hpu`, or a module of the bridge's Python wrappers.
+    arguments: what we pass, in order, as "TYPE NAME"; "A|B": it has been called both. Wrappers declare no types.
+    results: tensors that it returns; wrappers do not declare any.
+    instead: what computes it without this operator.
+    """
+
+    title: str
+    module: str
+    name: str
+    arguments: tuple[str, ...]
+    instead: str
+    results: int = 1
+
+    @property
+    def place(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    @property
+    def signature(self) -> str:
+        """How we call it, for people."""
+        return f"{self.place}({', '.join(argument.partition('|')[0] for argument in self.arguments)})"
+
+    def resolve(self) -> Resolution:
+        """Looks it up. Imports the bridge; without one nothing is found."""
+        try:
+            call, declared = self._find()
+            parameters = list(declared)
+            self._check(parameters)
+        except _NotUsableError as error:
+            return Resolution(None, str(error))
+        return Resolution(call, f"{self.place}({', '.join(parameter.name for parameter in parameters)})")
+
+    def _find(self) -> tuple[Call, Iterator[Parameter]]:
+        _import(BRIDGE)
+        if self.module == OPERATORS:
+            operator = self._operator()
+            return operator, _of_schema(operator)
+        wrapper = vars(_import(self.module)).get(self.name)
+        if wrapper is None:
+            raise _NotUsableError(f"{self.module} has no {self.name}")
+        if isinstance(wrapper, type) and issubclass(wrapper, torch.autograd.Function):
+            return wrapper.apply, _of_python(wrapper.forward, skip=1)
+        return wrapper, _of_python(wrapper)
+
+    def _operator(self) -> OpOverload:
+        try:
+            operator: OpOverload = getattr(torch.ops.hpu, self.name).default
+        except AttributeError:
+            raise _NotUsableError(f"{OPERATORS} has no {self.name}") from None
+        returned = [str(result.type) for result in operator._schema.returns]
+        if returned != ["Tensor"] * self.results:
+            found = ", ".join(returned) or "nothing"
+            raise _NotUsableError(f"{self.place} returns {found}, expected {self.results} x Tensor")
+        return operator
+
+    def _check(self, parameters: Sequence[Parameter]) -> None:
+        """Whether what we pass arrives where it should, and nothing else is needed."""
+        by_place = [parameter for parameter in parameters if not parameter.by_name_only]
+        for place, argument in enumerate(self.arguments):
+            kind, _, text = argument.rpartition(" ")
+            names = text.split("|")
+            expected = " or ".join(names)
+            if place >= len(by_place):
+                raise _NotUsableError(f"{self.place} takes no {expected}")
+            found = by_place[place]
+            if found.name not in names:
+                raise _NotUsableError(f"{self.place}: argument {place + 1} is {found.name}, expected {expected}")
+            if not _takes(found.type, kind):
+                raise _NotUsableError(f"{self.place}: {found.name} is {found.type}, expected {kind}")
+        passed = by_place[: len(self.arguments)]
+        missing = [parameter.name for parameter in parameters if parameter.required and parameter not in passed]
+        if missing:
+            raise _NotUsableError(f"{self.place} also needs {', '.join(missing)}, which is not known here")
+
+
+def _import(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise _NotUsableError(f"{module} cannot be imported: {error}") from error
+
+
+def _of_schema(operator: OpOverload) -> Iterator[Parameter]:
+    for argument in operator._schema.arguments:
+        kind = str(argument.type)
+        if kind.startswith("Optional["):
+            kind = kind.removeprefix("Optional[").removesuffix("]") + "?"
+        yield Parameter(argument.name, kind, not argument.has_default_value(), argument.kwarg_only)
+
+
+def _of_python(function: Call, skip: int = 0) -> Iterator[Parameter]:
+    """skip: parameters that the caller does not pass, such as the context of an autograd function."""
+    for parameter in list(inspect.signature(function).parameters.values())[skip:]:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            raise _NotUsableError(f"{function.__qualname__} takes *{parameter.name}, which says nothing of it")
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        required = parameter.default is parameter.empty
+        yield Parameter(parameter.name, "", required, parameter.kind is parameter.KEYWORD_ONLY)
+
+
+def _takes(declared: str, passed: str) -> bool:
+    if not declared or not passed:
+        return True
+    return passed in (declared, declared.removesuffix("?")) or (passed in ("int", "float") and declared == _NUMBER)
+
+
+RMS_NORM = GaudiOperator(
+    "RMSNorm",
+    OPERATORS,
+    "rms_norm",
+    ("Tensor data_in|x|input", "Tensor gamma", "float epsilon|eps"),
+    "torch's operators, in float32",
+    results=2,
+)
+ROTARY = GaudiOperator(
+    "rotary embedding",
+    OPERATORS,
+    "rotary_pos_embedding",
+    (
+        "Tensor input|x|p",
+        "Tensor sin",
+        "Tensor cos",
+        "Tensor? position_ids|pos",
+        "int offset|off",
+        "int mode",
+    ),
+    "torch's operators",
+)
+FUSED_SDPA = GaudiOperator(
+    "attention of one partial",
+    f"{BRIDGE}.hpex.kernels",
+    "FusedSDPA",
+    (
+        "q",
+        "k",
+        "v",
+        "attn_mask|mask",
+        "dropout_p|dropout",
+        "is_causal",
+        "scale",
+        "softmax_mode",
+        "recompute_mode|recompute",
+    ),
+    "explicit products",
+)
+GAUDI_OPERATORS = (RMS_NORM, ROTARY, FUSED_SDPA)

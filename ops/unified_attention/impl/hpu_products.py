@@ -1,0 +1,104 @@
+"""Matrix products and softmax of the hpu implementation, in what Gaudi has operators for.
+
+Scores are float32, whatever the inputs are. A product of bfloat16 tensors is rounded to bfloat16, so a score near 20
+would be off by up to 1/16 and its weight by 6 %. Operands are therefore widened first. That costs bandwidth, and it is
+the form that every backend traces and computes alike; `Products` is the one place to change once a device is known to
+add up bfloat16 into a float32 result (CUDA does, by `bmm` with `out_dtype`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOWEST = torch.finfo(torch.float32).min
+"""Score of what a row does not see: finite, because -inf - -inf is NaN. Beside any real score its weight is 0."""
+SEES_NOTHING = LOWEST / 2
+"""A row whose maximum is not above this has seen nothing."""
+LEAST_SUM = 1e-30
+"""What a sum begins with: the largest score of a row has weight 1, so it changes no row that has seen a token."""
+
+
+class Seen(NamedTuple):
+    """Un-normalised softmax of what rows have seen so far: `Partial`, with the heads in groups, in finite numbers.
+
+    out: fp32 [rows, kv_heads, groups, value_dim].
+    max, sum: fp32 [rows, kv_heads, groups]. The maximum is at most SEES_NOTHING where the row has seen nothing; its out
+        and sum are then finite and mean nothing.
+    """
+
+    out: Tensor
+    max: Tensor
+    sum: Tensor
+
+
+class Products(NamedTuple):
+    """How a layer multiplies. scale: of the scores. narrow: bfloat16 is multiplied as it is, into float32."""
+
+    scale: float
+    narrow: bool
+
+    @classmethod
+    def of(cls, query: Tensor, cache: Tensor, scale: float) -> Products:
+        return cls(scale, query.device.type == "cuda" and query.dtype == cache.dtype == torch.bfloat16)
+
+    def query(self, query: Tensor, kv_heads: int) -> Tensor:
+        """[rows, heads, dim] as the left side of scores: [kv_heads, rows, groups, dim] without gaps."""
+        folded = query.unflatten(1, (kv_heads, -1)).transpose(0, 1)
+        return packed(folded, query.dtype) if self.narrow else (packed(folded, torch.float32) * self.scale).contiguous()
+
+    def key(self, key: Tensor) -> Tensor:
+        """Keys as the right side of scores, in this order of dimensions and without gaps."""
+        return packed(key, key.dtype if self.narrow else torch.float32)
+
+    def key_view(self, key: Tensor) -> Tensor:
+        """The same as a view of keys that were widened, for a product that takes gaps."""
+        return key if self.narrow else key.float()
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """fp32 [batch, rows, keys] of query [batch, rows, dim] and key [batch, keys, dim], both prepared."""
+        if self.narrow:
+            return torch.bmm(query, key.transpose(1, 2), out_dtype=torch.float32) * self.scale
+        return torch.bmm(query, key.transpose(1, 2))
+
+
+def packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In its order of dimensions without gaps, by one operator."""
+    if tensor.dtype == dtype:
+        return tensor.contiguous()
+    return tensor.to(dtype, memory_format=torch.contiguous_format)
+
+
+def value_dtype(value: Tensor) -> torch.dtype:
+    """What weights and values are multiplied in. float16 would overflow: results are not normalised yet."""
+    return torch.bfloat16 if value.dtype == torch.bfloat16 else torch.float32
+
+
+def weigh(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(scores - maximum), and the maxima and sums over the last dimension."""
+    top = scores.amax(-1)
+    weights = torch.exp(scores - top[..., None])
+    return weights, top, weights.sum(-1)
+
+
+def without_garbage(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [tokens, kv_heads, ...] for rows of which some see a token and some do not.
+
+    A weight of 0 times NaN is NaN, so broken values become 0, and their key becomes NaN in place of them: it makes the
+    scores NaN of exactly those rows that see the token, for scores of the others are replaced.
+    """
+    broken = value - value  # 0, or NaN where the value is NaN or Inf
+    return key + broken.sum(-1, keepdim=True).to(key.dtype), value.masked_fill(broken != 0, 0)
+
+
+def write(seen: Seen | None, out: Tensor) -> None:
+    """Normalises to out [rows, heads, value_dim]. What is not finite in one element is NaN in the whole head."""
+    if seen is None:
+        out.zero_()
+        return
+    factor = (seen.max > SEES_NOTHING) / seen.sum
+    found = seen.out * factor[..., None]
+    found = found + (found - found).sum(-1, keepdim=True)
+    out.unflatten(1, found.shape[1:3]).copy_(found)
