@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +95,35 @@ class BucketSet:
             shapes: [n, 4] to [n, 6] (see `Shapes`); further dimensions of the buckets are ignored.
         """
         return cheapest_fit(graph_array(self.forward)[:, : shapes.shape[1]], shapes)
+
+
+class NotWarmError(RuntimeError):
+    """A step was looked up before the configured maximum was warm."""
+
+
+class WarmState(NamedTuple):
+    """Which graphs are warm, at one moment. Immutable: a change in another thread never shows halfway."""
+
+    wanted: BucketSet
+    """Every bucket that is or will be warm."""
+    warm: BucketSet | None
+    """None until the configured maximum is warm, forward shape and logits rows: only then every step has a bucket."""
+    warm_keys: frozenset[ForwardShape | int]
+    cold_keys: frozenset[ForwardShape | int]
+
+    def lookup(self, step: Bucket) -> tuple[Bucket, Bucket]:
+        """(the cheapest bucket that dominates `step`, the cheapest that does and is warm).
+
+        A pure function of the step and of the warm keys: workers that agree on these choose the same graph.
+
+        Raises:
+            LimitsError: the step exceeds the limits that the buckets were made for.
+            NotWarmError: not even the configured maximum is warm.
+        """
+        if self.warm is None:
+            raise NotWarmError(f"step {step.to_list()} before the configured maximum is warm; run the skeleton first")
+        best = self.wanted.lookup(step)
+        return best, self.warm.lookup(step) if self.cold_keys else best
 
 
 class _Axis:

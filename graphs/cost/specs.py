@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_gaudi_ucm.graphs.cost.compile_cost import CUDA_CAPTURE, GAUDI_COMPILE, NO_COMPILATION, CompileCost
+
 GB = 1e9
 
 
@@ -17,7 +19,7 @@ class DeviceSpec:
     bandwidth: bytes per second of device memory.
     memory: bytes of device memory.
     launch_seconds: fixed cost of a replay, and of each attention part in it.
-    compile_seconds: compilation and capture of one new shape.
+    compile_cost: of the compilation and capture of one new shape.
     graph_bytes: device memory of one captured graph, beside its activations.
     source: where they come from.
     """
@@ -27,27 +29,29 @@ class DeviceSpec:
     bandwidth: float
     memory: float
     launch_seconds: float
-    compile_seconds: float
+    compile_cost: CompileCost
     graph_bytes: float
     source: str
 
 
-# Gaudi: a new shape takes 0.2 to 14 s (their geometric mean is used), 300 buckets need 20 to 30 GiB.
-GAUDI_COMPILE_SECONDS = 1.7
+# vllm-gaudi, issue 1736: 300 buckets need 20 to 30 GiB while they are compiled.
 GAUDI_GRAPH_BYTES = 85e6
 
 DEVICES = {
     device.name: device
     for device in (
+        DeviceSpec("gaudi2", 432e12, 2.45e12, 96 * GB, 20e-6, GAUDI_COMPILE, GAUDI_GRAPH_BYTES, "vendor's papers"),
+        DeviceSpec("gaudi3", 1835e12, 3.7e12, 128 * GB, 20e-6, GAUDI_COMPILE, GAUDI_GRAPH_BYTES, "vendor's papers"),
+        DeviceSpec("h200", 989e12, 4.8e12, 141 * GB, 10e-6, CUDA_CAPTURE, 8e6, "vendor's data sheet, dense bf16"),
         DeviceSpec(
-            "gaudi2", 432e12, 2.45e12, 96 * GB, 20e-6, GAUDI_COMPILE_SECONDS, GAUDI_GRAPH_BYTES, "vendor's papers"
-        ),
-        DeviceSpec(
-            "gaudi3", 1835e12, 3.7e12, 128 * GB, 20e-6, GAUDI_COMPILE_SECONDS, GAUDI_GRAPH_BYTES, "vendor's papers"
-        ),
-        DeviceSpec("h200", 989e12, 4.8e12, 141 * GB, 10e-6, 0.3, 8e6, "vendor's data sheet, dense bf16"),
-        DeviceSpec(
-            "cpu", 47e9, 15e9, 8 * GB, 20e-6, 0.0, 0.0, "measured: fp32, two cores of a 2.6 GHz AMD EPYC, torch 2.13"
+            "cpu",
+            47e9,
+            15e9,
+            8 * GB,
+            20e-6,
+            NO_COMPILATION,
+            0.0,
+            "measured: fp32, two cores of a 2.6 GHz AMD EPYC, torch 2.13",
         ),
     )
 }

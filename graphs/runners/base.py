@@ -2,59 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
 
 StaticFunction = Callable[..., None]
 """A function of static tensors. Its results stay in tensors that outlive it: a graph returns nothing."""
 
 
+Replay = Callable[[], None]
+"""Executes a graph over what its inputs hold now."""
+
+
 class GraphRunner(Protocol):
-    """Runs one function at static shapes. A key stands for one set of shapes.
+    """Makes graphs of one function at static shapes."""
 
-    The inputs of a key are the same tensors in every call, with other contents: a graph reads fixed memory.
-    Inputs may be nested in tuples; anything but a tensor is part of the graph.
-    """
+    def capture(self, inputs: tuple[Any, ...]) -> Replay:
+        """Executes the function, and returns the graph of it for these inputs.
 
-    def capture(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
-        """Executes the function for a key that is new, and keeps the graph of it."""
-
-    def replay(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
-        """Executes the graph of a key.
-
-        Raises:
-            KeyError: the key was not captured.
+        A graph reads fixed memory: its inputs are the same tensors in every replay, with other contents. They may be
+        nested in tuples; anything but a tensor is part of the graph.
         """
-
-    def captured(self) -> int:
-        """Graphs that are kept."""
 
 
 class EagerRunner:
-    """Calls the function. Keeps the keys, so that a shape that was never captured is an error, as on a device."""
+    """Calls the function."""
 
     def __init__(self, function: StaticFunction) -> None:
         self._function = function
-        self._keys: set[Hashable] = set()
 
-    def capture(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
+    def capture(self, inputs: tuple[Any, ...]) -> Replay:
         self._function(*inputs)
-        self._keys.add(key)
-
-    def replay(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
-        if key not in self._keys:
-            raise KeyError(key)
-        self._function(*inputs)
-
-    def captured(self) -> int:
-        return len(self._keys)
+        return partial(self._function, *inputs)
 
 
-def runner_maker(kind: str) -> Callable[[StaticFunction], GraphRunner]:
+def runner_maker(kind: str, compiler: StaticCompiler | None = None) -> Callable[[StaticFunction], GraphRunner]:
     """Makes runners that may share memory: of all their functions, one runs at a time.
 
-    kind: `cuda_graph`, `hpu_graph`, `eager`; or `compile`, where the function calls compiled code itself.
+    kind: `cuda_graph`, `hpu_graph`, `eager`; or `compile`, where the function calls regions of `compiler`.
     """
+    if kind == "compile":
+        from vllm_gaudi_ucm.graphs.runners.compiled import CompiledRunner
+
+        assert compiler is not None, "what is compiled has a compiler"
+        return lambda function: CompiledRunner(function, compiler)
     if kind == "cuda_graph":
         import torch
 

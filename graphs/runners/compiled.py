@@ -1,36 +1,128 @@
-"""`torch.compile` with static shapes: `hpu_backend` in Gaudi's compile mode, inductor elsewhere."""
+"""`torch.compile` with static shapes: `hpu_backend` on Gaudi, inductor or any other of dynamo's backends elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 
+from vllm_gaudi_ucm.graphs.runners.base import Replay, StaticFunction
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-# One entry per bucket is what static shapes mean; dynamo's default of 8 would send the ninth bucket to eager mode.
-MOST_SHAPES = 4096
+HPU_BACKEND = "hpu_backend"
 HPU_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"force_static_compile": True}
 
+# What runs before the buckets are known: a measurement of the largest steps, and the sizes of outputs.
+BEFORE_BUCKETS = 64
 
-def compile_static(function: F, backend: str) -> F:
-    """The function, compiled once for each set of input shapes; the first call with a set compiles, in any thread.
 
-    backend: dynamo's name of it, `hpu_backend` or `inductor`.
+class _Limits(threading.local):
+    """What a thread's limits of dynamo were set for."""
+
+    most = 0
+
+
+class StaticCompiler:
+    """Compiles regions once for each set of shapes, and sees to it that dynamo never stops doing so.
+
+    A region is a function of tensors and modules. Calls with modules of one class and tensors of one shape are one
+    graph: no number, string or None may differ between them. Beyond `recompile_limit` (8) dynamo would run a region
+    eagerly and say nothing; here the limit is what the server's buckets need, and a call beyond it is an error.
+
+    backend: dynamo's name of it.
     """
-    options = HPU_OPTIONS if backend == "hpu_backend" else None
-    compiled = torch.compile(function, backend=backend, dynamic=False, options=options)
 
-    def call(*inputs: Any, **named: Any) -> Any:
-        # what is set in one thread is not set in another (torch 2.13), and buckets are warmed in a thread of their own
-        if torch._dynamo.config.recompile_limit < MOST_SHAPES:
-            _allow_many_shapes()
-        return compiled(*inputs, **named)
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self._most = BEFORE_BUCKETS
+        self._limits = _Limits()
+        self._skips_guards = False
+        self._options = HPU_OPTIONS if backend == HPU_BACKEND else None
 
-    return cast(F, call)
+    def expect(self, shapes: int) -> None:
+        """Regions are called with at most `shapes` sets of shapes and kinds of modules, beside earlier ones."""
+        self._most += shapes
+
+    def skip_guards(self) -> None:
+        """From now on a replay checks only what tells its graphs apart. Call it once nothing is compiled any more."""
+        self._skips_guards = True
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Entered around replays. The stance is the process's, so it is left again: others may compile beside them.
+
+        Raises RuntimeError where something must be compiled after all.
+        """
+        if not self._skips_guards:
+            yield
+            return
+        try:
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                yield
+        except RuntimeError as error:
+            if "skip_guard_eval_unsafe" not in str(error):
+                raise
+            raise RuntimeError(
+                "a step needs a graph that was not compiled while its bucket was warmed, which ucm.graphs.skip_guards "
+                "excludes; set it to false, and TORCH_LOGS=recompiles to see what differs"
+            ) from error
+
+    def step_region(self, function: F) -> F:
+        """A region that steps call by itself, not from a graph of `CompiledRunner`."""
+        region = self.region(function)
+
+        def call(*inputs: Any) -> Any:
+            with self.replaying():
+                return region(*inputs)
+
+        return cast(F, call)
+
+    def region(self, function: F) -> F:
+        """The function, compiled; the first call with a set of shapes compiles, in any thread.
+
+        Raises RuntimeError in a call that is one more than expected.
+        """
+        compiled = torch.compile(function, backend=self.backend, dynamic=False, options=self._options)
+
+        def call(*inputs: Any, **named: Any) -> Any:
+            # what is set in one thread is not set in another (torch 2.13), and buckets are warmed in one of their own
+            if self._limits.most != self._most:
+                self._set_limits()
+            try:
+                return compiled(*inputs, **named)
+            except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+                raise RuntimeError(
+                    f"compiled region {function.__qualname__}: found more than {self._most} kinds of calls, expected "
+                    f"one for each bucket ({self._most - BEFORE_BUCKETS}); something beside the shapes differs between "
+                    "calls: TORCH_LOGS=recompiles names it. ucm.graphs.mode 'eager' serves without compiling"
+                ) from error
+
+        return cast(F, call)
+
+    def _set_limits(self) -> None:
+        config = torch._dynamo.config
+        for name in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(config, name, max(getattr(config, name), self._most))
+        config.fail_on_recompile_limit_hit = True
+        self._limits.most = self._most
 
 
-def _allow_many_shapes() -> None:
-    torch._dynamo.config.recompile_limit = MOST_SHAPES
-    torch._dynamo.config.accumulated_recompile_limit = MOST_SHAPES
+class CompiledRunner:
+    """Calls a function that calls compiled regions: the first call with an input's shapes compiles them."""
+
+    def __init__(self, function: StaticFunction, compiler: StaticCompiler) -> None:
+        self._function = function
+        self._compiler = compiler
+
+    def capture(self, inputs: tuple[Any, ...]) -> Replay:
+        self._function(*inputs)
+        return partial(self._replay, inputs)
+
+    def _replay(self, inputs: tuple[Any, ...]) -> None:
+        with self._compiler.replaying():
+            self._function(*inputs)

@@ -1,13 +1,12 @@
-"""CUDA graphs, one per key, in one memory pool. Source: torch's notes on CUDA graphs, "Graph memory management"."""
+"""CUDA graphs in one memory pool. Source: torch's notes on CUDA graphs, "Graph memory management"."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from vllm_gaudi_ucm.graphs.runners.base import StaticFunction
+from vllm_gaudi_ucm.graphs.runners.base import Replay, StaticFunction
 
 
 class CudaGraphRunner:
@@ -22,9 +21,8 @@ class CudaGraphRunner:
     def __init__(self, function: StaticFunction, pool: Any) -> None:
         self._function = function
         self._pool = pool
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
+    def capture(self, inputs: tuple[Any, ...]) -> Replay:
         # the first run on a side stream makes libraries allocate their workspaces outside of the graph
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -38,10 +36,4 @@ class CudaGraphRunner:
         # capturing executes nothing: one replay, so that warm-up pays for everything that the first replay does
         graph.replay()
         torch.cuda.synchronize()
-        self._graphs[key] = graph
-
-    def replay(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
-        self._graphs[key].replay()
-
-    def captured(self) -> int:
-        return len(self._graphs)
+        return graph.replay

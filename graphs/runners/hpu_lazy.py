@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from torch import nn
 
-from vllm_gaudi_ucm.graphs.runners.base import StaticFunction
+from vllm_gaudi_ucm.graphs.runners.base import Replay, StaticFunction
 
 
 class HpuGraphRunner:
@@ -23,19 +23,10 @@ class HpuGraphRunner:
         self._mark_step = bridge.core.mark_step
         # the inputs are static already: caching copies of them would only take memory
         self._graph = bridge.hpu.wrap_in_hpu_graph(_Module(function), disable_tensor_cache=True)
-        self._keys: set[Hashable] = set()
 
-    def capture(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
+    def capture(self, inputs: tuple[Any, ...]) -> Replay:
         self._run(inputs)
-        self._keys.add(key)
-
-    def replay(self, key: Hashable, inputs: tuple[Any, ...]) -> None:
-        if key not in self._keys:
-            raise KeyError(key)
-        self._run(inputs)
-
-    def captured(self) -> int:
-        return len(self._keys)
+        return partial(self._run, inputs)
 
     def _run(self, inputs: tuple[Any, ...]) -> None:
         # what was accumulated before must not become a part of the graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
@@ -61,12 +62,18 @@ class WarmUp:
         self._remainders = remainders
         self._run_remainder = run_remainder
         self._records = WarmUpRecords((*ready.buckets.forward, *remainders, *ready.buckets.logits))
+        self._executed: dict[GraphKey, int] = {}
+        """Of graphs that were compiled without executing, those that `execute` has run since, and bytes of each."""
+        self._owed = 0
+        """Bytes that the others are expected to take when they first run."""
 
-    def run_skeleton(self, skeleton: Skeleton) -> None:
+    def run_skeleton(self, skeleton: Skeleton, compile_only: bool = False) -> None:
         """Warms the graphs that serving starts with, then drops those that do not fit the memory beside them.
 
         Graphs for prompt remainders are among the first: a prompt remainder has nothing larger to run in. An error of a
         graph is not caught: a server whose first graphs do not run must not start.
+
+        compile_only: running a graph executes nothing, and so takes no memory; `execute` measures, and drops.
 
         Raises:
             MemoryBudgetError: these graphs take more than `memory_budget`.
@@ -76,22 +83,45 @@ class WarmUp:
         self._records.begin_skeleton(keys)
         for key in keys:
             self._report("skeleton", current=key)
-            self._settle("skeleton", self._run(key))
+            self._settle("skeleton", self._run(key, compile_only))
         self._records.skeleton_is_warm(self._clock() - start)
-        self._drop_what_does_not_fit()
+        if not compile_only:
+            self._drop_what_does_not_fit()
 
-    def run_all(self) -> None:
-        """Warms everything that is still cold."""
+    def execute(self, keys: Sequence[GraphKey]) -> None:
+        """Runs graphs that were only compiled, and measures them; what the others take is predicted from these.
+
+        The first call is for the skeleton, and drops what does not fit beside it. A graph that has run is not measured
+        again: its memory is taken.
+
+        Raises:
+            MemoryBudgetError: see `run_skeleton`.
+        """
+        of_skeleton = not self._executed
+        for key in keys:
+            if key not in self._executed:
+                record = self._run(key)
+                self._executed[key] = record.size
+        self._owed = 0
+        for record in self.summary().records:
+            if record.state is GraphState.WARM:
+                self._records.add(replace(record, size=self._predicted(record.key)))
+                self._owed += 0 if record.key in self._executed else self._predicted(record.key)
+        if of_skeleton:
+            self._drop_what_does_not_fit()
+
+    def run_all(self, compile_only: bool = False) -> None:
+        """Warms everything that is still cold. compile_only: see `run_skeleton`."""
         while (key := self.ready.next_cold()) is not None:
-            self.warm(key)
+            self.warm(key, compile_only)
 
-    def warm(self, key: BucketKey) -> None:
+    def warm(self, key: BucketKey, compile_only: bool = False) -> None:
         """Warms one graph beyond the skeleton, or drops it: it does not fit the memory, or it raised an error.
 
         An error is reported and costs this bucket alone: its steps keep running in the larger one they run in now.
         """
         self._report("rest", current=key)
-        self._settle("rest", self._refused(key) or self._tried(key))
+        self._settle("rest", self._refused(key) or self._tried(key, compile_only))
 
     def last_seconds(self, like: GraphKey) -> float:
         """What the last warm graph of the same kind took (forward, prompt remainder or logits); 0 without any."""
@@ -101,7 +131,15 @@ class WarmUp:
         """What has become of every graph so far."""
         return self._records.summary()
 
-    def _run(self, key: GraphKey) -> GraphRecord:
+    def _predicted(self, key: GraphKey) -> int:
+        """Bytes of a graph that was not measured, because it was only compiled."""
+        if key in self._executed:
+            return self._executed[key]
+        if isinstance(key, RemainderShape):
+            return max((size for other, size in self._executed.items() if isinstance(other, RemainderShape)), default=0)
+        return GraphMemory(self._executed).bytes_of(key)
+
+    def _run(self, key: GraphKey, compile_only: bool = False) -> GraphRecord:
         free, start = self._free_memory(), self._clock()
         if isinstance(key, RemainderShape):
             assert self._run_remainder is not None
@@ -111,12 +149,16 @@ class WarmUp:
         else:
             self._run_logits(key)
         seconds = self._clock() - start
-        return GraphRecord(key, GraphState.WARM, seconds, max(0, free - self._free_memory()))
+        size = max(0, free - self._free_memory())
+        if compile_only:
+            size = self._predicted(key)
+            self._owed += size
+        return GraphRecord(key, GraphState.WARM, seconds, size)
 
-    def _tried(self, key: GraphKey) -> GraphRecord:
+    def _tried(self, key: GraphKey, compile_only: bool = False) -> GraphRecord:
         start = self._clock()
         try:
-            return self._run(key)
+            return self._run(key, compile_only)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             return GraphRecord(key, GraphState.FAILED, self._clock() - start, reason=reason)
@@ -131,7 +173,7 @@ class WarmUp:
         used, budget = sum(measured.values()), self._memory_budget
         if budget is not None and used + expected > budget:
             why = f"ucm.graphs.memory_budget is {budget / GIB:.2f} GiB, {used / GIB:.2f} GiB of it are in use"
-        elif expected > free:
+        elif expected > free - self._owed:
             why = f"{free / GIB:.2f} GiB are free on the device"
         else:
             return None

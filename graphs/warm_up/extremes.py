@@ -1,0 +1,33 @@
+"""Which graphs are executed after a warm-up that only compiled: the smallest and the largest of each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
+from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey
+
+
+def extremes(keys: Iterable[GraphKey]) -> list[GraphKey]:
+    """Of each phase, of prompt remainders and of logits the smallest and the largest, in the order of `keys`.
+
+    Why: what executing finds (an operator that fails, workspace that does not fit) it finds at one end or the other.
+    """
+    kinds: dict[object, list[GraphKey]] = {}
+    ordered = list(keys)
+    for key in ordered:
+        kinds.setdefault(_kind(key), []).append(key)
+    chosen = {end for members in kinds.values() for end in (min(members, key=_size), max(members, key=_size))}
+    return [key for key in ordered if key in chosen]
+
+
+def _kind(key: GraphKey) -> object:
+    if isinstance(key, RemainderShape):
+        return RemainderShape
+    return key.phase if isinstance(key, ForwardShape) else int
+
+
+def _size(key: GraphKey) -> tuple[int, ...]:
+    shape = key.forward if isinstance(key, RemainderShape) else key
+    return (shape,) if isinstance(shape, int) else shape[1:]
