@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
 DEVICE = "VLLM_GAUDI_UCM_DEVICE"
@@ -15,7 +16,7 @@ OBSERVED: Mapping[str, str] = {
     "OMP_NUM_THREADS": "OpenMP threads of torch on the CPU; unset: one per core",
     "THP_MEM_ALLOC_ENABLE": "`1` lets torch take transparent huge pages for its CPU buffers",
     "HABANA_VISIBLE_MODULES": "Gaudi cards that this process may use; unset: all",
-    "PT_HPU_LAZY_MODE": "`0` chooses torch.compile on Gaudi; anything else: lazy mode",
+    "PT_HPU_LAZY_MODE": "`1`: Gaudi's lazy mode, on the vendor's torch only; unset or `0`: eager with torch.compile",
     "XDG_CACHE_HOME": "folder of the user's caches, ours (kernels, fits of attention) among them; unset: ~/.cache",
     "PROMETHEUS_MULTIPROC_DIR": "folder of files from which /metrics is answered; vLLM sets it for several API servers",
 }
@@ -41,8 +42,11 @@ def observed(name: str) -> str | None:
 
 
 def lazy_mode() -> bool:
-    """Whether Gaudi's bridge accumulates operators (the default) instead of compiling with torch.compile."""
-    return observed("PT_HPU_LAZY_MODE") != "0"
+    """Whether Gaudi's bridge accumulates operators; by default it runs them eagerly and compiles with torch.compile.
+
+    Source: the vendor's documentation, Runtime Flags.
+    """
+    return observed("PT_HPU_LAZY_MODE") not in (None, "", "0")
 
 
 def multi_process_metrics() -> Path | None:
@@ -130,3 +134,23 @@ def spawn_workers(even_if_asked_to_fork: bool) -> bool:
 def wait_for_engines_end(seconds: int) -> None:
     """Seconds that a script waits for its engine to end, instead of five; a user's own value stays."""
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(seconds))
+
+
+# Variables that a report may show: how torch, Gaudi's software and this plugin are set up.
+REPORTED = ("PT_*", "HABANA*", "HLS_*", "HCCL_*", "VLLM_GAUDI_UCM*", "TORCHINDUCTOR_*", "FUSER_*", "OMP_NUM_THREADS")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH", "COOKIE")
+
+
+def reportable() -> dict[str, str]:
+    """The variables that a report may show, by `REPORTED`; none whose name sounds like a secret."""
+    shown = {name: value for name, value in os.environ.items() if any(fnmatch(name, one) for one in REPORTED)}
+    return {name: value for name, value in sorted(shown.items()) if not _is_secret(name)}
+
+
+def secrets() -> set[str]:
+    """Values of variables whose names sound like secrets: what no report may hold."""
+    return {value for name, value in os.environ.items() if _is_secret(name) and value}
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name.upper() for word in _SECRET)

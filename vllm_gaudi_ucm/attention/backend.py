@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from vllm_gaudi_ucm.kv_cache.allocation import split_key_value
+from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
@@ -28,7 +28,7 @@ from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheLayout, KVCacheSpec
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
-    from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, LayerSelection
+    from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, LayerSelector
 
 # 128 tokens: Gaudi's vectors are 128 bf16 wide (gaudi-api.md), and fewer blocks make planning cheaper everywhere
 DEFAULT_BLOCK_SIZE = 128
@@ -42,7 +42,6 @@ class UnifiedAttentionMetadata(AttentionMetadata):
     sparse: the worker side of a sparse method, whose hooks run around the attention of each layer.
     summary_blocks: int64 [n], blocks that are full and to be summarised.
     selection: the choices of the step; None: every request is dense.
-    selector: chooses the blocks of each layer; None for a method that does not choose blocks.
     """
 
     slots: torch.Tensor
@@ -50,7 +49,6 @@ class UnifiedAttentionMetadata(AttentionMetadata):
     sparse: UcmSparseBase | None = None
     summary_blocks: torch.Tensor | None = None
     selection: LayerSelection | None = None
-    selector: BlockSelector | None = None
 
 
 class UnifiedAttentionBackend(AttentionBackend):
@@ -82,8 +80,9 @@ class UnifiedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # tokens outside heads: a block's tokens are one run of memory, which is what gathering blocks copies
-        return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
+        # tokens outside heads: a block's tokens are one run of memory, which is what gathering blocks copies. Of the
+        # layouts that vLLM knows this is the nearest; it has none of keys and values apart
+        return (KVCacheLayout.LBNHC,)
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -127,10 +126,17 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         self.spec = AttentionSpec(self.scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
-        # place among the model's attention layers; the runner sets it
-        self.layer_index = 0
-        self._kv_cache: torch.Tensor | None = None
-        self._views: tuple[torch.Tensor, torch.Tensor]
+        self._layer_index = 0
+        self._selector: LayerSelector | None = None
+        self._kv_cache: KvPair | None = None
+        self._views: KvPair
+
+    def be_sparse(self, layer_index: int, selector: LayerSelector | None) -> None:
+        """Once the KV cache is there. layer_index: among the model's layers, for hooks of a method.
+
+        selector: chooses the layer's blocks; None for a method that does not choose blocks.
+        """
+        self._layer_index, self._selector = layer_index, selector
 
     def forward(
         self,
@@ -138,26 +144,27 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: KvPair,  # type: ignore[override]  # vLLM's type is one tensor; what was bound comes here as it is
         attn_metadata: UnifiedAttentionMetadata,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Query, key, value: [rows, heads, head size]; kv_cache: vLLM's [blocks, kv heads, block size, k | v].
+        """Query, key, value: [rows, heads, head size]; kv_cache: what was bound to the layer.
 
         Without metadata (a memory measurement) nothing is attended and the output is zero.
         """
         if attn_metadata is None:
             return output.zero_()
-        key_cache, value_cache = self._split(kv_cache)
-        write_kv(key, value, key_cache, value_cache, attn_metadata.slots)
         sparse, parts = attn_metadata.sparse, attn_metadata.parts
+        written = write_kv(key, value, kv_cache.key, kv_cache.value, attn_metadata.slots)
+        key_cache, value_cache = self._in_blocks(kv_cache, written, parts.block_size)
         if sparse is None:
             return unified_attention(query, key, value, key_cache, value_cache, parts, self.spec, out=output)
-        index = self.layer_index
-        if attn_metadata.selector is not None:
-            attn_metadata.selector.attention_begin(index, query, attn_metadata)
+        # for methods that ask: a compiled region that read it would be one for each layer
+        index = self._layer_index
+        if self._selector is not None:
+            self._selector.attention_begin(query, key_cache, attn_metadata)
         query, key, value, place = sparse.attention_begin(index, query, key, value, attn_metadata, output)
         chosen = None
         if (selection := attn_metadata.selection) is not None:
@@ -171,11 +178,11 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         # vLLM's layer reads what it gave
         return output if finished is output or finished is None else output.copy_(finished)
 
-    def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the layer's keys and values. The cache is bound once, so they need not be made in every step."""
+    def _in_blocks(self, kv_cache: KvPair, written: tuple[torch.Tensor, torch.Tensor], block_size: int) -> KvPair:
+        """Views of what was written. The cache is bound once, so they need not be made in every step."""
         if torch.compiler.is_compiling():
-            # kept views would be two inputs of the graph that share memory
-            return split_key_value(kv_cache, self.head_size)
+            # kept views would be inputs of the graph that share memory with those that it writes
+            return in_blocks(written, block_size)
         if self._kv_cache is not kv_cache:
-            self._kv_cache, self._views = kv_cache, split_key_value(kv_cache, self.head_size)
+            self._kv_cache, self._views = kv_cache, in_blocks(written, block_size)
         return self._views

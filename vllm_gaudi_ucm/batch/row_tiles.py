@@ -31,8 +31,8 @@ class RowTiles(NamedTuple):
     def places(self, rows: int, tiles: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(first, last) rows [tiles] for a bucket of `rows` rows: tiles that look back furthest come first.
 
-        Rows beyond the step's are in tiles, too, so that every row is written. A spare place holds row 0 alone, which
-        looks back on nothing: its result is the one that its own tile gives.
+        Rows beyond the step's are in tiles, too. A spare place is empty: its first row is 1, its last one 0, which are
+        indices of rows that there are.
         """
         size = prompt_tiles.TILE_ROWS
         starts = np.concatenate([self.starts, np.arange(int(self.starts[-1]) + size, rows, size)])
@@ -40,6 +40,7 @@ class RowTiles(NamedTuple):
         order = np.argsort(-self.depths, kind="stable")
         order = np.concatenate([order, np.arange(len(order), len(starts))])
         places = np.zeros((2, tiles), np.int64)
+        places[0] = 1
         places[:, : len(starts)] = starts[order], last[order]
         return places[0], places[1]
 

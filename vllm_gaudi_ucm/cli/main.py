@@ -28,6 +28,9 @@ COMMANDS = {
     "doctor": Command(
         "vllm_gaudi_ucm.cli.doctor.doctor", "say whether this machine can serve through the plugin, or why not"
     ),
+    "first-hour": Command(
+        "vllm_gaudi_ucm.cli.first_hour", "probe this machine's device, and write a report that can be sent"
+    ),
     "config": Command("vllm_gaudi_ucm.cli.config", "print the configuration table, or check a configuration file"),
     "demo": Command("vllm_gaudi_ucm.cli.demo.demo", "run a mixed load through a small model and show what happened"),
     "fetch-model": Command("vllm_gaudi_ucm.cli.model", "put the demo model in place"),

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
     Field,
-    SerializeAsAny,
     ValidationError,
-    ValidationInfo,
-    create_model,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 
+from vllm_gaudi_ucm.config.graphs_config import GraphsConfig, strategy_section
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.options.errors import (
-    WORDS,
     Problem,
     UcmConfigError,
     expected,
@@ -46,7 +41,7 @@ from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.sections import SparseConfig, resolve_sparse_config, resolve_sparse_method
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.graphs.strategies.base import BucketStrategy
+    pass
 
 
 def block_options(config: UcmConfig) -> BlockOptions | None:
@@ -126,92 +121,6 @@ class CpuConfig(Section):
         description="Record the native kernels of a step of up to 64 rows the first time, and run them without Python "
         "from the third time on. No bit changes.",
     )
-
-
-class GraphsConfig(Section):
-    """Static shapes: buckets, captured graphs and their warm-up."""
-
-    mode: Literal["auto", "off", "eager", "capture", "compile"] = Field(
-        default="auto",
-        description="How a step runs. `off`: at its true shape. `eager`: padded to a bucket, operator by operator. "
-        "`capture`: buckets as HPU graphs or CUDA graphs. `compile`: buckets through torch.compile. `auto`: on Gaudi "
-        "`capture`, or `compile` where `PT_HPU_LAZY_MODE=0`; `capture` on CUDA; `off` on a CPU.",
-    )
-    strategy: Annotated[str, NameOf(STRATEGIES, "auto")] = Field(
-        default="auto",
-        description="How buckets are chosen. `auto`: `file` where `buckets` is set, `trace` where `trace` is, else "
-        "`padding_aware`.",
-    )
-    strategy_options: SerializeAsAny[Section] = Field(
-        default=Section(),
-        json_schema_extra={WORDS: "mapping with the options of the strategy"},
-        description="Options of the strategy, for one that has any.",
-    )
-    buckets: Path | None = Field(default=None, strict=False, description="Bucket file, as `gaudi-ucm tune` writes it.")
-    trace: Path | None = Field(
-        default=None,
-        strict=False,
-        description="Phase log of earlier traffic: buckets in frequent use are warmed first, and strategy `trace` "
-        "tunes the buckets to it.",
-    )
-    max_graphs: Annotated[int, Field(ge=2, le=4096)] = Field(
-        default=64, description="Most graphs: forward, logits, and those for prompt remainders."
-    )
-    max_shared_blocks: Annotated[int, Field(ge=1)] | None = Field(
-        default=None,
-        description="Distinct shared blocks of the largest bucket; a step with more runs in several parts. Without it "
-        "twice the blocks of the longest request.",
-    )
-    warm_up: Literal["idle", "full", "skeleton"] = Field(
-        default="idle",
-        description="`idle` serves once the skeleton is warm and warms the rest while there is nothing to do; `full` "
-        "warms everything before serving; `skeleton` stops there.",
-    )
-    skeleton: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=3, description="Forward buckets that are warm before serving starts."
-    )
-    memory_budget: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="GiB that captured graphs may take; buckets that do not fit are left out, the most wasteful first. "
-        "Without it a tenth of the device's memory.",
-    )
-    recipe_check: Literal["off", "count", "fail"] = Field(
-        default="off",
-        description="Hash every operator stream as a device would compile it: `count` logs and counts those first seen "
-        "after warm-up, `fail` raises. For finding them without a Gaudi; costs time in every operator.",
-    )
-    recipe_cache: Path | None = Field(
-        default=None,
-        strict=False,
-        description="Folder where compiled recipes stay for the next start (Gaudi's recipe cache, or inductor's with "
-        "`mode: compile`).",
-    )
-
-    @field_validator("strategy_options", mode="before")
-    @classmethod
-    def _options_of_the_strategy(cls, value: Any, info: ValidationInfo) -> Section:
-        strategy, key = info.data.get("strategy"), f"{ROOT}.graphs.strategy_options"
-        if strategy is None:  # an unknown one, which is reported already
-            return Section()
-        options = strategy_section(strategy)
-        if value and options is Section:
-            raise UcmConfigError([Problem(key, shown(value), f"none: the strategy {strategy!r} has no options")])
-        return options.resolve(value, key)
-
-
-@cache
-def _section_of(strategy: type[BucketStrategy]) -> type[Section]:
-    types = get_type_hints(strategy, include_extras=True)
-    options: dict[str, Any] = {
-        option.name: (types[option.name], Field(default=option.default, description=option.metadata.get("description")))
-        for option in dataclasses.fields(strategy)
-    }
-    return create_model(strategy.__name__, __base__=Section, **options) if options else Section
-
-
-def strategy_section(name: str) -> type[Section]:
-    """The options of a bucket strategy as a section: one without keys for `auto` and for strategies without any."""
-    return Section if name == "auto" else _section_of(STRATEGIES.get(name))
 
 
 class UcmConfig(Section):

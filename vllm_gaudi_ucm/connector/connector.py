@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.vllm_api.kv_transfer import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.kv_cache.pair import KvPair
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
@@ -44,7 +45,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._setup = ConnectorSetup.of(vllm_config, kv_cache_config)
-        self._caches: dict[str, torch.Tensor] = {}
+        self._caches: dict[str, KvPair] = {}
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         # with KV offload our scheduler and our runner open the sides, once there is what they need of it
@@ -139,7 +140,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side = WorkerSide(self._setup, self._caches, selection, options)
         return self.worker_side.stored_copies()
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, KvPair]) -> None:  # type: ignore[override]  # our runner's
         self._caches = kv_caches
         if not self._setup.offloads:
             self.worker_side = WorkerSide(self._setup, kv_caches)

@@ -114,7 +114,7 @@ class ConnectorSetup:
             head_sizes=(spec.head_size, spec.head_size_v),
             tp_rank=vllm_config.parallel_config.rank,
             tp_size=vllm_config.parallel_config.tensor_parallel_size,
-            layout=f"layer token head k|v {_digest(shapes)}",
+            layout=f"layer k|v token head {_digest(shapes)}",
         )
 
     def _refuse_unknown_weights(self, models: list[str]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializeAsAny, field_validator
@@ -84,14 +85,26 @@ logger = plugin_logger(__name__)
 OURS = "UcmConnector"
 _MULTI, _OFFLOADING_CONNECTOR = "MultiConnector", "OffloadingConnector"
 _OFFLOADING = {"spec_name": "UcmOffloadingSpec", "spec_module_path": "vllm_gaudi_ucm.connector.offloading_spec"}
+_MODULE, _OFFLOADING_MODULE = "kv_connector_module_path", "vllm_gaudi_ucm.connector.offloading_connector"
 
 
 class ConfiguredConnector(NamedTuple):
-    """name: as vLLM knows it. extra: its options, to be changed in place. key: where they stand."""
+    """name: as vLLM knows it. module: where it is; None: in vLLM. extra: its options, to be changed in place.
+
+    key: where they stand. set_module: has vLLM take the connector of this name from another module.
+    """
 
     name: str | None
+    module: str | None
     extra: dict[str, Any]
     key: str
+    set_module: Callable[[str], None]
+
+    @property
+    def needs_one_tensor(self) -> bool:
+        """Whether it is one of vLLM's own that reads a layer's keys and values from one tensor, as all do but one, of
+        which we have our own form."""
+        return self.module is None and self.name not in (None, OURS, _OFFLOADING_CONNECTOR)
 
 
 def configured_connectors(config: KVTransferConfig | None) -> Iterator[ConfiguredConnector]:
@@ -100,21 +113,24 @@ def configured_connectors(config: KVTransferConfig | None) -> Iterator[Configure
     Raises UcmConfigError where children are none.
     """
     if config is not None:
-        yield from _unfold(config.kv_connector, config.kv_connector_extra_config, EXTRA_CONFIG)
+        extra, module = config.kv_connector_extra_config, config.kv_connector_module_path
+        outer = ConfiguredConnector(config.kv_connector, module, extra, EXTRA_CONFIG, partial(setattr, config, _MODULE))
+        yield from _unfold(outer)
 
 
-def _unfold(name: str | None, extra: dict[str, Any], key: str) -> Iterator[ConfiguredConnector]:
-    if name != _MULTI:
-        yield ConfiguredConnector(name, extra, key)
+def _unfold(one: ConfiguredConnector) -> Iterator[ConfiguredConnector]:
+    if one.name != _MULTI:
+        yield one
         return
-    children, key = extra.get("connectors"), f"{key}.connectors"
+    children, key = one.extra.get("connectors"), f"{one.key}.connectors"
     if not isinstance(children, list) or not children:
         raise UcmConfigError([Problem(key, repr(children), "a list of connectors, each a mapping with kv_connector")])
     for number, child in enumerate(children):
         if not isinstance(child, dict) or not isinstance(child.get("kv_connector"), str):
             raise UcmConfigError([Problem(f"{key}[{number}]", repr(child), "a mapping with kv_connector")])
-        options = child.setdefault(EXTRA_CONFIG, {})
-        yield from _unfold(child["kv_connector"], options, f"{key}[{number}].{EXTRA_CONFIG}")
+        extra, place = child.setdefault(EXTRA_CONFIG, {}), f"{key}[{number}].{EXTRA_CONFIG}"
+        set_module = partial(child.__setitem__, _MODULE)
+        yield from _unfold(ConfiguredConnector(child["kv_connector"], child.get(_MODULE), extra, place, set_module))
 
 
 def is_ours_among(config: KVTransferConfig | None) -> bool:
@@ -131,7 +147,7 @@ def loads_partly(vllm_config: VllmConfig) -> bool:
 
 
 def complete_transfer_config(vllm_config: VllmConfig) -> None:
-    """Checks the options of our connector, and gives vLLM's offloading connector copies that run on our devices.
+    """Checks the options of our connector, and has vLLM take our form of its offloading connector.
 
     Raises UcmConfigError for options that cannot be used.
     """
@@ -139,7 +155,9 @@ def complete_transfer_config(vllm_config: VllmConfig) -> None:
         from vllm.config import KVTransferConfig
 
         # vLLM names the connector of --kv-offloading-size in this once the platform has seen the configuration
-        vllm_config.kv_transfer_config = KVTransferConfig(kv_connector_extra_config=dict(_OFFLOADING))
+        vllm_config.kv_transfer_config = KVTransferConfig(
+            kv_connector_module_path=_OFFLOADING_MODULE, kv_connector_extra_config=dict(_OFFLOADING)
+        )
     config = vllm_config.kv_transfer_config
     if config is None:
         return
@@ -155,5 +173,9 @@ def complete_transfer_config(vllm_config: VllmConfig) -> None:
             logger.info("kv_load_failure_policy is %r: the option load_failure of %s says so", policy, OURS)
             config.kv_load_failure_policy = policy
     for one in found:
-        if one.name == _OFFLOADING_CONNECTOR and "spec_name" not in one.extra:
+        if one.name != _OFFLOADING_CONNECTOR:
+            continue
+        if one.module is None:
+            one.set_module(_OFFLOADING_MODULE)
+        if "spec_name" not in one.extra:
             one.extra.update(_OFFLOADING)

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 from vllm.platforms import current_platform
 
 from vllm_gaudi_ucm.connector.block_saver import BlockSaver, SaveQueue
 from vllm_gaudi_ucm.connector.metadata import BlockLoad, RecordSave, UcmMetadata, UcmWorkerMetadata
 from vllm_gaudi_ucm.connector.waiting_prefetch import apply_plan
 from vllm_gaudi_ucm.device import Device, get_device
-from vllm_gaudi_ucm.device.step_activity import StepActivity
+from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyLoads
 from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords
@@ -29,6 +28,7 @@ from vllm_gaudi_ucm.store.base import KvStore
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
+    from vllm_gaudi_ucm.kv_cache.pair import KvPair
     from vllm_gaudi_ucm.prefetch.engine import PrefetchHandle
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
@@ -220,7 +220,7 @@ class WorkerSide:
 
     Args:
         setup: of the engine.
-        caches: by layer [blocks, kv heads, block size, k | v]; they stay where they are until the end.
+        caches: by layer; they stay where they are until the end.
         selection: of the method that chooses blocks, with KV offload: then loads may leave blocks in the store.
         method: the method's options.
     """
@@ -228,18 +228,17 @@ class WorkerSide:
     def __init__(
         self,
         setup: ConnectorSetup,
-        caches: Mapping[str, torch.Tensor],
+        caches: Mapping[str, KvPair],
         selection: BlockSelection | None = None,
         method: BlockOptions | None = None,
     ) -> None:
         device, options = get_device(current_platform.device_type), setup.options
-        self.blocks = blocks = DeviceBlocks({name: caches[name] for name in setup.layers}, device)
+        self.blocks = blocks = DeviceBlocks({name: caches[name] for name in setup.layers}, setup.block_size, device)
         if blocks.block_bytes != setup.block_bytes:
             raise RuntimeError(
                 f"UcmConnector: a block of the cache has {blocks.block_bytes} bytes, expected {setup.block_bytes}"
             )
         blocks.warm_up()
-        self.activity = StepActivity()
         self.store = setup.open_store()
         self.engine = PrefetchEngine(
             self.store,
@@ -253,7 +252,7 @@ class WorkerSide:
         if selection is not None and method is not None:
             self._summaries = _summary_records(setup, blocks, device, selection, method)
         self.loads = BlockLoads(self.engine, blocks, options.load_deadline, self._summaries)
-        waiting = SaveQueue(options.save_queue, options.patience(device.kind), self.activity)
+        waiting = SaveQueue(options.save_queue, options.patience(device.kind), STEPS)
         self.saver = BlockSaver(self.store, blocks, waiting, options.save_workers)
         self._metrics: WorkerMetrics | None = None
         self._leaves_out_saves = self._is_closed = False
@@ -265,8 +264,7 @@ class WorkerSide:
         return StoredCopies(CopyLoads(self.engine, self.blocks.block_bytes, self.blocks.allocate), self.blocks)
 
     def start_loads(self, metadata: UcmMetadata) -> None:
-        """Before the step, also one without tokens: loads do without the threads that save, as steps do."""
-        self.activity.begin()
+        """Before the step, also one without tokens."""
         self.saver.expect(len(metadata.saves) + len(metadata.records))
         apply_plan(self.engine, metadata.prefetch)
         if self._metrics is not None:
@@ -281,13 +279,11 @@ class WorkerSide:
             for key in keys:
                 self.saver.refuse(key)
             self._leaves_out_saves = False
-            self.activity.end()
             return
         if metadata.saves:
             self.saver.submit(metadata.saves)
         for record in metadata.records:
             self._save_record(record)
-        self.activity.end()
 
     def leave_out_saves(self) -> None:
         """The running step reads blocks that were not loaded: nothing that it computes is saved."""

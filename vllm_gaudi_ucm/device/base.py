@@ -68,6 +68,15 @@ class Device(Protocol):
     def compilations(self) -> int:
         """Recipes that the device has compiled since the first call; 0 for a device that compiles none."""
 
+    def capturing(self) -> AbstractContextManager[None]:
+        """Entered where graphs are captured or compiled: no other thread launches beside the computation meanwhile."""
+
+    def compile_only(self) -> AbstractContextManager[bool]:
+        """Inside, recipes are compiled and not executed: whatever is computed there is garbage, caches included.
+
+        False from a device that cannot, where everything is executed.
+        """
+
     @property
     def pins_host_memory(self) -> bool:
         """Whether copies from pinned host memory run beside the host's own work."""

@@ -63,6 +63,14 @@ class CpuDevice:
     def end_recipe(self) -> None:
         """A CPU computes at once."""
 
+    def capturing(self) -> AbstractContextManager[None]:
+        """Nothing that another thread computes is a part of a graph."""
+        return nullcontext()
+
+    def compile_only(self) -> AbstractContextManager[bool]:
+        """A CPU executes everything."""
+        return nullcontext(False)
+
     def compilations(self) -> int:
         """A CPU has no recipes."""
         return 0

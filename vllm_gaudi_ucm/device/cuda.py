@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -67,6 +67,14 @@ class CudaDevice:
 
     def end_recipe(self) -> None:
         """CUDA accumulates nothing: every kernel is launched at once."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Graphs are captured in a mode that looks at their own thread alone."""
+        return nullcontext()
+
+    def compile_only(self) -> AbstractContextManager[bool]:
+        """A GPU executes everything."""
+        return nullcontext(False)
 
     def compilations(self) -> int:
         """Kernels are compiled beforehand, graphs only recorded."""

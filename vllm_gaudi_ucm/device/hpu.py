@@ -5,7 +5,7 @@ import gc
 import importlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -13,8 +13,12 @@ from typing import Any
 import torch
 
 from vllm_gaudi_ucm.device.base import Fence, Memory
+from vllm_gaudi_ucm.device.capture_gate import CaptureGate
+from vllm_gaudi_ucm.envs import lazy_mode
 
 _own = threading.local()
+_GATE = CaptureGate()
+"""Of the process, which drives one card."""
 
 
 class HpuDevice:
@@ -71,7 +75,7 @@ class HpuDevice:
         stream = getattr(_own, "stream", None)
         if stream is None:
             stream = _own.stream = bridge().Stream()
-        with bridge().stream(stream):
+        with _GATE.copying(), bridge().stream(stream):
             try:
                 after.wait()
                 yield
@@ -82,6 +86,33 @@ class HpuDevice:
     def compilations(self) -> int:
         """From the bridge's metric `graph_compilation`, which counts from the first call on."""
         return int(dict(_compilation_metric().stats())["TotalNumber"])
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Copies of other threads wait, see CaptureGate."""
+        return _GATE.capturing()
+
+    @contextmanager
+    def compile_only(self) -> Iterator[bool]:
+        """PT_COMPILE_ONLY_MODE; False where this bridge has no such setting, or none that can be changed.
+
+        False in lazy mode, too: a captured graph takes its memory when it is captured, so it is measured there.
+        """
+        bridge()
+        if lazy_mode():
+            yield False
+            return
+        try:
+            settings = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
+            setting = settings.env_setting("PT_COMPILE_ONLY_MODE", True)
+            setting.__enter__()
+        except (ImportError, KeyError):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            # as if nothing had been raised: after an exception the bridge's own context leaves the setting on
+            setting.__exit__(None, None, None)
 
     def end_recipe(self) -> None:
         """Lazy mode accumulates operators until here; in compile mode there is nothing to cut."""

@@ -32,3 +32,7 @@ class StepActivity:
     def is_idle(self) -> bool:
         """Whether no step runs, and none has just ended."""
         return not self._is_running and self._clock() - self._ended >= IDLE_SECONDS
+
+
+STEPS = StepActivity()
+"""Of this process, which drives one device: its worker says when a step runs, whoever works beside it asks."""

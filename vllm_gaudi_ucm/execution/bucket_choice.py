@@ -5,23 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vllm_gaudi_ucm.execution.step_memory import StepMemory, as_served
 from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, DeviceSpec, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError, default_shared_blocks
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, bucket_shapes
+from vllm_gaudi_ucm.ops.registry import AUTO
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.config.ucm_config import GraphsConfig
+    from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
 
 logger = plugin_logger(__name__)
@@ -37,15 +40,14 @@ def server_limits(
     contiguous: bool,
     max_shared_blocks: int | None,
     max_selected_blocks: int = 0,
+    memory: StepMemory | None = None,
 ) -> Limits:
     """The largest step that vLLM's scheduler makes with this configuration; raises LimitsError where none fits.
 
-    max_shared_blocks: None stands for `default_shared_blocks`.
+    max_shared_blocks: None stands for `default_shared_blocks`, or as many of them as `memory` allows.
     """
     scheduler = vllm_config.scheduler_config
-    if max_shared_blocks is None:
-        max_shared_blocks = default_shared_blocks(vllm_config.model_config.max_model_len, block_size)
-    return Limits(
+    limits = Limits(
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=vllm_config.model_config.max_model_len,
@@ -55,12 +57,24 @@ def server_limits(
         max_shared_blocks=max_shared_blocks,
         max_selected_blocks=max_selected_blocks,
     )
+    return as_served(limits, memory)
+
+
+def step_memory(vllm_config: VllmConfig, config: UcmConfig, device: str) -> StepMemory | None:
+    """The bound of what a step takes; None where attention needs none. device: `cpu`, `cuda` or `hpu`."""
+    name = config.attention.implementation
+    if name != "hpu" and (name != AUTO or device != "hpu"):
+        return None
+    return StepMemory(_model_spec(vllm_config), config.graphs.step_memory)
 
 
 def cost_model(vllm_config: VllmConfig, device: Device, block_size: int) -> CostModel:
     """What steps of the served model cost on the device, modelled."""
-    model = ModelSpec.from_hf_config(vllm_config.model_config.hf_text_config.to_dict())
-    return CostModel(_device_spec(device), model, block_size)
+    return CostModel(_device_spec(device), _model_spec(vllm_config), block_size)
+
+
+def _model_spec(vllm_config: VllmConfig) -> ModelSpec:
+    return ModelSpec.from_hf_config(vllm_config.model_config.hf_text_config.to_dict())
 
 
 def choose_buckets(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,16 +12,26 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, divide_batch
 from vllm_gaudi_ucm.execution.decoder import step_metadata
 from vllm_gaudi_ucm.execution.execution import StepShape
-from vllm_gaudi_ucm.execution.graph_manager import BucketTensors, ForwardGraphs, Stage
+from vllm_gaudi_ucm.execution.graph_manager import (
+    BucketTensors,
+    Compile,
+    ForwardGraphs,
+    Stage,
+    cut_copies,
+    cut_views,
+    uncompiled,
+)
 from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs, true_shape
-from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
+from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFunction
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
+from vllm_gaudi_ucm.ops.unified_attention.api import plan_of
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.execution.decoder import Decoder
+    from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
@@ -65,6 +74,7 @@ class BucketedExecution:
         pin_memory: see BucketTensors.
         sparse: a sparse method, where one is on.
         implementation: of attention, one that may run while a graph is captured.
+        compiler: of the decoder's regions; None: they are not compiled.
     """
 
     def __init__(
@@ -78,9 +88,15 @@ class BucketedExecution:
         pin_memory: bool = False,
         sparse: SparseWorker | None = None,
         implementation: str = "reference",
+        compiler: StaticCompiler | None = None,
     ) -> None:
+        cut = cut_views if compiler is None else compiler.region(cut_copies)
+        plan = None if compiler is None else plan_of(implementation)
+        self._plan = None if compiler is None or plan is None else compiler.region(plan)
         self.ready = ready
         self._sparse = sparse
+        if sparse is not None and compiler is not None:
+            sparse.compile(compiler.region)
         self._implementation = implementation
         self._decoder = decoder
         self._stage = stage
@@ -90,22 +106,19 @@ class BucketedExecution:
         self._block_size, self._contiguous = limits.block_size, limits.contiguous
         self._most_shared_blocks = ready.buckets.limits.most_shared_blocks
 
-        def graphs(
-            limits: Limits, choices: SelectionLimits | None, lookup: Callable[[Bucket], Bucket]
-        ) -> ForwardGraphs:
-            inputs = BucketTensors(limits, causal_slice, device, pin_memory, choices)
-            return ForwardGraphs(inputs, lookup, make_runner, self._compute, stage)
+        def graphs(limits: Limits, choices: SelectionLimits | None) -> ForwardGraphs:
+            inputs = BucketTensors(limits, causal_slice, device, pin_memory, choices, cut=cut)
+            return ForwardGraphs(inputs, make_runner, self._compute, stage)
 
-        self._ordinary = graphs(limits, choices, self._lookup)
+        self._ordinary = graphs(limits, choices)
         self._hidden, self._logits = _outputs(decoder, limits, device)
-        self._logits_graphs = make_runner(self._run_logits)
+        self._logits_runner = make_runner(self._run_logits)
+        self._logits_graphs: dict[int, Replay] = {}
         self.remainders = remainder_shapes(limits, choices)
         self._remainders: ForwardGraphs | None = None
         if self.remainders is not None and choices is not None:
             self._most_rows = choices.max_rows
-            self._remainders = graphs(
-                self.remainders.limits, choices.of_remainder(), partial(self._lookup_remainder, self.remainders)
-            )
+            self._remainders = graphs(self.remainders.limits, choices.of_remainder())
         self._graphs = self._ordinary
         self._shape: StepShape
 
@@ -126,7 +139,7 @@ class BucketedExecution:
     ) -> StepShape:
         true = true_shape(plan, self._unique_blocks(plan))
         self._graphs = self._graphs_of(plan)
-        padded = self._graphs.lookup(true)
+        padded = self._lookup(true)
         self._graphs.fill(padded.forward, plan, token_ids, summary_blocks)
         self._shape = StepShape(true, padded, remainder=self._graphs is not self._ordinary)
         return self._shape
@@ -138,9 +151,9 @@ class BucketedExecution:
         if not len(rows):
             return self._logits[:0]
         bucket = self.logits_bucket(len(rows))
-        chosen = self._ordinary.inputs.fill_logits_rows(bucket, rows)
+        self._ordinary.inputs.fill_logits_rows(bucket, rows)
         with self._stage("logits"):
-            self._logits_graphs.replay(bucket, (chosen,))
+            self._logits_graphs[bucket]()
         return self._logits[:bucket]
 
     def logits_bucket(self, count: int) -> int:
@@ -148,7 +161,7 @@ class BucketedExecution:
         if count == self._shape.true.logits:
             # a second lookup would count the step twice for the buckets that it still waits for
             return self._shape.padded.logits
-        return self._graphs.lookup(self._shape.true._replace(logits=count)).logits
+        return self._lookup(self._shape.true._replace(logits=count)).logits
 
     def warm_forward(self, shape: ForwardShape) -> None:
         """Captures and executes the graph of a bucket over pads, which read and write the dummy block only."""
@@ -166,8 +179,15 @@ class BucketedExecution:
         """Captures and executes the graph of `rows` logits rows; returns the logits, float32 [rows, vocabulary]."""
         chosen = self._ordinary.inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
         with self._stage("logits"):
-            self._logits_graphs.capture(rows, (chosen,))
+            self._logits_graphs[rows] = self._logits_runner.capture((chosen,))
         return self._logits[:rows]
+
+    def refill(self) -> None:
+        """Every tensor that outlives a step anew, after a warm-up that computed nothing."""
+        for graphs in filter(None, (self._ordinary, self._remainders)):
+            graphs.inputs.refill()
+        self._hidden.zero_()
+        self._logits.zero_()
 
     def _graphs_of(self, plan: UnifiedPlan) -> ForwardGraphs:
         return (
@@ -175,11 +195,14 @@ class BucketedExecution:
         )
 
     def _lookup(self, step: Bucket) -> Bucket:
-        found = self.ready.lookup(step)
+        """The cheapest warm bucket, or the shape for prompt remainders, that dominates a step of the staged kind."""
+        if self._graphs is not self._ordinary:
+            assert self.remainders is not None, "graphs for prompt remainders have shapes"
+            return self.remainders.lookup(step).step(self.ready.logits_rows(step.logits))
+        best, found = self.ready.state.lookup(step)
+        if found != best:
+            self.ready.count(best, found)
         return found if self._selects or not found.selected_blocks else found._replace(selected_blocks=0)
-
-    def _lookup_remainder(self, remainders: RemainderShapes, step: Bucket) -> Bucket:
-        return remainders.lookup(step).step(self.ready.logits_rows(step.logits))
 
     def _compute(self, inputs: StepInputs) -> None:
         metadata = step_metadata(
@@ -190,12 +213,17 @@ class BucketedExecution:
             self._sparse,
             inputs.summary_blocks,
             inputs.selection,
+            plan=self._plan,
         )
+        if self._sparse is not None:
+            self._sparse.begin_forward(metadata.selection)
         hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata)
+        if self._sparse is not None:
+            self._sparse.end_forward(metadata.selection)
         self._hidden[: len(hidden)].copy_(hidden)
 
     def _run_logits(self, rows: torch.Tensor) -> None:
-        self._logits[: len(rows)].copy_(self._decoder.logits(self._hidden.index_select(0, rows)))
+        self._logits[: len(rows)].copy_(self._decoder.logits(self._hidden, rows))
 
     def _unique_blocks(self, plan: UnifiedPlan) -> int:
         if plan.unique is None:
@@ -217,6 +245,15 @@ def _outputs(decoder: Decoder, limits: Limits, device: torch.device) -> tuple[to
     )
 
 
+def put_rows(whole: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    """In place: `whole` has storage of its own, and nothing but this writes it."""
+    whole.index_copy_(0, places, rows)
+
+
+def take_rows(whole: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return whole.index_select(0, places)
+
+
 class DividedLogits:
     """One buffer with a row for each slot, and one more for the padding of the parts; one more buffer for each draft.
 
@@ -224,10 +261,14 @@ class DividedLogits:
         execution: whose logits they are.
         device: where they are.
         stage: entered around device work.
+        region: makes regions of it.
     """
 
-    def __init__(self, execution: BucketedExecution, device: torch.device, stage: Stage) -> None:
+    def __init__(
+        self, execution: BucketedExecution, device: torch.device, stage: Stage, region: Compile = uncompiled
+    ) -> None:
         self._stage = stage
+        self._put_rows, self._take_rows = region(put_rows), region(take_rows)
         self._execution = execution
         self._whole = [torch.zeros(execution.max_logits + 1, execution.logits_width, device=device)]
         self._host = torch.zeros(execution.max_logits, dtype=torch.int64)
@@ -257,17 +298,23 @@ class DividedLogits:
         if len(self._whole) > 1 and len(logits):
             self._select(np.zeros(0, np.int64), len(logits), self._whole[0])
 
+    def refill(self) -> None:
+        """See BucketedExecution."""
+        for tensor in (*self._whole, *self._places.values()):
+            tensor.zero_()
+
     def _copy(self, logits: torch.Tensor, slots: NDArray[np.int64], whole: torch.Tensor) -> None:
         if not len(logits):
             return
         places = self._stage_places(slots, len(logits))
         with self._stage("divided logits"):
-            whole.index_copy_(0, places, logits)
+            self._put_rows(whole, places, logits)
 
     def _select(self, slots: NDArray[np.int64], rows: int, whole: torch.Tensor) -> torch.Tensor:
         places = self._stage_places(slots, rows)
         with self._stage("divided logits, drafts"):
-            return whole.index_select(0, places)
+            found: torch.Tensor = self._take_rows(whole, places)
+            return found
 
     def _stage_places(self, slots: NDArray[np.int64], rows: int) -> torch.Tensor:
         """int64 [rows] on the device: the slots and, behind them, the row of the padding."""

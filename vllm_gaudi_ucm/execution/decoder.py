@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
+from torch import nn
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
-from vllm_gaudi_ucm.graphs.runners.compiled import compile_static
-from vllm_gaudi_ucm.ops.unified_attention.api import prepare
-from vllm_gaudi_ucm.sparse.selection.block_selector import LayerSelection
-from vllm_gaudi_ucm.vllm_api.model import set_forward_context
+from vllm_gaudi_ucm.execution.regions import compile_regions
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.ops.unified_attention.api import Plan, prepare
+from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
+from vllm_gaudi_ucm.vllm_api.model import Attention, set_forward_context
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
     from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
+logger = plugin_logger(__name__)
 
 StepMetadata = UnifiedAttentionMetadata | dict[str, UnifiedAttentionMetadata]
 """Attention of one step: of all layers in one KV-cache group, or by layer name, each with that of its group."""
@@ -41,14 +45,32 @@ class Decoder:
     def __init__(self, model: DecoderModel, vllm_config: VllmConfig) -> None:
         self.model = model
         self._forward: Callable[..., torch.Tensor] = model
-        self._head = model.compute_logits
+        self._head = self._logits
         self._vllm_config = vllm_config
 
-    def compile(self, backend: str) -> None:
-        """From now on forward and output head run compiled, once for each set of shapes."""
-        # the context that layers read is set outside: entering it is no part of a graph
-        self._forward = compile_static(self._forward, backend)
-        self._head = compile_static(self._head, backend)
+    @property
+    def num_layers(self) -> int:
+        """Layers with attention."""
+        return sum(isinstance(module, Attention) for module in cast(nn.Module, self.model).modules())
+
+    def compile(self, compiler: StaticCompiler) -> None:
+        """From now on layers and output head run compiled, once for each set of shapes.
+
+        The model's own forward stays Python between its layers; where these cannot be compiled one by one, it is a
+        region as a whole. The context that layers read is set outside: entering it is no part of a graph.
+        """
+        try:
+            layers = compile_regions(cast(nn.Module, self.model), compiler)
+        except ValueError as error:
+            logger.warning(
+                "%s is compiled as a whole, which takes longer the more layers it has: %s",
+                type(self.model).__name__,
+                error,
+            )
+            self._forward = compiler.region(self._run_model)
+        else:
+            logger.info("%d layers of %s are one compiled region", layers, type(self.model).__name__)
+        self._head = compiler.region(self._head)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: StepMetadata | None) -> torch.Tensor:
         """[rows, hidden size]. Without metadata nothing is attended (a memory measurement)."""
@@ -57,9 +79,16 @@ class Decoder:
                 input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
             )
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, vocabulary]: what vLLM's sampler and grammar masks compute in."""
-        logits = self._head(hidden)
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 [rows, vocabulary], of some rows of the hidden states or of all: what vLLM's sampler and grammar
+        masks compute in."""
+        return self._head(hidden, rows)
+
+    def _run_model(self, **inputs: torch.Tensor | None) -> torch.Tensor:
+        return self.model(**inputs)  # type: ignore[arg-type]  # as `hidden` calls it
+
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        logits = self.model.compute_logits(hidden if rows is None else hidden.index_select(0, rows))
         assert logits is not None, "a model on one device has all its logits"
         return logits.float()
 
@@ -74,19 +103,20 @@ def step_metadata(
     selection: SelectionTensors | None = None,
     *,
     reused: bool = False,
+    plan: Plan | None = None,
 ) -> UnifiedAttentionMetadata:
     """Prepares a step's parts for the layers of one KV-cache group, for dense layers too where there are any.
 
     See UnifiedAttentionMetadata, LayerSelection and `prepare` for the arguments.
     """
-    prepared = prepare(parts, block_size, implementation=implementation)
+    prepared = prepare(parts, block_size, implementation=implementation, plan=plan)
     choices = None
     if selection is not None:
         dense_parts = None
         if sparse is not None and sparse.has_dense_layers:
             whole = parts._replace(selected=selection.candidates_part(block_size))
-            dense_parts = prepare(whole, block_size, implementation=implementation)
+            dense_parts = prepare(whole, block_size, implementation=implementation, plan=plan)
         choices = LayerSelection(selection, dense_parts, reused, at_once=prepared.implementation.name == "native")
     if sparse is None:
         return UnifiedAttentionMetadata(slots, prepared, summary_blocks=summary_blocks, selection=choices)
-    return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices, sparse.selector)
+    return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices)

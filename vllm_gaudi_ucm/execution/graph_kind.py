@@ -8,7 +8,8 @@ from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, UcmConfig
+    from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 
 GraphKind = Literal["off", "eager", "cuda_graph", "hpu_graph", "compile"]
 
@@ -19,7 +20,7 @@ def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) 
     Args:
         config: the plugin's options.
         device: `cpu`, `cuda` or `hpu`.
-        lazy: Gaudi's lazy mode (PT_HPU_LAZY_MODE); of no matter elsewhere.
+        lazy: Gaudi's lazy mode (PT_HPU_LAZY_MODE), in which its bridge compiles nothing; of no matter elsewhere.
         enforce_eager: `--enforce-eager`, which decides where the mode is `auto`. Gaudi still needs static shapes then:
             every new one is compiled.
 
@@ -31,6 +32,11 @@ def graph_kind(config: UcmConfig, device: str, lazy: bool, enforce_eager: bool) 
         kind = _automatic(device, lazy, enforce_eager)
     elif mode == "capture":
         kind = _captured(device, lazy)
+    elif mode == "compile" and device == "hpu" and lazy:
+        raise ValueError(
+            "ucm.graphs.mode: 'compile' is nothing that Gaudi's lazy mode can do (PT_HPU_LAZY_MODE is set); expected "
+            "'capture', 'eager' or 'off'; unset PT_HPU_LAZY_MODE to compile"
+        )
     else:
         kind = mode
     if kind != "off" and config.attention.implementation != AUTO:
@@ -66,7 +72,7 @@ def _captured(device: str, lazy: bool) -> GraphKind:
         return "cuda_graph"
     if device == "hpu" and lazy:
         return "hpu_graph"
-    where = "on hpu with PT_HPU_LAZY_MODE=0" if device == "hpu" else f"on {device}"
+    where = "on hpu outside of lazy mode (PT_HPU_LAZY_MODE is unset or 0)" if device == "hpu" else f"on {device}"
     raise ValueError(
         f"ucm.graphs.mode: 'capture' has no graphs to capture {where}; expected 'compile', 'eager' or 'off'"
     )

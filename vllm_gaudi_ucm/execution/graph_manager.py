@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.execution.step_tensors import (
     added_names,
 )
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
-from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape, phase_string
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
     CausalPart,
@@ -35,7 +35,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
-    from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, StaticFunction
+    from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFunction
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 
@@ -45,17 +45,45 @@ SHORTEST_SLICE = 128
 Stage = Callable[[str], AbstractContextManager[object]]
 """A region of device work that becomes one recipe; the label names it in reports. `nullcontext` where none is cut."""
 
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a region of a function of tensors: compiled once for each set of their shapes, and for no number that differs
+between steps."""
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it is, for devices and modes that compile none."""
+    return function
+
+
 Pad = int | NDArray[np.int64]
+
+Places = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""(start, stop, shape) of each tensor in a flat one."""
+
+
+def cut_views(flat: torch.Tensor, places: Places) -> list[torch.Tensor]:
+    """The tensors in a flat one, as views of it."""
+    return [flat[start:stop].view(shape) for start, stop, shape in places]
+
+
+def cut_copies(flat: torch.Tensor, places: Places) -> list[torch.Tensor]:
+    """The same as tensors of their own.
+
+    Gaudi's bridge finds a compiled region by the storage offsets of its inputs as well: pieces of one tensor would be
+    one more recipe wherever one lies elsewhere, and a write to one of them might be dropped.
+    """
+    return [tensor.clone() for tensor in cut_views(flat, places)]
 
 
 class _Layout:
-    """Where each tensor of a forward shape lies in its flat tensor: name -> (range, shape).
+    """Where each tensor of a forward shape lies in its flat tensor: `names` and `places`.
 
     host: int64 [at least size], where a step is written.
     """
 
     def __init__(self, table: Sequence[StepTensor], sizes: Sizes, host: NDArray[np.int64] | None = None) -> None:
-        self.places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        self.names: list[str] = []
+        places = []
         self.size = 0
         self._arrays: list[tuple[StepTensor, NDArray[np.int64], Pad]] = []
         self._written: dict[Parts, list[tuple[StepTensor, NDArray[np.int64], Pad]]] = {}
@@ -65,10 +93,12 @@ class _Layout:
                 continue
             place = slice(self.size, self.size + math.prod(shape))
             self.size = place.stop
-            self.places[entry.name] = place, shape
+            self.names.append(entry.name)
+            places.append((place.start, place.stop, shape))
             if host is not None:
                 pad = entry.pad(sizes) if callable(entry.pad) else entry.pad
                 self._arrays.append((entry, host[place].reshape(shape), pad))
+        self.places: Places = tuple(places)
 
     def fill(self, step: StepArrays) -> None:
         """Writes a step and its pads."""
@@ -108,6 +138,7 @@ class BucketTensors:
         pin_memory: whether the host buffer is pinned, so that the host goes on while it is copied.
         choices: sizes of the choices of a sparse method, where one is on.
         table: what a step has.
+        cut: `cut_views`, or `cut_copies` as a compiled region.
     """
 
     def __init__(
@@ -118,7 +149,9 @@ class BucketTensors:
         pin_memory: bool = False,
         choices: SelectionLimits | None = None,
         table: Sequence[StepTensor] = STEP_TENSORS,
+        cut: Callable[[torch.Tensor, Places], list[torch.Tensor]] = cut_views,
     ) -> None:
+        self._cut = cut
         self._limits = limits
         self._max_decode_rows = limits.max_decode_rows
         self._choices = choices
@@ -166,8 +199,9 @@ class BucketTensors:
         return self._copy(logits, logits)
 
     def split(self, flat: torch.Tensor, shape: ForwardShape) -> StepInputs:
-        """The tensors in a flat one, as views; their phase is the shape's, or it is an error."""
-        tensors = {name: flat[place].view(size) for name, (place, size) in self._layout(shape).places.items()}
+        """The tensors in a flat one; their phase is the shape's, or it is an error."""
+        layout = self._layout(shape)
+        tensors = dict(zip(layout.names, self._cut(flat, layout.places), strict=True))
         parts = AttentionParts(
             causal=self._causal(shape, tensors) if "groups" in tensors else None,
             shared=self._shared(shape, tensors) if "shared_hi" in tensors else None,
@@ -177,6 +211,13 @@ class BucketTensors:
         if phase != shape.phase:
             raise ValueError(f"bucket {list(shape)}: its tensors make the phase {phase!r}")
         return StepInputs.of(tensors, parts, self._choices if shape.selected_blocks else None, self._added)
+
+    def refill(self) -> None:
+        """Every tensor on the device anew, after a warm-up that computed nothing."""
+        self._zero.zero_()
+        self._row_numbers.copy_(torch.arange(len(self._row_numbers)))
+        for flat in self._flat.values():
+            flat.zero_()
 
     def _copy(self, key: ForwardShape | int, size: int) -> torch.Tensor:
         flat = self._flat.get(key)
@@ -219,7 +260,7 @@ class BucketTensors:
         hi = tensors["shared_hi"]
         everything = SharedGroup(self._row_numbers[: shape.query_len], 0, shape.shared_blocks)
         return SharedPart(
-            tensors["shared_blocks"], tensors["row_spans"], self._zero.expand(hi.shape), hi, (everything,)
+            tensors["shared_blocks"], tensors["row_spans"], self._zero.expand(hi.shape), hi, (everything,), True
         )
 
     def _unique(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> UniquePart:
@@ -230,6 +271,7 @@ class BucketTensors:
             lo=self._zero.expand(hi.shape),
             hi=hi,
             num_rows=min(shape.query_len, self._max_decode_rows),
+            from_first=True,
         )
 
 
@@ -238,7 +280,6 @@ class ForwardGraphs:
 
     Args:
         inputs: of the steps of this kind.
-        lookup: the bucket that a step runs in.
         make_runner: makes what captures and replays.
         compute: the forward over the inputs of a shape.
         stage: entered around device work.
@@ -247,43 +288,43 @@ class ForwardGraphs:
     def __init__(
         self,
         inputs: BucketTensors,
-        lookup: Callable[[Bucket], Bucket],
         make_runner: Callable[[StaticFunction], GraphRunner],
         compute: Callable[[StepInputs], None],
         stage: Stage,
     ) -> None:
         self.inputs = inputs
-        self.lookup = lookup
         self._compute = compute
         self._stage = stage
-        self._graphs = make_runner(self._run)
-        self._warm: set[ForwardShape] = set()
-        self._staged: tuple[torch.Tensor, ForwardShape]
+        self._runner = make_runner(self._run)
+        self._graphs: dict[ForwardShape, Replay] = {}
+        self._staged: ForwardShape
 
     def fill(
         self, shape: ForwardShape, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64]
     ) -> None:
         """Copies a plan, padded to the bucket of this shape, to the device. See BucketTensors."""
-        self._staged = self.inputs.fill(shape, plan, token_ids, summary_blocks), shape
+        self.inputs.fill(shape, plan, token_ids, summary_blocks)
+        self._staged = shape
 
     def replay(self) -> None:
-        """The graph of what was filled in last."""
-        flat, shape = self._staged
+        """The graph of what was filled in last. Raises KeyError for a shape that was never warmed: nothing runs."""
+        graph = self._graphs[self._staged]
         with self._stage("forward"):
-            self._graphs.replay(shape, (flat, shape))
+            graph()
 
     def warm(self, shape: ForwardShape) -> None:
-        """Captures and executes a graph over pads, once, which read and write the dummy block only."""
-        if shape in self._warm:
-            return
+        """Captures a graph and executes it over pads, which read and write the dummy block only."""
         flat = self.inputs.fill_pads(shape)
+        if shape in self._graphs:
+            self._staged = shape
+            self.replay()
+            return
         with self._stage("forward"):
-            self._graphs.capture(shape, (flat, shape))
-        self._warm.add(shape)
+            self._graphs[shape] = self._runner.capture((flat, shape))
 
     def captured(self) -> int:
         """Graphs that are kept."""
-        return self._graphs.captured()
+        return len(self._graphs)
 
     def _run(self, flat: torch.Tensor, shape: ForwardShape) -> None:
         self._compute(self.inputs.split(flat, shape))

@@ -90,10 +90,14 @@ class TrueShapeExecution:
 
     def forward(self) -> None:
         inputs, metadata = self._inputs, self._metadata
+        if self._sparse is not None:
+            self._sparse.begin_forward(metadata.selection)
         if self._graphs is None:
             self._hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata)
         else:
             self._hidden = self._graphs.hidden(inputs, metadata)
+        if self._sparse is not None:
+            self._sparse.end_forward(metadata.selection)
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         hidden = self._hidden

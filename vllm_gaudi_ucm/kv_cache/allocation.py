@@ -1,4 +1,4 @@
-"""The KV cache: its budget, one allocation as vLLM describes it, and the view of each attention layer."""
+"""The KV cache: its budget, and the two tensors of each attention layer."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm_gaudi_ucm.kv_cache.pair import KvPair
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.vllm_api.kv_cache import (
-    AttentionSpec,
-    KVCacheConfig,
-    KVCacheLayout,
-    KVCacheSpec,
-    create_kv_cache_views,
-    layer_specs,
-)
+from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheConfig, KVCacheSpec, layer_specs
 from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase
 
 if TYPE_CHECKING:
@@ -78,53 +72,78 @@ def _provide(pages: weakref.ref[mmap.mmap], address: int, size: int, may_provide
 DUMMY_BLOCK = 0
 
 
+class _Rows(NamedTuple):
+    """Of keys or of values of a layer: [slots, kv heads, head size]."""
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        slots, heads, size = self.shape
+        return slots * heads * size * self.dtype.itemsize
+
+
+def _rows(name: str, spec: KVCacheSpec, num_blocks: int) -> tuple[_Rows, _Rows]:
+    """Of keys and of values, which take all bytes of a page and no more."""
+    assert isinstance(spec, AttentionSpec), "only layers with keys and values are served"
+    slots, heads = num_blocks * spec.block_size, spec.num_kv_heads
+    key, value = (_Rows((slots, heads, size), spec.dtype) for size in (spec.head_size, spec.head_size_v))
+    found, expected = key.nbytes + value.nbytes, num_blocks * spec.unpadded_page_size_bytes
+    if found != expected:
+        raise ValueError(
+            f"KV cache of the layer {name}: keys and values take {found} bytes, vLLM expects {expected}; "
+            "only plain keys and values are served, so leave --kv-cache-dtype at auto"
+        )
+    return key, value
+
+
 def allocate_kv_cache(
-    config: KVCacheConfig,
-    device: torch.device,
-    separate_layers: bool = False,
-    is_idle: Callable[[], bool] = lambda: True,
-) -> dict[str, torch.Tensor]:
-    """Allocates the cache and returns, per layer name, a view [blocks, kv heads, block size, k | v].
+    config: KVCacheConfig, device: torch.device, is_idle: Callable[[], bool] = lambda: True
+) -> dict[str, KvPair]:
+    """Allocates keys and values of each layer, by its name.
 
     The dummy block is all zeros at first, so that reading it is harmless even before anything was written.
 
-    separate_layers: an allocation per layer instead of one for all. torch.compile needs it: it takes tensors of one
-        allocation that a graph writes for one tensor, and then finds sizes that it did not compile for (torch 2.13).
     is_idle: whether pages of the host may be provided now; see `zeroed_pages`.
     """
-    if separate_layers:
-        shapes = _views(config, torch.device("meta"))
-        return {
-            name: torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device).zero_()
-            for name, view in shapes.items()
-        }
-    return _views(config, device, is_idle)
+    rows = {name: _rows(name, spec, config.num_blocks) for name, spec in layer_specs(config).items()}
+    if device.type != "cpu":
+        return {name: KvPair(_zeros(key, device), _zeros(value, device)) for name, (key, value) in rows.items()}
+    tensors = _on_host([one for both in rows.values() for one in both], is_idle)
+    return {name: KvPair(next(tensors), next(tensors)) for name in rows}
 
 
-def _views(
-    config: KVCacheConfig, device: torch.device, is_idle: Callable[[], bool] = lambda: True
-) -> dict[str, torch.Tensor]:
-    specs = layer_specs(config)
-    (size,) = {tensor.size for tensor in config.kv_cache_tensors}
-    on_host = device.type == "cpu"
-    backing = zeroed_pages(size, is_idle) if on_host else torch.zeros(size, dtype=torch.int8, device=device)
-    layout = KVCacheLayout[config.kv_cache_layout or KVCacheLayout.LBNHC.name]
-    caches: dict[str, torch.Tensor] = {}
-    for tensor in config.kv_cache_tensors:
-        views = create_kv_cache_views(backing, specs[tensor.layers[0]], config.num_blocks, layout, tensor)
-        caches.update(zip(tensor.layers, views, strict=True))
-    return caches
+def _zeros(rows: _Rows, device: torch.device) -> torch.Tensor:
+    return torch.zeros(rows.shape, dtype=rows.dtype, device=device)
 
 
-def dummy_kv_cache(specs: Mapping[str, KVCacheSpec], device: torch.device) -> dict[str, torch.Tensor]:
+_PAGE = 4096
+
+
+def _on_host(all_rows: Sequence[_Rows], is_idle: Callable[[], bool]) -> Iterator[torch.Tensor]:
+    """Tensors of storages of their own, which lie in one piece of memory, so that one thread provides its pages."""
+    sizes = [-(-rows.nbytes // _PAGE) * _PAGE for rows in all_rows]
+    pages, offset = zeroed_pages(sum(sizes), is_idle).numpy(), 0
+    for rows, size in zip(all_rows, sizes, strict=True):
+        if not rows.nbytes:
+            yield _zeros(rows, torch.device("cpu"))
+            continue
+        storage = torch.frombuffer(pages, dtype=rows.dtype, count=rows.nbytes // rows.dtype.itemsize, offset=offset)
+        # not a view of anything, which a compiled graph that writes it would be told
+        yield torch.empty(0, dtype=rows.dtype).set_(storage.untyped_storage()).resize_(rows.shape)
+        offset += size
+
+
+def dummy_kv_cache(specs: Mapping[str, KVCacheSpec], device: torch.device) -> dict[str, KvPair]:
     """A cache of the dummy block alone for each layer, in the layout of the real one."""
-    caches = {}
-    for name, spec in specs.items():
-        assert isinstance(spec, AttentionSpec), "only layers with keys and values are served"
-        width = spec.page_size_bytes // (spec.block_size * spec.num_kv_heads * spec.dtype.itemsize)
-        shape = (1, spec.block_size, spec.num_kv_heads, width)
-        caches[name] = torch.zeros(shape, dtype=spec.dtype, device=device).transpose(1, 2)
-    return caches
+    rows = {name: _rows(name, spec, 1) for name, spec in specs.items()}
+    return {name: KvPair(_zeros(key, device), _zeros(value, device)) for name, (key, value) in rows.items()}
+
+
+def no_kv_cache(names: Iterable[str], device: torch.device) -> dict[str, KvPair]:
+    """What is bound to the layers while there is no cache."""
+    return {name: KvPair(torch.empty(0, device=device), torch.empty(0, device=device)) for name in names}
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
@@ -139,17 +158,11 @@ def kv_cache_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
-def bind_kv_caches(vllm_config: VllmConfig, caches: Mapping[str, torch.Tensor]) -> None:
-    """Gives each layer its cache [blocks, kv heads, block size, k | v]."""
+def bind_kv_caches(vllm_config: VllmConfig, caches: Mapping[str, KvPair]) -> None:
+    """Gives each layer its cache, which vLLM's layer hands on to `UnifiedAttentionImpl.forward` as it is."""
     layers = attention_layers(vllm_config)
     for name, cache in caches.items():
-        layers[name].bind_kv_cache(cache)
-
-
-def split_key_value(kv_cache: torch.Tensor, key_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[blocks, kv heads, block size, k | v] -> key and value views [blocks, block size, kv heads, head size]."""
-    by_token = kv_cache.transpose(1, 2)
-    return by_token[..., :key_size], by_token[..., key_size:]
+        layers[name].bind_kv_cache(cache)  # type: ignore[arg-type]  # vLLM's own layer stores it unseen
 
 
 logger = plugin_logger(__name__)

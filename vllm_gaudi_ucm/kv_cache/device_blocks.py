@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
+from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 
 if TYPE_CHECKING:
@@ -21,22 +23,23 @@ NO_MEMORY = (MemoryError, RuntimeError)
 
 
 class DeviceBlocks:
-    """Copies between the cache and host memory. Bytes of a block: [layer, token, kv head, k | v].
+    """Copies between the cache and host memory. Bytes of a block: for each layer keys [token, kv head, head size], then
+    values in the same order.
 
     Any thread may copy, on a GPU or a Gaudi with a stream of its own, beside the computation.
 
     Args:
-        caches: by layer [blocks, kv heads, block size, k | v], in the order in which a stored block holds them.
+        caches: by layer, in the order in which a stored block holds them.
+        block_size: tokens of a block.
         device: where they are.
     """
 
-    def __init__(self, caches: Mapping[str, torch.Tensor], device: Device) -> None:
+    def __init__(self, caches: Mapping[str, KvPair], block_size: int, device: Device) -> None:
         self._device = device
-        # layers of one shape lie side by side; a draft model's have another one
-        self._runs = [
-            list(run) for _, run in groupby(caches.values(), key=lambda cache: (cache.shape[1:], cache.dtype))
-        ]
-        self.block_bytes = sum(_block_bytes(cache) for cache in caches.values())
+        tensors = [blocks for pair in caches.values() for blocks in in_blocks(pair, block_size)]
+        # what has one shape is copied together; a draft model's layers have another one
+        self._runs = [list(run) for _, run in groupby(tensors, key=lambda blocks: (blocks.shape[1:], blocks.dtype))]
+        self.block_bytes = sum(_block_bytes(blocks) for blocks in tensors)
 
     def allocate(self, nbytes: int) -> memoryview:
         """Host memory that copies are fastest with. Raises one of NO_MEMORY."""
@@ -95,12 +98,10 @@ def _block_bytes(cache: torch.Tensor) -> int:
 
 
 def _host_layers(block: memoryview, offset: int, run: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Part of a block's bytes as caches of one block each, [1, kv heads, block size, k | v]."""
-    cache = run[0]
-    _, heads, tokens, width = cache.shape
-    elements = len(run) * heads * tokens * width
+    """Part of a block's bytes as caches of one block each, [1, block size, kv heads, head size]."""
+    shape = (len(run), 1, *run[0].shape[1:])
     with warnings.catch_warnings():
         # a block that is only read may lie in memory that must not be written
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        flat = torch.frombuffer(block, dtype=cache.dtype, count=elements, offset=offset)
-    return list(flat.view(len(run), 1, tokens, heads, width).transpose(2, 3))
+        flat = torch.frombuffer(block, dtype=run[0].dtype, count=math.prod(shape), offset=offset)
+    return list(flat.view(shape))

@@ -26,6 +26,10 @@ BUCKET_STEPS = Metric("gaudi_ucm_bucket_steps", "counter", ("graph", "bucket"), 
 STEP_SECONDS = Metric("gaudi_ucm_step_seconds", "counter", ("stage",), "Host seconds of the stages of steps.")
 RECIPES = Metric("gaudi_ucm_recipes_after_warm_up", "counter", (), "Recipes compiled after warm-up.")
 BYPASSES = Metric("gaudi_ucm_bypasses", "counter", ("reason",), "Executions that no captured graph served.")
+HOST_READS = Metric(
+    "gaudi_ucm_host_reads", "counter", ("reason",), "Reads of the device that steps with static shapes waited for."
+)
+HOST_STAGES = Metric("gaudi_ucm_host_stages", "counter", ("stage",), "Stages of steps that ran on the host.")
 NATIVE_GRAPHS = Metric(
     "gaudi_ucm_native_graph_forwards", "counter", ("way",), "Forward passes on a CPU: replayed, captured, or ordinary."
 )
@@ -115,6 +119,8 @@ METRICS = (
     STEP_SECONDS,
     RECIPES,
     BYPASSES,
+    HOST_READS,
+    HOST_STAGES,
     NATIVE_GRAPHS,
     WARM_UP_BUCKETS,
     WARM_UP_SECONDS,

@@ -24,6 +24,7 @@ PHASES = {phase_string(c, s, u) for c in (False, True) for s in (False, True) fo
 # Written where there are any: a server without a sparse method writes what it always wrote.
 SPARSE_COUNTS = ("selected_pairs", "sparse", "tail")
 TRANSFER_COUNTS = ("loaded_blocks", "saved_blocks")
+OPTIONAL_COUNTS = (*SPARSE_COUNTS, *TRANSFER_COUNTS, "host_reads")
 TIMES = ("plan_ms", "forward_ms", "sample_ms")
 MOST = 1 << 63  # of a number: sums and sizes are counted in 64 bits
 REPORTED_BYTES = 1 << 20  # read between two reports of how far it is
@@ -70,6 +71,10 @@ class StepRecord:
     """What its calls took on the step's way since then; no part of the other times."""
     tail: int = 0
     """1 if it ran in a graph for prompt remainders, not in a bucket."""
+    host_reads: int = 0
+    """Reads of the device that it waited for, counted at static shapes."""
+    host_stages: tuple[str, ...] = ()
+    """What ran on the host."""
 
 
 class PhaseLog:
@@ -221,6 +226,10 @@ def _line(record: StepRecord) -> str:
     for name in TRANSFER_COUNTS:
         if getattr(r, name):
             more += f',"{name}":{getattr(r, name)}'
+    if r.host_reads:
+        more += f',"host_reads":{r.host_reads}'
+    if r.host_stages:
+        more += f',"host_stages":{json.dumps(r.host_stages)}'
     if r.transfer_ms:
         more += f',"transfer_ms":{r.transfer_ms:.4f}'
     return (
@@ -267,7 +276,8 @@ def _parse_line(path: Path, number: int, line: str) -> StepRecord:
     try:
         bucket, padded = _parse_bucket(fields["bucket"]), _parse_bucket(fields["padded"])
         sizes: dict[str, Any] = {name: _number(fields, name, int) for name in COUNTS}
-        sizes |= {name: _number(fields, name, int) for name in SPARSE_COUNTS + TRANSFER_COUNTS if name in fields}
+        sizes |= {name: _number(fields, name, int) for name in OPTIONAL_COUNTS if name in fields}
+        sizes["host_stages"] = _names(fields, "host_stages")
         times = (*TIMES, "transfer_ms") if "transfer_ms" in fields else TIMES
         sizes |= {name: float(_number(fields, name, int, float)) for name in times}
         return StepRecord(
@@ -298,6 +308,13 @@ def _number(fields: dict[str, Any], name: str, *types: type) -> Any:
     if type(value) not in types or not 0 <= value < MOST:
         raise ValueError(f"field {name!r} is {value!r}, expected a number from 0 to 2^63")
     return value
+
+
+def _names(fields: dict[str, Any], name: str) -> tuple[str, ...]:
+    value = fields.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"field {name!r} is {value!r}, expected a list of names")
+    return tuple(value)
 
 
 def _parse_bucket(value: Any) -> Bucket:

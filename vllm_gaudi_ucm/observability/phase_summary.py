@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 CLASSES_PER_DOUBLING = 16
 SMALLEST_MS = 1e-3
 PAIRS = ("causal_pairs", "shared_pairs", "unique_pairs", "selected_pairs")
-SUMS = ("steps", "requests", "prompts", "tokens", *PAIRS, "sparse", "plan_ms", "forward_ms", "sample_ms")
+SUMS = ("steps", "requests", "prompts", "tokens", *PAIRS, "sparse", "host_reads", "plan_ms", "forward_ms", "sample_ms")
 
 
 @dataclass(slots=True)
@@ -39,6 +40,9 @@ class PhaseTotals:
     plan_ms: float = 0.0
     forward_ms: float = 0.0
     sample_ms: float = 0.0
+    host_reads: int = 0
+    host_stages: Counter[str] = field(default_factory=Counter)
+    """Steps in which each ran."""
     time_classes: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -94,6 +98,8 @@ class PhaseTotals:
         self.plan_ms += record.plan_ms
         self.forward_ms += record.forward_ms
         self.sample_ms += record.sample_ms
+        self.host_reads += record.host_reads
+        self.host_stages.update(record.host_stages)
         index = _time_class(record.plan_ms + record.forward_ms + record.sample_ms)
         self.time_classes[index] = self.time_classes.get(index, 0) + 1
 
@@ -101,6 +107,7 @@ class PhaseTotals:
         """Add the sums of another phase to these."""
         for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.host_stages.update(other.host_stages)
         for index, count in other.time_classes.items():
             self.time_classes[index] = self.time_classes.get(index, 0) + count
 
@@ -143,7 +150,9 @@ class PhaseSummary:
     def to_json(self) -> dict[str, Any]:
         """The summary as plain values, for `--json`."""
         total = self.total()
+        host = {"host_reads": total.host_reads, "host_stages": dict(total.host_stages.most_common())}
         return {
+            **(host if total.host_reads or total.host_stages else {}),
             "steps": total.steps,
             "tokens": total.tokens,
             "ms": round(total.ms, 3),
@@ -207,12 +216,18 @@ def summary_table(summary: PhaseSummary) -> Table:
 
 
 def attention_sentence(summary: PhaseSummary) -> Text:
-    """What fraction of the attention work each part did, and below it what planning cost."""
+    """What fraction of the attention work each part did, and below it what planning cost and what the host did."""
+    total = summary.total()
     text = Text("attention work: ")
-    for index, (part, share) in enumerate(summary.total().attention_shares().items()):
+    for index, (part, share) in enumerate(total.attention_shares().items()):
         text.append(", " if index else "")
         text.append(f"{part} {share:.1%}", style=PART_COLOURS[part])
     text.append(f"\nplanning took {summary.planning_share():.2%} of the step time")
+    if total.host_reads:
+        text.append(f"\nthe host read the device {total.host_reads / total.steps:.2f} times a step")
+    if total.host_stages:
+        counts = (f"{name} {steps:,}" for name, steps in total.host_stages.most_common())
+        text.append(f"\nran on the host, in steps: {', '.join(counts)}")
     return text
 
 

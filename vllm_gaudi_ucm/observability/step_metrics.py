@@ -65,9 +65,8 @@ class StepMetrics:
         self._recipes = file.series(metric.RECIPES)
         self._waits = [file.series(waits) for waits in (metric.WAITS, metric.WAIT_SECONDS)]
         self._graphs: dict[GraphKey, Series] = {}
-        self._bypasses: dict[str, Series] = {}
         self._native_graphs: NativeGraphMetrics | None = None
-        self._gauges: dict[tuple[str, ...], Series] = {}
+        self._later: dict[tuple[str, ...], Series] = {}
 
     def sparse(self) -> SparseMetrics:
         """The series of a sparse method; a server without one shows none."""
@@ -131,9 +130,15 @@ class StepMetrics:
 
     def bypass(self, reason: str) -> None:
         """One execution outside the captured graphs; `reason` is a label, so it names no request."""
-        if reason not in self._bypasses:
-            self._bypasses[reason] = self._file.series(metric.BYPASSES, reason)
-        self._bypasses[reason].add(1)
+        self._labelled(metric.BYPASSES, reason).add(1)
+
+    def host_read(self, reason: str) -> None:
+        """One read of the device that a step waited for."""
+        self._labelled(metric.HOST_READS, reason).add(1)
+
+    def host_stage(self, stage: str) -> None:
+        """One stage of a step that ran on the host."""
+        self._labelled(metric.HOST_STAGES, stage).add(1)
 
     def recipe(self) -> None:
         """One recipe compiled after warm-up."""
@@ -141,11 +146,11 @@ class StepMetrics:
 
     def warm_up(self, done: int, total: int, seconds: float, skeleton_seconds: float | None) -> None:
         """Progress: buckets warm of all, seconds so far, and those until the skeleton was warm (None: not yet)."""
-        self._gauge(metric.WARM_UP_BUCKETS, "done").set(done)
-        self._gauge(metric.WARM_UP_BUCKETS, "total").set(total)
-        self._gauge(metric.WARM_UP_SECONDS).set(seconds)
+        self._labelled(metric.WARM_UP_BUCKETS, "done").set(done)
+        self._labelled(metric.WARM_UP_BUCKETS, "total").set(total)
+        self._labelled(metric.WARM_UP_SECONDS).set(seconds)
         if skeleton_seconds is not None:
-            self._gauge(metric.SKELETON_SECONDS).set(skeleton_seconds)
+            self._labelled(metric.SKELETON_SECONDS).set(skeleton_seconds)
 
     def waits(self, count: int, seconds: float) -> None:
         """Steps that have waited for a graph that was being warmed, and for how long: totals since the start."""
@@ -171,12 +176,12 @@ class StepMetrics:
             series = self._graphs[graph] = self._file.series(metric.BUCKET_STEPS, *_graph_labels(graph))
         return series
 
-    def _gauge(self, gauge: metric.Metric, *labels: str) -> Series:
-        """Gauges exist from their first value on: an engine without warm-up shows none."""
-        key = (gauge.name, *labels)
-        if key not in self._gauges:
-            self._gauges[key] = self._file.series(gauge, *labels)
-        return self._gauges[key]
+    def _labelled(self, kind: metric.Metric, *labels: str) -> Series:
+        """A series that exists from its first value on: an engine without warm-up shows no progress of it."""
+        key = (kind.name, *labels)
+        if key not in self._later:
+            self._later[key] = self._file.series(kind, *labels)
+        return self._later[key]
 
 
 def _graph_labels(graph: GraphKey) -> tuple[str, str]:

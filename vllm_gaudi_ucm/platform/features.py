@@ -56,16 +56,21 @@ def _above_one(size: int) -> int | None:
 
 _ONE_DEVICE = "a worker drives one device, and an engine has one worker"
 
-CUDA_CONNECTORS = ("SimpleCPUOffloadConnector", "HiSparseConnector")
-
 
 def _unless(found: str, supported: Sequence[str]) -> str | None:
     return None if found in supported else found
 
 
-def _cuda_connector(config: VllmConfig) -> str | None:
-    names = dict.fromkeys(connector.name for connector in configured_connectors(config.kv_transfer_config))
-    return ", ".join(name for name in names if name in CUDA_CONNECTORS) or None
+def _one_tensor_connector(config: VllmConfig) -> str | None:
+    connectors = configured_connectors(config.kv_transfer_config)
+    names = dict.fromkeys(connector.name for connector in connectors if connector.needs_one_tensor)
+    return ", ".join(filter(None, names)) or None
+
+
+def _one_tensor_backend(config: VllmConfig) -> str | None:
+    if config.cache_config.kv_offloading_size is None:
+        return None
+    return _unless(config.cache_config.kv_offloading_backend, ("native",))
 
 
 def _replaced_connector(config: VllmConfig) -> str | None:
@@ -126,10 +131,16 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         lambda c: c.offload_config.uva.cpu_offload_gb > 0,
     ),
     Feature(
-        "the KV connector {found}, which copies by CUDA kernels of vLLM",
+        "the KV connector {found}, which takes keys and values of a layer for one tensor",
         "--kv-transfer-config",
-        "vLLM is built without its kernels; take `OffloadingConnector` or ours",
-        _cuda_connector,
+        "they are two; take `OffloadingConnector`, ours, or one that takes pairs",
+        _one_tensor_connector,
+    ),
+    Feature(
+        "the KV offloading backend {found}, whose connector takes keys and values of a layer for one tensor",
+        "--kv-offloading-backend {found}",
+        "they are two; take the backend `native`",
+        _one_tensor_backend,
     ),
     Feature(
         "the connector of --kv-offloading-size beside {found} (make it a child of MultiConnector)",

@@ -12,6 +12,7 @@ from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config, i
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import detect_device
 from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
+from vllm_gaudi_ucm.execution.bucket_choice import step_memory
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -31,13 +32,12 @@ from vllm_gaudi_ucm.vllm_api.versions import check_versions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.vllm_api.attention import AttentionBackendEnum, AttentionSelectorConfig
 
 logger = plugin_logger(__name__)
 
 _DEVICE = get_device(detect_device() or "cpu")
-
-GAUDI_BYTES = 96 * 10**9
 
 
 class UcmPlatform(Platform):
@@ -76,7 +76,7 @@ class UcmPlatform(Platform):
         watch_parent()
         cls._start_processes_anew()
         # a user's process makes these calls when it cleans up, as a worker does
-        tolerate_missing_accelerator()
+        tolerate_missing_accelerator(cls.device_type)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.platform.worker.UcmWorker"
         if vllm_config.scheduler_config.async_scheduling:
@@ -98,6 +98,32 @@ class UcmPlatform(Platform):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
         cls._warn_of_slow_dtype(vllm_config)
+        cls._bound_step_memory(vllm_config, config)
+
+    @classmethod
+    def _bound_step_memory(cls, vllm_config: VllmConfig, config: UcmConfig) -> None:
+        """Lowers the tokens of a step to what fits `ucm.graphs.step_memory`."""
+        scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+        memory = None if model is None else step_memory(vllm_config, config, cls.device_type)
+        if memory is None:
+            return
+        asked = scheduler.max_num_batched_tokens
+        rows = memory.rows(asked, scheduler.max_num_seqs, model.max_model_len)
+        if rows < asked:
+            logger.warning(
+                "Steps have at most %d tokens, not the %d of --max-num-batched-tokens: attention takes %.2f GiB for "
+                "these and %.2f for those, over %d tokens (--max-model-len), and ucm.graphs.step_memory is %g GiB.",
+                rows,
+                asked,
+                memory.gib_of(rows, model.max_model_len),
+                memory.gib_of(asked, model.max_model_len),
+                model.max_model_len,
+                memory.gib,
+            )
+            scheduler.max_num_batched_tokens = rows
+            if scheduler.max_num_scheduled_tokens is not None:
+                # vLLM has copied the one into the other already, where there are drafts
+                scheduler.max_num_scheduled_tokens = min(rows, scheduler.max_num_scheduled_tokens)
 
     @classmethod
     def _start_processes_anew(cls) -> None:
@@ -160,8 +186,10 @@ class UcmPlatform(Platform):
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
         # vLLM asks for both while it builds its configuration, in a process that must not start a Gaudi card: the
-        # worker would not get it, and the recipe cache would be set too late. The smallest card's memory will do.
-        return GAUDI_BYTES if cls.device_type == "hpu" else _DEVICE.memory().total
+        # worker would not get it, and the recipe cache would be set too late. With 0 vLLM takes 2,048 tokens and 256
+        # requests a step for a server (8,192 tokens offline), as vllm-gaudi has them; from 70 GiB on it would take
+        # what suits an H100, four times as much, and the largest buckets with it.
+        return 0 if cls.device_type == "hpu" else _DEVICE.memory().total
 
     @classmethod
     def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
@@ -178,7 +206,8 @@ class UcmPlatform(Platform):
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
-        return cls.device_type != "cpu"
+        # on Gaudi pinned memory needs the card started in this process, and copies are staged by the bridge anyway
+        return cls.device_type == "cuda"
 
     @classmethod
     @torch.inference_mode()

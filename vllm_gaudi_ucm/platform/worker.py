@@ -12,12 +12,15 @@ from torch import nn
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.device.hpu_mode import check_hpu_mode
+from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.envs import lazy_mode
+from vllm_gaudi_ucm.execution.bucket_choice import server_limits, step_memory
 from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effect
 from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
-from vllm_gaudi_ucm.graphs.shapes.limits import default_shared_blocks
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_budget
 from vllm_gaudi_ucm.layers.cpu_layers import register_cpu_layers
+from vllm_gaudi_ucm.layers.gaudi_layers import register_gaudi_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLog
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
@@ -43,6 +46,7 @@ from vllm_gaudi_ucm.vllm_api.worker import (
 )
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.runner.step_runner import StepRunner
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
     from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -130,16 +134,19 @@ class UcmWorker(RefusedCalls, WorkerBase):
     _is_closed = False
     _metrics: StepMetrics | None = None
     _phase_log: PhaseLog | None = None
+    _steps: StepRunner
     model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
 
     def init_device(self) -> None:
         watch_parent()
         end_start_at_sigterm(OF_ENGINE)
         leave_heap_to_the_system(lambda: self._is_closed)
-        tolerate_missing_accelerator()
+        tolerate_missing_accelerator(self.current_platform.device_type)
         abort_at_shutdown(self.vllm_config)
         self._ucm = resolve_config(self.vllm_config.additional_config)
         self._device = get_device(self.current_platform.device_type)
+        if self._device.kind == "hpu":
+            check_hpu_mode()
         graphs = self._ucm.graphs
         kind = graph_kind(self._ucm, self._device.kind, lazy_mode(), self.model_config.enforce_eager)
         for key in options_without_effect(graphs, kind, self._device.kind):
@@ -158,6 +165,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
         # a recipe is found by its operators, and native calls are none; without graphs nothing looks for recipes
         if self._device.kind == "cpu" and (kind == "off" or graphs.recipe_check == "off"):
             register_cpu_layers()
+        elif self._device.kind == "hpu":
+            register_gaudi_layers()
         self.model_runner = ModelRunner(self.vllm_config, self._ucm, self._device, kind)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -188,6 +197,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         self._phase_log = PhaseLog(self._ucm.phase_log, header=self._describe(kv_cache_config.num_blocks))
         self._metrics = StepMetrics.of_engine(self.vllm_config.instance_id, self.parallel_config.data_parallel_index)
         self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics)
+        self._steps = self.model_runner.parts.steps
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], KVConnectorHandshakeMetadata] | None:
         """What a connector of another engine needs to know of this worker, by (pipeline, tensor-parallel) rank."""
@@ -206,13 +216,22 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        return self.model_runner.execute_model(scheduler_output)
+        """Computes a step up to its logits. None: `sample_tokens` gives the output."""
+        STEPS.begin()
+        output = self._steps.execute_model(scheduler_output)
+        if output is not None:
+            STEPS.end()
+        return output
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        return self.model_runner.sample_tokens(grammar_output)
+        """Samples the step that `execute_model` computed."""
+        output = self._steps.sample_tokens(grammar_output)
+        STEPS.end()
+        return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return self.model_runner.take_draft_token_ids()
+        """The drafts that the last step proposed for the next one, once."""
+        return self._steps.take_draft_token_ids()
 
     def synchronize_device(self) -> None:
         self._device.synchronize()
@@ -254,10 +273,11 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def _describe(self, num_blocks: int) -> dict[str, Any]:
         """The phase log's header: what a reader needs to compare or replay the log."""
         static, contiguous = self.model_runner.kind != "off", self._ucm.attention.contiguous_pa
-        shared = self._ucm.graphs.max_shared_blocks
-        if static and shared is None:
-            shared = default_shared_blocks(self.model_config.max_model_len, self.cache_config.block_size)
-        block_size = self.cache_config.block_size
+        block_size, shared = self.cache_config.block_size, self._ucm.graphs.max_shared_blocks
+        if static:
+            memory = step_memory(self.vllm_config, self._ucm, self._device.kind)
+            limits = server_limits(self.vllm_config, block_size, num_blocks, contiguous is True, shared, memory=memory)
+            shared = limits.max_shared_blocks
         selected = max_selected_blocks(self._ucm, self.vllm_config, block_size, num_blocks, static)
         return {
             "model": self.model_config.model,

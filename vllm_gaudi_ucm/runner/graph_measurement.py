@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_gaudi_ucm.execution.bucket_choice import cost_model, server_limits
+from vllm_gaudi_ucm.execution.bucket_choice import cost_model, server_limits, step_memory
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.base import runner_maker
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import check_budget
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.kv_cache.allocation import bind_kv_caches, dummy_kv_cache, kv_cache_specs
+from vllm_gaudi_ucm.kv_cache.allocation import bind_kv_caches, dummy_kv_cache, kv_cache_specs, no_kv_cache
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
 from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+    from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
 
@@ -52,13 +53,14 @@ def graph_memory_need(
     device: Device,
     kind: GraphKind,
     draft_model: Decoder | None = None,
+    compiler: StaticCompiler | None = None,
 ) -> GraphMemoryNeed:
     """From the largest graphs of prompts, of decodes and of logits, which are really run, of both models.
 
     Raises:
         MemoryBudgetError: `ucm.graphs.memory_budget` does not hold these.
     """
-    measured, buffers = _measure(decoder, vllm_config, config, device, kind, draft_model)
+    measured, buffers = _measure(decoder, vllm_config, config, device, kind, draft_model, compiler)
     given = config.graphs.memory_budget
     if given is None:
         largest = DEFAULT_FACTOR * sum(measured)
@@ -76,6 +78,7 @@ def _measure(
     device: Device,
     kind: GraphKind,
     draft_model: Decoder | None,
+    compiler: StaticCompiler | None,
 ) -> tuple[list[int], int]:
     """Bytes of each graph, the configured maximum first, and bytes of buffers.
 
@@ -91,10 +94,11 @@ def _measure(
     choices = None if sparse is None else sparse.limits
     selected = 0 if choices is None else choices.max_selected_blocks
     shared = config.graphs.max_shared_blocks
-    limits = server_limits(vllm_config, block_size, num_blocks, False, shared, selected)
+    memory = step_memory(vllm_config, config, device.kind)
+    limits = server_limits(vllm_config, block_size, num_blocks, False, shared, selected, memory)
     ready = ReadyBuckets(_largest_buckets(limits, cost_model(vllm_config, device, block_size)))
     free = device.memory().free
-    make_runner = runner_maker(kind)
+    make_runner = runner_maker(kind, compiler)
     executions = [
         BucketedExecution(
             model,
@@ -105,12 +109,13 @@ def _measure(
             lambda label: nullcontext(),
             sparse=sparse if model is decoder else None,
             implementation=choose_static_implementation(config.attention.implementation, tensors_on.type),
+            compiler=compiler,
         )
         for model in filter(None, (decoder, draft_model))
     ]
     buffers = max(0, free - device.memory().free) + _sampling_bytes(executions[0], vllm_config)
     measured = [_bytes_of(run, device) for run in _runs(executions, ready)]
-    bind_kv_caches(vllm_config, {name: torch.empty(0, device=tensors_on) for name in specs})
+    bind_kv_caches(vllm_config, no_kv_cache(specs, tensors_on))
     del executions, sparse
     gc.collect()
     device.empty_cache()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.connector.connector import our_connector
+from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
+from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.vllm_api.attention import AttentionMetadata
 from vllm_gaudi_ucm.vllm_api.kv_transfer import (
     KVConnectorFactory,
     KVConnectorRole,
-    copy_kv_blocks,
     ensure_kv_transfer_initialized,
     ensure_kv_transfer_shutdown,
     get_kv_transfer_group,
@@ -80,6 +82,24 @@ class StepAttention(AttentionMetadata):
     """Stands for a step's attention where a connector asks; the blocks of requests are in the connector's metadata."""
 
 
+def copy_pairs(
+    block_size: int,
+    sources: Mapping[str, KvPair],
+    targets: Mapping[str, KvPair],
+    source_ids: Sequence[int],
+    target_ids: Sequence[int],
+    direction: str,
+) -> None:
+    """What connectors with buffers on the host copy blocks with, between these and the cache, in either direction.
+
+    sources, targets: rows of each layer, [slots, kv heads, head size].
+    """
+    pairs = torch.tensor([source_ids, target_ids], dtype=torch.int64).T
+    for name, source in sources.items():
+        for one, other in zip(in_blocks(source, block_size), in_blocks(targets[name], block_size), strict=True):
+            swap_blocks([one], [other], pairs)
+
+
 class KvTransfer:
     """A connector's life in one worker.
 
@@ -98,7 +118,7 @@ class KvTransfer:
         self._vllm_config = vllm_config
         self.in_layers = in_layers
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._caches: dict[str, torch.Tensor] = {}
+        self._caches: dict[str, KvPair] = {}
         self._finished_requests: set[str] = set()
         self._has_tokens = False
         self.work = TransferWork()
@@ -115,11 +135,11 @@ class KvTransfer:
         """Entered while the KV cache is allocated: a connector may want it in memory of its own."""
         return self.connector.get_mem_pool_context() or nullcontext()
 
-    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """caches: by layer [blocks, kv heads, block size, k | v]; they stay where they are until the end."""
+    def register(self, caches: Mapping[str, KvPair]) -> None:
+        """caches: by layer; they stay where they are until the end. Connectors get them as they are."""
         self._caches = dict(caches)
-        self.connector.register_kv_caches(self._caches)
-        self.connector.set_host_xfer_buffer_ops(copy_kv_blocks)
+        self.connector.register_kv_caches(self._caches)  # type: ignore[arg-type]  # vLLM's type is one tensor
+        self.connector.set_host_xfer_buffer_ops(partial(copy_pairs, self._block_size))
 
     def report_to(self, metrics: StepMetrics) -> None:
         """Our own connector's figures reach /metrics; others have a way of vLLM's own."""
@@ -159,7 +179,10 @@ class KvTransfer:
         if not self.in_layers:
             metadata = StepAttention()
             with self._context(has_tokens=True):
-                self._each_layer(lambda name, cache: self.connector.save_kv_layer(name, cache, metadata))
+                self._each_layer(lambda name, cache: self._save_layer(name, cache, metadata))
+
+    def _save_layer(self, name: str, cache: KvPair, metadata: AttentionMetadata) -> None:
+        self.connector.save_kv_layer(name, cache, metadata)  # type: ignore[arg-type]  # as registered
 
     def finish(self) -> KVConnectorOutput:
         """Ends the step; what the scheduler's side is to hear."""
@@ -239,6 +262,6 @@ class KvTransfer:
         metadata = dict.fromkeys(self._caches, StepAttention()) if has_tokens else None
         return set_forward_context(metadata, self._vllm_config, slot_mapping={})
 
-    def _each_layer(self, act: Callable[[str, torch.Tensor], None]) -> None:
+    def _each_layer(self, act: Callable[[str, KvPair], None]) -> None:
         for name, cache in self._caches.items():
             act(name, cache)

@@ -1,4 +1,4 @@
-"""What an engine runs on one device: the model, its KV cache, and what turns a scheduler output into tokens."""
+"""What an engine runs on one device: the model, and what steps of it are computed with once it has a KV cache."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from vllm_gaudi_ucm.device.step_activity import StepActivity
 from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
+from vllm_gaudi_ucm.graphs.runners.compiled import HPU_BACKEND, StaticCompiler
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_specs
 from vllm_gaudi_ucm.layers.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
-    from vllm_gaudi_ucm.runner.step_runner import StepRunner
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
-    from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 logger = plugin_logger(__name__)
 
@@ -59,7 +57,7 @@ def refuse_other_layers(vllm_config: VllmConfig) -> None:
 
 
 class ModelRunner:
-    """Runs a decoder model on one device, prompts and decodes in one flat batch.
+    """A decoder model on one device, from loading to the objects that compute its steps (`parts`).
 
     Args:
         vllm_config: the engine's.
@@ -81,8 +79,7 @@ class ModelRunner:
         given = config.graphs.memory_budget
         self._memory_budget = None if given is None else int(given * GIB)
         self.decoder: Decoder
-        self._steps: StepRunner
-        self._activity = StepActivity()
+        self._compiler: StaticCompiler | None = None
 
     def load_model(self) -> None:
         refuse_other_layers(self._vllm_config)
@@ -101,8 +98,9 @@ class ModelRunner:
         if self._device.kind == "cpu":
             keep_all_freed_memory()
         if self.kind == "compile":
+            self._compiler = StaticCompiler(HPU_BACKEND if self._device.kind == "hpu" else self._config.graphs.backend)
             for decoder in (self.decoder, *draft):
-                decoder.compile("hpu_backend" if self._device.kind == "hpu" else "inductor")
+                decoder.compile(self._compiler)
 
     @property
     def parts(self) -> WorkerParts:
@@ -143,10 +141,9 @@ class ModelRunner:
             self.decoder,
             self._draft_decoder,
             self._memory_budget,
-            self._activity,
+            self._compiler,
         )
         self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics)
-        self._steps = self._parts.steps
 
     def warm_up(self) -> float:
         """Warms what must be warm before serving; returns the seconds it took."""
@@ -162,7 +159,13 @@ class ModelRunner:
         """Bytes that steps take beside the KV cache, after the largest have really run."""
         if self.kind != "off":
             need = graph_memory_need(
-                self.decoder, self._vllm_config, self._config, self._device, self.kind, self._draft_decoder
+                self.decoder,
+                self._vllm_config,
+                self._config,
+                self._device,
+                self.kind,
+                self._draft_decoder,
+                self._compiler,
             )
             self._memory_budget = need.budget
             return need.budget + need.buffers
@@ -180,21 +183,3 @@ class ModelRunner:
         hidden = decoder.hidden(token_ids, token_ids, None)
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
         decoder.logits(hidden[:rows])
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Computes a step up to its logits. None: `sample_tokens` gives the output."""
-        self._activity.begin()
-        output = self._steps.execute_model(scheduler_output)
-        if output is not None:
-            self._activity.end()
-        return output
-
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """Samples the step that `execute_model` computed."""
-        output = self._steps.sample_tokens(grammar_output)
-        self._activity.end()
-        return output
-
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The drafts that the last step proposed for the next one, once."""
-        return self._steps.take_draft_token_ids()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +14,13 @@ import torch
 from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
 from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.connector.transfer_config import OURS
-from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
+from vllm_gaudi_ucm.device.step_activity import STEPS
+from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits, step_memory
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.execution.decoder import Decoder
 from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs, TrueShapeExecution
 from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches
+from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
@@ -32,9 +37,10 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig, UcmConfig
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.device.step_activity import StepActivity
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind
+    from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
+    from vllm_gaudi_ucm.kv_cache.pair import KvPair
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
@@ -51,7 +57,7 @@ class LoadedModel:
     kind: of the graphs; `off` runs steps at their true shapes.
     decoder, draft_decoder: the model, and the draft model where drafts come from one.
     memory_budget: bytes that graphs may take; None: no bound.
-    activity: whether steps run, for what works in the background.
+    compiler: of the decoders' regions; None: they are not compiled.
     """
 
     vllm_config: VllmConfig
@@ -62,18 +68,18 @@ class LoadedModel:
     decoder: Decoder
     draft_decoder: Decoder | None
     memory_budget: int | None
-    activity: StepActivity
+    compiler: StaticCompiler | None
 
 
 @dataclass(frozen=True)
 class WorkerParts:
     """What a worker computes steps with. None: it is switched off.
 
-    kv_caches: [blocks, kv heads, block size, k | v] by layer name.
+    kv_caches: by layer name.
     """
 
     block_size: int
-    kv_caches: dict[str, torch.Tensor]
+    kv_caches: dict[str, KvPair]
     requests: RequestTable
     transfer: KvTransfer | None
     sparse: SparseWorker | None
@@ -94,7 +100,7 @@ def make_parts(
     phase_log: PhaseLog,
     metrics: StepMetrics,
 ) -> WorkerParts:
-    """Allocates the KV cache, hands each layer its view, and makes what depends on the number of blocks.
+    """Allocates the KV cache, hands each layer its own, and makes what depends on the number of blocks.
 
     Where something raises, what was made before it is closed.
 
@@ -130,14 +136,16 @@ def make_parts(
         if transfer is not None:
             transfer.report_to(metrics)
         sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
+        host = HostWork(metrics.host_read, metrics.host_stage)
         static = None
         if is_static:
-            static = _make_static(model, block_size, num_blocks, metrics, sparse)
+            refill = partial(_refill, kv_caches, sparse)
+            static = _make_static(model, block_size, num_blocks, metrics, sparse, refill, host)
             undo.callback(static.close)
             static.divided_logits.reserve(vllm_config.num_speculative_tokens)
         calls_layers = transfer is not None and transfer.in_layers
         execution, token_sampler = _make_execution(model, block_size, metrics, sampler, sparse, static, calls_layers)
-        nans = NanCounter(sampling, on_host=is_static)
+        nans = NanCounter(sampling, host if is_static else None)
         slot_sampler = SlotSampler(sampling, token_sampler, requests, nans.count)
         steps = StepRunner(
             requests,
@@ -150,7 +158,7 @@ def make_parts(
                 sampler,
                 model_config.get_vocab_size(),
                 as_logits=model_config.logprobs_mode.endswith("logits"),
-                on_host=is_static,
+                host=host if is_static else None,
             ),
             nans,
             phase_log,
@@ -166,10 +174,12 @@ def make_parts(
                 requests,
                 block_size,
                 model.tensors_on,
+                host,
                 static,
                 _native_graphs(model, model.draft_decoder, metrics, calls_layers),
             ),
-            None if vllm_config.speculative_config is None else Verification(slot_sampler),
+            None if vllm_config.speculative_config is None else Verification(slot_sampler, host),
+            host,
         )
         undo.pop_all()
     return WorkerParts(block_size, kv_caches, requests, transfer, sparse, static, steps)
@@ -183,13 +193,10 @@ def _make_transfer(model: LoadedModel, kv_cache_config: KVCacheConfig) -> KvTran
     return KvTransfer(model.vllm_config, kv_cache_config, in_layers)
 
 
-def _allocate(
-    model: LoadedModel, kv_cache_config: KVCacheConfig, transfer: KvTransfer | None
-) -> dict[str, torch.Tensor]:
+def _allocate(model: LoadedModel, kv_cache_config: KVCacheConfig, transfer: KvTransfer | None) -> dict[str, KvPair]:
     """The cache, known to the layers and to a KV connector."""
     with nullcontext() if transfer is None else transfer.allocation():
-        separate = model.kind == "compile"
-        kv_caches = allocate_kv_cache(kv_cache_config, model.tensors_on, separate, model.activity.is_idle)
+        kv_caches = allocate_kv_cache(kv_cache_config, model.tensors_on, STEPS.is_idle)
     bind_kv_caches(model.vllm_config, kv_caches)
     if transfer is not None:
         transfer.register(kv_caches)
@@ -229,7 +236,13 @@ def _native_graphs(
 
 
 def _make_static(
-    model: LoadedModel, block_size: int, num_blocks: int, metrics: StepMetrics, sparse: SparseWorker | None
+    model: LoadedModel,
+    block_size: int,
+    num_blocks: int,
+    metrics: StepMetrics,
+    sparse: SparseWorker | None,
+    refill: Callable[[], None],
+    host: HostWork,
 ) -> StaticShapes:
     config, vllm_config = model.config, model.vllm_config
     # a graph has one form: without compaction block ids spread over the whole cache, so `auto` gathers
@@ -237,7 +250,8 @@ def _make_static(
     choices = None if sparse is None else sparse.limits
     selected = 0 if choices is None else choices.max_selected_blocks
     shared = config.graphs.max_shared_blocks
-    limits = server_limits(vllm_config, block_size, num_blocks, contiguous, shared, selected)
+    memory = step_memory(vllm_config, config, model.device.kind)
+    limits = server_limits(vllm_config, block_size, num_blocks, contiguous, shared, selected, memory)
     remainders = remainder_shapes(limits, choices)
     num_remainders = 0 if remainders is None else len(remainders.keys)
     buckets, usage = choose_buckets(config.graphs, vllm_config, limits, model.device, num_remainders)
@@ -251,10 +265,21 @@ def _make_static(
         buckets,
         usage,
         metrics,
+        host,
         model.memory_budget,
         sparse,
         model.draft_decoder,
+        model.compiler,
+        refill,
     )
+
+
+def _refill(kv_caches: dict[str, KvPair], sparse: SparseWorker | None) -> None:
+    """As they were made, before any request."""
+    for rows in chain.from_iterable(kv_caches.values()):
+        rows.zero_()
+    if sparse is not None and sparse.selector is not None:
+        sparse.selector.refill()
 
 
 def make_proposer(
@@ -264,6 +289,7 @@ def make_proposer(
     table: RequestTable,
     block_size: int,
     device: torch.device,
+    host: HostWork,
     static: StaticShapes | None = None,
     graphs: NativeGraphs | None = None,
 ) -> DraftProposer | None:
@@ -276,6 +302,7 @@ def make_proposer(
         table: the requests.
         block_size: tokens per cache block.
         device: where the draft model runs.
+        host: counts what is waited for, and what runs on the host.
         static: the engine's static shapes with the draft model's graphs; None: steps run at true shapes.
         graphs: of the draft model's steps at true shapes, on a CPU.
     """
@@ -287,14 +314,14 @@ def make_proposer(
         if static is None:
             execution = TrueShapeExecution(draft_model, attention, block_size, device, graphs=graphs)
             return DraftModelProposer(execution, table, block_size, longest)
-        return _draft_model_at_static_shapes(static, table, block_size, longest)
+        return _draft_model_at_static_shapes(static, table, block_size, longest, host)
     assert config.prompt_lookup_min is not None
     assert config.prompt_lookup_max is not None
-    return NgramProposer(table, config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max)
+    return NgramProposer(table, config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max, host)
 
 
 def _draft_model_at_static_shapes(
-    static: StaticShapes, table: RequestTable, block_size: int, max_model_len: int
+    static: StaticShapes, table: RequestTable, block_size: int, max_model_len: int, host: HostWork
 ) -> DraftModelProposer:
     graphs = static.draft_model
     assert graphs is not None, "static shapes without the draft model"
@@ -302,4 +329,4 @@ def _draft_model_at_static_shapes(
     def divided() -> None:
         static.bypassed("pass of the draft model divided: more shared blocks than ucm.graphs.max_shared_blocks")
 
-    return DraftModelProposer(graphs.execution, table, block_size, max_model_len, graphs.likeliest, divided)
+    return DraftModelProposer(graphs.execution, table, block_size, max_model_len, graphs.likeliest, divided, host)

@@ -13,8 +13,9 @@ from vllm_gaudi_ucm.config.ucm_config import block_options, memory_mode_prefetch
 from vllm_gaudi_ucm.connector.transfer_config import loads_partly
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import remainder_rows
-from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, split_key_value
+from vllm_gaudi_ucm.kv_cache.allocation import attention_layers
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.kv_cache.pair import in_blocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.kv_cache.pair import KvPair
     from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
@@ -119,7 +121,7 @@ def _own_folder(options: FileStoreOptions) -> CopyFolder:
 def make_sparse_worker(
     config: UcmConfig,
     vllm_config: VllmConfig,
-    kv_caches: Mapping[str, torch.Tensor],
+    kv_caches: Mapping[str, KvPair],
     block_size: int,
     num_blocks: int,
     static: bool,
@@ -131,7 +133,7 @@ def make_sparse_worker(
 
     Args:
         config, vllm_config: the engine's.
-        kv_caches: [blocks, kv heads, block size, k | v] by layer name, bound to the layers.
+        kv_caches: by layer name, bound to the layers.
         block_size, num_blocks, static: see ServerSizes.
         table: block tables of the live requests; without it nothing is moved with KV offload.
         transfer: a KV connector, which may leave blocks in its store with KV offload.
@@ -140,25 +142,38 @@ def make_sparse_worker(
     if config.ucm_sparse_method is None:
         return None
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
-    layers = _layers(vllm_config, kv_caches)
+    implementations = _implementations(vllm_config)
+    layers = {
+        name: SelectionLayer(in_blocks(kv_caches[name], block_size).key, implementation.scale)
+        for name, implementation in implementations.items()
+    }
     method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
     series = None if metrics is None else metrics.sparse()
     choosing, offloads = method.selecting_method, config.memory_mode.enabled
     if not isinstance(choosing, BlockSparse):
         if offloads:
             raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
+        for index, implementation in enumerate(implementations.values()):
+            implementation.be_sparse(index, None)
         return SparseWorker(method, metrics=series)
     sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
         some_offloaded=offloads, remainder_rows=_remainder_rows(config, vllm_config, block_size)
     )
+
+    def select(kept: KeptQueries | None) -> BlockSelection:
+        selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept)
+        for index, implementation in enumerate(implementations.values()):
+            implementation.be_sparse(index, selection.selector.layers[index])
+        return selection
+
     if not offloads:
-        return SparseWorker(method, BlockSelection.of(choosing, list(layers.values()), sizes), metrics=series)
-    device = get_device(next(iter(kv_caches.values())).device.type)
-    blocks = DeviceBlocks(kv_caches, device)
+        return SparseWorker(method, select(None), metrics=series)
+    device = get_device(next(iter(kv_caches.values())).key.device.type)
+    blocks = DeviceBlocks(kv_caches, block_size, device)
     # a cache for measurements has one block only
     num_rows = 1 if table is None else config.memory_mode.max_copies(num_blocks, blocks.block_bytes)
-    kept = KeptQueries(num_rows, _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype))
-    selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept)
+    heads, dtype = _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype)
+    selection = select(KeptQueries(num_rows, heads, dtype))
     if table is None:
         return SparseWorker(method, selection, metrics=series)
     stored = None if transfer is None else transfer.stored_copies(selection, choosing.block_options)
@@ -210,14 +225,8 @@ def _query_heads(vllm_config: VllmConfig) -> int:
     return next(cast("UnifiedAttentionImpl", layer.impl).num_heads for layer in attention_layers(vllm_config).values())
 
 
-def _layers(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, SelectionLayer]:
-    """The layers in the model's order, which is the order they register in; tells each its place."""
-    layers = {}
+def _implementations(vllm_config: VllmConfig) -> dict[str, UnifiedAttentionImpl]:
+    """Of the layers in the model's order, which is the order they register in."""
     # a draft model's layers stand behind the target's, and are dense
-    target = (item for item in attention_layers(vllm_config).items() if not is_draft_layer(item[0]))
-    for index, (name, layer) in enumerate(target):
-        implementation = cast("UnifiedAttentionImpl", layer.impl)
-        implementation.layer_index = index
-        keys, _ = split_key_value(kv_caches[name], implementation.head_size)
-        layers[name] = SelectionLayer(keys, implementation.scale)
-    return layers
+    layers = attention_layers(vllm_config).items()
+    return {name: cast("UnifiedAttentionImpl", layer.impl) for name, layer in layers if not is_draft_layer(name)}

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, DividedLogits
-from vllm_gaudi_ucm.execution.graph_manager import Stage
+from vllm_gaudi_ucm.execution.graph_manager import Stage, uncompiled
 from vllm_gaudi_ucm.execution.recipe_cache import log_cache_hits
 from vllm_gaudi_ucm.execution.recipe_stages import RecipeStages
 from vllm_gaudi_ucm.graphs.runners.base import runner_maker
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.warm_up.extremes import extremes
 from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
@@ -33,12 +34,17 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.lookup import BucketSet
+    from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.graphs.shapes.steps import Steps
     from vllm_gaudi_ucm.graphs.warm_up.records import WarmUpProgress, WarmUpSummary
+    from vllm_gaudi_ucm.observability.host_work import HostWork
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 logger = plugin_logger(__name__)
+
+# Beside the layers: tokens, embeddings of tokens and of positions, a norm, logits; and their measurement.
+SMALL_REGION_CLASSES = 6
 
 
 class StaticShapes:
@@ -51,9 +57,12 @@ class StaticShapes:
         kind: of the graphs, not `off`.
         buckets, usage: from `choose_buckets`.
         metrics: takes warm-up, bypasses and recipes.
+        host: counts what sampling waits for, and what it does on the host.
         memory_budget: bytes that graphs may take; None: whatever the device has.
         sparse: a sparse method, where one is on.
         draft_model: of speculative decoding, where there is one; a bucket is warm once both models have its graph.
+        compiler: of the models' regions; None: they are not compiled.
+        refill: fills tensors that steps write and others have made, the KV cache among them, as they were at first.
     """
 
     def __init__(
@@ -67,10 +76,15 @@ class StaticShapes:
         buckets: BucketSet,
         usage: Steps | None,
         metrics: StepMetrics,
+        host: HostWork,
         memory_budget: int | None,
         sparse: SparseWorker | None = None,
         draft_model: Decoder | None = None,
+        compiler: StaticCompiler | None = None,
+        refill: Callable[[], None] = lambda: None,
     ) -> None:
+        self._compiler = compiler
+        self._refill_others = refill
         self._config = config.graphs
         self._device = device
         self._metrics = metrics
@@ -83,21 +97,29 @@ class StaticShapes:
         self.follows_steps = config.graphs.warm_up == "idle" or device.kind == "hpu"
         ready = ReadyBuckets(buckets, usage)
         # the graphs of both models may share memory: one runs at a time
-        make_runner = runner_maker(kind)
+        make_runner = runner_maker(kind, compiler)
 
         def make_execution(model: Decoder, stage: Stage, sparse: SparseWorker | None) -> BucketedExecution:
             causal_slice, pins = config.attention.causal_slice, device.pins_host_memory
             attention = choose_static_implementation(config.attention.implementation, tensors_on.type)
             return BucketedExecution(
-                model, ready, causal_slice, tensors_on, make_runner, stage, pins, sparse, attention
+                model, ready, causal_slice, tensors_on, make_runner, stage, pins, sparse, attention, compiler
             )
 
         self.execution = make_execution(decoder, stage, sparse)
+        region = uncompiled if compiler is None else compiler.step_region
         self.draft_model: DraftModelGraphs | None = None
         if draft_model is not None:
-            self.draft_model = DraftModelGraphs(lambda stage: make_execution(draft_model, stage, None), stage)
-        self.divided_logits = DividedLogits(self.execution, tensors_on, stage)
-        self.sampler = StaticSampler(vllm_config, tensors_on, buckets.limits.max_num_seqs, stage, self.bypassed)
+            self.draft_model = DraftModelGraphs(lambda stage: make_execution(draft_model, stage, None), stage, region)
+        self.divided_logits = DividedLogits(self.execution, tensors_on, stage, region)
+        most_rows = buckets.limits.max_num_seqs
+        self.sampler = StaticSampler(vllm_config, tensors_on, most_rows, stage, self.bypassed, host, region)
+        if compiler is not None:
+            remainders = () if self.execution.remainders is None else self.execution.remainders.keys
+            shapes = len(buckets.forward) + len(buckets.logits) + len(remainders)
+            # choices of blocks differ by layer, and small regions are of several classes
+            kinds = SMALL_REGION_CLASSES + (1 if sparse is None else decoder.num_layers)
+            compiler.expect(shapes * kinds * (1 if draft_model is None else 2))
         self._report = WarmUpReport(logger)
         self._warm_up = WarmUp(
             ready,
@@ -109,15 +131,16 @@ class StaticShapes:
             remainders=() if self.execution.remainders is None else self.execution.remainders.keys,
             run_remainder=self._warm_remainder,
         )
-        self._idle = IdleWarmUp(self._warm_up, finished=self._log_summary)
+        self._idle = IdleWarmUp(self._warm_up, finished=self._warm_up_is_over)
 
     def warm_up(self) -> float:
         """Warms what must be warm before serving and starts the rest; returns the seconds it took."""
         buckets = self.execution.ready.buckets
+        skeleton = choose_skeleton(buckets, self._usage, self._config.skeleton)
         with self._report.bar():
-            self._warm_up.run_skeleton(choose_skeleton(buckets, self._usage, self._config.skeleton))
+            self._compile_first(lambda compiles_only: self._warm_up.run_skeleton(skeleton, compiles_only))
             if self._config.warm_up == "full":
-                self._warm_up.run_all()
+                self._compile_first(self._warm_up.run_all)
         self.stages.seal()
         self._metrics.waits(self._idle.waits, self._idle.waited_seconds)
         self._compiled = self._device.compilations()
@@ -126,7 +149,7 @@ class StaticShapes:
             self._log_cache()
             self._idle.start()
         else:
-            self._log_summary()
+            self._warm_up_is_over()
         return self.summary().seconds
 
     def summary(self) -> WarmUpSummary:
@@ -159,6 +182,30 @@ class StaticShapes:
             logger.info("Bypass of the graphs, from now on only counted: %s", reason)
         self._metrics.bypass(reason)
 
+    def _compile_first(self, warm: Callable[[bool], None]) -> None:
+        """Warms graphs without executing them, where the device can; told whether it can.
+
+        After that nothing that was written may be read, and something must have run: what an executed graph takes of
+        the memory, a compiled one does not take yet.
+        """
+        with self._device.compile_only() as compiles_only:
+            warm(compiles_only)
+        if not compiles_only:
+            return
+        self._warm(self._refill)
+        graphs = [record.key for record in self.summary().records if record.state is GraphState.WARM]
+        self._warm_up.execute(extremes(graphs))
+        logger.info("Compiled without executing; executed the smallest and the largest bucket of each phase")
+
+    def _refill(self) -> None:
+        """Every tensor that outlives a step."""
+        self._refill_others()
+        self.execution.refill()
+        self.divided_logits.refill()
+        self.sampler.refill()
+        if self.draft_model is not None:
+            self.draft_model.execution.refill()
+
     def _warm_forward(self, shape: ForwardShape) -> None:
         def run() -> None:
             self.execution.warm_forward(shape)
@@ -184,7 +231,7 @@ class StaticShapes:
         """In the thread that warms: inference mode, the current device and the recorder's state are a thread's own."""
         self._device.enter_thread()
         try:
-            with torch.inference_mode(), self.stages.warming():
+            with self._device.capturing(), torch.inference_mode(), self.stages.warming():
                 run()
             self._device.synchronize()
         finally:
@@ -202,6 +249,12 @@ class StaticShapes:
         """On a CPU graphs take no memory of a device, and what is free there changes for other reasons."""
         memory = self._device.memory()
         return memory.total if self._device.kind == "cpu" else memory.free
+
+    def _warm_up_is_over(self) -> None:
+        """Nothing is compiled from now on."""
+        if self._compiler is not None and self._device.kind == "hpu" and self._config.skip_guards:
+            self._compiler.skip_guards()
+        self._log_summary()
 
     def _log_summary(self) -> None:
         logger.info("Warm-up\n%s", warm_up_text(self.summary()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.batch.request_table import LiveRequest, in_slot_order
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.batch.sharing import SharedPlan
 from vllm_gaudi_ucm.execution.execution import StepShape
+from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.sampling.sampling import Grammar, SampledTokens
@@ -139,6 +140,7 @@ class StepRunner:
     """Runs steps with what an engine has once its KV cache is allocated; None is what it does not use.
 
     requests: the live ones. sampling: their parameters. static: graphs; without them steps run at their true shapes.
+    host: counts what steps wait for, and what they do on the host.
     """
 
     requests: RequestTable
@@ -156,6 +158,7 @@ class StepRunner:
     sparse: SparseWorker | None = None
     proposer: DraftProposer | None = None
     verification: Verification | None = None
+    host: HostWork = field(default_factory=HostWork)
 
     def __post_init__(self) -> None:
         self._computed: _ComputedStep | None = None
@@ -320,6 +323,9 @@ class StepRunner:
             record = computed.clock.record(self.phase_log.summary.steps, computed.plan, computed.shape, self.block_size)
             if self.transfer is not None and computed is step.divisions[-1]:
                 record = self.transfer.take_work().noted_in(record)
+            if computed is step.divisions[-1]:
+                reads, stages = self.host.take()
+                record = replace(record, host_reads=reads, host_stages=stages)
             self.phase_log.append(record)
             self.metrics.step(record.bucket, record.padded, computed.shape.remainder)
             self.metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)

@@ -9,6 +9,7 @@ import torch
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest
 from vllm_gaudi_ucm.execution.execution import Execution
+from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.vllm_api.sampling import Sampler
 from vllm_gaudi_ucm.vllm_api.steps import LogprobsTensors
 
@@ -22,17 +23,23 @@ class PromptLogprobs:
         vocab_size: scores per row where a request asks for all (-1).
         as_logits: return logits instead of logprobs (`--logprobs-mode` raw_logits or processed_logits; prompt tokens
             pass no processor, so raw and processed are one).
-        on_host: score on the host: what depends on a request's number of logprobs would be a new shape on the device.
+        host: score on the host: what depends on a request's number of logprobs would be a new shape on the device.
+            None: on the device.
     """
 
     def __init__(
-        self, execution: Execution, sampler: Sampler, vocab_size: int, as_logits: bool, on_host: bool = False
+        self,
+        execution: Execution,
+        sampler: Sampler,
+        vocab_size: int,
+        as_logits: bool,
+        host: HostWork | None = None,
     ) -> None:
         self._execution = execution
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._as_logits = as_logits
-        self._on_host = on_host
+        self._host = host
 
     def score(self, request: LiveRequest, rows: range, first: int) -> LogprobsTensors | None:
         """Scores one chunk.
@@ -66,12 +73,15 @@ class PromptLogprobs:
 
     def _score_rows(self, into: LogprobsTensors, rows: range, targets: list[int], first: int) -> None:
         logits = self._execution.logits(np.array(rows, np.int64))
-        logits = (logits.cpu() if self._on_host else logits)[: len(rows)]
+        if self._host is not None:
+            self._host.stage("logprobs of prompts")
+            logits = self._host.fetch(logits, "logits of prompts")
+        logits = logits[: len(rows)]
         scores = logits if self._as_logits else self._sampler.compute_logprobs(logits)
         width = into.logprobs.shape[1] - 1
         token_ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
         # vLLM compiles a part of this for the platform's device, whose shapes these are not
-        with torch.compiler.set_stance("force_eager") if self._on_host else nullcontext():
+        with torch.compiler.set_stance("force_eager") if self._host is not None else nullcontext():
             found = self._sampler.gather_logprobs(scores, width, token_ids)
         place = slice(first, first + len(targets))
         into.logprob_token_ids[place].copy_(found.logprob_token_ids)

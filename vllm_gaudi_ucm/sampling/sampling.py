@@ -24,6 +24,7 @@ from vllm_gaudi_ucm.vllm_api.sampling import (
 from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.observability.host_work import HostWork
     from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
     from vllm_gaudi_ucm.vllm_api.worker import InputBatch
 
@@ -171,19 +172,22 @@ class NanCounter:
 
     Args:
         batch: whose slots the rows are of.
-        on_host: count on the host: counting is no graph that was warmed.
+        host: count on the host: counting is no graph that was warmed. None: on the device.
     """
 
-    def __init__(self, batch: SamplingBatch, on_host: bool) -> None:
+    def __init__(self, batch: SamplingBatch, host: HostWork | None) -> None:
         self._batch = batch
-        self._on_host = on_host
+        self._host = host
         self._counts: dict[str, int] = {}
 
     def count(self, logits: torch.Tensor) -> None:
         """logits: [at least slots, vocabulary]; rows beyond the slots are padding."""
         if not envs.VLLM_COMPUTE_NANS_IN_LOGITS:
             return
-        rows = logits.cpu() if self._on_host else logits
+        rows = logits
+        if self._host is not None:
+            self._host.stage("count of NaNs")
+            rows = self._host.fetch(logits, "logits to count NaNs")
         counts = dict(zip(self._batch.req_ids, rows.isnan().sum(dim=-1).tolist(), strict=False))
         if envs.VLLM_RAISE_ON_LOGIT_NANS:
             raise_if_nan_logits(counts)

@@ -115,7 +115,7 @@ class UcmSparseBase:
     # --- worker role ---
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Once: the KV cache of each layer, by layer name."""
+        """Once: the keys of each layer, [blocks, block size, kv heads, head size], by layer name."""
 
     def execute_begin(self, step: Any) -> None:
         """Before the forward of a step; `step` is the worker's plan of it."""

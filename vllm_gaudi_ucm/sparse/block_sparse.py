@@ -72,7 +72,7 @@ class BlockSparse(UcmSparseBase):
         Args:
             layer_idx: index of the layer.
             query: [rows, heads, dim].
-            candidates: `vllm_gaudi_ucm.sparse.selection.block_selector.CandidateBlocks`.
+            candidates: `vllm_gaudi_ucm.sparse.selection.layer_selector.CandidateBlocks`.
         """
         return None
 

@@ -12,6 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner
+from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
+from vllm_gaudi_ucm.observability.host_work import HostWork
+from vllm_gaudi_ucm.sampling.static_sampling import likeliest_tokens
 from vllm_gaudi_ucm.vllm_api.model import get_model
 
 if TYPE_CHECKING:
@@ -24,12 +27,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.speculation.proposer import SampledStep
-
-
-def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """int64 [rows] of logits [rows, vocabulary]."""
-    # what a device answers for a row of NaN must still be a token
-    return logits.argmax(dim=-1).clamp(0, logits.shape[1] - 1)
 
 
 class DraftModelProposer:
@@ -47,6 +44,7 @@ class DraftModelProposer:
         max_model_len: of the draft model; a longer request gets no drafts any more.
         likeliest: `likeliest_tokens`, as the execution's shapes want it.
         divided: called for each pass that no shape holds as a whole.
+        host: counts the passes, each of which ends with a read of its tokens.
     """
 
     def __init__(
@@ -57,7 +55,9 @@ class DraftModelProposer:
         max_model_len: int,
         likeliest: Callable[[torch.Tensor], torch.Tensor] = likeliest_tokens,
         divided: Callable[[], None] = lambda: None,
+        host: HostWork | None = None,
     ) -> None:
+        self._host = host or HostWork()
         self._execution = execution
         self._likeliest = likeliest
         self._divided = divided
@@ -129,8 +129,9 @@ class DraftModelProposer:
         if not len(plan.logits_rows):
             return []
         # all rows of the bucket: cutting them to those in use would be a shape of its own
-        likeliest = self._likeliest(self._execution.logits(plan.logits_rows)).tolist()
-        return list(zip(plan.logits_requests.tolist(), likeliest[: len(plan.logits_rows)], strict=True))
+        likeliest = self._likeliest(self._execution.logits(plan.logits_rows))
+        drafts = self._host.fetch(likeliest, "drafts of a model").tolist()
+        return list(zip(plan.logits_requests.tolist(), drafts[: len(plan.logits_rows)], strict=True))
 
 
 DRAFT_PREFIX = "draft_model"
@@ -165,16 +166,21 @@ class DraftModelGraphs:
     Args:
         make_execution: makes the draft model's execution, given what to enter around its device work.
         stage: the target's; the labels of a draft model's work say that it is the draft model's.
+        region: makes a region of the choice.
     """
 
-    def __init__(self, make_execution: Callable[[Stage], BucketedExecution], stage: Stage) -> None:
+    def __init__(
+        self, make_execution: Callable[[Stage], BucketedExecution], stage: Stage, region: Compile = uncompiled
+    ) -> None:
+        self._likeliest = region(likeliest_tokens)
         self._target_stage = stage
         self.execution = make_execution(self._stage)
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """int64 [rows] on the device; logits: float32 [rows of a bucket, vocabulary]."""
         with self._stage("greedy"):
-            return likeliest_tokens(logits)
+            tokens: torch.Tensor = self._likeliest(logits)
+            return tokens
 
     def warm_forward(self, shape: ForwardShape) -> None:
         """See BucketedExecution."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.vllm_api.sampling import propose_ngram
 
 if TYPE_CHECKING:
@@ -64,18 +65,24 @@ class NgramProposer:
         table: the tokens.
         num_drafts: most drafts per request.
         min_n, max_n: lengths of the n-grams that are looked up.
+        host: counts the steps in which n-grams are.
 
     Raises:
         ImportError: numba is not installed.
     """
 
-    def __init__(self, table: RequestTable, num_drafts: int, min_n: int, max_n: int) -> None:
+    def __init__(
+        self, table: RequestTable, num_drafts: int, min_n: int, max_n: int, host: HostWork | None = None
+    ) -> None:
         self._table = table
+        self._host = host or HostWork()
         self._lengths = min_n, max_n
         # numba compiles now, and not in a request's step
         propose_ngram(table.token_ids[0, :1], *self._lengths, table.max_model_len, num_drafts)
 
     def propose(self, step: SampledStep) -> list[list[int]]:
+        if step.wanted.any():
+            self._host.stage("drafts by n-grams")
         return [
             self._search(request.row, most) if most else []
             for request, most in zip(step.requests, step.wanted.tolist(), strict=True)

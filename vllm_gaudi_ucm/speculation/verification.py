@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.sampling.sampling import Grammar, SampledTokens
 from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, LogprobsLists
 
@@ -170,10 +171,12 @@ class Verification:
 
     Args:
         sampler: of one position.
+        host: counts the steps whose drafts are compared with tokens.
     """
 
-    def __init__(self, sampler: SlotSampler) -> None:
+    def __init__(self, sampler: SlotSampler, host: HostWork | None = None) -> None:
         self._sampler = sampler
+        self._host = host or HostWork()
         self._batch = sampler.batch
 
     def sample(self, logits: StepLogits, drafts: StepDrafts, grammar: Grammar | None) -> SampledTokens:
@@ -184,6 +187,7 @@ class Verification:
         sampled = self._sample(logits, 0, grammar)
         if not drafts.tokens:
             return sampled
+        self._host.stage("acceptance of drafts")
         index = {request: slot for slot, request in enumerate(self._batch.slots)}
         tokens: list[list[int]] = [[] for _ in index]
         scores = []

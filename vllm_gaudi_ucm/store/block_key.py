@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 KEY_BYTES = 32
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Raised when the layout of a block's bytes changes, or what is stored under a key: what older versions stored is then
-never found. 2: dense keys have dense blocks only; every tensor, and all that the forward depends on, is in them."""
+never found. 2: dense keys have dense blocks only; every tensor, and all that the forward depends on, is in them. 3: a
+layer's keys, then its values; before, each token's value lay behind its key."""
 
 _MOST_NESTED = 8
 _UINT32_LE = 70  # tag of a typed array, RFC 8746: seven times faster than a list of integers

@@ -2,7 +2,7 @@
 
 Extension point: `KVCacheSpec`, `AttentionSpec`, `KVCacheConfig` and `KVCacheLayout` are what a platform plugin's worker
 and attention backend are given and return.
-Internal: `create_kv_cache_views`, which makes the tensors of layers of the bytes that they share.
+Internal: `UniformTypeKVCacheSpecs`, the specification of a group whose layers differ.
 """
 
 from vllm.v1.kv_cache_interface import (
@@ -11,7 +11,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheLayout,
     KVCacheSpec,
     UniformTypeKVCacheSpecs,
-    create_kv_cache_views,
 )
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "KVCacheConfig",
     "KVCacheLayout",
     "KVCacheSpec",
-    "create_kv_cache_views",
     "layer_specs",
 ]
 

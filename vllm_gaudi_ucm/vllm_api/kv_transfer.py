@@ -4,7 +4,7 @@ Extension point, experimental: `--kv-transfer-config` names a connector and its 
 `SupportsHMA` are its base classes; `KVConnectorHandshakeMetadata`, `KVConnectorMetadata`, `KVConnectorRole`,
 `KVConnectorTransferResults` and `KVConnectorWorkerMetadata` are types of their methods.
 Internal: `ensure_kv_transfer_initialized`, `ensure_kv_transfer_shutdown` and `get_kv_transfer_group`, by which vLLM's
-own runner drives connectors; `KVConnectorFactory`, `MultiConnector`, and `copy_kv_blocks`.
+own runner drives connectors; `KVConnectorFactory` and `MultiConnector`.
 """
 
 from vllm.distributed.kv_transfer import (
@@ -13,7 +13,6 @@ from vllm.distributed.kv_transfer import (
     get_kv_transfer_group,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -35,7 +34,6 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "MultiConnector",
     "SupportsHMA",
-    "copy_kv_blocks",
     "ensure_kv_transfer_initialized",
     "ensure_kv_transfer_shutdown",
     "get_kv_transfer_group",

@@ -3,6 +3,8 @@
 Imports vLLM inside functions only: our platform class is loaded while vLLM is being imported.
 """
 
+from collections.abc import Callable
+
 from vllm_gaudi_ucm.logger import plugin_logger
 
 logger = plugin_logger(__name__)
@@ -30,27 +32,60 @@ def vllm_own_platforms() -> list[str]:
     return active
 
 
-def tolerate_missing_accelerator() -> None:
-    """Makes `torch.accelerator`'s calls do nothing in a process whose torch has no accelerator.
+def tolerate_missing_accelerator(device_type: str) -> None:
+    """Makes `torch.accelerator`'s calls harmless in a process whose device has no allocator behind them.
 
-    Reason: on a CPU-only torch these calls raise, and vLLM makes them wherever its platform is not its own CPU
-    platform: when a model is loaded (`BaseModelLoader.load_model`) and when an engine ends
-    (`cleanup_dist_env_and_memory`), which users call in their own process, too. vLLM's own CPU worker replaces the same
-    calls. A user's process calls this when it checks an engine's configuration, a worker before it loads the model;
-    importing the plugin changes nothing.
-    Remove when: both places ask `torch.accelerator.is_available()` first.
+    Reason: vLLM makes these calls wherever its platform is not its own CPU platform: when a model is loaded
+    (`BaseModelLoader.load_model`) and when an engine ends (`cleanup_dist_env_and_memory`), which users call in their
+    own process, too. On a CPU-only torch they raise; vLLM's own CPU worker replaces the same calls. On Gaudi those of
+    the allocator raise "Allocator for hpu is not a DeviceAllocator", from Gaudi software 1.24.1 on: there is no cache
+    to empty, and what has an answer is answered by the bridge. A user's process calls this when it checks an engine's
+    configuration, a worker before it loads the model; importing the plugin changes nothing, and no card is started.
+    Remove when: both places ask `torch.accelerator.is_available()` first, and Gaudi's bridge has a DeviceAllocator.
     """
     import torch
 
-    if torch.accelerator.is_available():
+    if device_type == "hpu":
+        replaced = _ON_HPU
+    elif torch.accelerator.is_available():
         return
-    for name in ("empty_cache", "empty_host_cache", "synchronize"):
+    else:
+        replaced = _WITHOUT_ACCELERATOR
+    for name, function in replaced.items():
         if hasattr(torch.accelerator, name):
-            setattr(torch.accelerator, name, _nothing_to_do)
+            setattr(torch.accelerator, name, function)
 
 
 def _nothing_to_do(*args: object, **kwargs: object) -> None:
-    """There is no accelerator."""
+    """There is no accelerator, or no cache that could be emptied."""
+
+
+def _wait_for_hpu(device: object = None, /) -> None:
+    """The bridge's own call; whether torch's reaches it is not known."""
+    import torch
+
+    torch.hpu.synchronize()  # type: ignore[attr-defined]  # the bridge adds it
+
+
+def _hpu_memory(device_index: object = None, /) -> tuple[int, int]:
+    """Free and total bytes of the bridge's pool."""
+    import torch
+
+    free, total = torch.hpu.mem_get_info()  # type: ignore[attr-defined]  # the bridge adds it
+    return int(free), int(total)
+
+
+_WITHOUT_ACCELERATOR: dict[str, Callable[..., object]] = dict.fromkeys(
+    ("empty_cache", "empty_host_cache", "synchronize"), _nothing_to_do
+)
+# vLLM's measurements (`memory_stats`, `memory_reserved`, `reset_peak_memory_stats`) are left to raise: its GPU worker
+# alone makes them, and there is no true answer.
+_ON_HPU: dict[str, Callable[..., object]] = {
+    "empty_cache": _nothing_to_do,
+    "empty_host_cache": _nothing_to_do,
+    "synchronize": _wait_for_hpu,
+    "get_memory_info": _hpu_memory,
+}
 
 
 def client_error(message: str) -> Exception:

@@ -3,7 +3,7 @@
 Extension point: custom logits processors. `LogitsProcessor` is their base class; `BatchUpdate` and
 `MoveDirectionality` are types of its methods.
 Internal: `BUILTIN_LOGITS_PROCESSORS`, `LogitsProcessors` and `build_logitsprocs`, which make the processors of a batch;
-`Sampler`, `SamplingMetadata`, `LogprobsMode` and `random_sample`; `apply_grammar_bitmask` and
+`Sampler`, `SamplingMetadata` and `LogprobsMode`; `apply_grammar_bitmask` and
 `strip_speculative_padding`.
 """
 
@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor import (
     build_logitsprocs,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch, random_sample
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask, strip_speculative_padding
 
@@ -46,9 +46,7 @@ __all__ = [
     "host_sampler",
     "propose_ngram",
     "raise_if_nan_logits",
-    "random_sample",
     "strip_speculative_padding",
-    "top_k_top_p",
 ]
 
 
@@ -63,20 +61,12 @@ def raise_if_nan_logits(counts: Mapping[str, int]) -> None:
     vllm_raise(counts)
 
 
-def top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """vLLM's top-k and top-p masks as plain torch, in place, at shapes that depend on those of the logits alone.
-
-    Reason: vLLM's own choice (`apply_top_k_top_p`) takes Triton wherever that is installed, whatever the device.
-    Remove when: vLLM chooses by the device of the logits.
-    """
-    return apply_top_k_top_p_pytorch(logits, top_k, top_p)
-
-
 def host_sampler(logprobs_mode: LogprobsMode, use_fp64_gumbel: bool) -> Sampler:
     """vLLM's sampler for logits on the CPU beside another device.
 
-    Reason: as for `top_k_top_p`; Triton cannot read the CPU's memory.
-    Remove when: as for `top_k_top_p`.
+    Reason: vLLM's own choice (`apply_top_k_top_p`) takes Triton wherever that is installed, whatever the device; it
+    cannot read the CPU's memory.
+    Remove when: vLLM chooses by the device of the logits.
     """
     sampler = Sampler(logprobs_mode, use_fp64_gumbel)
     choose = sampler.topk_topp_sampler

@@ -25,10 +25,15 @@ from vllm_gaudi_ucm.cli.buckets.trace import mix_within
 from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES, Mix, Simulation
 from vllm_gaudi_ucm.cli.doctor.configuration import resolve_text
 from vllm_gaudi_ucm.cli.output import task_progress
-from vllm_gaudi_ucm.config.ucm_config import GraphsConfig
+from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
 from vllm_gaudi_ucm.execution.bucket_choice import most_buckets
+from vllm_gaudi_ucm.execution.step_memory import StepMemory, as_served
+from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits, default_shared_blocks
+from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes, remainder_rows
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy, build_buckets
@@ -63,6 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="forward graphs that are warm before serving starts (default: %(default)s)",
     )
+    parser.add_argument(
+        "--count-nodes",
+        action="store_true",
+        help="count the nodes of attention in every bucket instead of taking the most there may be; imports torch",
+    )
+    parser.add_argument(
+        "--step-memory",
+        type=float,
+        default=SERVER.step_memory,
+        metavar="GIB",
+        help="what attention of a step may take on a Gaudi, as ucm.graphs.step_memory (default: %(default)g)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     add_sparse_arguments(parser)
     add_cost_arguments(parser)
@@ -90,21 +107,27 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     if args.mix is not None:
         mix = mix_within(args, args.mix)
         cost = cost_model(args, mix.limits.block_size)
-        return _report(args, _as_served(mix.limits), cost, _simulate(mix, args.mix, cost))
+        return _report(args, as_served(mix.limits, _step_memory(args, cost)), cost, _simulate(mix, args.mix, cost))
     if args.log is not None:
         with open_log(args.log) as log:
             where = f"the first line of {args.log}"
             check_block_size(args, log.header, where)
             # a log of true shapes says "auto" where each step read what was cheaper; a graph has one form, and gathers
             said = {**log.header, "contiguous": log.header.get("contiguous") is True}
-            limits = _as_served(limits_of(args, said, where))
+            limits = limits_of(args, said, where)
+            cost = cost_model(args, limits.block_size)
             steps, num_remainders = _steps_and_remainders(log)
-        return _report(args, limits, cost_model(args, limits.block_size), steps, num_remainders)
+        return _report(args, as_served(limits, _step_memory(args, cost)), cost, steps, num_remainders)
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
     known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
     if args.num_blocks is None:
         known["num_blocks"] = blocks_that_fit(cost)
-    return _report(args, _as_served(limits_of(args, known, "the defaults")), cost, None)
+    limits = limits_of(args, known, "the defaults")
+    memory, asked = _step_memory(args, cost), limits.max_num_batched_tokens
+    if memory is not None:
+        rows = memory.rows(asked, limits.max_num_seqs, limits.max_model_len)
+        limits = replace(limits, max_num_batched_tokens=rows)
+    return replace(_report(args, as_served(limits, memory), cost, None), asked_tokens=asked)
 
 
 def _steps_and_remainders(log: PhaseLogReader) -> tuple[Steps, int]:
@@ -120,11 +143,11 @@ def _steps_and_remainders(log: PhaseLogReader) -> tuple[Steps, int]:
     return Steps.of(bucket_shapes(counted())), num_remainders
 
 
-def _as_served(limits: Limits) -> Limits:
-    """Where nothing says how many shared blocks the largest bucket has, the server's default."""
-    if limits.max_shared_blocks is not None:
-        return limits
-    return replace(limits, max_shared_blocks=default_shared_blocks(limits.max_model_len, limits.block_size))
+def _step_memory(args: argparse.Namespace, cost: CostModel) -> StepMemory | None:
+    """What bounds a server's steps; None for a device that needs no such bound."""
+    if not args.step_memory > 0:
+        raise ValueError(f"--step-memory is {args.step_memory:g}, expected more than 0 GiB")
+    return StepMemory(cost.model, args.step_memory) if args.device in CHIPS else None
 
 
 def _report(
@@ -152,7 +175,23 @@ def _report(
     name, _ = read_model(args.model)
     traffic = args.mix or (args.log and str(args.log))
     memory = plan_memory(buckets, cost, shapes)
-    return PlanReport(name, strategy, traffic, cost, buckets, steps, divided, memory, args.skeleton, shapes, tail_steps)
+    nodes = _count(buckets, cost, shapes) if args.count_nodes else None
+    return PlanReport(
+        name, strategy, traffic, cost, buckets, steps, divided, memory, args.skeleton, shapes, tail_steps, nodes
+    )
+
+
+def _count(buckets: BucketSet, cost: CostModel, remainders: list[ForwardShape]) -> AttentionNodes:
+    """Of every forward graph, counted once."""
+    from vllm_gaudi_ucm.cli.op_cost.node_count import attention_nodes
+
+    counts: dict[ForwardShape, int] = {}
+    with task_progress("counting nodes") as progress:
+        shapes = [*buckets.forward, *remainders]
+        for shape in shapes:
+            counts[shape] = attention_nodes(shape, buckets.limits, cost.model).num_operators
+            progress(len(counts) / len(shapes))
+    return counts.__getitem__
 
 
 def _simulate(mix: Mix, name: str, cost: CostModel) -> Steps:

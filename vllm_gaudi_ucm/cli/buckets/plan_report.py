@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from vllm_gaudi_ucm.execution.step_memory import step_bytes
+from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes, Spread, graph_nodes, most_attention_nodes
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS
 from vllm_gaudi_ucm.graphs.cost.step_cost import CAUSAL_SLICE, PARTIAL_BYTES, CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
@@ -62,13 +65,21 @@ def activation_bytes(shape: ForwardShape, cost: CostModel) -> float:
     """The largest set of tensors alive at once in one layer: the MLP's, or the partials and scores of attention."""
     m = cost.model
     mlp = shape.query_len * (2 * m.hidden + m.mlp_matrices * m.intermediate) * m.dtype_bytes
+    return float(max(mlp, attention_bytes(shape, cost)))
+
+
+def attention_bytes(shape: ForwardShape, cost: CostModel) -> float:
+    """Of the implementation for Gaudi, or of one that computes a slice of new tokens, and a block, at a time."""
+    m = cost.model
+    if cost.device.name in CHIPS:
+        return float(step_bytes(shape, m, cost.block_size))
     partials = 3 * shape.query_len * m.heads * (m.head_dim + 2) * PARTIAL_BYTES
     keys = max(
         min(shape.query_len, CAUSAL_SLICE) if "c" in shape.phase else 0, cost.block_size if shape.shared_blocks else 0
     )
     scores = shape.query_len * m.heads * keys * PARTIAL_BYTES
     per_block = (shape.unique_blocks + shape.selected_blocks) * m.heads * (m.head_dim + 2) * PARTIAL_BYTES
-    return float(max(mlp, partials + scores + per_block))
+    return float(partials + scores + per_block)
 
 
 def blocks_that_fit(cost: CostModel) -> int:
@@ -99,6 +110,8 @@ class PlanReport:
     skeleton_size: forward graphs of the skeleton.
     remainders: shapes of the graphs for prompt remainders. tail_steps: steps of the traffic that ran in these graphs;
     all other figures are without them.
+    attention_nodes: counts those of a layer's attention; None: the most that there may be.
+    asked_tokens: of a step, where the limits may have fewer because of its memory; None: the limits were given so.
     """
 
     model: str
@@ -112,6 +125,8 @@ class PlanReport:
     skeleton_size: int
     remainders: list[ForwardShape]
     tail_steps: int
+    attention_nodes: AttentionNodes | None
+    asked_tokens: int | None = None
 
     @cached_property
     def padding(self) -> Padding | None:
@@ -123,12 +138,17 @@ class PlanReport:
         return choose_skeleton(self.buckets, self.steps, self.skeleton_size)
 
     @property
-    def warmup_seconds(self) -> float:
+    def keys(self) -> list[BucketKey]:
         """Of all graphs."""
-        return self._seconds([*self.buckets.forward, *self.remainders, *self.buckets.logits])
+        return [*self.buckets.forward, *self.remainders, *self.buckets.logits]
 
     @property
-    def skeleton_seconds(self) -> float:
+    def warmup_seconds(self) -> Spread:
+        """Of all graphs."""
+        return self._seconds(self.keys)
+
+    @property
+    def skeleton_seconds(self) -> Spread:
         """Until serving starts: the skeleton, and the graphs for prompt remainders."""
         return self._seconds([*self.skeleton.keys, *self.remainders])
 
@@ -136,11 +156,28 @@ class PlanReport:
     def num_graphs(self) -> int:
         return self.buckets.num_graphs + len(self.remainders)
 
-    def _seconds(self, keys: Sequence[BucketKey]) -> float:
+    def nodes(self, key: BucketKey) -> int:
+        """Nodes that are compiled for a graph; without a count, the most there may be."""
+        return graph_nodes(key, self.attention_nodes or most_attention_nodes)
+
+    def compile_seconds(self, key: BucketKey) -> Spread:
+        """Of the graph of a bucket."""
+        return self.cost.device.compile_cost.seconds(self.nodes(key))
+
+    def _seconds(self, keys: Sequence[BucketKey]) -> Spread:
         """Compilation of each graph, and one execution of it."""
-        cost = self.cost
-        runs = (cost.forward(k) if isinstance(k, ForwardShape) else float(cost.logits_seconds(k)) for k in keys)
-        return len(keys) * cost.device.compile_seconds + sum(runs)
+        total = Spread(0.0, 0.0)
+        for key in keys:
+            run = self.cost.forward(key) if isinstance(key, ForwardShape) else float(self.cost.logits_seconds(key))
+            total += self.compile_seconds(key) + Spread(run, run)
+        return total
+
+    def _compilation(self, key: BucketKey) -> dict[str, Any]:
+        bucket = key.to_list() if isinstance(key, ForwardShape) else key
+        found = {"graph": bucket, "nodes": self.nodes(key), "seconds": _rounded(self.compile_seconds(key))}
+        if isinstance(key, ForwardShape):
+            found["attention_bytes"] = round(attention_bytes(key, self.cost))
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -153,6 +190,7 @@ class PlanReport:
             "strategy": self.strategy,
             "traffic": self.traffic,
             "limits": asdict(self.buckets.limits),
+            "asked_tokens": self.asked_tokens,
             "graphs": self.num_graphs,
             "forward": [shape.to_list() for shape in self.buckets.forward],
             "logits": list(self.buckets.logits),
@@ -162,10 +200,16 @@ class PlanReport:
             "divided_steps": self.divided,
             "tail_steps": self.tail_steps,
             "memory_bytes": {**asdict(self.memory), "total": self.memory.total, "fits": self.memory.fits},
-            "warmup_seconds": round(self.warmup_seconds, 3),
-            "skeleton_seconds": round(self.skeleton_seconds, 3),
-            "skeleton_share": round(self.skeleton_seconds / self.warmup_seconds, 4),
+            "nodes_counted": self.attention_nodes is not None,
+            "compilation": [self._compilation(key) for key in self.keys],
+            "warmup_seconds": _rounded(self.warmup_seconds),
+            "skeleton_seconds": _rounded(self.skeleton_seconds),
+            "skeleton_share": round(self.skeleton_seconds.high / self.warmup_seconds.high, 4),
         }
+
+
+def _rounded(seconds: Spread) -> dict[str, float]:
+    return {"low": round(seconds.low, 3), "high": round(seconds.high, 3)}
 
 
 def show(report: PlanReport) -> None:
@@ -182,6 +226,8 @@ def show(report: PlanReport) -> None:
         f"{counted(limits.num_blocks, 'block')} of {limits.block_size},"
         f"\n          {counted(limits.most_shared_blocks, 'shared block')} per step{selected}"
     )
+    if report.asked_tokens not in (None, limits.max_num_batched_tokens):
+        console.print(f"          a server lowers {report.asked_tokens} tokens to that: see --step-memory")
     counts = f"{len(buckets.forward)} forward, {len(buckets.logits)} logits"
     remainders = f", {len(report.remainders)} for remainders" if report.remainders else ""
     console.print(f"graphs    {report.num_graphs}: {counts} ({report.strategy}){remainders}")
@@ -190,9 +236,8 @@ def show(report: PlanReport) -> None:
         console.print("          give --sparse and --partial-loads for these")
     skeleton = report.skeleton
     console.print(
-        f"warm-up   {report.skeleton_seconds:,.1f} s until serving starts ({len(skeleton.forward)} forward, "
-        f"{len(skeleton.logits)} logits{remainders}),\n          {report.warmup_seconds:,.0f} s for all: "
-        f"{report.skeleton_seconds / report.warmup_seconds:.1%} of the time"
+        f"warm-up   {_range(report.warmup_seconds)} s for all, {_range(report.skeleton_seconds)} s\n"
+        f"          until serving starts ({len(skeleton.forward)} forward, {len(skeleton.logits)} logits{remainders})"
     )
     console.print(
         f"memory    weights {_gb(memory.weights)}, KV cache {_gb(memory.kv_cache)}, graphs {_gb(memory.graphs)},\n"
@@ -200,6 +245,9 @@ def show(report: PlanReport) -> None:
     )
     if not memory.fits:
         console.print("          does not fit: fewer graphs, fewer blocks, or fewer tokens per step", style="bold red")
+    per_node = report.cost.device.compile_cost.per_node
+    if per_node.high:
+        _show_compilation(console, report)
     if report.padding is not None:
         _show_padding(console, report.padding, str(report.traffic))
     if report.divided:
@@ -207,6 +255,35 @@ def show(report: PlanReport) -> None:
         console.print(f"steps with more than {most} shared blocks, which run in parts: {report.divided:,}")
     if report.tail_steps:
         console.print(f"steps in graphs for prompt remainders, which are in no other figure: {report.tail_steps:,}")
+
+
+def _show_compilation(console: Any, report: PlanReport) -> None:
+    """A row for each phase and number of nodes; `--json` has every graph."""
+    from rich import box
+    from rich.table import Table
+
+    said = "counted" if report.attention_nodes else "at most"
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title="compilation, modelled from nodes: low - high", title_justify="left"
+    )
+    table.add_column("phase")
+    for heading in ("graphs", f"nodes, {said}", "s each", "s together", "attention, at most"):
+        table.add_column(heading, justify="right")
+    groups: dict[tuple[str, int], list[float]] = {}
+    for key in report.keys:
+        phase, size = ("logits", 0.0) if isinstance(key, int) else (key.phase, attention_bytes(key, report.cost))
+        groups.setdefault((phase, report.nodes(key)), []).append(size)
+    for (phase, nodes), sizes in groups.items():
+        each = report.cost.device.compile_cost.seconds(nodes)
+        count, largest = len(sizes), _gb(max(sizes)) if max(sizes) else ""
+        table.add_row(phase, f"{count:,}", f"{nodes:,}", _range(each), _range(each.times(count)), largest)
+    console.print(table)
+
+
+def _range(seconds: Spread) -> str:
+    """A single figure where nothing is spread."""
+    shown = [f"{value:,.0f}" if value >= 10 else f"{value:,.1f}" for value in (seconds.low, seconds.high)]
+    return shown[0] if seconds.low == seconds.high else " - ".join(shown)
 
 
 def _show_padding(console: Any, padding: Padding, traffic: str) -> None:

@@ -12,7 +12,8 @@ from vllm_gaudi_ucm import envs
 from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.cli.doctor.store import checks_of_store
 from vllm_gaudi_ucm.cli.output import why_not_writable
-from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, UcmConfig, resolve_value
+from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_value
 from vllm_gaudi_ucm.execution.bucket_choice import strategy_name
 from vllm_gaudi_ucm.execution.graph_kind import graph_kind
 from vllm_gaudi_ucm.execution.recipe_cache import RecipeCacheError, check_recipe_cache

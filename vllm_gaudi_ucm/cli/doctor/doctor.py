@@ -35,6 +35,7 @@ from vllm_gaudi_ucm.cli.doctor.machine import (
     thread_checks,
     version_checks,
 )
+from vllm_gaudi_ucm.cli.doctor.operators import operator_checks
 from vllm_gaudi_ucm.cli.doctor.plugin import PluginChecks
 from vllm_gaudi_ucm.cli.doctor.store import store_checks
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
@@ -95,6 +96,7 @@ def examine(config: str | None, store: str | None = None) -> Examination:
         checks += guarded("device", lambda: _of_config(config, lambda ucm: implementation_checks(ucm, device)))
     checks += guarded("device", thread_checks)
     checks += guarded("device", lambda: _of_config(config, lambda ucm: matrix_unit_checks(ucm, device)))
+    checks += guarded("operators", lambda: operator_checks(device))
     checks += guarded("static shapes", lambda: _of_config(config, lambda ucm: static_shape_checks(ucm, device)))
     checks += guarded("files", lambda: _of_config(config, lambda ucm: place_checks(ucm, device)))
     checks += guarded("sparse", lambda: _of_config(config, sparse_checks))

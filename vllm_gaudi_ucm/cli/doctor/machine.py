@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import gaudi_cards
 from vllm_gaudi_ucm.device.host_limits import Cores, find_cores
+from vllm_gaudi_ucm.device.hpu_mode import HpuMode, hpu_mode
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.vllm_api.versions import WINDOWS, Window, installed_version
@@ -26,6 +27,9 @@ LITTLE_MEMORY = 2 * GIB
 def device_checks(kind: str) -> Iterator[Check]:
     """Rows on the chosen device. A card is started by this, as serving would."""
     device = get_device(kind)
+    if kind == "hpu":
+        # before the card is started, which the bridge refuses in a mode that it does not have
+        yield hpu_mode_check(hpu_mode())
     yield Check(DEVICE, "device", "ok", f"{kind} ({device.name()})")
     if kind == "hpu":
         yield _cards()
@@ -34,6 +38,18 @@ def device_checks(kind: str) -> Iterator[Check]:
     found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
     advice = "" if status == "ok" else "end other processes, or raise the container's limit"
     yield Check(DEVICE, "memory", status, found, f"{LITTLE_MEMORY / GIB:.0f} GiB free or more", advice)
+
+
+def hpu_mode_check(mode: HpuMode) -> Check:
+    """Gaudi's execution mode, the flavour of torch, and what follows from both."""
+    name, expected = "PT_HPU_LAZY_MODE", "unset or 0: eager with torch.compile"
+    problem = mode.problem()
+    if problem is not None:
+        return Check(DEVICE, name, "fail", problem, expected, "unset PT_HPU_LAZY_MODE")
+    if mode.lazy:
+        found = f"{mode}: steps are HPU graphs, and nothing is compiled by torch.compile"
+        return Check(DEVICE, name, "warn", found, expected, "the vendor calls lazy mode legacy; unset the variable")
+    return Check(DEVICE, name, "ok", f"{mode}: each bucket is compiled once, layer by layer; there are no HPU graphs")
 
 
 def thread_checks() -> Iterator[Check]:

@@ -165,7 +165,14 @@ def _of_buckets(args: argparse.Namespace) -> OpCostReport:
     if most < 1:
         raise ValueError(f"--rows is {most}, expected at least 1")
     graphs = SERVER.max_graphs if args.max_graphs is None else args.max_graphs
-    of_plan_only = {"max_graphs": graphs, "skeleton": SERVER.skeleton, "sparse": None, "partial_loads": False}
+    of_plan_only = {
+        "max_graphs": graphs,
+        "skeleton": SERVER.skeleton,
+        "step_memory": SERVER.step_memory,
+        "sparse": None,
+        "partial_loads": False,
+        "count_nodes": False,
+    }
     from vllm_gaudi_ucm.cli.op_cost.row import bucket_rows
 
     plan = make_plan(argparse.Namespace(**{**vars(args), **of_plan_only}))
@@ -259,7 +266,6 @@ def _cells(row: OpCostRow, device: str) -> list[str]:
 PICTURES = (".png", ".svg", ".pdf")
 # by implementation, in their order
 COLOURS = {"reference": "#E69F00", "hpu": "#0072B2"}
-GOAL = 1.3
 
 
 def check_path(path: Path) -> None:
@@ -298,7 +304,6 @@ def _bars(axes: Axes, cells: list[list[OpCostRow]], title: str, ratios: list[lis
         at = [index + (place - 0.5) * height for index in range(len(cells))]
         bars = axes.barh(at, [values[place] for values in ratios], height, color=COLOURS[name], label=name)
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
-    axes.axvline(GOAL, color="0.4", linewidth=0.8, linestyle="--", label=f"goal, {GOAL}")
     axes.set_xscale("log")
     axes.set_xlim(0.8, 2.5 * max(value for values in ratios for value in values))
     axes.set_title(title, fontsize=9)

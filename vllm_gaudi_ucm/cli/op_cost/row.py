@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -20,6 +20,7 @@ from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors, true_shape
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, Work, device_spec
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.node_count import NodeCount, count_nodes
 from vllm_gaudi_ucm.graphs.operator_cost import VECTOR_WORK, OperatorTrace, StreamCost, trace
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
@@ -31,19 +32,15 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 SOFTMAX_OPERATIONS = 4
-# softmax_fa2 is a Gaudi 3's, FusedSDPA both have.
-WITH_SOFTMAX = ("gaudi3",)
 
 _library = torch.library.Library("gaudi_ucm_op_cost", "DEF")
 _library.define("fused_sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal) -> Tensor")
-_library.define("softmax_fa2(Tensor scores, Tensor before, Tensor total) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 @contextmanager
-def kernels_of(device: str) -> Iterator[None]:
-    """While it is entered, the hpu implementation finds the fused kernels of the card."""
-    softmax = _softmax if device in WITH_SOFTMAX else None
-    with patch.object(hpu_kernels, "FUSED_SDPA", _sdpa), patch.object(hpu_kernels, "SOFTMAX_FA2", softmax):
+def fused_kernel() -> Iterator[None]:
+    """While it is entered, the hpu implementation finds the fused kernel of a card."""
+    with patch.object(hpu_kernels, "FUSED_SDPA", _sdpa):
         yield
 
 
@@ -55,23 +52,11 @@ def _sdpa(
     return result
 
 
-def _softmax(scores: Tensor, inputM: Tensor, inputL: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `torch.ops.hpu.softmax_fa2` is called."""
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.gaudi_ucm_op_cost.softmax_fa2(scores, inputM, inputL)
-    return result
-
-
 def _sdpa_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-def _softmax_shape(scores: Tensor, before: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    top, summed, fixup = (torch.empty_like(before) for _ in range(3))
-    return torch.empty_like(scores), top, summed, fixup
-
-
 _library.impl("fused_sdpa", _sdpa_shape, "Meta")
-_library.impl("softmax_fa2", _softmax_shape, "Meta")
 
 
 @register_flop_formula(torch.ops.gaudi_ucm_op_cost.fused_sdpa)
@@ -86,12 +71,7 @@ def _sdpa_vector(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal
     return float(scores * (SOFTMAX_OPERATIONS + (mask is not None)))
 
 
-def _softmax_vector(scores: Tensor, before: Tensor, total: Tensor) -> float:
-    return float(SOFTMAX_OPERATIONS * scores.numel())
-
-
 VECTOR_WORK[torch.ops.gaudi_ucm_op_cost.fused_sdpa] = _sdpa_vector
-VECTOR_WORK[torch.ops.gaudi_ucm_op_cost.softmax_fa2] = _softmax_vector
 
 
 IMPLEMENTATIONS = ("reference", "hpu")
@@ -118,9 +98,9 @@ class LayerCost:
         return self.by_device[device].work.seconds(device_spec(device))
 
     @classmethod
-    def of(cls, streams: Mapping[str, OperatorTrace]) -> LayerCost:
-        """The operators of each card, with as much on the chip as it has."""
-        return cls({name: StreamCost.of(streams[name], chip.on_chip) for name, chip in CHIPS.items()})
+    def of(cls, stream: OperatorTrace) -> LayerCost:
+        """The operators on each card, with as much on the chip as it has."""
+        return cls({name: StreamCost.of(stream, chip.on_chip) for name, chip in CHIPS.items()})
 
 
 def step_parts(plan: UnifiedPlan) -> AttentionParts:
@@ -134,33 +114,59 @@ def bucket_parts(shape: ForwardShape, limits: Limits) -> AttentionParts:
     return inputs.split(inputs.fill_pads(shape), shape).parts
 
 
+class LayerTensors(NamedTuple):
+    """What one layer's attention reads and writes, without memory."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    out: Tensor
+
+    @classmethod
+    def of(cls, rows: int, num_blocks: int, block_size: int, model: ModelSpec) -> LayerTensors:
+        """rows: of the flat batch. num_blocks: of the KV cache."""
+        dtype = torch.float32 if model.dtype_bytes == 4 else torch.bfloat16
+        new, cached = (rows, model.kv_heads), (num_blocks, block_size, model.kv_heads)
+        shapes: list[tuple[int, ...]] = [(rows, model.heads), new, new, cached, cached, (rows, model.heads)]
+        return cls(*(torch.empty(*shape, model.head_dim, dtype=dtype, device=META) for shape in shapes))
+
+
 def layer_cost(
     parts: AttentionParts, rows: int, num_blocks: int, block_size: int, model: ModelSpec, implementation: str
 ) -> LayerCost:
-    """The cost of attention in one layer, with the fused kernels of each card.
-
-    rows: of the flat batch. num_blocks: of the KV cache.
-    """
-    dtype = torch.float32 if model.dtype_bytes == 4 else torch.bfloat16
-
-    def tensor(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, model.head_dim, dtype=dtype, device=META)
-
-    query, out = tensor(rows, model.heads), tensor(rows, model.heads)
-    key, value = tensor(rows, model.kv_heads), tensor(rows, model.kv_heads)
-    caches = [tensor(num_blocks, block_size, model.kv_heads) for _ in range(2)]
+    """The cost of attention in one layer, with the fused kernel of a card. See `LayerTensors.of`."""
+    *tensors, out = LayerTensors.of(rows, num_blocks, block_size, model)
     ready, spec = prepare(parts, block_size, implementation=implementation), AttentionSpec(model.head_dim**-0.5)
+    with fused_kernel():
+        return LayerCost.of(trace(unified_attention, *tensors, ready, spec, out))
 
-    def stream() -> OperatorTrace:
-        return trace(unified_attention, query, key, value, *caches, ready, spec, out)
 
-    if implementation != "hpu":
-        return LayerCost.of(dict.fromkeys(CHIPS, stream()))
-    streams = {}
-    for name in CHIPS:
-        with kernels_of(name):
-            streams[name] = stream()
-    return LayerCost.of(streams)
+def layer_nodes(
+    parts: AttentionParts, rows: int, num_blocks: int, block_size: int, model: ModelSpec, *, fused: bool = False
+) -> NodeCount:
+    """The nodes of a layer's attention in a graph for Gaudi, without those of `plan_nodes`. See `LayerTensors.of`.
+
+    A selected part is a choice of the layer's own. fused: with the card's kernel where a step is prompts alone.
+    """
+    spec = AttentionSpec(model.head_dim**-0.5)
+    ready = prepare(parts, block_size, implementation="hpu")
+    chosen = None if parts.selected is None else parts.selected.blocks.clone()
+
+    def attend(tensors: LayerTensors, plan: Any, chosen: Tensor | None) -> Tensor:
+        t, planned = tensors, replace(ready, plan=plan)
+        return unified_attention(
+            t.query, t.key, t.value, t.key_cache, t.value_cache, planned, spec, t.out, selected_blocks=chosen
+        )
+
+    with fused_kernel() if fused else nullcontext():
+        return count_nodes(attend, LayerTensors.of(rows, num_blocks, block_size, model), ready.plan, chosen)
+
+
+def plan_nodes(parts: AttentionParts, block_size: int) -> NodeCount:
+    """The nodes of what a step's layers have in common, which is a graph of its own."""
+    return count_nodes(lambda parts: prepare(parts, block_size, implementation="hpu").plan, parts)
 
 
 Progress = Callable[[float], None]

@@ -90,13 +90,14 @@ class SparseEngine:
 
     def layers(self) -> list[SelectionLayer]:
         """Keys and scale of each attention layer, in the model's order."""
-        from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, split_key_value
+        from vllm_gaudi_ucm.kv_cache.allocation import attention_layers
+        from vllm_gaudi_ucm.kv_cache.pair import in_blocks
         from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
 
-        caches, found = self.runner.parts.kv_caches, []
+        parts, found = self.runner.parts, []
         for name, layer in attention_layers(self.vllm_config).items():
             implementation: Any = layer.impl
-            keys, _ = split_key_value(caches[name], implementation.head_size)
+            keys = in_blocks(parts.kv_caches[name], parts.block_size).key
             found.append(SelectionLayer(keys, implementation.scale))
         return found
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 
 if TYPE_CHECKING:
@@ -30,10 +31,14 @@ class GrammarMask:
         vocab_size: tokens that a bitmask covers.
         device: where the logits are.
         stage: entered around the device work.
+        region: makes a region of it.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, stage: Stage) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device, stage: Stage, region: Compile = uncompiled
+    ) -> None:
         self._stage = stage
+        self._mask = region(mask_logits)
         self._words = StagedRows((max_rows, -(-vocab_size // WORD)), np.int32, ALL_ALLOWED, device)
         self._shifts = torch.arange(WORD, dtype=torch.int32, device=device)
 
@@ -41,7 +46,12 @@ class GrammarMask:
         """bitmask: [at most rows, words]; rows behind it are not masked."""
         words = self._words.stage(bitmask, len(logits))
         with self._stage("grammar"):
-            return mask_logits(logits, words, self._shifts)
+            masked: torch.Tensor = self._mask(logits, words, self._shifts)
+            return masked
+
+    def refill(self) -> None:
+        """See StagedRows."""
+        self._words.refill()
 
     def warm(self, logits: torch.Tensor) -> None:
         """Runs the stage once over pads."""

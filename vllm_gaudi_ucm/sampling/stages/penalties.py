@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 from vllm_gaudi_ucm.vllm_api.sampling import apply_penalties
 
@@ -56,6 +57,11 @@ class TokenHistory:
             self._ends.stage(np.array(self._known[: len(slots)], np.int32), rows),
         )
 
+    def refill(self) -> None:
+        """See StagedRows."""
+        for rows in (self._tokens, self._prompt_ends, self._ends):
+            rows.refill()
+
     def _write(self, slot: int, request: LiveRequest) -> None:
         prompt, outputs = request.prompt_token_ids, request.output_token_ids
         line, known, end = self._tokens.host[slot], self._known[slot], len(prompt) + len(outputs)
@@ -74,10 +80,14 @@ class Penalties:
         max_model_len: tokens of the longest request.
         device: where the logits are.
         stage: entered around the device work.
+        region: makes a region of it.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, device: torch.device, stage: Stage) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, device: torch.device, stage: Stage, region: Compile = uncompiled
+    ) -> None:
         self._stage = stage
+        self._penalise = region(penalised)
         self._history = TokenHistory(max_rows, max_model_len, device)
         self._positions = torch.arange(max_model_len, dtype=torch.int32, device=device).unsqueeze(0)
         self._presence = StagedRows((max_rows,), np.float32, 0.0, device)
@@ -99,6 +109,11 @@ class Penalties:
         none = np.zeros(0, np.float32)
         self._run(logits, (), none, none, none)
 
+    def refill(self) -> None:
+        """See StagedRows."""
+        for rows in (self._history, self._presence, self._frequency, self._repetition):
+            rows.refill()
+
     def _run(
         self,
         logits: torch.Tensor,
@@ -115,8 +130,21 @@ class Penalties:
             self._repetition.stage(repetition, rows),
         )
         with self._stage("penalties"):
-            prompts, outputs = split_tokens(history, self._positions, logits.shape[1])
-            return apply_penalties(logits, prompts, outputs, *factors)
+            found: torch.Tensor = self._penalise(logits, history, self._positions, *factors)
+            return found
+
+
+def penalised(
+    logits: torch.Tensor,
+    history: TokenRows,
+    positions: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+    repetition: torch.Tensor,
+) -> torch.Tensor:
+    """positions: int32 [1, width]. presence, frequency, repetition: float32 [rows]."""
+    prompts, outputs = split_tokens(history, positions, logits.shape[1])
+    return apply_penalties(logits, prompts, outputs, presence, frequency, repetition)
 
 
 def split_tokens(history: TokenRows, positions: torch.Tensor, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,4 +152,5 @@ def split_tokens(history: TokenRows, positions: torch.Tensor, pad: int) -> tuple
     tokens = history.tokens.long()
     in_prompt = positions < history.prompt_ends.unsqueeze(1)
     in_outputs = (positions < history.ends.unsqueeze(1)) & ~in_prompt
-    return torch.where(in_prompt, tokens, pad), torch.where(in_outputs, tokens, pad)
+    # no `where`: Gaudi's compiler is known to get it wrong for integers
+    return pad + (tokens - pad) * in_prompt, pad + (tokens - pad) * in_outputs

@@ -31,6 +31,10 @@ class StagedRows:
         self.host[len(values) : rows] = self._pad
         return self.copy(rows)
 
+    def refill(self) -> None:
+        """Copies all of `host` as it is, after a warm-up that computed nothing."""
+        self.copy(len(self.host))
+
     def copy(self, rows: int) -> torch.Tensor:
         """Copies the first rows of `host` as they are, whole; returns them on the device."""
         static = self._static[:rows]

@@ -54,7 +54,8 @@ class BlockScorer:
         self._kind = kind
         self._places = {layer.layer_idx: place for place, layer in enumerate(layers)}
         device = layers[0].summaries.device
-        self._queries = torch.zeros((len(layers), num_slots, *query_shape), dtype=query_dtype, device=device)
+        # a tensor for each layer, as graphs write it
+        self._queries = [torch.zeros((num_slots, *query_shape), dtype=query_dtype, device=device) for _ in layers]
         # one more row, which is never read: for pads
         self.offloaded = [layer.summaries.new_zeros((num_rows + 1, *layer.summaries.shape[1:])) for layer in layers]
         """Of each layer, by row: summaries of offloaded blocks."""
@@ -64,15 +65,16 @@ class BlockScorer:
 
     @property
     def bytes(self) -> int:
-        return self._queries.nbytes + sum(offloaded.nbytes for offloaded in self.offloaded)
+        return sum(tensor.nbytes for tensor in (*self._queries, *self.offloaded))
 
-    def keep_queries(self, layer_idx: int, query: torch.Tensor, t: SelectionTensors) -> None:
-        """One row of each request that chooses in this step. query: [rows, heads, dim].
+    def refill(self) -> None:
+        """As it was made."""
+        for tensor in (*self._queries, *self.offloaded, self._first_rows):
+            tensor.zero_()
 
-        It is the last certain row: the first of a decode or a verification, and of a prompt remainder the row that
-        yields a token. Drafts may turn out wrong; other rows of a remainder reach the token through their KV only.
-        """
-        self._queries[self._places[layer_idx]].index_copy_(0, t.choice_slots, query.index_select(0, t.scored_rows))
+    def queries_of(self, layer_idx: int) -> torch.Tensor:
+        """[slots, heads, dim] where `keep_queries` keeps those of a layer that chooses."""
+        return self._queries[self._places[layer_idx]]
 
     def keep_summary(self, block: int, row: int) -> None:
         """Copies the summaries of a block that gets a copy off the device."""
@@ -102,20 +104,36 @@ class BlockScorer:
         padded[0, :end], padded[1, :end] = blocks.clip(0), rows.clip(0)
         padded[2, :end], padded[3, :end], padded[4] = rows >= 0, known, slot
         near, far, is_offloaded, is_known, slots = torch.from_numpy(padded).to(self._numbers.device).unbind()
-        offloaded = is_offloaded.bool()[:, None, None, None]
-        queries = self._queries.index_select(1, slots[:1])
+        # an index in place of `where`, which Gaudi's compiler gets wrong for integers (hashes)
+        places = self._numbers + is_offloaded * len(self._numbers)
         numbers, spans = self._numbers * is_known, 1 - is_known
         total = torch.zeros(len(self._numbers), device=self._numbers.device)
-        for place, layer in enumerate(self.layers):
-            summaries = torch.where(
-                offloaded, self.offloaded[place].index_select(0, far), layer.summaries.index_select(0, near)
-            )
+        for layer, queries, far_summaries in zip(self.layers, self._queries, self.offloaded, strict=True):
+            both = layer.summaries.index_select(0, near), far_summaries.index_select(0, far)
+            summaries = torch.cat(both).index_select(0, places)
             total += block_scores(
-                queries[place], summaries, numbers, spans, self._first_rows, self._num_rows, 1, layer.scale, self._kind
+                queries.index_select(0, slots[:1]),
+                summaries,
+                numbers,
+                spans,
+                self._first_rows,
+                self._num_rows,
+                1,
+                layer.scale,
+                self._kind,
             )
         found = (total / len(self.layers)).cpu().numpy().astype(np.float64)[:end]
         found[~known] = -1
         return found
+
+
+def keep_queries(queries: torch.Tensor, query: torch.Tensor, t: SelectionTensors) -> None:
+    """Writes to a layer's `queries` one row of each request that chooses in this step. query: [rows, heads, dim].
+
+    It is the last certain row: the first of a decode or a verification, and of a prompt remainder the row that yields a
+    token. Drafts may turn out wrong; other rows of a remainder reach the token through their KV only.
+    """
+    queries.index_copy_(0, t.choice_slots, query.index_select(0, t.scored_rows))
 
 
 class SummaryQueue:

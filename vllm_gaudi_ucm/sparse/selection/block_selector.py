@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from vllm_gaudi_ucm.observability.room_metrics import DeviceCounts
-from vllm_gaudi_ucm.ops.block_selection.api import (
-    block_scores,
-    choose_blocks,
-    keep_or_replace,
-    new_summaries,
-    write_summaries,
-)
+from vllm_gaudi_ucm.ops.block_selection.api import chosen_implementation, new_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl.native import NativeSelection, StepCandidates
-from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
 from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
+from vllm_gaudi_ucm.sparse.selection.layer_selector import (
+    ChoosingLayer,
+    DenseLayer,
+    FollowingLayer,
+    LayerSelection,
+    LayerSelector,
+    Score,
+)
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+class Region(Protocol):
+    """Compiles a function."""
+
+    def __call__(self, function: F, /) -> F: ...
 
 
 class SelectionLayer(NamedTuple):
@@ -40,73 +47,6 @@ class KeptQueries(NamedTuple):
     num_rows: int
     heads: int
     dtype: torch.dtype
-
-
-class CandidateBlocks(NamedTuple):
-    """What a method scores in one layer.
-
-    layer_idx: of the layer. summaries: [blocks, vectors, kv heads, width] by physical block.
-    blocks, spans: int64 [candidates] physical block, and the request that it belongs to.
-    first_rows, num_rows: int64 [spans] rows of each request in `query`. max_rows: at most.
-    places: int64 [candidates] span * width + logical block number; spans * width for pads.
-    """
-
-    layer_idx: int
-    summaries: torch.Tensor
-    blocks: torch.Tensor
-    spans: torch.Tensor
-    first_rows: torch.Tensor
-    num_rows: torch.Tensor
-    max_rows: int
-    places: torch.Tensor
-    width: int
-
-
-@dataclass
-class LayerSelection:
-    """What the layers of one forward hand on to each other.
-
-    tensors: of the step. dense_parts: the step's parts for dense layers, where there are such layers.
-    reused: whether every request uses its stored choice, so that nothing is scored.
-    at_once: whether a layer's choice may be one native call, on a CPU and outside of graphs.
-    chosen: int64 [selected] the blocks of the current layer; None: it is dense.
-    """
-
-    tensors: SelectionTensors
-    dense_parts: PreparedParts | None = None
-    reused: bool = False
-    at_once: bool = False
-    chosen: torch.Tensor | None = None
-    block_table: torch.Tensor = field(init=False)
-    native: NativeSelection | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        t = self.tensors
-        self.block_table = t.block_table()
-        if self.at_once:
-            spans = t.first_rows, t.num_rows, t.modes, t.counts, t.thresholds, t.choice_slots
-            candidates = t.candidate_blocks, t.candidate_spans, t.candidate_places
-            choices = t.choice_places, t.choice_spans, t.choice_hi
-            self.native = NativeSelection(
-                StepCandidates(*candidates, *spans, *choices, self.block_table, t.width, t.most)
-            )
-
-
-Score = Callable[[int, torch.Tensor, CandidateBlocks], torch.Tensor | None]
-"""(layer, query [rows, heads, dim], candidates) -> float32 [candidates], or None for the scores of the summaries."""
-
-
-class SelectionMetadata(Protocol):
-    """What a layer's attention metadata says of block selection.
-
-    summary_blocks: int64 [n] full blocks to summarise, None where there are none. selection: the step's choices.
-    """
-
-    @property
-    def summary_blocks(self) -> torch.Tensor | None: ...
-
-    @property
-    def selection(self) -> LayerSelection | None: ...
 
 
 class BlockSelector:
@@ -132,28 +72,46 @@ class BlockSelector:
         score: Score | None = None,
         kept: KeptQueries | None = None,
     ) -> None:
-        self._layers = layers
         self._kind = kind
         self._limits = limits
-        self._score = score
+        self._scores_itself = score is not None
         self.leaders = _leaders(len(layers), reuse_layers, dense_layers)
-        self._measured = max((leader for leader in self.leaders if leader is not None), default=None)
         self._summaries = [new_summaries(layer.keys, kind) for layer in layers]
         device = layers[0].keys.device
-        # one slot more than there are requests: pads store there
-        shape = (len(layers), limits.max_num_seqs + 1, limits.most)
-        self._stored = torch.full(shape, -1, dtype=torch.int64, device=device)
-        self.scorer = None if kept is None else self._scorer(kept)
+        self.scorer = None if kept is None else self._scorer(layers, kept)
         """Keeps the queries of each step; None without KV offload."""
         self.checks = torch.zeros(2, dtype=torch.int64, device=device)
         self.recall = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        self.layers = [self._make_layer(index, layer, score) for index, layer in enumerate(layers)]
+        """Each is held by the attention of its layer."""
+        self._choosing = [layer for layer in self.layers if isinstance(layer, ChoosingLayer)]
+        self._read: Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]] = _read_rows
+        self._measure: Callable[[torch.Tensor, torch.Tensor, SelectionTensors, torch.Tensor], None] = _add_recall
 
-    def _scorer(self, kept: KeptQueries) -> BlockScorer:
+    def _make_layer(self, index: int, layer: SelectionLayer, score: Score | None) -> LayerSelector:
+        leader, summaries = self.leaders[index], self._summaries[index]
+        if leader is None:
+            return DenseLayer(summaries, self._kind)
+        if leader != index:
+            return FollowingLayer(summaries, self._kind)
+        # one slot more than there are requests: pads store there. A tensor for each layer: graphs write it, and slices
+        # of one tensor would not be written in place on a Gaudi
+        shape = (self._limits.max_num_seqs + 1, self._limits.most)
+        stored = torch.full(shape, -1, dtype=torch.int64, device=layer.keys.device)
+        queries = None if self.scorer is None else self.scorer.queries_of(index)
+        measured = index == max(leader for leader in self.leaders if leader is not None)
+        recall = self.recall if measured else None
+        name = chosen_implementation(layer.keys.device.type)
+        return ChoosingLayer(
+            summaries, self._kind, layer.scale, stored, self.checks, score, index, queries, recall, name
+        )
+
+    def _scorer(self, layers: Sequence[SelectionLayer], kept: KeptQueries) -> BlockScorer:
         chosen = sorted({leader for leader in self.leaders if leader is not None})
-        layers = [ScoredLayer(index, self._summaries[index], self._layers[index].scale) for index in chosen]
+        scored = [ScoredLayer(index, self._summaries[index], layers[index].scale) for index in chosen]
         slots, width = self._limits.max_num_seqs + 1, self._limits.width
-        shape = kept.heads, self._layers[0].keys.shape[-1]
-        return BlockScorer(layers, self._kind, slots, kept.num_rows, width, shape, kept.dtype)
+        shape = kept.heads, layers[0].keys.shape[-1]
+        return BlockScorer(scored, self._kind, slots, kept.num_rows, width, shape, kept.dtype)
 
     def counts(self) -> DeviceCounts:
         """Reads the device: not to be called while graphs are captured, nor in every step."""
@@ -163,87 +121,49 @@ class BlockSelector:
     def bytes(self) -> int:
         """Of summaries and stored choices."""
         kept = 0 if self.scorer is None else self.scorer.bytes
-        return kept + sum(tensor.nbytes for tensor in (*self._summaries, self._stored))
+        stored = (layer.stored for layer in self._choosing)
+        return kept + sum(tensor.nbytes for tensor in (*self._summaries, *stored))
 
-    def attention_begin(self, layer_idx: int, query: torch.Tensor, metadata: SelectionMetadata) -> None:
-        """Once the keys of the step are in the cache: summaries of full blocks, and the layer's choice."""
-        if metadata.summary_blocks is not None:
-            self.summarise(layer_idx, metadata.summary_blocks)
-        if metadata.selection is not None:
-            self.choose(layer_idx, query, metadata.selection)
+    def refill(self) -> None:
+        """Every tensor as it was made, after a warm-up that computed nothing; no request has a choice."""
+        for tensor in (*self._summaries, self.checks, self.recall):
+            tensor.zero_()
+        for layer in self._choosing:
+            layer.stored.fill_(-1)
+            layer.take(layer.stored[:0])
+        if self.scorer is not None:
+            self.scorer.refill()
 
-    def summarise(self, layer_idx: int, blocks: torch.Tensor) -> None:
-        """Writes the summaries of blocks (int64 [n]; pads are the dummy block) whose keys are all in the cache."""
-        write_summaries(self._layers[layer_idx].keys, blocks, self._summaries[layer_idx], self._kind)
+    def compile(self, region: Region) -> None:
+        """From now on what runs before and behind the layers is compiled, too."""
+        self._read, self._measure = region(_read_rows), region(_add_recall)
 
-    def choose(self, layer_idx: int, query: torch.Tensor, selection: LayerSelection) -> None:
-        """Sets `selection.chosen` for a layer: int64 [selected] physical blocks, or None for a dense layer.
+    def begin(self, selection: LayerSelection) -> None:
+        """Before the layers of a step run: they get the rankings that are stored of its requests."""
+        if selection.native is not None and not self._scores_itself:
+            return
+        rows = self._read([layer.stored for layer in self._choosing], selection.tensors.choice_slots)
+        for layer, before in zip(self._choosing, rows, strict=True):
+            layer.take(before)
 
-        query: [rows, heads, dim].
-        """
-        leader = self.leaders[layer_idx]
-        if leader is None:
-            selection.chosen = None
-        elif leader == layer_idx:
-            if self.scorer is not None:
-                self.scorer.keep_queries(layer_idx, query, selection.tensors)
-            selection.chosen = self._choose_at_once(layer_idx, query, selection)
-            if selection.chosen is None:
-                selection.chosen = self._choose(layer_idx, query, selection)
+    def end(self, selection: LayerSelection) -> None:
+        """When they have run: adds to `recall`, from the last layer that has scored. One layer, to be cheap."""
+        if selection.scores is not None and selection.ranking is not None:
+            self._measure(selection.scores, selection.ranking, selection.tensors, self.recall)
 
-    def _choose_at_once(self, layer_idx: int, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor | None:
-        """By one native call; None where there is none for this layer."""
-        if selection.native is None or self._score is not None:
-            return None
-        recall = self.recall if layer_idx == self._measured else None
-        layer, summaries, stored = self._layers[layer_idx], self._summaries[layer_idx], self._stored[layer_idx]
-        return selection.native.choose(query, summaries, stored, layer.scale, self._kind, self.checks, recall)
 
-    def _choose(self, layer_idx: int, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
-        t = selection.tensors
-        stored = self._stored[layer_idx].index_select(0, t.choice_slots)
-        ranking = stored if selection.reused else self._rank(layer_idx, query, t, stored)
-        numbers = ranking.view(-1).index_select(0, t.choice_places).clamp_min(0)
-        return selection.block_table.index_select(0, t.choice_spans * t.width + numbers)
+def _read_rows(tables: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
+    return [table.index_select(0, rows) for table in tables]
 
-    def _rank(self, layer_idx: int, query: torch.Tensor, t: SelectionTensors, stored: torch.Tensor) -> torch.Tensor:
-        """int64 [spans, most] the choice of this step, which is stored."""
-        scores = self._scores(layer_idx, query, t)
-        fresh = choose_blocks(scores, t.candidate_places, t.num_spans, t.width, t.most)
-        ranking, kept, replaced = keep_or_replace(stored, fresh, t.counts, t.modes, t.thresholds, t.width)
-        self._stored[layer_idx].index_copy_(0, t.choice_slots, ranking)
-        self.checks += torch.stack((kept.sum(), replaced.sum()))
-        if layer_idx == self._measured:
-            self._measure(scores, ranking, t)
-        return ranking
 
-    def _scores(self, layer_idx: int, query: torch.Tensor, t: SelectionTensors) -> torch.Tensor:
-        asked = CandidateBlocks(
-            layer_idx,
-            self._summaries[layer_idx],
-            t.candidate_blocks,
-            t.candidate_spans,
-            t.first_rows,
-            t.num_rows,
-            t.max_rows,
-            t.candidate_places,
-            t.width,
-        )
-        found = None if self._score is None else self._score(layer_idx, query, asked)
-        return self._of_summaries(query, asked) if found is None else found
-
-    def _of_summaries(self, query: torch.Tensor, asked: CandidateBlocks) -> torch.Tensor:
-        blocks_of_rows = asked.summaries, asked.blocks, asked.spans, asked.first_rows, asked.num_rows, asked.max_rows
-        return block_scores(query, *blocks_of_rows, self._layers[asked.layer_idx].scale, self._kind)
-
-    def _measure(self, scores: torch.Tensor, ranking: torch.Tensor, t: SelectionTensors) -> None:
-        """Adds to `recall` the estimated attention mass of chosen candidates, and of all; in one layer, to be cheap."""
-        mass = scores.new_zeros(t.num_spans * t.width + 1).index_copy_(0, t.candidate_places, scores)
-        # the place of pads; assigning a number would copy it from the host, which no graph captures
-        mass[-1:].zero_()
-        numbers = ranking.view(-1).index_select(0, t.choice_places).clamp_min(0)
-        chosen = mass.index_select(0, t.choice_spans * t.width + numbers) * (t.choice_hi > 0)
-        self.recall += torch.stack((chosen.sum(), mass.sum())).to(self.recall.dtype)
+def _add_recall(scores: torch.Tensor, ranking: torch.Tensor, t: SelectionTensors, recall: torch.Tensor) -> None:
+    """Adds the estimated attention mass of chosen candidates, and of all."""
+    mass = scores.new_zeros(t.num_spans * t.width + 1).index_copy_(0, t.candidate_places, scores)
+    # the place of pads; assigning a number would copy it from the host, which no graph captures
+    mass[-1:].zero_()
+    numbers = ranking.view(-1).index_select(0, t.choice_places).clamp_min(0)
+    chosen = mass.index_select(0, t.choice_spans * t.width + numbers) * (t.choice_hi > 0)
+    recall += torch.stack((chosen.sum(), mass.sum())).to(recall.dtype)
 
 
 def _leaders(num_layers: int, reuse_layers: int, dense_layers: Sequence[int]) -> list[int | None]:

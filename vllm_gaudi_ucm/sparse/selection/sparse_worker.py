@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.protocol.attachments import attach_report, sparse_meta_of
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import block_budget
-from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, KeptQueries, SelectionLayer
+from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, KeptQueries, Region, SelectionLayer
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionLimits, SelectionState, StepSelection
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
+    from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 
@@ -127,6 +128,21 @@ class SparseWorker:
     @property
     def has_dense_layers(self) -> bool:
         return self.selector is not None and None in self.selector.leaders
+
+    def compile(self, region: Region) -> None:
+        """What runs before and behind the layers is compiled from now on."""
+        if self.selector is not None:
+            self.selector.compile(region)
+
+    def begin_forward(self, selection: LayerSelection | None) -> None:
+        """Before the layers run, inside of the step's graph where there is one. selection: the step's choices."""
+        if self.selector is not None and selection is not None:
+            self.selector.begin(selection)
+
+    def end_forward(self, selection: LayerSelection | None) -> None:
+        """When the layers have run."""
+        if self.selector is not None and selection is not None:
+            self.selector.end(selection)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Before a step is planned. Requests that finish, begin or resume have no choice stored: ids are used again."""

@@ -1,0 +1,75 @@
+"""What attention of a step takes of the device's memory on Gaudi, and how large steps may be so that it fits.
+
+Other implementations never have scores of a whole step in memory. Imports no torch, so that plans are quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, default_shared_blocks
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, TILE_ROWS
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_memory import LEAST_ROWS, AttentionSizes, attention_bytes
+
+GIB = 1 << 30
+
+
+def step_bytes(shape: ForwardShape, model: ModelSpec, block_size: int, selected_rows: int = 1) -> int:
+    """Bytes that attention of one layer needs beside its inputs, at most; layers run in turn.
+
+    selected_rows: of a request with chosen blocks.
+    """
+    reach = shape.causal_reach
+    sizes = AttentionSizes(
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        dim=model.head_dim,
+        rows=shape.query_len,
+        causal="c" in shape.phase,
+        shared=shape.shared_blocks * block_size,
+        unique=shape.unique_blocks * block_size,
+        selected=shape.selected_blocks * block_size,
+        selected_rows=selected_rows,
+        max_look_back=None if reach == ALL_TILES else reach * TILE_ROWS,
+    )
+    return attention_bytes(sizes)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """A bound of this memory.
+
+    gib: `ucm.graphs.step_memory`.
+    """
+
+    model: ModelSpec
+    gib: float
+
+    def rows(self, most: int, least: int, max_model_len: int) -> int:
+        """The most rows, from `least` to `most`, that fit beside the context of one request of `max_model_len` tokens.
+
+        `least` where nothing fits: `gib_of` says what that takes.
+        """
+        steps = range(most, min(most, max(least, LEAST_ROWS)) - 1, -LEAST_ROWS)
+        return next((rows for rows in steps if self.gib_of(rows, max_model_len) <= self.gib), min(least, most))
+
+    def gib_of(self, rows: int, tokens: int) -> float:
+        """GiB of prompts of `rows` rows over `tokens` tokens of context."""
+        return step_bytes(ForwardShape.of(True, rows, tokens, 0), self.model, block_size=1) / GIB
+
+    def bound(self, limits: Limits) -> Limits:
+        """The limits with fewer shared blocks of a step, but those of one request, where more do not fit."""
+        least, most = limits.blocks_per_request, limits.most_shared_blocks
+        while most > least and self.gib_of(limits.max_num_batched_tokens, most * limits.block_size) > self.gib:
+            most = max(least, most * 7 // 8)
+        return limits if most == limits.most_shared_blocks else replace(limits, max_shared_blocks=most)
+
+
+def as_served(limits: Limits, memory: StepMemory | None) -> Limits:
+    """Where nothing says how many shared blocks the largest bucket has, the default, as far as `memory` allows it."""
+    if limits.max_shared_blocks is not None:
+        return limits
+    limits = replace(limits, max_shared_blocks=default_shared_blocks(limits.max_model_len, limits.block_size))
+    return limits if memory is None else memory.bound(limits)

@@ -1,0 +1,27 @@
+"""The KV cache of one layer: keys and values, two tensors that share no memory with anything."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class KvPair(NamedTuple):
+    """Rows [num_blocks * block size, kv heads, head size] of keys and of values, one per token of a block.
+
+    Each is contiguous, has a storage of its own and begins at its first element, on every device. A Gaudi's compiler
+    writes in place only to such a tensor, and only if a graph writes its rows: a write to a view, or to one of two
+    tensors of one storage, is a copy of the whole cache or is dropped (gaudi-pytorch-bridge,
+    pass_reinplace_index_copy_ops; vllm-gaudi, models/qwen3_5.py). Two inputs of different storage offsets are two
+    recipes.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def in_blocks(pair: tuple[torch.Tensor, torch.Tensor], block_size: int) -> KvPair:
+    """Views [blocks, block size, kv heads, head size] of rows, to read from."""
+    key, value = pair
+    return KvPair(key.unflatten(0, (-1, block_size)), value.unflatten(0, (-1, block_size)))

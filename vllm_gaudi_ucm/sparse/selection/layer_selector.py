@@ -1,0 +1,223 @@
+"""Block selection of one layer, with the tensors of that layer alone.
+
+A compiled region is one for all layers that do the same: nothing that it reads of a layer may be a number or None in
+one and something else in the next. So layers differ by class, and each object has its own tensors, found by no index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, keep_or_replace, write_summaries
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.impl.native import NativeSelection, StepCandidates
+from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
+from vllm_gaudi_ucm.sparse.selection.block_scorer import keep_queries
+from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
+
+
+class CandidateBlocks(NamedTuple):
+    """What a method scores in one layer.
+
+    layer_idx: of the layer. summaries: [blocks, vectors, kv heads, width] by physical block.
+    blocks, spans: int64 [candidates] physical block, and the request that it belongs to.
+    first_rows, num_rows: int64 [spans] rows of each request in `query`. max_rows: at most.
+    places: int64 [candidates] span * width + logical block number; spans * width for pads.
+    """
+
+    layer_idx: int
+    summaries: torch.Tensor
+    blocks: torch.Tensor
+    spans: torch.Tensor
+    first_rows: torch.Tensor
+    num_rows: torch.Tensor
+    max_rows: int
+    places: torch.Tensor
+    width: int
+
+
+@dataclass
+class LayerSelection:
+    """What the layers of one forward hand on to each other.
+
+    tensors: of the step. dense_parts: the step's parts for dense layers, where there are such layers.
+    reused: whether every request uses its stored choice, so that nothing is scored.
+    at_once: whether a layer's choice may be one native call, on a CPU and outside of graphs.
+    chosen: int64 [selected] the blocks of the current layer; None: it is dense.
+    scores, ranking: float32 [candidates] and int64 [spans, most] of the last layer that has scored; None before that.
+    """
+
+    tensors: SelectionTensors
+    dense_parts: PreparedParts | None = None
+    reused: bool = False
+    at_once: bool = False
+    chosen: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    ranking: torch.Tensor | None = None
+    block_table: torch.Tensor = field(init=False)
+    native: NativeSelection | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        t = self.tensors
+        self.block_table = t.block_table()
+        if self.at_once:
+            spans = t.first_rows, t.num_rows, t.modes, t.counts, t.thresholds, t.choice_slots
+            candidates = t.candidate_blocks, t.candidate_spans, t.candidate_places
+            choices = t.choice_places, t.choice_spans, t.choice_hi
+            self.native = NativeSelection(
+                StepCandidates(*candidates, *spans, *choices, self.block_table, t.width, t.most)
+            )
+
+
+Score = Callable[[int, torch.Tensor, CandidateBlocks], torch.Tensor | None]
+"""(layer, query [rows, heads, dim], candidates) -> float32 [candidates], or None for the scores of the summaries."""
+
+
+class SelectionMetadata(Protocol):
+    """What a layer's attention metadata says of block selection.
+
+    summary_blocks: int64 [n] full blocks to summarise, None where there are none. selection: the step's choices.
+    """
+
+    @property
+    def summary_blocks(self) -> torch.Tensor | None: ...
+
+    @property
+    def selection(self) -> LayerSelection | None: ...
+
+
+class LayerSelector:
+    """A layer with summaries, and what its attention asks. Subclasses say what it attends to.
+
+    Args:
+        summaries: [blocks, vectors, kv heads, width] beside the layer's KV cache.
+        kind: of the summaries.
+    """
+
+    def __init__(self, summaries: torch.Tensor, kind: SummaryKind) -> None:
+        self.summaries = summaries
+        self.kind = kind
+
+    def attention_begin(self, query: torch.Tensor, keys: torch.Tensor, metadata: SelectionMetadata) -> None:
+        """Once the keys of the step are in the cache: summaries of full blocks, and the layer's choice.
+
+        keys: [blocks, block size, kv heads, key size] what the write to the cache has returned, see `write_kv`.
+        """
+        if metadata.summary_blocks is not None:
+            self.summarise(keys, metadata.summary_blocks)
+        if metadata.selection is not None:
+            self.choose(query, metadata.selection)
+
+    def summarise(self, keys: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Writes the summaries of blocks (int64 [n]; pads are the dummy block), all of whose keys are in `keys`."""
+        write_summaries(keys, blocks, self.summaries, self.kind)
+
+    def choose(self, query: torch.Tensor, selection: LayerSelection) -> None:
+        """Sets `selection.chosen`: int64 [selected] physical blocks, or None for a dense layer.
+
+        query: [rows, heads, dim].
+        """
+        raise NotImplementedError
+
+
+class DenseLayer(LayerSelector):
+    """It attends to whole contexts."""
+
+    def choose(self, query: torch.Tensor, selection: LayerSelection) -> None:
+        selection.chosen = None
+
+
+class FollowingLayer(LayerSelector):
+    """It attends to what a layer before it has chosen."""
+
+    def choose(self, query: torch.Tensor, selection: LayerSelection) -> None:
+        pass
+
+
+class ChoosingLayer(LayerSelector):
+    """It chooses, for itself and for layers that follow it.
+
+    Args:
+        summaries, kind: see LayerSelector.
+        scale: of its attention.
+        stored: int64 [slots, most] the ranking of each request; the last slot is the pads'.
+        checks: int64 [2] of all layers: choices that a check has kept, and replaced.
+        score: a method's own scores, which name the layer: so it has a region of its own. layer_idx: that name.
+        queries: [slots, heads, dim] where queries are kept, with KV offload.
+        recall: of a native choice, the one layer's that is measured.
+        implementation: of block selection.
+    """
+
+    def __init__(
+        self,
+        summaries: torch.Tensor,
+        kind: SummaryKind,
+        scale: float,
+        stored: torch.Tensor,
+        checks: torch.Tensor,
+        score: Score | None,
+        layer_idx: int,
+        queries: torch.Tensor | None,
+        recall: torch.Tensor | None,
+        implementation: str,
+    ) -> None:
+        super().__init__(summaries, kind)
+        self._scale = scale
+        self.stored = stored
+        self.before = stored[:0]
+        """See `take`."""
+        self._checks = checks
+        self._score = score
+        self._layer_idx = layer_idx
+        self._queries = queries
+        self._recall = recall
+        self._implementation = implementation
+
+    def take(self, before: torch.Tensor) -> None:
+        """int64 [spans, most], the stored rankings of the step's requests.
+
+        A region that read them itself would have to copy `stored` before it writes there.
+        """
+        self.before = before
+
+    def choose(self, query: torch.Tensor, selection: LayerSelection) -> None:
+        t = selection.tensors
+        if self._queries is not None:
+            keep_queries(self._queries, query, t)
+        if selection.native is not None and self._score is None:
+            layer = query, self.summaries, self.stored, self._scale, self.kind
+            found = selection.native.choose(*layer, self._checks, self._recall)
+            if found is not None:
+                selection.chosen = found
+                return
+            # kernels do not cover these tensors, and `begin` has left the reading to them
+            self.before = self.stored.index_select(0, t.choice_slots)
+        ranking = self.before if selection.reused else self._rank(query, selection)
+        numbers = ranking.view(-1).index_select(0, t.choice_places).clamp_min(0)
+        selection.chosen = selection.block_table.index_select(0, t.choice_spans * t.width + numbers)
+
+    def _rank(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
+        """int64 [spans, most] the choice of this step, which is stored."""
+        t, before = selection.tensors, self.before
+        scores = self._scores(query, t)
+        name = self._implementation
+        fresh = choose_blocks(scores, t.candidate_places, t.num_spans, t.width, t.most, implementation=name)
+        of_spans = t.counts, t.modes, t.thresholds
+        ranking, kept, replaced = keep_or_replace(before, fresh, *of_spans, t.width, implementation=name)
+        self.stored.index_copy_(0, t.choice_slots, ranking)
+        self._checks += torch.stack((kept, replaced)).sum(1)
+        selection.scores, selection.ranking = scores, ranking
+        return ranking
+
+    def _scores(self, query: torch.Tensor, t: SelectionTensors) -> torch.Tensor:
+        spans = t.candidate_blocks, t.candidate_spans, t.first_rows, t.num_rows, t.max_rows
+        if self._score is not None:
+            asked = CandidateBlocks(self._layer_idx, self.summaries, *spans, t.candidate_places, t.width)
+            found = self._score(self._layer_idx, query, asked)
+            if found is not None:
+                return found
+        return block_scores(query, self.summaries, *spans, self._scale, self.kind, implementation=self._implementation)
