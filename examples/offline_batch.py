@@ -1,10 +1,10 @@
-"""Offline batch: several prompts through vLLM's `LLM` class, and what the engine's steps were.
+"""Offline batch: several prompts through vLLM's `LLM` class, and the steps that the engine took.
 
     make model                                   # the demo model, once
     python examples/offline_batch.py
 
-Runs on the reference device (CPU) as on a Gaudi; nothing in the script names the device. `LLM(...)` starts an engine in
-a process of its own, which imports this script again: so it stands behind `if __name__ == "__main__":`.
+The script does not name a device: it runs on the reference device (CPU) and on a Gaudi. `LLM(...)` starts the engine in
+a separate process, which imports this script again. So the call stands behind `if __name__ == "__main__":`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def answer(model: str, phase_log: Path) -> None:
 
 
 def show_steps(phase_log: Path) -> None:
-    """Prints how many steps of each phase there were: `c--` computes prompts, `--u` decodes."""
+    """Prints the number of steps of each phase: `c--` computes prompts, `--u` decodes."""
     steps = [json.loads(line) for line in phase_log.read_text().splitlines()]
     phases = Counter(step["bucket"][0] for step in steps if "bucket" in step)
     print("steps:", ", ".join(f"{count} x {phase}" for phase, count in phases.items()))

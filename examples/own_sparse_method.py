@@ -1,11 +1,11 @@
-"""A sparse method of one's own: its options, its scores and its name in one file, served at once.
+"""A sparse method of your own: options, scores and name in one file.
 
     make model                                   # the demo model, once
     python examples/own_sparse_method.py
 
-A method that selects blocks inherits budgets, summaries, windows and reuse from `BlockSparse`, and scores in its own
-way. The engine's process imports this script again, and so registers the method there, too. An installed package names
-its methods in the entry point group `vllm_gaudi_ucm.sparse_methods` instead.
+A method that selects blocks inherits budgets, summaries, windows and reuse from `BlockSparse`, and adds its own scores.
+The engine's process imports this script again, which registers the method there, too. An installed package names its
+methods in the entry point group `vllm_gaudi_ucm.sparse_methods` instead.
 """
 
 import argparse
@@ -23,9 +23,9 @@ MODEL = ".cache/models/smollm2-135m-instruct"
 
 
 class StrideOptions(BlockOptions):
-    """The options of every method that selects blocks, and one of its own."""
+    """The options of every method that selects blocks, and one more."""
 
-    stride: Annotated[int, Field(ge=1)] = Field(default=2, description="Every how many blocks one is preferred.")
+    stride: Annotated[int, Field(ge=1)] = Field(default=2, description="Prefers one of this many consecutive blocks.")
 
 
 class Stride(BlockSparse):

@@ -1,11 +1,11 @@
-"""A store of one's own: KV blocks in an SQLite file. Its options, its class and its name in one file.
+"""A store of your own: options, class and name in one file. It keeps KV blocks in an SQLite file.
 
     make model                                   # the demo model, once
     python examples/own_store.py
 
-The engine computes a prompt once; after that its blocks come from the store, here and in the next start. An installed
-package names its stores in the entry point group `vllm_gaudi_ucm.stores`. Where calls can hang, subclass `MediumStore`
-(store/guarded.py), which brings deadline, circuit breaker and checksums.
+The engine computes a prompt once; afterwards its blocks come from the store, also after a restart. An installed package
+names its stores in the entry point group `vllm_gaudi_ucm.stores`. If calls can hang, subclass `MediumStore`
+(vllm_gaudi_ucm/store/guarded.py), which adds a deadline, a circuit breaker and checksums.
 """
 
 import argparse
@@ -29,14 +29,14 @@ PROMPT = "Sea, wind and sand are all that there is to see here. " * 20 + "Once u
 
 
 class SqliteOptions(StoreOptions):
-    """What is under `store` in the connector's configuration."""
+    """The options under `store` in the connector's configuration."""
 
     kind: Literal["sqlite"] = Field(default="sqlite", description="Blocks in an SQLite file.")
     path: str = Field(description="The file.")
 
 
 class SqliteStore(ConfiguredStore):
-    """A table of blocks. What SQLite refuses is a miss: a store never raises into a step."""
+    """A table of blocks. An error of SQLite is a miss: a store never raises into a step."""
 
     Options: ClassVar[type[StoreOptions]] = SqliteOptions
 

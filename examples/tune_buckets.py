@@ -1,9 +1,9 @@
-"""Tuned buckets: from the phase log of a server to a bucket file, and what it saves beside a strategy.
+"""Tuned buckets: from the phase log of a server to a bucket file, compared with a general strategy.
 
     python examples/tune_buckets.py                         # a synthetic log of chat traffic
     python examples/tune_buckets.py --log phases.jsonl      # the log of a server: {"ucm": {"phase_log": ...}}
 
-The same as the commands `gaudi-ucm tune` and `gaudi-ucm plan`. No model, no engine: every figure is modelled.
+Runs the commands `gaudi-ucm tune` and `gaudi-ucm plan`. It needs no model and no engine: every figure is modelled.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.cli.main import main as gaudi_ucm
 
 
 def run(*arguments: str) -> None:
-    """One command, with its output on the terminal; ends the script where it fails."""
+    """Runs a command in the terminal; ends the script if it fails."""
     print(f"\n$ gaudi-ucm {' '.join(arguments)}", flush=True)
     if status := gaudi_ucm(arguments):
         sys.exit(status)
