@@ -10,8 +10,12 @@ SHELL := /bin/bash
 PYTHON ?=
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
+GAUDI_TORCH_VENV ?= .venv-gaudi-torch
 TORCH_ARGS ?=
+GAUDI_TORCH_ARGS ?= $(TORCH_ARGS)
 ROOM ?=
+# Not empty: `make test-room` runs the slow tests of the room, too. `make test` always runs all tests.
+SLOW ?=
 PORT ?= 8000
 DEMO_MODEL := .cache/models/smollm2-135m-instruct
 MODEL ?= $(DEMO_MODEL)
@@ -20,12 +24,15 @@ ARGS ?=
 TEST_PROCESSES ?= 2
 
 TORCH_VERSION := 2.13.0
+GAUDI_TORCH_VERSION := 2.11.0
 VLLM_VERSION := 0.32.0
 
 PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
 PEERS_PY := $(PEERS_VENV)/bin/python
 PEERS_STAMPS := $(PEERS_VENV)/.stamps
+GAUDI_TORCH_PY := $(GAUDI_TORCH_VENV)/bin/python
+GAUDI_TORCH_STAMPS := $(GAUDI_TORCH_VENV)/.stamps
 PIP_INSTALL := -m pip install --disable-pip-version-check --constraint requirements/constraints.txt
 # Is distribution $(2) installed in version $(3) for interpreter $(1)? A local label (2.13.0+cpu) does not matter.
 installed = $(1) -c 'import sys; from importlib.metadata import version; sys.exit(version("$(2)").split("+")[0] != "$(3)")' 2>/dev/null
@@ -41,15 +48,22 @@ VLLM_STAMP := $(STAMPS)/vllm-$(VLLM_VERSION)
 PLUGIN_STAMP := $(STAMPS)/plugin
 REDIS_STAMP := $(STAMPS)/redis-server
 DOCS_STAMP := $(STAMPS)/docs
+GAUDI_TORCH_STAMP := $(GAUDI_TORCH_STAMPS)/torch-$(GAUDI_TORCH_VERSION)
+# What runs with the torch of a Gaudi: the simulated card, devices, operators and layers of the hpu path, compiled
+# regions, and engines: in compile mode on the simulated card, and with tiny models on the CPU beside Transformers.
+GAUDI_TORCH_TESTS := tests/sim tests/device tests/ops/test_hpu_attention.py tests/ops/test_gaudi_operators.py \
+    tests/layers/test_gaudi_layers.py tests/graphs/test_graph_runner.py tests/engine/test_compiled_regions.py \
+    tests/engine/test_hpu_engine.py::test_compile_mode \
+    tests/engine/test_families.py::test_greedy_tokens_are_those_of_transformers
 MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup model demo serve test test-room lint docs drawings bench bench-attention bench-sparse bench-store bench-peers clean clean-all
+.PHONY: help setup model demo serve test test-gaudi-torch setup-gaudi-torch test-room lint docs drawings bench bench-attention bench-sparse bench-store bench-peers clean clean-all
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@printf '\nVariables: PYTHON VENV TORCH_ARGS (extra pip arguments for torch) MODEL PORT ARGS (extra arguments of the command)\n'
+	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@printf '\nVariables: PYTHON VENV TORCH_ARGS (extra pip arguments for torch) MODEL PORT ROOM SLOW ARGS (extra arguments of the command)\n'
 
 ## Use it
 setup: $(PLUGIN_STAMP) ## Virtual environment with torch, vLLM (empty-device build) and this plugin
@@ -66,9 +80,14 @@ serve: $(PLUGIN_STAMP) $(MODEL_READY) ## Start the OpenAI-compatible server on 1
 test: $(PLUGIN_STAMP) $(MODEL_STAMP) $(REDIS_STAMP) ## Run the tests
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
-test-room: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the tests of one room: make test-room ROOM=batch (engine, server, sim and cli start engines or processes, and take minutes)
+test-room: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the quick tests of one room, in under a minute: make test-room ROOM=batch (SLOW=1: all of its tests)
 	@test -d 'tests/$(ROOM)' && test -n '$(ROOM)' || { echo "ROOM='$(ROOM)' is no folder of tests/; choose one of: $$(cd tests && ls -d */ | grep -v __ | tr -d / | xargs)"; exit 2; }
-	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile tests/$(ROOM) $(ARGS)
+	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(if $(SLOW),,-m 'not slow') tests/$(ROOM) $(ARGS)
+
+setup-gaudi-torch: $(GAUDI_TORCH_STAMP) ## Second environment: the packages of the first, but the torch that Gaudi's software ships
+
+test-gaudi-torch: $(GAUDI_TORCH_STAMP) ## Run the tests of the hpu path, and serve on the CPU, with that torch
+	$(run_env) OMP_NUM_THREADS=1 $(GAUDI_TORCH_PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(GAUDI_TORCH_TESTS) $(ARGS)
 
 lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)
 	$(VENV)/bin/ruff check .
@@ -113,7 +132,7 @@ clean: ## Remove what builds, tests and interrupted runs left behind
 	find ops graphs vllm_gaudi_ucm tests benchmarks examples scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 clean-all: clean ## Also remove the environments and the converted model
-	rm -rf $(VENV) $(PEERS_VENV) .cache
+	rm -rf $(VENV) $(PEERS_VENV) $(GAUDI_TORCH_VENV) .cache
 
 $(VENV_STAMP):
 	@echo '[1/6] virtual environment'
@@ -154,6 +173,16 @@ $(MODEL_STAMP): | $(PLUGIN_STAMP)
 $(REDIS_STAMP): | $(VENV_STAMP)
 	@bash scripts/install_redis.sh
 	@if command -v redis-server >/dev/null; then $(done_stamp); fi
+
+# Last the packages of the first environment are borrowed: pip must not take their torch for the one that it installs.
+$(GAUDI_TORCH_STAMP): $(PLUGIN_STAMP) requirements/gaudi-torch.txt scripts/borrow_packages.py
+	@echo '[1/2] torch $(GAUDI_TORCH_VERSION) in an environment of its own'
+	@$(PY) -m venv --clear '$(GAUDI_TORCH_VENV)'
+	@$(GAUDI_TORCH_PY) -m pip install --disable-pip-version-check --no-compile --constraint requirements/gaudi-torch.txt \
+	    $(GAUDI_TORCH_ARGS) torch==$(GAUDI_TORCH_VERSION)
+	@echo '[2/2] everything else from $(VENV)'
+	@$(GAUDI_TORCH_PY) scripts/borrow_packages.py '$(VENV)'
+	@$(done_stamp)
 
 $(PEERS_STAMPS)/venv:
 	@echo '[1/3] virtual environment of the peer'

@@ -64,7 +64,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Batch:
-    """A case on the device. caches: key and value [blocks, block_size, kv_heads, dim], each value behind its key.
+    """A case on the device. caches: key and value [blocks, block_size, kv_heads, dim], as engines have them.
 
     tables: int32 [requests, blocks]. bytes, flops: the least that must be moved and computed.
     """
@@ -101,8 +101,8 @@ def make_batch(case: Case, model: Model, device: torch.device) -> Batch:
     torch.manual_seed(0)
     tables, num_blocks = _tables(case, model.block_size, device)
     heads, dim, dtype = model.kv_heads, model.dim, model.dtype
-    pairs = torch.randn(num_blocks, model.block_size, heads, 2 * dim, device=device, dtype=dtype)
-    caches = (pairs[..., :dim], pairs[..., dim:])
+    shape = (num_blocks, model.block_size, heads, dim)
+    caches = (torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype))
     rows = sum(request.new for request in case.requests)
     query = torch.randn(rows, model.heads, dim, device=device, dtype=dtype)
     new = [torch.empty(rows, heads, dim, device=device, dtype=dtype) for _ in range(2)]

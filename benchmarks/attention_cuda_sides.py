@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention_cuda_case import Batch
+from vllm_gaudi_ucm.batch.row_tiles import cut_rows
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import TILE_ROWS, is_bounded, levels
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalTiles
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 SEGMENTS = 16
@@ -37,6 +41,38 @@ def ours(batch: Batch, implementation: str) -> Side:
         )  # fmt: skip
 
     return Side(run, lambda: out, lambda: out)
+
+
+def gaudi_form(batch: Batch, compiled: bool) -> Side:
+    """The implementation for Gaudi on this GPU: its operators one by one, or fused by inductor.
+
+    Prompts are in tiles where a bucket has them. Gaudi's own kernel for prompts alone is not there.
+    """
+    ready = prepare(_in_tiles(batch), batch.model.block_size, implementation="hpu")
+    out, spec = torch.empty_like(batch.query), AttentionSpec(batch.model.scale)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return unified_attention(query, key, value, keys, values, ready, spec, torch.empty_like(query))
+
+    call = torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend
+
+    def run() -> None:
+        out.copy_(call(batch.query, batch.key, batch.value, *batch.caches))
+
+    return Side(run, lambda: out, lambda: out)
+
+
+def _in_tiles(batch: Batch) -> AttentionParts:
+    """The parts of the batch, the causal one in tiles of rows if that bounds its work."""
+    causal, rows = batch.parts.causal, batch.query.shape[0]
+    begins = np.cumsum([0, *(request.new for request in batch.case.requests)])
+    single = sum(request.new == 1 for request in batch.case.requests)
+    cut = cut_rows(begins[single:].tolist())
+    if causal is None or not is_bounded(rows, cut.reach):
+        return batch.parts
+    counts = levels(rows, cut.reach)
+    first, last = (torch.from_numpy(place).to(batch.query.device) for place in cut.places(rows, counts[0]))
+    return batch.parts._replace(causal=causal._replace(tiles=CausalTiles(first, last, TILE_ROWS, counts)))
 
 
 def vllm_triton(batch: Batch, split: bool) -> Side | None:

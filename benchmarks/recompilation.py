@@ -89,8 +89,8 @@ def run(server: Serving, steps: int, seed: int = 0) -> Counts:
     before = len(read_phase_log(server.phase_log)[1])
     start = time.perf_counter()
     for message in traffic.steps(steps, sampling):
-        runner.execute_model(message)
-        traffic.take(runner.sample_tokens(None), runner.take_draft_token_ids())
+        runner.parts.steps.execute_model(message)
+        traffic.take(runner.parts.steps.sample_tokens(None), runner.parts.steps.take_draft_token_ids())
     seconds = time.perf_counter() - start
     records = read_phase_log(server.phase_log)[1][before:]
     totals = server.totals

@@ -8,8 +8,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Their tests share what takes long to start: a server, a child process on the simulated card.
 SHARED_ROOMS = ("server", "sim")
-# Handed out first: who gets the last file works on alone, so that must be a short one.
-LONG_ROOMS = ("server", "engine", "examples", "cli", "ops", "prefetch", "sim")
+# Handed out first, shared rooms before others: who gets the last one works on alone, so that must be short.
+LONG_ROOMS = ("server", "sim", "engine", "first_hour", "examples", "cli", "ops", "prefetch")
 
 
 class RoomScheduling(LoadScopeScheduling):  # type: ignore[misc]

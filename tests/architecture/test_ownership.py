@@ -13,14 +13,15 @@ from tests.architecture.test_rooms import ROOT, sources
 EXCEPTIONS = {
     # objects of vLLM that it gives plugins to change, or that have no other way
     "vllm_gaudi_ucm/connector/transfer_config.py": "vLLM's configuration",
+    "vllm_gaudi_ucm/execution/regions.py": "the forward of vLLM's layers, which is compiled",
     "vllm_gaudi_ucm/layers/packed_weights.py": "the linear method of vLLM's layers",
     "vllm_gaudi_ucm/platform/platform.py": "vLLM's configuration",
     "vllm_gaudi_ucm/platform/worker.py": "vLLM's configuration, and names of functions made here",
     "vllm_gaudi_ucm/runner/model_runner.py": "vLLM's configuration",
-    "vllm_gaudi_ucm/runner/sparse_setup.py": "vLLM's attention layers, which it makes before a runner",
     "vllm_gaudi_ucm/scheduler/scheduler_class.py": "vLLM's configuration",
     "vllm_gaudi_ucm/vllm_api/blocks.py": "requests of vLLM's scheduler",
     "vllm_gaudi_ucm/vllm_api/engine_process.py": "vLLM's configuration",
+    "vllm_gaudi_ucm/vllm_api/model.py": "the class of vLLM's attention layers",
     "vllm_gaudi_ucm/vllm_api/sampling.py": "a method of vLLM's sampler",
     "vllm_gaudi_ucm/speculation/draft_model.py": "a copy of vLLM's configuration",
     "vllm_gaudi_ucm/runner/step_runner.py": "the output that vLLM's scheduler reads",

@@ -7,11 +7,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from vllm_gaudi_ucm import PLATFORM_CLASS
+
+pytestmark = pytest.mark.slow  # starts processes
 
 COLUMNS = {"section", "name", "status", "found", "expected", "advice"}
 
@@ -53,9 +56,7 @@ def rivals(folder: Path) -> None:
 
 
 def test_healthy_machine() -> None:
-    start = time.monotonic()
     code, report = doctor(VLLM_GAUDI_UCM_DEVICE="auto")
-    seconds = time.monotonic() - start
     failed = [check for check in report["checks"] if check["status"] == "fail"]
     assert failed == []
     assert code == 0
@@ -66,7 +67,6 @@ def test_healthy_machine() -> None:
     names = {check["name"] for check in report["checks"]}
     assert {"Python", "vllm", "torch", "transformers", "triton", "memory", "cores", "threads"} <= names
     assert row(report, "ucm.ucm_sparse_method")["section"] == "sparse"
-    assert seconds < 60, "a person waits for this (about 6 s on an idle machine)"
 
 
 def test_unknown_device() -> None:

@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 
 from vllm_gaudi_ucm.cli import main as cli
-from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, resolve_config
+from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
+from vllm_gaudi_ucm.graphs.cost.compile_cost import (
+    DECODE_NODES,
+    GAUDI_COMPILE,
+    LAYER_NODES,
+    MOST_NODES,
+    OUTER_NODES,
+)
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
@@ -21,6 +29,8 @@ from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
+
+pytestmark = pytest.mark.slow  # plans many sets of buckets
 
 SMALL_MODEL = {
     "model_type": "llama",
@@ -62,12 +72,63 @@ def test_bare_limits_fill_the_memory(capsys: pytest.CaptureFixture[str]) -> None
     assert 0.8 * memory["usable"] < memory["total"] <= memory["usable"]
 
 
+def test_steps_are_divided_by_their_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a server does it; every bucket says what its attention takes."""
+    sizes = ("--max-model-len", 131072, "--max-graphs", 8)
+    value = plan(capsys, *sizes)
+    most = max(graph.get("attention_bytes", 0) for graph in value["compilation"])
+    assert 1 << 30 < most <= value["memory_bytes"]["activations"]
+    limits = value["limits"]
+    assert value["asked_tokens"] == 2048
+    assert 1024 <= limits["max_shared_blocks"] < 2048, "the context of one request, but not of two"
+    assert 64 <= limits["max_num_batched_tokens"] < 2048
+    assert plan(capsys, *sizes, "--step-memory", 64)["limits"]["max_num_batched_tokens"] == 2048
+    cli.main(["plan", *map(str, sizes)])
+    assert "a server lowers 2048 tokens to that" in capsys.readouterr().out
+
+
 def test_fewer_graphs_warm_sooner_and_take_less(capsys: pytest.CaptureFixture[str]) -> None:
     """covers: B7."""
     few, many = plan(capsys, "--max-graphs", 16), plan(capsys, "--max-graphs", 128)
-    assert few["warmup_seconds"] < many["warmup_seconds"]
+    for bound in ("low", "high"):
+        assert few["warmup_seconds"][bound] < many["warmup_seconds"][bound]
+        assert few["skeleton_seconds"][bound] <= few["warmup_seconds"][bound]
     assert few["memory_bytes"]["graphs"] < many["memory_bytes"]["graphs"]
-    assert few["skeleton_seconds"] <= few["warmup_seconds"]
+
+
+def test_compilation_is_modelled_from_the_nodes_of_every_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    """One decoder layer is compiled for all, so layers do not count; the totals are those of the graphs, and a run."""
+    value = plan(capsys, "--max-graphs", 16)
+    graphs = value["compilation"]
+    assert [graph["graph"] for graph in graphs] == [*value["forward"], *value["logits"]]
+    assert value["nodes_counted"] is False
+    for graph in graphs:
+        expected = GAUDI_COMPILE.seconds(graph["nodes"])
+        assert graph["seconds"] == {"low": round(expected.low, 3), "high": round(expected.high, 3)}
+        if isinstance(graph["graph"], list):
+            most = MOST_NODES if "c" in graph["graph"][0] else DECODE_NODES
+            assert graph["nodes"] == most + LAYER_NODES + OUTER_NODES
+    for bound in ("low", "high"):
+        compiled = sum(graph["seconds"][bound] for graph in graphs)
+        assert compiled <= value["warmup_seconds"][bound] <= 1.5 * compiled
+    assert value["warmup_seconds"]["low"] < value["warmup_seconds"]["high"]
+    assert cli.main(["plan", "--max-graphs", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "compilation, modelled from nodes: low - high" in out
+    assert "nodes, at most" in out
+    assert cli.main(["plan", "--max-graphs", "16", "--device", "h200"]) == 0
+    assert "nodes, at most" not in capsys.readouterr().out, "a capture takes the same, whatever is in it"
+
+
+def test_nodes_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In small buckets, where counting takes no time; more parts, more nodes."""
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL))
+    sizes = ("--max-num-batched-tokens", 128, "--max-num-seqs", 4, "--max-model-len", 1024, "--num-blocks", 40)
+    value = plan(capsys, "--model", tmp_path, *sizes, "--max-graphs", 8, "--count-nodes")
+    assert value["nodes_counted"] is True
+    nodes = {graph["graph"][0]: graph["nodes"] for graph in value["compilation"] if isinstance(graph["graph"], list)}
+    assert min(nodes.values()) > LAYER_NODES + OUTER_NODES + 10
+    assert nodes["csu"] == max(nodes.values())
 
 
 def test_the_skeleton_is_the_servers(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,11 +140,12 @@ def test_the_skeleton_is_the_servers(log: Path, capsys: pytest.CaptureFixture[st
     assert size == GraphsConfig().skeleton
     assert skeleton["forward"][0] == value["forward"][-1], "the maximum is warmed first"
     assert not any(shape in value["forward"][-size:] for shape in skeleton["forward"][1:]), "the dearest save nothing"
-    assert value["skeleton_seconds"] <= 0.1 * value["warmup_seconds"]
-    assert value["skeleton_share"] == pytest.approx(value["skeleton_seconds"] / value["warmup_seconds"], abs=1e-4)
+    first, everything = value["skeleton_seconds"], value["warmup_seconds"]
+    assert all(first[bound] <= 0.1 * everything[bound] for bound in ("low", "high"))
+    assert value["skeleton_share"] == pytest.approx(first["high"] / everything["high"], abs=1e-4)
     larger = plan(capsys, *options, "--skeleton", 8)
     assert larger["skeleton"]["forward"][:size] == skeleton["forward"]
-    assert value["skeleton_seconds"] < larger["skeleton_seconds"]
+    assert value["skeleton_seconds"]["low"] < larger["skeleton_seconds"]["low"]
     assert cli.main(["plan", "--skeleton", "0"]) == 2
     assert "--skeleton is 0, expected at least 1" in capsys.readouterr().err
 
@@ -156,11 +218,13 @@ def test_steps_that_the_server_divides_are_counted(
 ) -> None:
     """At true shapes nothing divides steps, so their log has such. covers: B3."""
     path = edited(log, tmp_path / "phases.jsonl", ["csu", 4000, 300, 9, 2])
-    value = plan(capsys, "--log", path, "--max-graphs", 8)
+    wide = ("--max-graphs", 8, "--step-memory", 64)
+    value = plan(capsys, "--log", path, *wide)
     assert (value["limits"]["max_shared_blocks"], value["divided_steps"]) == (256, 1)
     assert max(shape[2] for shape in value["forward"]) == 256
-    assert plan(capsys, "--log", path, "--max-graphs", 8, "--max-shared-blocks", 300)["divided_steps"] == 0
-    assert cli.main(["plan", "--log", str(path), "--max-graphs", "8"]) == 0
+    assert plan(capsys, "--log", path, *wide, "--max-shared-blocks", 300)["divided_steps"] == 0
+    assert plan(capsys, "--log", path, "--max-graphs", 8)["divided_steps"] >= 1, "by their memory"
+    cli.main(["plan", "--log", str(path), *map(str, wide)])
     assert "steps with more than 256 shared blocks, which run in parts: 1" in capsys.readouterr().out
 
 
@@ -203,7 +267,7 @@ def test_a_model_and_a_device_for_people(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_mix_is_asked_of_a_server_with_the_limits_given(capsys: pytest.CaptureFixture[str]) -> None:
-    value = plan(capsys, "--mix", "long-context", "--max-num-seqs", 8, "--max-graphs", 16)
+    value = plan(capsys, "--mix", "long-context", "--max-num-seqs", 8, "--max-graphs", 16, "--step-memory", 64)
     assert value["traffic"] == "long-context"
     assert value["limits"]["max_num_seqs"] == value["logits"][-1] == 8
     assert value["padding"]["maximum_steps"] <= 5, "of 5,000"
@@ -258,7 +322,7 @@ def test_graphs_for_remainders_are_planned(tmp_path: Path, capsys: pytest.Captur
     assert without["graphs"] == len(without["forward"]) + len(without["logits"]) <= 40
     per_graph = without["memory_bytes"]["graphs"] / without["graphs"]
     assert value["memory_bytes"]["graphs"] == pytest.approx(value["graphs"] * per_graph)
-    assert value["skeleton_seconds"] > without["skeleton_seconds"]
+    assert value["skeleton_seconds"]["low"] > without["skeleton_seconds"]["low"]
 
 
 def test_what_is_said_of_graphs_for_remainders(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,7 @@ def tuned(mix: str) -> TuneReport:
     return TuneReport(certified, steps, 64, DEFAULT_MARGIN, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_padded_cost_is_within_15_percent_at_64_graphs(mix: str) -> None:
     """covers: B8."""
@@ -55,6 +56,7 @@ def test_padded_cost_is_within_15_percent_at_64_graphs(mix: str) -> None:
     assert report.padding.maximum_steps == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_tuned_beats_every_other_strategy_at_as_many_graphs(mix: str) -> None:
     report = tuned(mix)
@@ -63,6 +65,7 @@ def test_tuned_beats_every_other_strategy_at_as_many_graphs(mix: str) -> None:
         assert report.padding.seconds < padding.seconds, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_the_gap_is_small_and_the_margin_pays_off_later(mix: str) -> None:
     """Without a margin, later steps that no bucket holds would run in the maximum."""
@@ -76,6 +79,7 @@ def test_the_gap_is_small_and_the_margin_pays_off_later(mix: str) -> None:
     assert report.later_padding.ratio < exact.ratio
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_ten_thousand_later_steps_all_find_a_bucket(mix: str) -> None:
     """covers: B1."""
@@ -112,6 +116,7 @@ def test_the_file_holds_what_the_report_says(log: Path, tmp_path: Path, capsys: 
     assert logits == value["logits"]
 
 
+@pytest.mark.slow
 def test_the_table_compares(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("tune", log, "--max-graphs", 16, "--device", "h200") == 0
     captured = capsys.readouterr()

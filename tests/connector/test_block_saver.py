@@ -14,16 +14,19 @@ from vllm_gaudi_ucm.connector.metadata import BlockSave
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.step_activity import StepActivity
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
+from vllm_gaudi_ucm.kv_cache.pair import KvPair
 
 
 @pytest.fixture
-def cache() -> torch.Tensor:
-    return torch.arange(8.0)[:, None, None, None].expand(8, 1, 2, 3).contiguous()
+def cache() -> KvPair:
+    """8 blocks of 2 tokens, full of their numbers."""
+    rows = torch.arange(8.0).repeat_interleave(2)[:, None, None]
+    return KvPair(rows.expand(16, 1, 3).contiguous(), rows.expand(16, 1, 3).contiguous())
 
 
 @pytest.fixture
-def blocks(cache: torch.Tensor) -> DeviceBlocks:
-    return DeviceBlocks({"layer": cache}, get_device("cpu"))
+def blocks(cache: KvPair) -> DeviceBlocks:
+    return DeviceBlocks({"layer": cache}, 2, get_device("cpu"))
 
 
 def saves(*block_ids: int) -> list[BlockSave]:
@@ -40,13 +43,14 @@ def stored(store: FaultStore) -> dict[int, float]:
     }
 
 
-def test_blocks_are_copied_before_they_may_change(blocks: DeviceBlocks, cache: torch.Tensor) -> None:
+def test_blocks_are_copied_before_they_may_change(blocks: DeviceBlocks, cache: KvPair) -> None:
     """covers: C9. The step after may write them while the store is still busy."""
     store = FaultStore()
     store.goes_on.clear()
     saver = saver_of(store, blocks, capacity=8, workers=2)
     saver.submit(saves(1, 5, 2))
-    cache.fill_(torch.nan)
+    for rows in cache:
+        rows.fill_(torch.nan)
     store.goes_on.set()
     assert saver.flush(5)
     assert stored(store) == {1: 1.0, 5: 5.0, 2: 2.0}

@@ -87,13 +87,18 @@ def test_the_offloading_connector_gets_our_copies() -> None:
     for one in (ours, theirs):
         complete(one)
         complete(one)
+    assert ours.kv_connector_module_path == theirs.kv_connector_module_path == OFFLOADING
     assert ours.kv_connector_extra_config["spec_name"] == "UcmOffloadingSpec"
     assert theirs.kv_connector_extra_config == {"spec_name": "Mine"}
     # --kv-offloading-size, for which vLLM names the connector later
     asked = complete(None, offloading=4.0)
     assert asked is not None
     assert asked.kv_connector_extra_config["spec_name"] == "UcmOffloadingSpec"
+    assert asked.kv_connector_module_path == OFFLOADING
     assert complete(None) is None
+
+
+OFFLOADING = "vllm_gaudi_ucm.connector.offloading_connector"
 
 
 def multi(*children: dict[str, Any]) -> KVTransferConfig:
@@ -113,6 +118,7 @@ def test_children_get_what_they_get_alone(nested: bool) -> None:
         complete(outer)
     assert outer.kv_load_failure_policy == "recompute"
     assert theirs["kv_connector_extra_config"]["spec_name"] == "UcmOffloadingSpec"
+    assert theirs["kv_connector_module_path"] == OFFLOADING
     example = multi({"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
     complete(example)
     assert example.kv_load_failure_policy == "fail"

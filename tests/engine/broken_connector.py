@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector, ExampleConnectorMetadata
+from tests.engine.pair_connector import PairConnector
 
 
-class BrokenConnector(ExampleConnector):
-    """Stores as ExampleConnector does, and loads nothing."""
+class BrokenConnector(PairConnector):
+    """Stores as its base class does, and loads nothing."""
 
     failures = 0
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, ExampleConnectorMetadata)
-        slots = [request.slot_mapping // self._block_size for request in metadata.requests if not request.is_store]
+        requests = self._metadata().requests
+        slots = [request.slot_mapping // self._block_size for request in requests if not request.is_store]
         self._lost = {int(block) for found in slots for block in found.tolist()}
         BrokenConnector.failures += bool(self._lost)
 

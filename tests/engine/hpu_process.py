@@ -19,6 +19,8 @@ from tests.warm_process import WarmProcess
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 280
+FORK = "SIM_HPU_TORCH_FORK"
+"""Of the simulator: the installed torch is to pass for the vendor's."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,19 @@ class Finished:
 
 
 def run_on_card(
-    scenario: Callable[..., Any], folder: Path, env: Mapping[str, str] | None = None, **arguments: Any
+    scenario: Callable[..., Any],
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+    lazy: bool = False,
+    **arguments: Any,
 ) -> Finished:
     """Calls a function of a module in a new process; arguments and result travel as JSON, in files of `folder`.
 
+    lazy: in lazy mode, on what passes for the vendor's torch; else in the mode that a Gaudi has by default.
     Fails the test with the process's last lines where it raises.
     """
-    hpu = {"PYTHONPATH": str(ROOT / "tests/sim_hpu"), "VLLM_GAUDI_UCM_DEVICE": "hpu", "PT_HPU_LAZY_MODE": "1"}
+    mode = {"PT_HPU_LAZY_MODE": "1", FORK: "1"} if lazy else {}
+    hpu = {"PYTHONPATH": str(ROOT / "tests/sim_hpu"), "VLLM_GAUDI_UCM_DEVICE": "hpu", **mode}
     return run_apart(scenario, folder, {**hpu, **(env or {})}, **arguments)
 
 
@@ -67,6 +75,10 @@ def run_apart(
 def _call(request: str) -> None:
     """In the new process."""
     asked = json.loads(request)
+    if os.environ.get(FORK) == "1":
+        import torch
+
+        torch.__version__ = type(torch.__version__)(f"{torch.__version__.partition('+')[0]}a0+git0000000")
     gc.disable()
     scenario = getattr(importlib.import_module(asked["module"]), asked["name"])
     freeze_imports()

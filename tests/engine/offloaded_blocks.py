@@ -112,8 +112,7 @@ class WatchedEngine:
 
     def _check_content(self, place: tuple[int, int], block: int, is_compared: bool) -> None:
         """place: state, logical block."""
-        content = self.engine.runner.parts.kv_caches
-        found = torch.stack([cache[block] for cache in content.values()])
+        found = torch.stack([cache[block] for cache in self.engine.cached_blocks()])
         self._there[place] = block, found
         before = self._before.get(place)
         if before is not None and before[0] == block:
@@ -130,5 +129,5 @@ class WatchedEngine:
         waiting = {block.block_id for state in self.offload._states.values() for block in state.loading.values()}
         assert not waiting & set(free)
         index = torch.from_numpy(np.array(sorted({0, *free})))
-        for cache in self.engine.runner.parts.kv_caches.values():
+        for cache in self.engine.cached_blocks():
             cache[index] = float("nan")

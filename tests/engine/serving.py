@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import set_current_vllm_config
 
 from tests.engine.model_classes import import_class
+from vllm_gaudi_ucm.kv_cache.pair import in_blocks
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 
 # Two float32 computations may order tokens differently where their logits are closer than this.
@@ -78,6 +80,11 @@ class Engine:
     @property
     def runner(self) -> ModelRunner:
         return self._core.model_executor.driver_worker.worker.model_runner
+
+    def cached_blocks(self) -> list[torch.Tensor]:
+        """Keys and values of each layer, [blocks, block size, kv heads, head size]."""
+        parts = self.runner.parts
+        return [blocks for pair in parts.kv_caches.values() for blocks in in_blocks(pair, parts.block_size)]
 
     def generate(self, prompts: Sequence[Any], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
         self._restore_groups()

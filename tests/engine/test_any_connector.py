@@ -1,4 +1,4 @@
-"""vLLM's own KV connectors on our runner: through its attention layers at true shapes, around graphs at static ones."""
+"""Other KV connectors than ours: through the attention layers at true shapes, around graphs at static ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 
+from tests.engine import pair_connector
 from tests.engine.serving import Engine, assert_same
 from tests.engine.tiny_models import VOCAB
+
+pytestmark = pytest.mark.slow  # starts engines
 
 RNG = random.Random(11)
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (5, 34, 70, 165, 48)]
@@ -21,7 +24,8 @@ SHAPES = pytest.mark.parametrize("ucm", [{}, STATIC], ids=["true shapes", "stati
 
 def example(folder: Path) -> KVTransferConfig:
     return KVTransferConfig(
-        kv_connector="ExampleConnector",
+        kv_connector="PairConnector",
+        kv_connector_module_path=pair_connector.__name__,
         kv_role="kv_both",
         kv_connector_extra_config={"shared_storage_path": str(folder)},
     )
@@ -29,7 +33,7 @@ def example(folder: Path) -> KVTransferConfig:
 
 @SHAPES
 def test_a_connector_that_works_layer_by_layer(tiny_llama: Path, tmp_path: Path, ucm: dict[str, Any]) -> None:
-    """ExampleConnector saves each layer after its attention and loads before the step that needs it."""
+    """It saves each layer after its attention and loads before the step that needs it."""
     with Engine(tiny_llama, ucm, **OPTIONS) as engine:
         expected = engine.alone(PROMPTS, 12)
     hits = []

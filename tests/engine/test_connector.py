@@ -16,6 +16,8 @@ from tests.engine.texts import SHORT, story
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
+pytestmark = pytest.mark.slow  # starts engines
+
 RNG = random.Random(31)
 BLOCK = 16
 
@@ -147,7 +149,7 @@ def test_the_second_start_of_a_server_skips_the_prompts(smollm2: Path, tmp_path:
 def on_card(model: str, blocks: str) -> dict[str, Any]:
     """Two servers on the simulated card over one folder, and the card's counts when warm and in the end."""
     found: dict[str, Any] = {"answers": [], "counts": []}
-    graphs = {"mode": "capture", "warm_up": "full", "max_graphs": 16}
+    graphs = {"mode": "auto", "warm_up": "full", "max_graphs": 16}
     for _ in range(2):
         config = transfer(file_store(Path(blocks)))
         options = {**OPTIONS, "num_gpu_blocks_override": 80}

@@ -17,6 +17,8 @@ from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.connector.scheduler_side import LookupCounts
 from vllm_gaudi_ucm.connector.worker_side import LoadCounts
 
+pytestmark = pytest.mark.slow  # starts engines
+
 BLOCK = 16
 RNG = random.Random(21)
 

@@ -14,6 +14,9 @@ from vllm.config import KVTransferConfig
 from tests.connector.fault_store import FaultStore
 from tests.engine.serving import Engine, assert_same
 from tests.engine.tiny_models import VOCAB
+from vllm_gaudi_ucm.device.step_activity import STEPS
+
+pytestmark = pytest.mark.slow  # starts engines
 
 RNG = random.Random(47)
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (40, 150, 97)]
@@ -46,7 +49,7 @@ def test_blocks_are_stored_after_the_steps(
     engine, store, worker = served
     # by this clock no time passes: between two steps the engine is not idle, whatever else the machine does
     with monkeypatch.context() as patch:
-        patch.setattr(worker.activity, "_clock", lambda: 0.0)
+        patch.setattr(STEPS, "_clock", lambda: 0.0)
         found = engine.greedy(PROMPTS, OUTPUTS)
         assert store.saved == []
     end = time.monotonic() + 10
@@ -66,12 +69,12 @@ def test_an_engine_in_a_step_is_not_idle(
     read = worker.blocks.read
 
     def note(blocks: Any) -> None:
-        seen.append(worker.activity.is_idle())
+        seen.append(STEPS.is_idle())
         read(blocks)
 
     monkeypatch.setattr(worker.blocks, "read", note)
-    monkeypatch.setattr(worker.activity, "_clock", lambda: time.monotonic() * 1e6)  # hours between two steps
+    monkeypatch.setattr(STEPS, "_clock", lambda: time.monotonic() * 1e6)  # hours between two steps
     engine.greedy(PROMPTS, OUTPUTS)
     assert seen
     assert not any(seen)
-    assert worker.activity.is_idle()
+    assert STEPS.is_idle()

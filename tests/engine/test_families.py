@@ -12,6 +12,8 @@ from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine, greedy_params
 from tests.engine.tiny_models import FAMILIES, VOCAB, make_config, make_model
 
+pytestmark = pytest.mark.slow  # starts engines
+
 ARCHITECTURES = {
     "llama": "llama.LlamaForCausalLM",
     "qwen2": "qwen2.Qwen2ForCausalLM",
@@ -49,7 +51,7 @@ def test_half_precision_stays_close_to_float32(dtype: torch.dtype, tmp_path: Pat
     name = str(dtype).removeprefix("torch.")
     with Engine(model, dtype=name, max_num_batched_tokens=64) as engine:
         assert next(engine.runner.decoder.model.parameters()).dtype == dtype
-        assert all(cache.dtype == dtype for cache in engine.runner.parts.kv_caches.values())
+        assert all(blocks.dtype == dtype for blocks in engine.cached_blocks())
         answers = engine.greedy(prompts(), 16)
     exact, low = ReferenceModel(model), ReferenceModel(model)
     low.model.to(dtype)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.hpu_counts import BEFORE_BUCKETS, broken_duties, layer_graphs, remains
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
+
+pytestmark = pytest.mark.slow  # starts engines on the simulated card
 
 SHARED = "You are a helpful assistant. Answer in one short sentence, and do not invent anything that you do not know. "
 PROMPTS = [
@@ -42,23 +46,34 @@ def serve(
 
         started = dataclasses.asdict(card)
         answers = [engine.greedy(prompts, max_tokens) for _ in range(rounds)]
-        device = next(iter(engine.runner.parts.kv_caches.values())).device
+        device = engine.cached_blocks()[0].device
+        layers = Counter(type(module).__name__ for module in engine.runner.decoder.model.modules())
         return {
+            "layers": layers,
             "rounds": [[dataclasses.asdict(answer) for answer in found] for found in answers],
             "started": started,
             "card": dataclasses.asdict(card),
             "device": str(device),
+            "regions": layer_graphs(engine) if engine.runner.static is not None else {},
+            "broken": broken_duties(),
+            "remains": remains(),
         }
 
 
 @dataclass(frozen=True)
 class HpuRun:
-    """What an engine on the simulated card answered, and the card's counts after its start and in the end."""
+    """What an engine on the simulated card answered, the card's counts after its start and in the end, how many layers
+    of each class the model has, and what `tests.engine.hpu_counts` tells of the engine."""
 
     rounds: list[list[Answer]]
     started: dict[str, Any]
     card: dict[str, Any]
     device: str
+    layers: dict[str, int]
+    regions: dict[str, int]
+    broken: dict[str, int]
+    remains: list[str]
+    log: str
 
 
 def run_on_hpu(
@@ -67,7 +82,7 @@ def run_on_hpu(
     ucm: dict[str, Any],
     rounds: int = 1,
     prompts: Sequence[Any] = PROMPTS,
-    env: Mapping[str, str] | None = None,
+    lazy: bool = False,
     **options: Any,
 ) -> HpuRun:
     """Starts an engine in a process of its own, because importing the stand-in changes torch for good."""
@@ -79,9 +94,10 @@ def run_on_hpu(
         "max_tokens": 8,
         "rounds": rounds,
     }
-    found = run_on_card(serve, folder, env, **asked).result
+    finished = run_on_card(serve, folder, lazy=lazy, **asked)
+    found = finished.result
     found["rounds"] = [[Answer(**answer) for answer in answers] for answers in found["rounds"]]
-    return HpuRun(**found)
+    return HpuRun(**found, log=finished.log)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +109,9 @@ def test_true_shapes(cpu_answers: list[Answer], smollm2: Path, tmp_path: Path) -
     """Without buckets every new shape is compiled, and the answers are the same."""
     run = run_on_hpu(smollm2, tmp_path, {"graphs": {"mode": "off"}})
     assert run.device == "hpu:0"
+    assert run.layers["GaudiRMSNorm"] > 2
+    assert run.layers["GaudiRotaryEmbedding"] > 0
+    assert not {"RMSNorm", "RotaryEmbedding"} & set(run.layers)
     assert_same(run.rounds[0], cpu_answers, near_ties=0)
     assert run.card["captures"] == 0
     assert run.card["compilations"] > run.started["compilations"]
@@ -100,7 +119,7 @@ def test_true_shapes(cpu_answers: list[Answer], smollm2: Path, tmp_path: Path) -
 
 def test_static_shapes(cpu_answers: list[Answer], smollm2: Path, tmp_path: Path) -> None:
     """HPU graphs in lazy mode: once warm, whole rounds of requests compile nothing, and the answers are the same."""
-    run = run_on_hpu(smollm2, tmp_path, {"graphs": {"warm_up": "skeleton", "max_graphs": 12}}, rounds=2)
+    run = run_on_hpu(smollm2, tmp_path, {"graphs": {"warm_up": "skeleton", "max_graphs": 12}}, rounds=2, lazy=True)
     for answers in run.rounds:
         assert_same(answers, cpu_answers, near_ties=0)
     assert run.started["captures"] > 0
@@ -111,15 +130,21 @@ def test_static_shapes(cpu_answers: list[Answer], smollm2: Path, tmp_path: Path)
 
 
 def test_compile_mode(tiny_llama: Path, tmp_path: Path) -> None:
-    """Buckets through torch.compile, PT_HPU_LAZY_MODE=0: once warm nothing is compiled, the answers are the same."""
+    """Buckets through torch.compile, the default: once warm nothing is compiled, the answers are the same."""
     prompts = [list(range(3, 3 + length)) for length in (5, 40, 1, 150)]
     options = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20}
     with Engine(tiny_llama, **{**OPTIONS, **options}) as engine:
         expected = engine.greedy(prompts, max_tokens=8)
     graphs = {"warm_up": "skeleton", "skeleton": 2, "max_graphs": 6}
-    run = run_on_hpu(tiny_llama, tmp_path, {"graphs": graphs}, 2, prompts, {"PT_HPU_LAZY_MODE": "0"}, **options)
+    run = run_on_hpu(tiny_llama, tmp_path, {"graphs": graphs}, 2, prompts, **options)
     for answers in run.rounds:
         assert_same(answers, expected, near_ties=0)
+    assert "Compiled without executing; executed the smallest and the largest bucket of each phase" in run.log
+    assert "2 layers of LlamaForCausalLM are one compiled region" in run.log
     assert run.started["compiled_graphs"] > 0
+    # one for each bucket, whatever the number of layers
+    assert run.regions["buckets"] <= run.regions["graphs"] <= run.regions["buckets"] + BEFORE_BUCKETS
+    assert run.broken == {}
+    assert run.remains == []
     for count in ("compiled_graphs", "compilations"):
         assert run.card[count] == run.started[count], count

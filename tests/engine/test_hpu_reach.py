@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
@@ -17,7 +19,9 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_tile
+
+# starts engines on the simulated card
+pytestmark = pytest.mark.slow
 
 TILE = 32
 REACHES = (1, 2, 4)
@@ -41,18 +45,18 @@ def serve(model: str, files: str) -> dict[str, Any]:
     """Answers and what ran where, with tiles of a few rows so that small steps have many."""
     from habana_frameworks.torch.simulator import card
 
-    prompt_tiles.TILE_ROWS, hpu_tile.TILE = TILE, TILE // 2
+    prompt_tiles.TILE_ROWS = TILE
     file, log = Path(files, "buckets.yaml"), Path(files, "phases.jsonl")
     limits = Limits(512, 16, 512, 16, 200, False, causal_reach=True)
     shapes = [ForwardShape.of(True, 512, *blocks) for blocks in ((0, 0), (40, 100))]
     shapes = [shape.with_prompt_tiles(reach) for shape in shapes for reach in REACHES]
     cost = CostModel(device_spec("gaudi2"), LLAMA_8B, 16)
     write_bucket_file(file, BucketSet([ForwardShape("-su", 16, 40, 100), *shapes], [16], limits, cost), {})
-    graphs = {"mode": "capture", "warm_up": "full", "buckets": str(file)}
+    graphs = {"mode": "auto", "warm_up": "full", "buckets": str(file)}
     with Engine(Path(model), {"phase_log": str(log), "graphs": graphs}) as engine:
-        warm = card.compilations, card.captures
+        warm = card.compilations, card.compiled_graphs
         answers = [[asdict(answer) for answer in engine.greedy(prompts_of(lengths), 3)] for lengths in LENGTHS]
-        served = card.compilations, card.captures
+        served = card.compilations, card.compiled_graphs
     ran = [(record.bucket.causal_reach, record.padded.causal_reach) for record in read_phase_log(log)[1]]
     return {"warm": warm, "served": served, "answers": answers, "ran": ran}
 

@@ -6,8 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import TINY_OPTIONS, greedy_params
+
+# starts engines on the simulated card
+pytestmark = pytest.mark.slow
 
 OPTIONS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 40, 1, 100)]

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
+from tests.engine.hpu_counts import BEFORE_BUCKETS, broken_duties, count_layer_graphs, layer_graphs, remains
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.test_connector import transfer
 from tests.engine.tiny_models import VOCAB
+
+# starts engines on the simulated card
+pytestmark = pytest.mark.slow
 
 RNG = random.Random(6)
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (5, 60, 130, 220)]
@@ -23,6 +28,8 @@ OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 80,
 }
 WINDOWS = {"min_tokens": 32, "local_window_sz": 1, "min_blocks": 2, "sparse_ratio": 0.4}
+# enough for a prompt and for decodes with and without chosen blocks; each is compiled
+MAX_GRAPHS = 16
 METHODS: dict[str, dict[str, Any]] = {
     "GSA": {**WINDOWS, "dense_layers": [0]},
     "ESA": {**WINDOWS, "summary": "hash"},
@@ -38,22 +45,34 @@ def serve(model: str, methods: list[str]) -> dict[str, Any]:
     """Answers of each method, and the card's counts when warm and in the end."""
     found = {}
     for method in methods:
-        graphs = {"mode": "capture", "warm_up": "full", "max_graphs": 20}
+        before = count_layer_graphs()
+        graphs = {"mode": "auto", "warm_up": "full", "max_graphs": MAX_GRAPHS}
         with Engine(Path(model), {**ucm(method), "graphs": graphs}, **OPTIONS) as engine:
             from habana_frameworks.torch.simulator import card
 
-            warm = card.compilations, card.captures, card.bypasses
+            warm = card.compilations, card.compiled_graphs, card.bypasses
             answers = engine.staggered(PROMPTS, [0, 1, 3, 7], 20)
-            served = card.compilations, card.captures, card.bypasses
+            served = card.compilations, card.compiled_graphs, card.bypasses
             assert engine.runner.static is not None
+            graphs_of_layers = layer_graphs(engine, before)
             selected = max(bucket.selected_blocks for bucket in engine.runner.static.execution.ready.buckets.forward)
             found[method] = {
                 "answers": [dataclasses.asdict(answer) for answer in answers],
                 "warm": warm,
                 "served": served,
                 "selected": selected,
+                "layers": graphs_of_layers,
+                "broken": broken_duties(),
+                "remains": remains(),
             }
     return found
+
+
+def check_layers(found: dict[str, int], kinds: int) -> None:
+    """All layers that do the same are one graph for each bucket. kinds: of what layers do where blocks are chosen."""
+    most = found["buckets"] + (kinds - 1) * found["choosing"] + BEFORE_BUCKETS
+    assert found["buckets"] > BEFORE_BUCKETS, "else the bound below says nothing"
+    assert 0 < found["graphs"] <= most, "there are two layers: graphs of their own would be more"
 
 
 def test_tokens_and_compilations(tiny_llama: Path, tmp_path: Path) -> None:
@@ -66,6 +85,9 @@ def test_tokens_and_compilations(tiny_llama: Path, tmp_path: Path) -> None:
         assert run["served"] == run["warm"], method
         assert run["selected"] > 0
         assert run["warm"][1] > 0
+        check_layers(run["layers"], kinds=1 + ("dense_layers" in METHODS[method]))
+        assert run["broken"] == {}, method
+        assert run["remains"] == [], method
 
 
 def memory_mode_engine(model: str, options: dict[str, Any]) -> Engine:
@@ -87,15 +109,15 @@ def answers_after_partial_loads(engine: Engine) -> list[Answer]:
 
 def serve_memory_mode(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """What memory mode moved, and the card's counts when warm and in the end. The second time prompts are stored."""
-    graphs = {"mode": "capture", "warm_up": "full", "max_graphs": 20}
+    graphs = {"mode": "auto", "warm_up": "full", "max_graphs": MAX_GRAPHS}
     with memory_mode_engine(model, {**options, "graphs": graphs}) as engine:
         from habana_frameworks.torch.simulator import card
 
-        warm = card.compilations, card.captures, card.bypasses
+        warm = card.compilations, card.compiled_graphs, card.bypasses
         first = answers_after_partial_loads(engine)
         left = engine.core.scheduler.offload.totals.stored
         answers = [engine.staggered(PROMPTS, [0, 1, 3, 7], 40) for _ in range(2)]
-        served = card.compilations, card.captures, card.bypasses
+        served = card.compilations, card.compiled_graphs, card.bypasses
         totals = msgspec.structs.asdict(engine._core.scheduler.offload.totals)
     return {
         "first": [dataclasses.asdict(answer) for answer in first],

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from vllm import RequestOutput
 
+from tests.engine import pair_connector
 from tests.engine.offloaded_blocks import WatchedEngine
 from tests.engine.serving import Engine, greedy_params
 from tests.engine.test_sparse import COMMON, OPTIONS, STATIC, tokens
 from vllm_gaudi_ucm.kv_offload.copies import CopyStore
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+
+pytestmark = pytest.mark.slow  # starts engines
 
 WINDOWS = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
 PROMPTS = [tokens(count) for count in (20, 130, 200, 260)] + [COMMON + tokens(60), COMMON + tokens(61)]
@@ -223,8 +226,10 @@ def test_more_requests_run_at_once(tiny_llama: Path) -> None:
 
 
 def test_what_does_not_know_of_blocks_that_are_away_is_refused(tiny_llama: Path) -> None:
+    module = pair_connector.__name__
+    pairs = {"kv_connector": "PairConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
     others: list[tuple[str, dict[str, Any]]] = [
-        ("ExampleConnector", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
+        ("PairConnector", {"kv_transfer_config": pairs}),
         ("OffloadingConnector", {"kv_offloading_size": 1.0}),
     ]
     for name, options in others:

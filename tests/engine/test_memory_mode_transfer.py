@@ -19,6 +19,8 @@ from tests.engine.test_memory_mode import check_finite, copies_of, ucm
 from tests.engine.test_sparse import COMMON, OPTIONS, tokens
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
+pytestmark = pytest.mark.slow  # starts engines
+
 BLOCK = 16
 PROMPTS = [tokens(20), tokens(200), tokens(260), COMMON + tokens(60), COMMON + tokens(61)]
 OUTPUTS = 40

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 
-from tests.engine import broken_connector
+from tests.engine.broken_connector import BrokenConnector
+from tests.engine.pair_connector import PairConnector
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.test_any_connector import OPTIONS, PROMPTS, SHAPES
 from tests.engine.test_connector import file_store, gsa
@@ -16,6 +17,8 @@ from vllm_gaudi_ucm.connector.connector import our_connector
 from vllm_gaudi_ucm.connector.scheduler_side import SchedulerSide
 from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
 from vllm_gaudi_ucm.scheduler.scheduler import UcmScheduler
+
+pytestmark = pytest.mark.slow  # starts engines
 
 OUTPUTS = 12
 WHOLE = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
@@ -35,14 +38,14 @@ def offloading() -> dict[str, Any]:
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-def shared(folder: Path, name: str = "ExampleConnector") -> dict[str, Any]:
+def shared(folder: Path, connector: type[PairConnector] = PairConnector) -> dict[str, Any]:
     """Children that load within the step that needs the blocks."""
-    child = {
-        "kv_connector": name,
+    return {
+        "kv_connector": connector.__name__,
+        "kv_connector_module_path": connector.__module__,
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(folder / "shared")},
     }
-    return child if name == "ExampleConnector" else {**child, "kv_connector_module_path": broken_connector.__name__}
 
 
 def multi(*children: dict[str, Any]) -> KVTransferConfig:
@@ -102,7 +105,7 @@ def test_waiting_requests_are_prefetched_for_a_child(
         plan(side, waiting)
 
     monkeypatch.setattr(SchedulerSide, "plan_prefetch", noted)
-    nested = {**shared(tmp_path), "kv_connector": "MultiConnector"}
+    nested: dict[str, Any] = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
     nested["kv_connector_extra_config"] = {"connectors": [ours(tmp_path)]}
     with Engine(tiny_llama, kv_transfer_config=multi(shared(tmp_path), nested), **OPTIONS) as engine:
         engine.greedy(2 * PROMPTS, 2)
@@ -127,9 +130,9 @@ def test_a_step_with_blocks_that_another_child_has_not_loaded_stores_none(
     """covers: C8 D3. It has computed with what nobody has written; what is computed again is right, and is stored."""
     with Engine(tiny_llama, ucm, kv_transfer_config=multi(shared(tmp_path)), **OPTIONS) as engine:
         engine.alone(PROMPTS, OUTPUTS)
-    broken = broken_connector.BrokenConnector
+    broken = BrokenConnector
     broken.failures = 0
-    config = multi(shared(tmp_path, "BrokenConnector"), ours(tmp_path))
+    config = multi(shared(tmp_path, BrokenConnector), ours(tmp_path))
     with Engine(tiny_llama, ucm, kv_transfer_config=config, **OPTIONS) as engine:
         assert_same(engine.alone(PROMPTS, OUTPUTS), expected)
     assert broken.failures == sum(count > 0 for count in WHOLE)

@@ -39,14 +39,14 @@ def test_nans_are_counted_for_their_request_only(broken_model: Path, monkeypatch
     monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
     counts: dict[str, int] = {}
     with Engine(broken_model) as engine:
-        sample = engine.runner.sample_tokens
+        sample = engine.runner.parts.steps.sample_tokens
 
         def spy(grammar_output: object) -> object:
             output = sample(grammar_output)  # type: ignore[arg-type]
             counts.update(output.num_nans_in_logits or {})
             return output
 
-        monkeypatch.setattr(engine.runner, "sample_tokens", spy)
+        monkeypatch.setattr(engine.runner.parts.steps, "sample_tokens", spy)
         engine.add("healthy", [5, 6, 7], greedy_params(1))
         engine.add("broken", [5, BROKEN_TOKEN, 7], greedy_params(1))
         engine.step()
@@ -67,6 +67,7 @@ def test_a_healthy_request_is_not_touched_by_a_broken_one(broken_model: Path) ->
     assert all(torch.isfinite(torch.tensor(answer.logprobs)).all() for answer in again)
 
 
+@pytest.mark.slow  # a process of its own
 def test_the_fail_fast_flag_stops_the_engine(broken_model: Path, tmp_path: Path) -> None:
     """covers: D8"""
     environment = {

@@ -15,7 +15,7 @@ from tests.engine.tiny_models import FAMILIES, VOCAB, make_config, make_model
 from vllm_gaudi_ucm.execution.true_shape_execution import MOST_ROWS, NativeGraphs
 from vllm_gaudi_ucm.ops.native import library
 
-pytestmark = pytest.mark.skipif(library.native() is None, reason=library.why_not_native())
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(library.native() is None, reason=library.why_not_native())]
 WAYS = ("replayed", "captured", "ordinary")
 OFF: dict[str, Any] = {"cpu": {"native_graphs": False}}
 RNG = random.Random(3)

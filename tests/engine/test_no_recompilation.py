@@ -15,6 +15,8 @@ from vllm_gaudi_ucm.cli.buckets.trace_simulation import MIXES
 from vllm_gaudi_ucm.graphs.shapes.bucket import dominates
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
+pytestmark = pytest.mark.slow  # starts engines
+
 STEPS, SPARSE_STEPS = 200, 100
 GRAPHS = {"recipe_check": "fail", "warm_up": "full", "max_graphs": 20}
 

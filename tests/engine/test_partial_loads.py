@@ -21,6 +21,8 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphState
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
+pytestmark = pytest.mark.slow  # starts engines
+
 BLOCK = 16
 PROMPT = tokens(20 * BLOCK + 1)
 OTHER = PROMPT[: 10 * BLOCK] + tokens(7 * BLOCK + 1)

@@ -13,6 +13,8 @@ from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
 
+pytestmark = pytest.mark.slow  # starts engines
+
 MAX_TOKENS = 24
 
 

@@ -15,6 +15,8 @@ from tests.engine.serving import Answer, Engine, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
+pytestmark = pytest.mark.slow  # starts engines
+
 RNG = random.Random(4)
 
 

@@ -14,6 +14,8 @@ from tests.speculation.oracle_proposer import OracleProposer
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
+pytestmark = pytest.mark.slow  # starts engines
+
 RNG = random.Random(12)
 PROMPTS = [[RNG.randrange(3, VOCAB) for _ in range(count)] for count in (3, 50, 120, 190)]
 MAX_TOKENS = 40

@@ -17,6 +17,8 @@ from tests.engine.texts import SHORT
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 from tests.speculation.oracle_proposer import OracleProposer
 
+pytestmark = pytest.mark.slow  # starts engines
+
 RNG = random.Random(8)
 MAX_TOKENS = 20
 MIB = 1 << 20
@@ -62,8 +64,9 @@ class Steps:
 
     def __init__(self, engine: Engine) -> None:
         self.steps = self.requests = self.tokens = 0
-        self._sample = engine.runner.sample_tokens
-        engine.runner.sample_tokens = self._counted  # type: ignore[method-assign]
+        steps = engine.runner.parts.steps
+        self._sample = steps.sample_tokens
+        steps.sample_tokens = self._counted  # type: ignore[method-assign]
 
     def _counted(self, grammar_output: Any) -> Any:
         output = self._sample(grammar_output)
@@ -246,6 +249,8 @@ def on_card(model: str, prompts: list[list[int]], texts: list[list[int]]) -> dic
 
     card.free_bytes = card.total_bytes = 64 * MIB
     card.bytes_per_capture = MIB
+    # small, as the card is
+    card.workspace_bytes = 1 << 10
     known = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
     draft = {"method": "draft_model", "model": model, "num_speculative_tokens": NUM_DRAFTS}
     return {"ngram": answers_on_card(model, NGRAM, known), "draft_model": answers_on_card(model, draft, known)}
@@ -275,7 +280,7 @@ def test_drafts_on_the_simulated_card(tiny_llama: Path, expected: list[Answer], 
     """In HPU graphs, once warm, neither a position of the drafts nor a pass of a draft model compiles anything; that
     model's graphs have their memory. covers: B5 B7"""
     texts = [answer.tokens for answer in expected]
-    found = run_on_card(on_card, tmp_path, model=str(tiny_llama), prompts=PROMPTS, texts=texts).result
+    found = run_on_card(on_card, tmp_path, lazy=True, model=str(tiny_llama), prompts=PROMPTS, texts=texts).result
     for one in found.values():
         assert one["answers"] == texts
         assert one["served"] == one["warm"]

@@ -20,6 +20,8 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import dominates
 from vllm_gaudi_ucm.observability.phase_log import StepRecord, read_phase_log
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
 
+pytestmark = pytest.mark.slow  # starts engines
+
 RNG = random.Random(8)
 
 
@@ -121,7 +123,7 @@ def test_nothing_that_lies_in_pads_changes_a_token(static_engine: Engine, expect
         static_engine.add(request_id, prompt, greedy_params(20))
     while static_engine.llm.llm_engine.has_unfinished_requests():
         with torch.inference_mode():
-            dummy_blocks = [cache[0] for cache in static_engine.runner.parts.kv_caches.values()]
+            dummy_blocks = [blocks[0] for blocks in static_engine.cached_blocks()]
             for garbage in (execution._hidden, execution._logits, *dummy_blocks):
                 garbage.fill_(float("nan"))
         finished.update((output.request_id, output) for output in static_engine.step() if output.finished)

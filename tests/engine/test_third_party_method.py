@@ -62,7 +62,8 @@ class Watched(Engine):
             # sinks never compete
             assert 0 not in candidates
             wanted = candidates[::-1] if self.prefer == "newest" else candidates
-            for stored in worker.selector._stored[:, slot].tolist() if slots.num_stored[slot] else ():
+            stored_rows = [layer.stored[slot].tolist() for layer in worker.selector.layers]
+            for stored in stored_rows if slots.num_stored[slot] else ():
                 assert stored[: len(wanted)] == wanted[: len(stored)]
                 self.looked_at += len(wanted) > 1
         return outputs

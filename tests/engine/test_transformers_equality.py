@@ -13,6 +13,8 @@ from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import NEAR_TIE, Answer, Engine, assert_same
 from tests.engine.texts import SHORT, story
 
+pytestmark = pytest.mark.slow  # starts engines
+
 MAX_TOKENS = 64
 
 

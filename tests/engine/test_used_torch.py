@@ -7,11 +7,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.engine.hpu_process import run_apart
 from tests.engine.serving import TINY_OPTIONS, greedy_params
 from tests.engine.tiny_models import make_config, make_model
+
+pytestmark = pytest.mark.slow  # starts engines
 
 SECONDS = 150
 # vLLM's default: the engine has a process of its own

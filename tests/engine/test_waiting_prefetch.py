@@ -19,6 +19,8 @@ from tests.prefetch.stores import eventually
 from vllm_gaudi_ucm.observability.metrics_file import metrics_folder
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
+pytestmark = pytest.mark.slow  # starts engines
+
 BLOCK = 16
 RNG = random.Random(5)
 FIRST, *OTHERS = [[RNG.randrange(3, VOCAB) for _ in range(length)] for length in (40, 97, 64, 81, 70)]

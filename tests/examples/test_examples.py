@@ -44,6 +44,7 @@ def server(smollm2: Path, tmp_path: Path) -> Iterator[Server]:
     server.kill()
 
 
+@pytest.mark.slow
 def test_offline_batch(smollm2: Path, tmp_path: Path) -> None:
     printed = run("offline_batch.py", "--model", str(smollm2), folder=tmp_path)
     assert "Jupiter" in printed
@@ -66,6 +67,7 @@ def test_tune_buckets(tmp_path: Path) -> None:
     assert tuned < blind
 
 
+@pytest.mark.slow
 def test_own_sparse_method(smollm2: Path, tmp_path: Path) -> None:
     printed = run("own_sparse_method.py", "--model", str(smollm2), folder=tmp_path)
     assert "Sparse method Stride: contexts of 128 tokens and more are sparse" in printed
@@ -74,6 +76,7 @@ def test_own_sparse_method(smollm2: Path, tmp_path: Path) -> None:
     assert answers["sparse"] != answers["dense "]  # what it leaves out is missed
 
 
+@pytest.mark.slow
 def test_own_store(smollm2: Path, tmp_path: Path) -> None:
     printed = run("own_store.py", "--model", str(smollm2), folder=tmp_path)
     stored = dict(re.findall(r"^(first|again): (\d+) of 284 tokens were stored$", printed, re.M))

@@ -13,7 +13,8 @@ import pytest
 
 from tests.engine.tiny_models import make_config
 from tests.observability.records import mixed_steps, step, tail_step, write_log
-from vllm_gaudi_ucm.config.ucm_config import GraphsConfig, resolve_config
+from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.device.cpu import CpuDevice
 from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, cost_model, logger, server_limits, strategy_name
 from vllm_gaudi_ucm.graphs.lookup import BucketSet

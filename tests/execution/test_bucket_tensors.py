@@ -25,7 +25,6 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
-from vllm_gaudi_ucm.ops.unified_attention.impl import hpu_tile
 
 CPU = torch.device("cpu")
 # As an index it is far outside of everything.
@@ -95,7 +94,7 @@ def in_bucket(static: Static, split: StepInputs) -> Batch:
     more = static.limits.num_blocks - static.step.num_blocks
     caches = (plain.key_cache, plain.value_cache)
     key_cache, value_cache = (torch.cat([cache, cache.new_full((more, *cache.shape[1:]), np.nan)]) for cache in caches)
-    write_kv(key, value, key_cache, value_cache, split.slots)
+    write_kv(key, value, key_cache.flatten(0, 1), value_cache.flatten(0, 1), split.slots)
     seen = plain.seen + [None] * pads
     return Batch(query, key, value, key_cache, value_cache, split.slots, split.parts, plain.spec, seen)
 
@@ -111,8 +110,6 @@ def _static(requests: list[Request], more: int = 0, contiguous: bool = False, se
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of a few rows, so that small steps have many."""
     monkeypatch.setattr(prompt_tiles, "TILE_ROWS", 3)
-    monkeypatch.setattr(hpu_tile, "TILE", 2)
-    monkeypatch.setattr(hpu_tile, "SCORE_BYTES", 4 * 4 * 2 * 8)
 
 
 @settings(max_examples=100)

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from tests.batch.batches import Request, Step, lay_out, steps
 from tests.execution.test_bucket_tensors import server_limits, step_shape
 from tests.graphs.shapes import COST
+from tests.graphs.warm_up.look_up import look_up
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
-from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.lookup import BucketSet, NotWarmError
 from vllm_gaudi_ucm.graphs.runners.base import EagerRunner
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
-from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import NotWarmError, ReadyBuckets
+from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 
 HIDDEN, VOCABULARY = 3, 5
 
@@ -40,7 +41,8 @@ class Model:
         slots = positions if metadata is None else metadata.slots
         return torch.stack([token_ids, positions, slots], 1).double()
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = hidden if rows is None else hidden[rows]
         return hidden.sum(1, keepdim=True).float() + torch.arange(VOCABULARY)
 
 
@@ -119,7 +121,7 @@ def test_a_step_runs_in_a_bucket_that_dominates_it_and_gives_its_rows(found: tup
         shape = server.execution.stage(plan, np.zeros(plan.num_rows, np.int64))
         assert shape.true == step_shape(plan, server.buckets.limits.contiguous)
         assert dominates(shape.padded, shape.true)
-        assert shape.padded == server.ready.lookup(shape.true)
+        assert shape.padded == look_up(server.ready, shape.true)
         assert logits.tolist()[: len(wanted)] == wanted
         assert len(logits) == shape.padded.logits
         server.warm([*server.buckets.forward, *server.buckets.logits])

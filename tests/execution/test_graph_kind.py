@@ -33,7 +33,7 @@ TABLE: dict[tuple[str, bool], dict[str, str | None]] = {
         "off": "off",
         "eager": "eager",
         "capture": "hpu_graph",
-        "compile": "compile",
+        "compile": None,
     },
     ("hpu", False): {
         "auto": "compile",
@@ -58,19 +58,22 @@ def config(mode: str, implementation: str = "auto") -> UcmConfig:
 def test_kinds(device: str, lazy: bool, mode: str, kind: str | None) -> None:
     found = config(mode.removesuffix("+"))
     if kind is None:
-        with pytest.raises(ValueError, match=r"ucm\.graphs\.mode: 'capture' has no graphs to capture"):
+        with pytest.raises(
+            ValueError,
+            match=r"ucm\.graphs\.mode: '(capture' has no graphs to capture|compile' is nothing that .* lazy)",
+        ):
             graph_kind(found, device, lazy, False)
     else:
         assert graph_kind(found, device, lazy, mode.endswith("+")) == kind
 
 
-@pytest.mark.parametrize("mode", ["off", "eager", "capture", "compile"])
+@pytest.mark.parametrize("mode", ["off", "eager", "capture"])
 def test_enforce_eager_decides_only_where_the_mode_is_auto(mode: str) -> None:
     assert graph_kind(config(mode), "hpu", True, True) == graph_kind(config(mode), "hpu", True, False)
 
 
 def test_an_error_says_where_and_what_else_there_is() -> None:
-    with pytest.raises(ValueError, match="on hpu with PT_HPU_LAZY_MODE=0; expected 'compile', 'eager' or 'off'"):
+    with pytest.raises(ValueError, match=r"on hpu outside of lazy mode .*; expected 'compile', 'eager' or 'off'"):
         graph_kind(config("capture"), "hpu", False, False)
     with pytest.raises(ValueError, match="on cpu; expected"):
         graph_kind(config("capture"), "cpu", True, False)

@@ -45,7 +45,7 @@ def run_step(step: Step, contiguous_pa: ContiguousPa, causal_slice: int, seed: i
     for row, owner in enumerate(rows):
         expected[0][step.place(*owner)], expected[1][step.place(*owner)] = key[row], value[row]
     key_cache, value_cache = caches
-    write_kv(key, value, key_cache, value_cache, staged.slots)
+    write_kv(key, value, key_cache.flatten(0, 1), value_cache.flatten(0, 1), staged.slots)
     seen: list[tuple[torch.Tensor, torch.Tensor] | None] = []
     for request, position in rows:
         block, offset = torch.tensor([step.place(request, p) for p in range(position + 1)]).T

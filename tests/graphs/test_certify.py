@@ -23,6 +23,8 @@ from vllm_gaudi_ucm.graphs.tuning.logits_rows import MAX_VALUES, best_rows, leas
 from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
 
+pytestmark = pytest.mark.slow  # tunes many sets of buckets
+
 
 def objective_of(seed: int, count: int, margin: float = 0.0) -> Objective:
     return Objective.of(Steps.of(random_steps(seed, count)), LIMITS, COST, margin)

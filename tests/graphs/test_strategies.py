@@ -11,6 +11,7 @@ import pytest
 
 from tests.graphs.outside_strategy import Powers
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, SPARSE_LIMITS
+from tests.graphs.warm_up.look_up import look_up
 from vllm_gaudi_ucm.cli.doctor.configuration import static_shape_checks
 from vllm_gaudi_ucm.cli.main import main
 from vllm_gaudi_ucm.config.ucm_config import describe, resolve_value
@@ -308,7 +309,7 @@ def test_a_strategy_from_outside_brings_an_option_of_its_own(capsys: pytest.Capt
     while (key := ready.next_cold()) is not None:
         ready.mark_warm(key)
     assert {size for size in served.logits if size < LIMITS.max_num_seqs} <= {4**power for power in range(10)}
-    assert ready.lookup(LIMITS.maximum) == LIMITS.maximum
+    assert look_up(ready, LIMITS.maximum) == LIMITS.maximum
 
 
 def test_the_guide_shows_it(tmp_path: Path) -> None:

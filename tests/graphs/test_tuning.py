@@ -23,6 +23,8 @@ from vllm_gaudi_ucm.graphs.tuning.objective import Objective
 from vllm_gaudi_ucm.graphs.tuning.search import Search, cost_table
 from vllm_gaudi_ucm.graphs.tuning.tune import tune
 
+pytestmark = pytest.mark.slow  # tunes many sets of buckets
+
 MAXIMUM = shape_array([LIMITS.maximum.forward])
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.ops.selection import KINDS
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, write_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
+from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer, keep_queries
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 
 BLOCKS, SIZE, HEADS, KV_HEADS, DIM, SLOTS, ROWS, WIDTH = 12, 8, 4, 2, 16, 3, 5, 10
@@ -32,7 +32,7 @@ class Scored:
         rows, slots = torch.tensor([0, 3]), torch.tensor([2, 0])
         tensors = SelectionTensors(none, none, rows, *[none] * 3, slots, *[none] * 6, 1, WIDTH, 3)
         for layer_idx, query in zip((1, 4), self.queries, strict=True):
-            self.scorer.keep_queries(layer_idx, query, tensors)
+            keep_queries(self.scorer.queries_of(layer_idx), query, tensors)
 
     def expected(self, row: int, blocks: list[int]) -> np.ndarray:
         """Of these blocks for one row, averaged over the layers."""

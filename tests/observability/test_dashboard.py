@@ -44,6 +44,8 @@ def exported(folder: Path) -> dict[str, dict[str, set[str]]]:
     metrics.step(Bucket("csu", 9, 1, 3, 2), Bucket("csu", 16, 8, 8, 4))
     metrics.times(1.0, 2.0, 3.0)
     metrics.bypass("some reason")
+    metrics.host_read("tokens")
+    metrics.host_stage("drafts by n-grams")
     metrics.warm_up(1, 2, 3.0, 1.0)
     metrics.native_graphs()
     metrics.sparse()

@@ -28,7 +28,7 @@ def header_of(kind: str, **ucm: Any) -> dict[str, Any]:
         cache_config=SimpleNamespace(block_size=16),
         model_runner=SimpleNamespace(kind=kind),
         _ucm=resolve_config({"ucm": ucm}),
-        _device=SimpleNamespace(name=lambda: "GAUDI2"),
+        _device=SimpleNamespace(name=lambda: "GAUDI2", kind="cpu"),
     )
     return UcmWorker._describe(worker, 100)
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from vllm_gaudi_ucm.observability.phase_log import (
     bucket_shapes,
     read_phase_log,
 )
+from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary, summary_text
 
 OLD_FIELDS = (
     *("step", "bucket", "padded", "requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs"),
@@ -46,6 +48,26 @@ def test_what_a_connector_moved(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[1].endswith('"sample_ms":2.0000,"loaded_blocks":12,"saved_blocks":3,"transfer_ms":0.2500}')
     assert lines[2].endswith('"sample_ms":2.0000}')
+
+
+def test_what_the_host_did(tmp_path: Path) -> None:
+    """Reads and names of stages, where there are any; names that are none are an error."""
+    path = tmp_path / "phases.jsonl"
+    worked = replace(step(1), host_reads=3, host_stages=("sampling: seed", "drafts by n-grams"))
+    write_log(path, [step(0), worked])
+    assert read_phase_log(path)[1] == [step(0), worked]
+    header, ordinary, line = path.read_text().splitlines()
+    assert "host" not in ordinary
+    assert line.endswith('"host_reads":3,"host_stages":["sampling: seed", "drafts by n-grams"]}')
+    path.write_text("\n".join([header, line.replace('["sampling: seed"', "[1")]) + "\n")
+    with pytest.raises(PhaseLogError, match=r"host_stages.*expected a list of names"):
+        read_phase_log(path)
+    total = PhaseSummary([step(0), worked]).total()
+    assert (total.host_reads, total.host_stages) == (3, {"sampling: seed": 1, "drafts by n-grams": 1})
+    shown = summary_text(PhaseSummary([step(0), worked]))
+    assert "the host read the device 1.50 times a step" in shown
+    assert "ran on the host, in steps: sampling: seed 1, drafts by n-grams 1" in shown
+    assert "host" not in summary_text(PhaseSummary([step(0)]))
 
 
 def test_round_trip(tmp_path: Path) -> None:

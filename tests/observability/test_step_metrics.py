@@ -7,11 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.observability.exposition import scrape
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.observability.metric import METRICS
 from vllm_gaudi_ucm.observability.step_metrics import DIMENSIONS, StepMetrics, forward_label
 
@@ -90,6 +92,23 @@ def test_times_recipes_and_bypasses(folder: Path) -> None:
     bypasses = {key: value for key, value in seen.items() if "bypasses" in key}
     assert list(bypasses.values()) == [3, 1], bypasses
     assert total("bypasses_total", reason="larger than every bucket") in bypasses
+
+
+def test_reads_and_stages_of_the_host(folder: Path) -> None:
+    """Each by its reason, from the first one on."""
+    metrics = StepMetrics(folder)
+    work = HostWork(metrics.host_read, metrics.host_stage)
+    assert not any("host" in key for key in scrape(folder))
+    for reason in ("tokens", "tokens", "logprobs"):
+        assert work.fetch(torch.ones(2), reason).tolist() == [1, 1]
+    work.stage("drafts by n-grams")
+    work.stage("drafts by n-grams")
+    seen = scrape(folder)
+    assert seen[total("host_reads_total", reason="tokens")] == 2
+    assert seen[total("host_reads_total", reason="logprobs")] == 1
+    assert seen[total("host_stages_total", stage="drafts by n-grams")] == 2
+    assert work.take() == (3, ("drafts by n-grams",))
+    assert work.take() == (0, ())
 
 
 def test_known_series_start_at_zero_and_warm_up_when_it_begins(folder: Path) -> None:

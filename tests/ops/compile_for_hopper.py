@@ -63,9 +63,9 @@ def main(dtype: torch.dtype) -> None:
     attend([Request(40, 1)], dtype, block_size=64)
     attend([Request(600, 1)], dtype)
     batch = attend([Request(600, 1, prefix=2), Request(700, 3, prefix=2), Request(400, 1, chosen=chosen)], dtype)
-    caches = batch.key_cache, batch.value_cache
-    kv_cache.write(batch.key, batch.value, *caches, batch.slots)
-    kv_cache.copy(batch.key_cache[None], batch.value_cache[None], torch.zeros(1, 2, dtype=torch.int64))
+    rows = batch.key_cache.flatten(0, 1), batch.value_cache.flatten(0, 1)
+    kv_cache.write(batch.key, batch.value, *rows, batch.slots)
+    kv_cache.copy([batch.key_cache], [batch.value_cache], torch.zeros(1, 2, dtype=torch.int64))
     for name, shared in found.items():
         print(name, shared)
 

@@ -45,7 +45,9 @@ def assert_scores(found: torch.Tensor, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("implementation", "few_spans"), [("auto", 32), ("reference", 0), ("reference", 32)])
+@pytest.mark.parametrize(
+    ("implementation", "few_spans"), [("auto", 32), ("reference", 0), ("reference", 32), ("hpu", 32)]
+)
 @given(case=cases())
 @COMMON
 def test_scores_equal_their_definition(kind: SummaryKind, implementation: str, few_spans: int, case: Case) -> None:

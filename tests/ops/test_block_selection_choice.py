@@ -155,3 +155,19 @@ def test_what_does_not_fit_is_named(change: dict[str, torch.Tensor], message: st
         choose_blocks(torch.zeros(3), torch.zeros(3, dtype=torch.int32), 1, 3, 1)
     with pytest.raises(ValueError, match="most=-1, expected none below 0"):
         choose_blocks(torch.zeros(3), torch.zeros(3, dtype=torch.int64), 1, 3, -1)
+
+
+@given(data=st.data(), spans=st.integers(1, 4), most=st.integers(1, 9), width=st.integers(1, 8))
+@COMMON
+def test_gaudis_choice_equals_the_reference(data: st.DataObject, spans: int, most: int, width: int) -> None:
+    """covers: C13, C18. Without equal scores, of which it may take any."""
+    some = data.draw(st.lists(st.integers(0, spans * width - 1), unique=True))
+    places = torch.tensor([*some, spans * width, spans * width])
+    scores = torch.tensor(data.draw(st.permutations(range(len(places))))) / len(places)
+    fresh = choose_blocks(scores, places, spans, width, most, implementation="reference")
+    assert torch.equal(choose_blocks(scores, places, spans, width, most, implementation="hpu"), fresh)
+    stored = choose_blocks(scores.flip(0), places, spans, width, most, implementation="reference")
+    sizes = [torch.tensor(data.draw(st.lists(st.integers(0, n), min_size=spans, max_size=spans))) for n in (most, 2, 6)]
+    by_name = [keep_or_replace(stored, fresh, *sizes, width, implementation=name) for name in ("reference", "hpu")]
+    for one, other in zip(*by_name, strict=True):
+        assert torch.equal(one, other)

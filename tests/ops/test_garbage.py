@@ -17,6 +17,8 @@ from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SharedGroup, SharedPart, UniquePart
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
+pytestmark = pytest.mark.slow  # many batches through every implementation
+
 REQUESTS = [Request(0, 1), Request(9, 1, prefix=1), Request(5, 1, prefix=1), Request(6, 5, prefix=1), Request(0, 6)]
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # large allocations in processes of their own
+
 PROBE = """
 import resource, torch
 from vllm_gaudi_ucm.ops.host_memory import api

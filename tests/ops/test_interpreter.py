@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # starts processes
+
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,8 +46,7 @@ def test_the_interpreter_runs_the_tests_of_the_cuda_kernels(file: str, least: in
     assert skipped is None
 
 
-# products in fp32 are unrolled, which takes the compiler half a minute
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
     """Every kernel of a step with all parts, heads of 128: no GPU is needed to see that it compiles and fits."""
     lines = _run(["-m", "tests.ops.compile_for_hopper", dtype], TRITON_INTERPRET="0").splitlines()

@@ -17,6 +17,8 @@ from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, UniquePart
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
+pytestmark = pytest.mark.slow  # builds kernels
+
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 PARTS = AttentionParts(unique=UniquePart(torch.tensor([1]), torch.tensor([0]), torch.tensor([0]), torch.tensor([2]), 1))
 

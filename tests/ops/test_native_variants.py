@@ -29,7 +29,10 @@ FILES = (
 # Tests of the matrix unit, which are skipped without one.
 MATRIX_FILES = ("test_native_attention_matrix", "test_tile_linear", "test_matrix_unit")
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here"),
+]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     UniquePart,
 )
 
+pytestmark = pytest.mark.slow  # many batches through every implementation
+
 # What may lie in padded rows, in the dummy block and in every other place that no row uses.
 CONTENTS = (0.0, -3.5, 1e4, math.inf, -math.inf, math.nan)
 MIXED = [Request(9, 1, prefix=2), Request(12, 1, prefix=3), Request(0, 1), Request(8, 7, prefix=2), Request(0, 11)]

@@ -178,6 +178,7 @@ def test_cost_follows_the_chosen_blocks() -> None:
     assert counter.get_total_flops() == 10 * 4 * 3 * (2 * 4 * 16 * 2 + 2 * 2)
 
 
+@pytest.mark.slow
 def test_traces_as_one_graph() -> None:
     """No host read and no shape that depends on data is left in the traced operation: it must be capturable."""
     batch = build(MIXED, Shape())

@@ -7,6 +7,8 @@ import pytest
 
 from tests.packaging.source_tree import ROOT, run_python
 
+pytestmark = pytest.mark.slow  # starts processes
+
 PROBE = """
 import importlib.util, json, sys
 from importlib.metadata import entry_points

@@ -68,11 +68,23 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
         },
     ),
     (
-        "the connector of --kv-offloading-size beside ExampleConnector",
+        "the KV connector ExampleConnector, which takes keys and values of a layer for one tensor",
+        "--kv-transfer-config",
+        {"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")},
+    ),
+    (
+        "the KV offloading backend lmcache",
+        "--kv-offloading-backend lmcache",
+        {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+    ),
+    (
+        "the connector of --kv-offloading-size beside PairConnector",
         "--kv-offloading-size",
         {
             "kv_offloading_size": 1.0,
-            "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="PairConnector", kv_connector_module_path="tests.engine.pair_connector", kv_role="kv_both"
+            ),
         },
     ),
     ("dtype fp8", "--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}),

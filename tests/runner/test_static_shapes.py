@@ -36,7 +36,12 @@ def test_graphs_for_remainders_are_counted_with_the_buckets() -> None:
 def test_what_a_failed_warm_up_compiled_is_no_steps() -> None:
     """covers: B10. The next step would be said to have compiled it."""
     counted = [0]
-    device = SimpleNamespace(enter_thread=lambda: None, compilations=lambda: counted[0], synchronize=lambda: None)
+    device = SimpleNamespace(
+        enter_thread=lambda: None,
+        compilations=lambda: counted[0],
+        synchronize=lambda: None,
+        capturing=nullcontext,
+    )
     static: Any = SimpleNamespace(_device=device, stages=SimpleNamespace(warming=nullcontext), _compiled=0)
 
     def run() -> None:

@@ -17,6 +17,8 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest
+from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
+from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.sampling.sampling import Grammar, SampledTokens, SamplingBatch, VllmSampler
 from vllm_gaudi_ucm.sampling.static_sampling import StaticSampler
 
@@ -56,13 +58,18 @@ class Twins:
     Args:
         config: of both.
         stage: entered around each stage of the sampler under test.
+        region: makes regions of these stages.
     """
 
     def __init__(
-        self, config: VllmConfig, stage: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+        self,
+        config: VllmConfig,
+        stage: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+        region: Compile = uncompiled,
     ) -> None:
         self.bypasses: list[str] = []
-        self.static = StaticSampler(config, CPU, MAX_ROWS, stage, self.bypasses.append)
+        self.host = HostWork()
+        self.static = StaticSampler(config, CPU, MAX_ROWS, stage, self.bypasses.append, self.host, region)
         self.own = VllmSampler(Sampler(config.model_config.logprobs_mode, config.model_config.use_fp64_gumbel))
         self.batch, self.own_batch = SamplingBatch(config, CPU), SamplingBatch(config, CPU)
         self._pairs: dict[str, tuple[LiveRequest, LiveRequest]] = {}

@@ -30,6 +30,7 @@ from tests.sampling.sampling_twins import (
     random_grammar,
 )
 from vllm_gaudi_ucm.graphs.recipes.recorder import RecipeRecorder
+from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.sampling.stages.grammar_mask import mask_logits
 from vllm_gaudi_ucm.sampling.static_sampling import StaticSampler
 
@@ -39,7 +40,6 @@ HOST_FEATURES: dict[str, dict[str, Any]] = {
     "seed": {"temperature": 0.9, "seed": 7},
     "allowed_token_ids": {"temperature": 0.0, "allowed_token_ids": [2, 9, 31, 32, 69]},
     "logit_bias": {"temperature": 0.0, "logit_bias": {4: 9.0, 5: -100.0}},
-    "min_p": {"temperature": 1.0, "min_p": 0.3},
     "min_tokens": {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": list(range(0, VOCAB, 2))},
     "logprob_token_ids": {"temperature": 0.0, "logprobs": 2, "logprob_token_ids": [5, 69]},
     f"more than {WIDTH} logprobs": {"temperature": 0.0, "logprobs": WIDTH + 1},
@@ -53,6 +53,7 @@ def device_params(rng: random.Random, temperatures: tuple[float, ...]) -> Sampli
         temperature=rng.choice(temperatures),
         top_k=rng.choice([0, 0, 1, 5, 100]),
         top_p=rng.choice([1.0, 1.0, 0.5, 0.9]),
+        min_p=rng.choice([0.0, 0.0, 0.1, 0.4]),
         presence_penalty=rng.choice([0.0, 0.0, 1.5]),
         frequency_penalty=rng.choice([0.0, 0.0, -1.0]),
         repetition_penalty=rng.choice([1.0, 1.0, 1.8]),
@@ -287,7 +288,7 @@ def test_nothing_is_new_after_warm_up(seed: int, mode: str, buckets: set[int]) -
 
 
 def test_warm_up_makes_six_recipes_for_each_number_of_rows() -> None:
-    """Grammar, penalties, greedy, random, random with top-k or top-p, logprobs. covers: B5"""
+    """Grammar, penalties, greedy, random, random with top-k, top-p or min-p, logprobs. covers: B5"""
     labels: list[str] = []
     recorder = RecipeRecorder("count", device_type="cpu")
 
@@ -375,6 +376,6 @@ def test_bits_stand_for_tokens_at_any_width(vocab_size: int, words: int, seed: i
 def test_no_operator_mixes_host_and_device() -> None:
     """The meta device refuses a CPU tensor wherever it is not copied."""
     recorder = RecipeRecorder("count", device_type="meta")
-    sampler = StaticSampler(engine_config(), torch.device("meta"), MAX_ROWS, recorder.recording, print)
+    sampler = StaticSampler(engine_config(), torch.device("meta"), MAX_ROWS, recorder.recording, print, HostWork())
     sampler.warm(4)
     assert recorder.total == 6

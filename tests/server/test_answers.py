@@ -153,6 +153,7 @@ def test_sampling_options_take_effect(client: OpenAI) -> None:
     assert repeated != penalised
 
 
+@pytest.mark.slow
 def test_answer_up_to_the_model_length(client: OpenAI) -> None:
     """The last position can be used; asking for more gives what fits."""
     prompt = [1000 + index % 500 for index in range(MAX_MODEL_LEN - 6)]

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests.server.jobs import Alone, Job, mixed_jobs
 from tests.server.server import MODEL_NAME, Server
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+
+pytestmark = pytest.mark.slow  # many requests at once
 
 # Runs for minutes unless somebody ends it.
 ENDLESS: dict[str, Any] = {"model": MODEL_NAME, "prompt": "Count: 1 2 3", "max_tokens": 1900, "ignore_eos": True}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from openai import OpenAI
 
 from tests.prefetch.stores import eventually
@@ -15,6 +16,8 @@ from tests.server.conftest import CLIENT_OPTIONS
 from tests.server.server import MODEL_NAME, Server, start_server
 from tests.server.test_metrics import read_metrics
 from tests.store.redis_server import RedisServer, needs_redis
+
+pytestmark = pytest.mark.slow  # starts servers of its own
 
 BLOCK = 32
 PROMPT = " ".join(f"{number} times three is {3 * number}." for number in range(1, 60))

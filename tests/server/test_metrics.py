@@ -48,6 +48,7 @@ def test_metrics_agree_with_the_phase_log(server: Server, client: OpenAI) -> Non
     assert ("gaudi_ucm_recipes_after_warm_up_total", "") in after
 
 
+@pytest.mark.slow
 def test_a_server_removes_its_files(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are there, for this user alone, while it serves (also with --disable-log-stats), and gone afterwards."""
     # vLLM's sockets lie there, whose paths have at most 107 characters: a test's own folder may be too deep

@@ -10,6 +10,8 @@ import pytest
 
 from tests.server.server import environment, serve_command
 
+pytestmark = pytest.mark.slow  # starts servers of its own
+
 CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "LoRA": (["--enable-lora"], ("does not support LoRA", "--enable-lora")),
     "unknown key": (

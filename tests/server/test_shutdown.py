@@ -8,11 +8,14 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from openai import OpenAI
 
 from tests.server.conftest import CLIENT_OPTIONS
 from tests.server.server import MODEL_NAME, STOP_SECONDS, start_server
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+
+pytestmark = pytest.mark.slow  # starts servers of its own
 
 
 def test_sigterm_in_the_middle_of_a_stream(smollm2: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 from tests.server.server import MODEL_NAME, Server, start_server
 from vllm_gaudi_ucm.vllm_api.engine_process import GRACE_SECONDS, POLL_SECONDS
 
+pytestmark = pytest.mark.slow  # starts servers of its own
+
 TERMINATED = 128 + signal.SIGTERM
 # vLLM gives an engine 5 s that it cannot be asked in; the rest is for a machine that does something else as well
 SECONDS = 20

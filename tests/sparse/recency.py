@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm_gaudi_ucm.sparse.selection.block_selector import CandidateBlocks
+    from vllm_gaudi_ucm.sparse.selection.layer_selector import CandidateBlocks
 
 
 class RecencyOptions(BlockOptions):

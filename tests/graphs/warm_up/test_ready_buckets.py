@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, steps
+from tests.graphs.warm_up.look_up import look_up
 from tests.graphs.warm_up.sets import SERVER, bucket_sets, cheapest_warm, keys_of, server_buckets, usages
-from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.lookup import BucketSet, NotWarmError
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
-from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import NotWarmError, ReadyBuckets
+from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 
 DECODE = ForwardShape("--u", 16, 0, 100)
 PROMPT = ForwardShape("c--", 200, 0, 0)
@@ -41,7 +42,7 @@ def test_every_lookup_on_the_way_is_total_and_the_cheapest_warm(data: st.DataObj
             ready.drop(key, "no room")
         warm = [key for key in keys_of(buckets) if ready.is_warm(key)]
         step = data.draw(steps(buckets.limits))
-        found = ready.lookup(step)
+        found = look_up(ready, step)
         assert dominates(found, step)
         assert found.forward in warm
         assert found.logits in (0, *warm)
@@ -64,7 +65,7 @@ def test_next_cold_comes_to_every_bucket_once(data: st.DataObject) -> None:
     assert sorted(order, key=str) == sorted(keys_of(buckets), key=str)
     assert set(order[:2]) == {buckets.limits.maximum.forward, buckets.limits.maximum.logits}
     step = data.draw(steps(buckets.limits))
-    assert ready.lookup(step) == buckets.lookup(step)
+    assert look_up(ready, step) == buckets.lookup(step)
 
 
 def test_lookups_in_another_thread_never_see_a_cold_bucket() -> None:
@@ -77,15 +78,15 @@ def test_lookups_in_another_thread_never_see_a_cold_bucket() -> None:
     failures: list[tuple[Bucket, Bucket]] = []
     looked_up, done = threading.Semaphore(0), threading.Event()
 
-    def look_up() -> None:
+    def keep_looking() -> None:
         while not done.is_set():
             for step in asked:
-                found = ready.lookup(step)
+                found = look_up(ready, step)
                 if not (dominates(found, step) and ready.is_warm(found.forward) and ready.is_warm(found.logits)):
                     failures.append((step, found))
             looked_up.release()
 
-    thread = threading.Thread(target=look_up)
+    thread = threading.Thread(target=keep_looking)
     thread.start()
     for index in range(len(ready.cold)):
         key = ready.next_cold()
@@ -109,7 +110,7 @@ def test_live_steps_change_what_is_next() -> None:
     ready = skeleton_ready(buckets, usage)
     assert ready.next_cold() == PROMPT
     for _ in range(20_000):
-        assert ready.lookup(Bucket("--u", 4, 0, 30, 4)) == LIMITS.maximum
+        assert look_up(ready, Bucket("--u", 4, 0, 30, 4)) == LIMITS.maximum
     assert ready.next_cold() == DECODE
 
 
@@ -118,7 +119,7 @@ def test_steps_that_run_in_their_bucket_do_not_count() -> None:
     ready = skeleton_ready(buckets, Steps.of([Bucket("c--", 180, 0, 0, 1)] * 5))
     ready.mark_warm(DECODE)
     for _ in range(20_000):
-        assert ready.lookup(Bucket("--u", 4, 0, 30, 4)).forward == DECODE
+        assert look_up(ready, Bucket("--u", 4, 0, 30, 4)).forward == DECODE
     assert ready.next_cold() == PROMPT
 
 
@@ -141,10 +142,10 @@ def test_odd_limits(name: str) -> None:
     """covers: A17, B7."""
     within = ODD_LIMITS[name]
     ready = skeleton_ready(server_buckets(within, 24))
-    assert ready.lookup(within.maximum) == within.maximum
+    assert look_up(ready, within.maximum) == within.maximum
     while (key := ready.next_cold()) is not None:
         ready.mark_warm(key)
-    assert ready.lookup(within.maximum) == within.maximum
+    assert look_up(ready, within.maximum) == within.maximum
 
 
 def test_before_the_maximum_is_warm_there_is_no_lookup() -> None:
@@ -152,7 +153,7 @@ def test_before_the_maximum_is_warm_there_is_no_lookup() -> None:
     ready.mark_warm(DECODE)
     ready.mark_warm(LIMITS.maximum.forward)
     with pytest.raises(NotWarmError, match="run the skeleton first"):
-        ready.lookup(Bucket("--u", 4, 0, 30, 4))
+        look_up(ready, Bucket("--u", 4, 0, 30, 4))
     assert ready.next_cold() == 16
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS, steps
 from tests.graphs.warm_up.sets import bucket_sets, server_buckets, usages
+from vllm_gaudi_ucm.graphs.cost.compile_cost import graph_nodes
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, dominates
 from vllm_gaudi_ucm.graphs.shapes.padding import measure_padding
@@ -19,7 +20,8 @@ from vllm_gaudi_ucm.graphs.warm_up.order import Skeleton, choose_skeleton
 
 def modelled_seconds(shapes: list[ForwardShape], logits: list[int]) -> float:
     """Compilation of every graph and one run of it."""
-    compilation = (len(shapes) + len(logits)) * COST.device.compile_seconds
+    compile_cost = COST.device.compile_cost
+    compilation = sum(compile_cost.seconds(graph_nodes(key)).high for key in (*shapes, *logits))
     return compilation + sum(map(COST.forward, shapes)) + float(COST.logits_seconds(logits).sum())
 
 

@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs.shapes import COST, LIMITS, ODD_LIMITS
+from tests.graphs.warm_up.look_up import look_up
 from tests.graphs.warm_up.sets import bucket_sets, keys_of, server_buckets, usages
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.shapes.size_levels import reaching_step
 from vllm_gaudi_ucm.graphs.strategies import blind_strategies
+from vllm_gaudi_ucm.graphs.warm_up.extremes import extremes
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import MemoryBudgetError
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
@@ -66,7 +68,7 @@ def test_everything_runs_once_and_becomes_warm(data: st.DataObject) -> None:
     skeleton = choose_skeleton(buckets, usage, 3)
     warm_up.run_skeleton(skeleton)
     assert machine.ran == skeleton.keys
-    assert ready.lookup(buckets.limits.maximum) == buckets.limits.maximum
+    assert look_up(ready, buckets.limits.maximum) == buckets.limits.maximum
     warm_up.run_all()
     assert sorted(machine.ran, key=str) == sorted(keys_of(buckets), key=str)
     assert all(map(ready.is_warm, keys_of(buckets)))
@@ -99,9 +101,49 @@ def test_every_kept_bucket_is_reachable_and_warm(strategy: str, name: str) -> No
     for shape in kept.forward:
         step = reaching_step(kept, shape)
         if step is not None:
-            assert ready.lookup(step).forward == shape
+            assert look_up(ready, step).forward == shape
         else:
             assert shape == buckets.limits.maximum.forward
+
+
+class CompilingMachine(Machine):
+    """One that takes memory when a graph first really runs, and none where it is only compiled."""
+
+    executes = False
+
+    def run(self, key: GraphKey) -> None:
+        free = self.free
+        super().run(key)
+        if not self.executes or self.ran.count(key) > 2:
+            self.free = free
+
+
+def test_graphs_that_were_only_compiled_are_predicted_from_those_that_ran() -> None:
+    """A budget holds them as if all had run: nothing is free of cost because it was not executed. covers: B7."""
+    buckets = server_buckets(ODD_LIMITS["one request"], 24, "exponential")
+    ready, machine, keys = ReadyBuckets(buckets), CompilingMachine(), keys_of(buckets)
+    skeleton = choose_skeleton(buckets, None, 2)
+    room = len(skeleton.keys) + 3
+    assert room < len(keys)
+    warm_up = warm_up_on(machine, ready, memory_budget=room * GIB)
+    warm_up.run_skeleton(skeleton, compile_only=True)
+    assert warm_up.summary().size == 0
+    assert not ready.dropped
+    machine.executes = True
+    ends = extremes(skeleton.keys)
+    warm_up.execute(ends)
+    assert machine.free == (100 - len(ends)) * GIB
+    assert warm_up.summary().size == len(skeleton.keys) * GIB
+    assert len(ready.dropped) == len(keys) - room
+    machine.executes = False
+    warm_up.run_all(compile_only=True)
+    assert warm_up.summary().count(GraphState.WARM) == room
+    assert 0.9 * room * GIB < warm_up.summary().size <= room * GIB
+    machine.executes = True
+    ran = len(machine.ran)
+    warm_up.execute([*ends, *(key for key in keys if ready.is_warm(key) and key not in ends)])
+    assert len(machine.ran) == ran + room - len(ends), "what has run is not measured again"
+    assert machine.free == (100 - room) * GIB
 
 
 def _of(buckets: BucketSet) -> tuple:
@@ -118,7 +160,7 @@ def test_an_error_costs_its_bucket_and_nothing_else() -> None:
     warm_up.run_skeleton(choose_skeleton(buckets, None, 1))
     warm_up.run_all()
     assert machine.ran == [LIMITS.maximum.forward, 16, PROMPT, 4]
-    assert ready.lookup(Bucket("--u", 4, 0, 30, 4)) == LIMITS.maximum.forward.step(4)
+    assert look_up(ready, Bucket("--u", 4, 0, 30, 4)) == LIMITS.maximum.forward.step(4)
     (failed,) = [report.ended for report in reports if report.ended and report.ended.state is GraphState.FAILED]
     assert (failed.key, failed.seconds, failed.size) == (DECODE, 2.0, 0)
     assert failed.reason == "RuntimeError: phase --- ran instead of --u"
@@ -184,7 +226,7 @@ def test_graphs_for_remainders_are_warm_before_serving_and_never_dropped() -> No
     assert (summary.skeleton_graphs, summary.skeleton_seconds, summary.size) == (4, 8.0, 4 * GIB)
     assert summary.count(GraphState.WARM) == 4
     assert warm_up.last_seconds(TAILS[0]) == 2.0
-    assert ready.lookup(Bucket("cs-", 16, 4, 0, 1)) == LIMITS.maximum
+    assert look_up(ready, Bucket("cs-", 16, 4, 0, 1)) == LIMITS.maximum
 
 
 def test_graphs_for_remainders_take_their_part_of_the_budget() -> None:

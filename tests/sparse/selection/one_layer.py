@@ -121,16 +121,18 @@ class OneLayer:
             staged = TrueShapeTensors(CPU, False, self.limits).stage(plan, np.zeros(rows, np.int64))[0]
             slots, parts, selection = staged.slots, staged.parts, staged.selection
             summary_blocks = torch.from_numpy(chosen_of.summary_blocks)
-        write_kv(key, value, self.keys, self.values, slots)
+        write_kv(key, value, self.keys.flatten(0, 1), self.values.flatten(0, 1), slots)
         reused = not self.static and plan.selection is not None and bool((plan.selection.modes == 1).all())
         implementation = "reference" if self.static else self.implementation
         metadata = step_metadata(
             slots, parts, self.block_size, implementation, None, summary_blocks, selection, reused=reused
         )
-        self.selector.summarise(0, summary_blocks)
+        self.selector.layers[0].summarise(self.keys, summary_blocks)
         chosen = None
         if metadata.selection is not None:
-            self.selector.choose(0, query, metadata.selection)
+            self.selector.begin(metadata.selection)
+            self.selector.layers[0].choose(query, metadata.selection)
+            self.selector.end(metadata.selection)
             chosen = metadata.selection.chosen
         out = unified_attention(
             query, key, value, self.keys, self.values, metadata.parts, AttentionSpec(SCALE), selected_blocks=chosen

@@ -11,6 +11,7 @@ import torch
 
 from vllm_gaudi_ucm.attention import backend
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+from vllm_gaudi_ucm.kv_cache.pair import KvPair
 from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
@@ -87,15 +88,19 @@ def test_tails_are_sparse_and_have_more_rows_than_a_verification(remainder_rows:
 def test_a_layer_chooses_before_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors pass through the hooks: which blocks a layer attends to is in the metadata."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(backend, "write_kv", lambda *arguments: None)
     monkeypatch.setattr(backend, "unified_attention", lambda *arguments, out, **others: out)
     selector: Any = SimpleNamespace(attention_begin=lambda *arguments: calls.append(arguments))
     method = UcmSparseFactory.create_sparse_method("GSA", UcmSparseRole.WORKER, {})
     layer, nothing = backend.UnifiedAttentionImpl(1, 8, 1.0), torch.zeros(1, 1, 8)
     none: Any = None
-    metadata = backend.UnifiedAttentionMetadata(none, none, method, selector=selector)
-    cache = torch.zeros(2, 1, BLOCK_SIZE, 16)
+    parts: Any = SimpleNamespace(block_size=BLOCK_SIZE)
+    metadata = backend.UnifiedAttentionMetadata(torch.zeros(1, dtype=torch.int64), parts, method)
+    layer.be_sparse(0, selector)
+    cache = KvPair(torch.ones(2 * BLOCK_SIZE, 1, 8), torch.ones(2 * BLOCK_SIZE, 1, 8))
     output = torch.ones(1, 1, 8)
     assert layer.forward(none, nothing, nothing, nothing, cache, metadata, output) is output
-    ((index, query, seen),) = calls
-    assert (index, query is nothing, seen is metadata) == (0, True, True)
+    ((query, keys, seen),) = calls
+    assert (query is nothing, seen is metadata) == (True, True)
+    # with the key of the step
+    assert keys.shape == (2, BLOCK_SIZE, 1, 8)
+    assert keys.sum() == cache.key.sum() == 8 * (2 * BLOCK_SIZE - 1)

@@ -1,0 +1,9 @@
+"""On the path of a probe's process: spoils the simulated card, as PLANTED_FAULT says, before the probe begins."""
+
+import os
+import sys
+
+if os.environ.get("PLANTED_FAULT") and "vllm_gaudi_ucm.first_hour.child" in sys.orig_argv:
+    from tests.first_hour.faults import FAULTS
+
+    FAULTS[os.environ["PLANTED_FAULT"]](setattr)

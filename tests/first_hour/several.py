@@ -1,0 +1,120 @@
+"""Several probes in one process, one after the other: starting a process costs more than most probes on the simulator.
+
+`python -m tests.first_hour.several MODE FOLDER`, with units as JSON on stdin: [number, case, fault] each. It prints one
+line of JSON for each: what the probe said. A fault is undone after its probe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from tests.first_hour.hours import ON_CARD, ROOT
+from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER
+from vllm_gaudi_ucm.first_hour.hour import ALWAYS, LAZY_MODE
+from vllm_gaudi_ucm.first_hour.probe import Mode, Unit
+from vllm_gaudi_ucm.first_hour.result import Ending, Result, judge
+
+LIMIT_S = 280
+
+
+class One(NamedTuple):
+    """A probe, one of its cases, and the fault that is planted before it."""
+
+    number: int
+    case: str = ""
+    fault: str = ""
+
+
+class Together:
+    """A process for each mode, all at once; each result is waited for when it is asked for."""
+
+    def __init__(self, units: dict[Mode, Sequence[One]], folder: Path) -> None:
+        self._pool = ThreadPoolExecutor(len(units))
+        self._results: dict[Mode, Future[dict[One, Result]]] = {
+            mode: self._pool.submit(_results, mode, ones, folder / mode) for mode, ones in units.items()
+        }
+
+    def __getitem__(self, unit: tuple[Mode, One]) -> Result:
+        mode, one = unit
+        return self._results[mode].result()[one]
+
+    def close(self) -> None:
+        """Waits for the processes."""
+        self._pool.shutdown()
+
+
+def _results(mode: Mode, ones: Sequence[One], folder: Path) -> dict[One, Result]:
+    folder.mkdir()
+    env = {**os.environ, **ALWAYS, **ON_CARD, "PYTHONPATH": f"{ROOT}:{ON_CARD['PYTHONPATH']}"}
+    lazy = LAZY_MODE[mode]
+    env |= {} if lazy is None else {"PT_HPU_LAZY_MODE": lazy}
+    if mode == "lazy":
+        env["SIM_HPU_TORCH_FORK"] = "1"
+    if not any(BY_NUMBER[one.number].falls_back for one in ones):
+        env["PT_HPU_USE_EAGER_FALLBACK"] = "0"
+    command = [sys.executable, "-m", "tests.first_hour.several", mode, str(folder)]
+    done = subprocess.run(
+        command, input=json.dumps(ones), env=env, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
+    endings = [Ending(0, events, done.stderr[-4000:], 0.0) for events in lines]
+    endings += [Ending(done.returncode or 1, [], done.stderr[-4000:], 0.0)] * (len(ones) - len(lines))
+    pairs = zip(ones, endings, strict=True)
+    return {one: judge(Unit(BY_NUMBER[one.number], mode, one.case), ending) for one, ending in pairs}
+
+
+def main(mode: str, folder: Path) -> None:
+    """In the new process."""
+    from tests.first_hour.faults import FAULTS
+    from vllm_gaudi_ucm.first_hour import child
+
+    for place, words in enumerate(json.load(sys.stdin)):
+        one = One(*words)
+        events: list[dict[str, Any]] = []
+
+        def say(kind: str, events: list[dict[str, Any]] = events, **values: Any) -> None:
+            events.append({"kind": kind, **values})
+
+        own = folder / str(place)
+        own.mkdir()
+        bench = {"kind": "hpu", "mode": mode, "case": one.case, "sizes": "small", "model": "", "folder": str(own)}
+        with ExitStack() as stack:
+            if one.fault:
+                FAULTS[one.fault](_patching(stack))
+            child.run(say, {"function": BY_NUMBER[one.number].function, "bench": {**bench, "minutes": 0.02}})
+        _forget()
+        print(json.dumps(events, default=str), flush=True)
+
+
+def _patching(stack: ExitStack) -> Callable[[Any, str, Any], None]:
+    def patch(target: Any, name: str, value: Any) -> None:
+        stack.enter_context(mock.patch.object(target, name, value))
+
+    return patch
+
+
+def _forget() -> None:
+    import torch
+
+    torch._dynamo.reset()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], Path(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # the bridge may hang while an interpreter tidies up

@@ -1,0 +1,158 @@
+"""Each probe runs on the simulated card, in the mode that a server takes; and each names the fault that is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.first_hour.hours import ON_CARD, ROOT
+from tests.first_hour.several import One, Together
+from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER
+from vllm_gaudi_ucm.first_hour.hour import ALWAYS, LAZY_MODE
+from vllm_gaudi_ucm.first_hour.launcher import run_apart
+from vllm_gaudi_ucm.first_hour.probe import Mode, Probe, Unit
+from vllm_gaudi_ucm.first_hour.result import Result, Verdict, judge
+
+LIMIT_S = 240.0
+ENDED = (Verdict.AS_EXPECTED, Verdict.ANSWERED, Verdict.DOES_NOT_APPLY)
+SERVES = {24, 27, 28, 29}
+TWO_CARDS = 21
+# They start processes, or compile for long: the simulator runs every operator of a layer in Python.
+SLOW = {8, 16, 17, 20, 21, 25, 26} | SERVES
+QUICK_CASES = 4
+COMPILED = {5, 6, 10, 12}  # beside those that are compiled alone
+FAULTY_CARD = One(1, "", "unknown_generation")
+# fault, probe, mode, words of a claim
+FAULTS_NAMED: list[tuple[str, int, Mode, str]] = [
+    ("unknown_generation", 1, "stock", "generation: GAUDI9, expected GAUDI2 or GAUDI3"),
+    ("compiles_each_call", 3, "compile", "compilations while two alternate: 1, expected 0"),
+    ("drops_writes", 5, "eager", "K of 1024 tokens: dropped, 0 rows written, expected kept"),
+    ("wrong_merge", 9, "eager", "our partials, halves merged: relative error"),
+    ("wrong_where", 10, "eager", "integer patterns: where(mask, a, b) torch.int32 [7]: wrong values"),
+    ("repeats_random_numbers", 12, "eager", "rand, two calls: are equal, expected differ"),
+    ("refuses_wide_products", 19, "eager", "refused: RuntimeError: out has another dtype, expected allowed"),
+    ("unordered_topk", 23, "eager", "topk 1: wrong, expected right"),
+    ("wrong_attention", 25, "eager", "prompts, float32 (c--): error"),
+]
+
+
+def probe(
+    number: int, mode: Mode, folder: Path, case: str = "", fault: str = "", limit_s: float = LIMIT_S, **env: str
+) -> Result:
+    """One process of a probe, as the command starts it, with a fault where one is named."""
+    found = BY_NUMBER[number]
+    bench = {"kind": "hpu", "mode": mode, "case": case, "sizes": "small", "model": "", "folder": str(folder)}
+    request: dict[str, Any] = {"function": found.function, "bench": {**bench, "minutes": 0.02}, "limit_s": limit_s}
+    path = f"{ROOT / 'tests/first_hour/planted'}:{ROOT}:{ON_CARD['PYTHONPATH']}"
+    changes: dict[str, str | None] = {**ALWAYS, **ON_CARD, "PYTHONPATH": path, "PLANTED_FAULT": fault, **env}
+    changes["PT_HPU_LAZY_MODE"] = LAZY_MODE[mode]
+    changes["PT_HPU_USE_EAGER_FALLBACK"] = None if found.falls_back else "0"
+    return judge(Unit(found, mode, case), run_apart(request, changes, limit_s))
+
+
+def said(result: Result) -> str:
+    """For a failure."""
+    return f"{result.verdict}: {result.found}\n{result.data.get('log')}"
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
+    """All quick probes and faults, a process for each mode."""
+    units: dict[Mode, list[One]] = {"stock": [One(1), FAULTY_CARD]}
+    for number in sorted(set(BY_NUMBER) - SLOW):
+        one = BY_NUMBER[number]
+        if number != 1:
+            mode = _quick_mode(number)
+            units.setdefault(mode, []).extend(One(number, case) for case in one.cases[:QUICK_CASES])
+    for fault, number, mode, _ in FAULTS_NAMED:
+        if mode != "stock":
+            units[mode].append(One(number, "", fault))
+    found = Together(units, tmp_path_factory.mktemp("together"))
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("number", sorted(set(BY_NUMBER) - SLOW))
+def test_on_the_simulated_card(number: int, together: Together) -> None:
+    one = BY_NUMBER[number]
+    mode = _quick_mode(number)
+    for case in one.cases[:QUICK_CASES]:
+        _check(together[mode, One(number, case)], one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", sorted(SLOW - SERVES))
+def test_slow_ones_on_the_simulated_card(number: int, tmp_path: Path) -> None:
+    """Each in a process of its own, as the command starts it."""
+    result = probe(number, "compile", tmp_path, fault="two_cards" if number == TWO_CARDS else "")
+    _check(result, BY_NUMBER[number])
+    assert result.verdict is not Verdict.DOES_NOT_APPLY
+
+
+def _quick_mode(number: int) -> Mode:
+    modes = BY_NUMBER[number].modes
+    return "compile" if number in COMPILED or ("eager" not in modes and "compile" in modes) else modes[0]
+
+
+def _check(result: Result, one: Probe) -> None:
+    """It ended, everything is as known, and it says something where it has a question."""
+    assert result.verdict in ENDED, said(result)
+    if one.questions and result.verdict is not Verdict.DOES_NOT_APPLY:
+        assert result.data["answer"], "it has a question, and says nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", sorted(SERVES))
+def test_serving_on_the_simulated_card(number: int, tmp_path: Path) -> None:
+    result = probe(number, "compile", tmp_path)
+    assert result.verdict in (Verdict.AS_EXPECTED, Verdict.ANSWERED), said(result)
+    if number == 29:
+        assert "traceEvents" in (tmp_path / "trace.json").read_text()
+
+
+@pytest.mark.parametrize(("fault", "number", "mode", "words"), FAULTS_NAMED)
+def test_a_planted_fault_is_named(fault: str, number: int, mode: Mode, words: str, together: Together) -> None:
+    result = together[mode, One(number, "", fault)]
+    assert result.verdict is Verdict.DIFFERS, said(result)
+    assert words in _claims(result)
+
+
+@pytest.mark.slow
+def test_faults_of_a_whole_process_are_named(tmp_path: Path) -> None:
+    """Two of these probes start processes, which have the fault as well; one fault must come before the bridge."""
+    copies = probe(14, "eager", tmp_path, fault="corrupts_copies")
+    assert "64 KiB unpinned, waiting: corrupted, expected right" in _claims(copies), said(copies)
+    lost = probe(20, "compile", tmp_path, fault="loses_recipes")
+    assert "compilations of the second start: 4, expected 0" in _claims(lost), said(lost)
+    wrong = probe(TWO_CARDS, "eager", tmp_path, fault="wrong_sums")
+    assert "all_reduce torch.float32: 3.0, expected 7" in _claims(wrong), said(wrong)
+
+
+def _claims(result: Result) -> str:
+    return "; ".join(f"{one['name']}: {one['found']}, expected {one['expected']}" for one in result.data["claim"])
+
+
+@pytest.mark.slow
+def test_wrong_attention_is_seen_in_tokens(tmp_path: Path) -> None:
+    """The whole engine, which has nothing to compare with but the reference on the host."""
+    result = probe(27, "compile", tmp_path, fault="wrong_attention")
+    assert result.verdict is Verdict.DIFFERS, said(result)
+    assert "logit of a token below the best" in result.found
+
+
+def test_a_crash_and_a_hang(tmp_path: Path) -> None:
+    crashed = probe(2, "eager", tmp_path, fault="segfault")
+    assert crashed.verdict is Verdict.FAILED
+    assert crashed.found == "the process was ended by SIGSEGV"
+    hung = probe(2, "eager", tmp_path, fault="hang", limit_s=6)
+    assert hung.verdict is Verdict.TIMED_OUT
+
+
+def test_a_missing_package(tmp_path: Path) -> None:
+    """Without the bridge every probe of a Gaudi fails with a sentence, and none with a traceback alone."""
+    result = probe(1, "stock", tmp_path, PYTHONPATH=str(ROOT))
+    assert result.verdict is Verdict.FAILED
+    assert result.found.startswith("ModuleNotFoundError: No module named 'habana_frameworks'")
