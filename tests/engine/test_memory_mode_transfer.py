@@ -48,6 +48,19 @@ class Served:
         self.settle()
         assert self.engine.core.scheduler.reset_prefix_cache()
 
+    def abort_a_load(self, store: FaultStore, name: str) -> None:
+        """A request ends while the store hangs, unless its load is late before."""
+        store.goes_on.clear()
+        self.engine.add(name, PROMPTS[2], greedy_params(1))
+        end = time.monotonic() + 10
+        while not self.worker.num_loading and self.engine.llm.llm_engine.has_unfinished_requests():
+            assert time.monotonic() < end
+            self.watched.step()
+        self.engine.llm.llm_engine.abort_request([name])
+        self.watched.step()
+        store.goes_on.set()
+        self.settle()
+
     def settle(self) -> None:
         """Nothing is left of any request, on either side, or on its way to a store."""
         end = time.monotonic() + 10
@@ -194,6 +207,11 @@ def test_requests_that_end_while_blocks_are_on_their_way(tiny_llama: Path, fault
         engine.llm.llm_engine.abort_request(sorted(live))
         fault_store.heal()
         served.settle()
+        # whether one of them ended while it loaded was a matter of time
+        for attempt in range(20):
+            served.abort_a_load(fault_store, f"late{attempt}")
+            if served.worker.load_counts.cancelled:
+                break
         counts = served.worker.load_counts
         assert counts.cancelled
         assert counts.loaded_blocks
