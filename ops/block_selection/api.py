@@ -12,7 +12,11 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, code_tables, projection
 from vllm_gaudi_ucm.ops.block_selection.impl import reference
-from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, BlockSelectionImplementation
+from vllm_gaudi_ucm.ops.block_selection.implementation import (
+    BLOCK_SELECTION,
+    BlockSelectionImplementation,
+    PreparedSpans,
+)
 from vllm_gaudi_ucm.ops.registry import AUTO
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,6 +50,23 @@ def write_summaries(key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: 
     reference.write(key_cache, blocks, summaries, kind)
 
 
+def prepare_spans(
+    spans: Tensor,
+    first_rows: Tensor,
+    num_rows: Tensor,
+    max_rows: int,
+    counts: Tensor,
+    modes: Tensor,
+    most: int,
+    *,
+    implementation: str = AUTO,
+) -> PreparedSpans | None:
+    """What the layers of a step would each compute, once: for `block_scores` and `keep_or_replace` with the same
+    arguments and implementation. None where that implementation has nothing to compute in advance."""
+    chosen = _choose(implementation, spans.device.type)
+    return chosen.prepare(spans, first_rows, num_rows, max_rows, counts, modes, most)
+
+
 def block_scores(
     query: Tensor,
     summaries: Tensor,
@@ -58,6 +79,7 @@ def block_scores(
     kind: SummaryKind,
     *,
     implementation: str = AUTO,
+    prepared: PreparedSpans | None = None,
 ) -> Tensor:
     """The estimated share of each candidate block in the attention of its span: fp32 [candidates], from 0 to 1.
 
@@ -75,12 +97,13 @@ def block_scores(
     implementation: a name in `BLOCK_SELECTION`, or `auto` for the fastest available one: `native` on a CPU, `cuda`
         (Triton) on a GPU, `hpu` on Gaudi, which takes equal scores in any order. The reference computes what these do
         not cover.
+    prepared: by `prepare_spans`.
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     if not torch.compiler.is_compiling():
         _check_scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, kind)
     chosen = _choose(implementation, query.device.type)
-    found = chosen.scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
+    found = chosen.scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind, prepared)
     if found is not None:
         return found
     return reference.scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
@@ -120,6 +143,7 @@ def keep_or_replace(
     width: int,
     *,
     implementation: str = AUTO,
+    prepared: PreparedSpans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The ranking of each span from now on: (chosen int64 [spans, most], kept bool [spans], replaced bool [spans]).
 
@@ -130,7 +154,7 @@ def keep_or_replace(
         (added + removed). `kept` and `replaced` give the outcome of a check, and are False in other modes.
     thresholds: int64 [spans].
     width: logical block numbers are below it.
-    implementation: as in `block_scores`.
+    implementation, prepared: as in `block_scores`.
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     Source: KVStar's checkpoint (seed 002, 3.1), with a configurable threshold, for the top-k part only.
     """
@@ -141,7 +165,7 @@ def keep_or_replace(
         for name, tensor in (("counts", counts), ("modes", modes), ("thresholds", thresholds)):
             _check(operation, name, tensor, (stored.shape[0],), (torch.int64,), stored.device)
     chosen = _choose(implementation, stored.device.type)
-    found = chosen.keep_or_replace(stored, fresh, counts, modes, thresholds, width)
+    found = chosen.keep_or_replace(stored, fresh, counts, modes, thresholds, width, prepared)
     if found is not None:
         return found
     return reference.keep_or_replace(stored, fresh, counts, modes, thresholds, width)

@@ -142,7 +142,8 @@ def _boxes(keys: Tensor, boxes: int) -> Tensor:
     far = (keys - mean).square().sum(-1).topk(boxes - 1, dim=1).indices
     outliers = keys.gather(1, far[..., None].expand(-1, -1, -1, keys.shape[-1]))
     size = keys.shape[1]
-    rest = (mean * size - outliers.sum(1, keepdim=True)) / (size - boxes + 1)
+    others = size - boxes + 1
+    rest = torch.sub(mean * (size / others), outliers.sum(1, keepdim=True), alpha=1 / others)
     return torch.cat((rest, outliers), dim=1)
 
 
@@ -175,8 +176,9 @@ def _encode(vectors: Tensor) -> Tensor:
     bits = (rotated >= 0).unflatten(-1, (-1, BITS_PER_BYTE)) * code_tables(vectors.device).places
     # The columns are orthonormal, so the rotated vector is as long as the vector.
     gain = rotated.square().sum(-1, keepdim=True) / rotated.abs().sum(-1, keepdim=True).clamp(min=1e-30)
-    level = _STEPS_PER_OCTAVE * gain.clamp(min=1e-30).log2() + _BYTE_OF_ONE
-    return torch.cat((bits.sum(-1), level.round().clamp(0, 255)), dim=-1).to(torch.uint8)
+    # no gain is level 0, whose logarithm is below all others; with a half more, what is cut off rounds
+    level = _STEPS_PER_OCTAVE * gain.log2() + (_BYTE_OF_ONE + 0.5)
+    return torch.cat((bits.sum(-1), level.clamp(0, 255)), dim=-1).to(torch.uint8)
 
 
 def _decode(codes: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
 
@@ -13,8 +13,37 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 
 
+class PreparedSpans(NamedTuple):
+    """What `scores` and `keep_or_replace` read of the spans of a step, the same in every layer.
+
+    rows: int64 [candidates * max_rows] rows of the query of each candidate, one repeated where there are fewer.
+    seen, hidden: bool [candidates, max_rows, 1] whether such a row is a real one, and whether it is not.
+    attended: bool [spans, most] ranks that are attended. checked, reused: bool [spans] by mode.
+    """
+
+    rows: Tensor
+    seen: Tensor
+    hidden: Tensor
+    attended: Tensor
+    checked: Tensor
+    reused: Tensor
+
+
 class BlockSelectionImplementation(Implementation[None], ABC):
     """The operations of `block_selection.api`, of validated tensors. None: the reference computes them."""
+
+    def prepare(
+        self,
+        spans: Tensor,
+        first_rows: Tensor,
+        num_rows: Tensor,
+        max_rows: int,
+        counts: Tensor,
+        modes: Tensor,
+        most: int,
+    ) -> PreparedSpans | None:
+        """As `prepare_spans`; None: `scores` and `keep_or_replace` have nothing to compute in advance."""
+        return None
 
     @abstractmethod
     def scores(
@@ -28,15 +57,23 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
+        prepared: PreparedSpans | None,
     ) -> Tensor | None:
-        """As `block_scores`."""
+        """As `block_scores`. prepared: by `prepare` of the same implementation, where that has been called."""
 
     @abstractmethod
     def choose(self, scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor | None:
         """As `choose_blocks`."""
 
     def keep_or_replace(
-        self, stored: Tensor, fresh: Tensor, counts: Tensor, modes: Tensor, thresholds: Tensor, width: int
+        self,
+        stored: Tensor,
+        fresh: Tensor,
+        counts: Tensor,
+        modes: Tensor,
+        thresholds: Tensor,
+        width: int,
+        prepared: PreparedSpans | None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """As `keep_or_replace`; a few small operations, which the reference does well on a CPU."""
         return None

@@ -156,8 +156,8 @@ def test_packed_prompts_in_tiles(reach: int, most: float) -> None:
     )
 
 
-# Attention and selection of a sparse decode layer that counts no recall. HASH is beyond the bound of other layers.
-SPARSE = {SummaryKind.MEAN: 130, SummaryKind.MINMAX: 140, SummaryKind.BOX_MEAN: ANY, SummaryKind.HASH: 170}
+# Attention and selection of a sparse decode layer that counts no recall.
+SPARSE = {SummaryKind.MEAN: 120, SummaryKind.MINMAX: 130, SummaryKind.BOX_MEAN: 130, SummaryKind.HASH: ANY}
 
 
 def selection_nodes(kind: SummaryKind, monkeypatch: pytest.MonkeyPatch) -> NodeCount:
@@ -168,21 +168,21 @@ def selection_nodes(kind: SummaryKind, monkeypatch: pytest.MonkeyPatch) -> NodeC
     spans, candidates, chosen, width, most = ids(65), ids(4096), ids(2048), 64, 32
     made = selection_api.new_summaries(cache, kind)
     step = LayerSelection(SelectionTensors(*[spans] * 7, *[candidates] * 3, *[chosen] * 3, 1, width, most))
-    table = step.block_table
 
     def choose(query: Tensor, keys: Tensor, made: Tensor, stored: Tensor, checks: Tensor, *of_step: Any) -> Any:
         # a layer whose tensors are inputs, as a compiled region has them; the stored rankings are read before it
         layer = ChoosingLayer(
             made, kind, 0.1, stored, checks, score=None, layer_idx=0, queries=None, recall=None, implementation="hpu"
         )
-        tensors, step.block_table, summary_blocks, before = of_step
+        tensors, step.block_table, step.first_places, step.spans, summary_blocks, before = of_step
         step.tensors = tensors
         layer.take(before)
         layer.summarise(keys, summary_blocks)
         layer.choose(query, step)
         return step.chosen
 
-    inputs = query, cache, made, ids(65, most), ids(2), step.tensors, table, ids(2), ids(65, most)
+    of_step = step.tensors, step.block_table, step.first_places, step.spans, ids(2), ids(65, most)
+    inputs = query, cache, made, ids(65, most), ids(2), *of_step
     return count_nodes(choose, *inputs)
 
 

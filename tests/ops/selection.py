@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, write_summaries
+from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, prepare_spans, write_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, projection
+from vllm_gaudi_ucm.ops.block_selection.implementation import PreparedSpans
 
 KINDS = tuple(SummaryKind)
 
@@ -45,12 +46,21 @@ class Candidates:
     meant: list[tuple[range, list[int]]]
 
     def scores(
-        self, kind: SummaryKind, *, summaries: Tensor | None = None, implementation: str = "reference"
+        self,
+        kind: SummaryKind,
+        *,
+        summaries: Tensor | None = None,
+        implementation: str = "reference",
+        prepared: PreparedSpans | None = None,
     ) -> Tensor:
         """Of summaries of the candidates alone, all others being whatever they are."""
         summaries = self.summaries(kind) if summaries is None else summaries
         rest = (self.blocks, self.spans, self.first_rows, self.num_rows, self.max_rows, self.scale)
-        return block_scores(self.query, summaries, *rest, kind, implementation=implementation)
+        return block_scores(self.query, summaries, *rest, kind, implementation=implementation, prepared=prepared)
+
+    def prepare(self, implementation: str) -> PreparedSpans | None:
+        rows = self.spans, self.first_rows, self.num_rows, self.max_rows
+        return prepare_spans(*rows, self.num_rows, self.num_rows, 1, implementation=implementation)
 
     def summaries(self, kind: SummaryKind) -> Tensor:
         summaries = new_summaries(self.key_cache, kind)
@@ -124,16 +134,37 @@ def _estimate(query: np.ndarray, keys: np.ndarray, scale: float, kind: SummaryKi
     if kind is SummaryKind.MINMAX:
         bound = np.maximum(query * keys.min(0), query * keys.max(0)).sum()
         return float((bound + query @ (keys.min(0) + keys.max(0)) / 2) / 2 * scale)
-    far = np.argsort(-((keys - keys.mean(0)) ** 2).sum(1), kind="stable")[: kind.vectors(len(keys)) - 1]
-    rest = [token for token in range(len(keys)) if token not in far]
-    means = np.concatenate([keys[rest].mean(0, keepdims=True), keys[far]])
-    weights = np.array([REST_WEIGHT, *[1] * len(far)]) / (REST_WEIGHT + len(far))
+    means = _means(keys, kind)
+    weights = np.array([REST_WEIGHT, *[1] * (len(means) - 1)]) / (REST_WEIGHT + len(means) - 1)
     if kind is SummaryKind.HASH:
         rotation = projection(keys.shape[1], torch.device("cpu")).double().numpy()
-        codes = means @ rotation.T
-        gain = (codes**2).sum(1) / np.abs(codes).sum(1)
-        gain = 2.0 ** (np.round(16 * np.log2(gain)) / 16)
+        codes, level = _codes(means, rotation)
+        gain = 2.0 ** (np.round(level) / 16)
         scores = np.where(codes >= 0, 1.0, -1.0) @ (rotation @ query) * gain * scale
     else:
         scores = means @ query * scale
     return float(np.log(weights @ np.exp(scores - scores.max())) + scores.max())
+
+
+def _means(keys: np.ndarray, kind: SummaryKind) -> np.ndarray:
+    """The mean of each box of a block's keys [tokens, dim]."""
+    far = np.argsort(-((keys - keys.mean(0)) ** 2).sum(1), kind="stable")[: kind.vectors(len(keys)) - 1]
+    rest = [token for token in range(len(keys)) if token not in far]
+    return np.concatenate([keys[rest].mean(0, keepdims=True), keys[far]])
+
+
+def _codes(means: np.ndarray, rotation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means in the directions of the projection, and their gains in steps, not yet rounded."""
+    codes = means @ rotation.T
+    return codes, 16 * np.log2((codes**2).sum(1) / np.abs(codes).sum(1))
+
+
+def may_round_differently(candidates: Candidates) -> bool:
+    """Whether float32 may round a sign or a gain of `hash` to another side than float64."""
+    keys = candidates.key_cache.double().numpy()[candidates.blocks.unique().numpy()]
+    rotation = projection(keys.shape[-1], torch.device("cpu")).double().numpy()
+    for own in keys.transpose(0, 2, 1, 3).reshape(-1, keys.shape[1], keys.shape[3]):
+        codes, level = _codes(_means(own, SummaryKind.HASH), rotation)
+        if (np.abs(level % 1 - 0.5) < 1e-4).any() or (np.abs(codes) < 1e-6).any():
+            return True
+    return False

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.ops.block_selection.api import choose_blocks, keep_or_replace
+from vllm_gaudi_ucm.ops.block_selection.api import choose_blocks, keep_or_replace, prepare_spans
 
 COMMON = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SELECT, REUSE, CHECK = 0, 1, 2
@@ -169,5 +169,9 @@ def test_gaudis_choice_equals_the_reference(data: st.DataObject, spans: int, mos
     stored = choose_blocks(scores.flip(0), places, spans, width, most, implementation="reference")
     sizes = [torch.tensor(data.draw(st.lists(st.integers(0, n), min_size=spans, max_size=spans))) for n in (most, 2, 6)]
     by_name = [keep_or_replace(stored, fresh, *sizes, width, implementation=name) for name in ("reference", "hpu")]
-    for one, other in zip(*by_name, strict=True):
-        assert torch.equal(one, other)
+    one_row = torch.arange(spans), torch.arange(spans), torch.ones(spans, dtype=torch.int64), 1
+    prepared = prepare_spans(*one_row, *sizes[:2], most, implementation="hpu")
+    assert prepared is not None
+    by_name.append(keep_or_replace(stored, fresh, *sizes, width, implementation="hpu", prepared=prepared))
+    for results in zip(*by_name, strict=True):
+        assert all(torch.equal(one, results[0]) for one in results)

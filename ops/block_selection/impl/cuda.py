@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, TOWARDS_BOUND, SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
-from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation
+from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, PreparedSpans
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 LARGEST_HEAD = 512
@@ -46,6 +46,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
+        prepared: PreparedSpans | None,
     ) -> Tensor | None:
         """As `block_scores`; None for `hash`, for strided heads, and for heads or groups that are too large."""
         from vllm_gaudi_ucm.ops.block_selection.impl.triton import selection as kernels
@@ -103,7 +104,14 @@ class CudaBlockSelection(BlockSelectionImplementation):
         return ranking
 
     def keep_or_replace(
-        self, stored: Tensor, fresh: Tensor, counts: Tensor, modes: Tensor, thresholds: Tensor, width: int
+        self,
+        stored: Tensor,
+        fresh: Tensor,
+        counts: Tensor,
+        modes: Tensor,
+        thresholds: Tensor,
+        width: int,
+        prepared: PreparedSpans | None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """As the operation; None if a ranking is too long for one program."""
         from vllm_gaudi_ucm.ops.block_selection.impl.triton import selection as kernels

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, block_features, query_features
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
-from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation
+from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, PreparedSpans
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum
 
 LOWEST = torch.finfo(torch.float32).min
@@ -32,6 +32,18 @@ class HpuBlockSelection(BlockSelectionImplementation):
     def unavailable(self, device: str) -> str | None:
         return None
 
+    def prepare(
+        self,
+        spans: Tensor,
+        first_rows: Tensor,
+        num_rows: Tensor,
+        max_rows: int,
+        counts: Tensor,
+        modes: Tensor,
+        most: int,
+    ) -> PreparedSpans:
+        return PreparedSpans(*_rows(spans, first_rows, num_rows, max_rows), *_rules(counts, modes, most))
+
     def scores(
         self,
         query: Tensor,
@@ -43,17 +55,19 @@ class HpuBlockSelection(BlockSelectionImplementation):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
+        prepared: PreparedSpans | None,
     ) -> Tensor:
         count, heads = blocks.shape[0], query.shape[1]
         if not count:
             return query.new_empty(0, dtype=torch.float32)
-        rows, seen = _rows(spans, first_rows, num_rows, max_rows)
+        rows, seen, hidden = prepared[:3] if prepared else _rows(spans, first_rows, num_rows, max_rows)
         features = (query_features(query, kind) * scale).index_select(0, rows)
         estimates = _estimates(features.unflatten(0, (count, max_rows)), block_features(summaries, kind, blocks))
 
         # what is not a number must neither spread to the span's other blocks nor be overlooked: see below
-        unknown = estimates - estimates != 0
-        estimates = estimates.masked_fill(unknown | ~seen, LOWEST).flatten(1)
+        numbers = estimates.nan_to_num(LOWEST, LOWEST, LOWEST)
+        unknown = numbers != estimates
+        estimates = numbers.masked_fill(hidden, LOWEST).flatten(1)
         top = index_maximum(estimates.new_full((num_rows.shape[0], max_rows * heads), SEES_NOTHING), spans, estimates)
         weights = torch.exp(estimates - top.index_select(0, spans))
         # the largest weight of a row is 1, so what the sum begins with is lost in it, but in rows that see nothing
@@ -76,21 +90,27 @@ class HpuBlockSelection(BlockSelectionImplementation):
         return order if ranked == most else torch.nn.functional.pad(order, (0, most - ranked), value=-1)
 
     def keep_or_replace(
-        self, stored: Tensor, fresh: Tensor, counts: Tensor, modes: Tensor, thresholds: Tensor, width: int
+        self,
+        stored: Tensor,
+        fresh: Tensor,
+        counts: Tensor,
+        modes: Tensor,
+        thresholds: Tensor,
+        width: int,
+        prepared: PreparedSpans | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         both = torch.stack((stored, fresh))
-        first = torch.arange(stored.shape[1], device=stored.device) < counts[:, None]
-        valid = first & (both == both.clamp(0, width - 1))
+        attended, checked, reused = prepared[3:] if prepared else _rules(counts, modes, stored.shape[1])
+        valid = attended & (both == both.clamp(0, width - 1))
         # an old block that is equal to a new one is valid if either is
-        same = (stored[:, :, None] == fresh[:, None]) & valid[0][:, :, None] & first[:, None]
+        same = (stored[:, :, None] == fresh[:, None]) & valid[0][:, :, None] & attended[:, None]
         num_valid = valid.sum(2)
         num_old = num_valid[0]
         # a ranking names a block once
-        differ = num_valid.sum(0) - 2 * same.sum((1, 2))
-        check = modes == CHECK
-        kept = check & (differ <= thresholds) & (num_old >= counts)
-        keep = kept | (modes == REUSE)
-        return fresh + (stored - fresh) * keep[:, None], kept, check & ~kept
+        differ = torch.sub(num_valid.sum(0), same.sum((1, 2)), alpha=2)
+        kept = checked & (differ <= thresholds) & (num_old >= counts)
+        keep = kept | reused
+        return fresh + (stored - fresh) * keep[:, None], kept, checked != kept
 
 
 def _estimates(features: Tensor, boxes: Tensor) -> Tensor:
@@ -108,11 +128,18 @@ def _estimates(features: Tensor, boxes: Tensor) -> Tensor:
     return found.view(count, kv_heads, max_rows, -1).transpose(1, 2).reshape(count, max_rows, heads)
 
 
-def _rows(spans: Tensor, first_rows: Tensor, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
-    """int64 [candidates * max_rows] rows of each candidate, one repeated where there are fewer; which are real:
-    bool [candidates, max_rows, 1]."""
+def _rows(spans: Tensor, first_rows: Tensor, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`rows`, `seen` and `hidden` of PreparedSpans."""
     if max_rows == 1:
-        return first_rows.index_select(0, spans), (num_rows > 0).index_select(0, spans)[:, None, None]
+        seen = (num_rows > 0).index_select(0, spans)[:, None, None]
+        return first_rows.index_select(0, spans), seen, ~seen
     step = torch.arange(max_rows, device=spans.device)
     rows = first_rows[:, None] + torch.minimum(step, (num_rows - 1).clamp(min=0)[:, None])
-    return rows.index_select(0, spans).flatten(), (step < num_rows[:, None]).index_select(0, spans)[:, :, None]
+    seen = (step < num_rows[:, None]).index_select(0, spans)[:, :, None]
+    return rows.index_select(0, spans).flatten(), seen, ~seen
+
+
+def _rules(counts: Tensor, modes: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`attended`, `checked` and `reused` of PreparedSpans."""
+    attended = torch.arange(most, device=counts.device) < counts[:, None]
+    return attended, modes == CHECK, modes == REUSE

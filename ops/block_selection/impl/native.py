@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, query_features
-from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation
+from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, PreparedSpans
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -129,6 +129,7 @@ class NativeBlockSelection(BlockSelectionImplementation):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
+        prepared: PreparedSpans | None,
     ) -> Tensor | None:
         return scores(query, summaries, blocks, spans, first_rows, num_rows, scale, kind)
 

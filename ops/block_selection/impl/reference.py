@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import (
     query_features,
     summarise,
 )
-from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation
+from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, PreparedSpans
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum_
 
 NEG_INF = float("-inf")
@@ -43,6 +43,7 @@ class ReferenceBlockSelection(BlockSelectionImplementation):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
+        prepared: PreparedSpans | None,
     ) -> Tensor:
         return scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
 

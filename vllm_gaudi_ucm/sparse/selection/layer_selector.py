@@ -12,9 +12,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, keep_or_replace, write_summaries
+from vllm_gaudi_ucm.ops.block_selection.api import (
+    block_scores,
+    choose_blocks,
+    keep_or_replace,
+    prepare_spans,
+    write_summaries,
+)
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.native import NativeSelection, StepCandidates
+from vllm_gaudi_ucm.ops.block_selection.implementation import PreparedSpans
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
 from vllm_gaudi_ucm.sparse.selection.block_scorer import keep_queries
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
@@ -59,11 +66,18 @@ class LayerSelection:
     scores: torch.Tensor | None = None
     ranking: torch.Tensor | None = None
     block_table: torch.Tensor = field(init=False)
+    first_places: torch.Tensor = field(init=False)
+    """int64 [selected] place of the first block of each chosen one's request."""
+    spans: PreparedSpans | None = field(init=False, default=None)
     native: NativeSelection | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         t = self.tensors
         self.block_table = t.block_table()
+        self.first_places = t.choice_spans * t.width
+        if not self.reused and not self.at_once:
+            rows = t.candidate_spans, t.first_rows, t.num_rows, t.max_rows
+            self.spans = prepare_spans(*rows, t.counts, t.modes, t.most)
         if self.at_once:
             spans = t.first_rows, t.num_rows, t.modes, t.counts, t.thresholds, t.choice_slots
             candidates = t.candidate_blocks, t.candidate_spans, t.candidate_places
@@ -198,26 +212,37 @@ class ChoosingLayer(LayerSelector):
             self.before = self.stored.index_select(0, t.choice_slots)
         ranking = self.before if selection.reused else self._rank(query, selection)
         numbers = ranking.view(-1).index_select(0, t.choice_places).clamp_min(0)
-        selection.chosen = selection.block_table.index_select(0, t.choice_spans * t.width + numbers)
+        selection.chosen = selection.block_table.index_select(0, selection.first_places + numbers)
 
     def _rank(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
         """int64 [spans, most] the choice of this step, which is stored."""
         t, before = selection.tensors, self.before
-        scores = self._scores(query, t)
+        scores = self._scores(query, selection)
         name = self._implementation
         fresh = choose_blocks(scores, t.candidate_places, t.num_spans, t.width, t.most, implementation=name)
         of_spans = t.counts, t.modes, t.thresholds
-        ranking, kept, replaced = keep_or_replace(before, fresh, *of_spans, t.width, implementation=name)
+        ranking, kept, replaced = keep_or_replace(
+            before, fresh, *of_spans, t.width, implementation=name, prepared=selection.spans
+        )
         self.stored.index_copy_(0, t.choice_slots, ranking)
         self._checks += torch.stack((kept, replaced)).sum(1)
         selection.scores, selection.ranking = scores, ranking
         return ranking
 
-    def _scores(self, query: torch.Tensor, t: SelectionTensors) -> torch.Tensor:
+    def _scores(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
+        t = selection.tensors
         spans = t.candidate_blocks, t.candidate_spans, t.first_rows, t.num_rows, t.max_rows
         if self._score is not None:
             asked = CandidateBlocks(self._layer_idx, self.summaries, *spans, t.candidate_places, t.width)
             found = self._score(self._layer_idx, query, asked)
             if found is not None:
                 return found
-        return block_scores(query, self.summaries, *spans, self._scale, self.kind, implementation=self._implementation)
+        return block_scores(
+            query,
+            self.summaries,
+            *spans,
+            self._scale,
+            self.kind,
+            implementation=self._implementation,
+            prepared=selection.spans,
+        )
