@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, SPARSE_STEPS = 60, 40
 # with selected blocks there are twice as many phases
-MAX_GRAPHS, MAX_SPARSE_GRAPHS = 8, 16
+MAX_GRAPHS, MAX_SPARSE_GRAPHS = 8, 15
 # mix, sparse method, drafts, scale
 DENSE = [[mix, "none", 0, 1] for mix in MIXES]
 SPARSE = [["chat", "KVStar", 3, 2]]

@@ -10,6 +10,7 @@ from habana_frameworks.torch.dynamo.inlining import inline_when_called
 from habana_frameworks.torch.dynamo.limits import watch_limits
 from habana_frameworks.torch.dynamo.options import Options, read_options
 from habana_frameworks.torch.dynamo.region import NAME, Region, dropping
+from habana_frameworks.torch.dynamo.traced_calls import pass_unchanged_calls
 from habana_frameworks.torch.simulator import device_mode
 from habana_frameworks.torch.simulator import state as thread_state
 from habana_frameworks.torch.simulator.card import card
@@ -39,6 +40,7 @@ def register_compiler() -> None:
     inline_when_called(device_mode.__file__, core.__file__, thread_state.__file__)
     # torch 2.11 asks modes about some factories (torch.zeros) and not about others (torch.arange)
     get_overridable_functions().update(default_device._device_constructors())
+    pass_unchanged_calls()
     watch_disabled()
     watch_limits()
 

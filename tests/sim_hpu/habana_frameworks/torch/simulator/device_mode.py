@@ -18,6 +18,8 @@ from torch.utils import _device as default_device
 
 # Made of values that the host has: these are copied to the card, where other factories compute on it.
 _OF_HOST_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.scalar_tensor})
+# What may read the host, names a device by its place, or is no operator. So do calls with a device.
+CHANGED_WHEN_TRACED = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.unflatten, one_hot)
 _CONSTRUCTORS = frozenset(default_device._device_constructors())
 
 Args = Sequence[Any]
@@ -32,8 +34,8 @@ class DeviceMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Args = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():
-            # dynamo traces this method in every call of an operator: the less of it, the better
-            if func is torch.Tensor.to or func is torch.Tensor.cpu or func is torch.Tensor.unflatten or func is one_hot:
+            # dynamo traces this method where a call is not passed by, see `dynamo.traced_calls`
+            if func in CHANGED_WHEN_TRACED:
                 return _traced(func, args, kwargs or {})
             if kwargs is None or kwargs.get("device") is None:
                 return func(*args, **(kwargs or {}))

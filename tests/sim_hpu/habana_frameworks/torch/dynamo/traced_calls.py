@@ -1,0 +1,37 @@
+"""How Dynamo passes calls of operators through the stand-in's device mode: those that it does not change, as they are.
+
+A Gaudi has no such mode. Dynamo would trace its method for each call of an operator, a third of what tracing takes.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from habana_frameworks.torch.simulator.device_mode import CHANGED_WHEN_TRACED, DeviceMode
+
+import torch
+from torch._dynamo.variables.torch_function import TorchFunctionModeVariable
+
+_trace_method = TorchFunctionModeVariable.call_torch_function
+
+
+def pass_unchanged_calls() -> None:
+    """From now on; torch.compile traces the others as before."""
+    TorchFunctionModeVariable.call_torch_function = _call_torch_function  # type: ignore[method-assign]
+
+
+def _call_torch_function(self: Any, tx: Any, fn: Any, types: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+    if isinstance(self.value, DeviceMode) and "device" not in kwargs and _is_unchanged(fn, args):
+        return fn.call_function(tx, list(args), kwargs)
+    return _trace_method(self, tx, fn, types, args, kwargs)
+
+
+def _is_unchanged(fn: Any, args: Iterable[Any]) -> bool:
+    try:
+        function = fn.as_python_constant()
+    except NotImplementedError:
+        return False
+    if function is torch.Tensor.to:
+        return all(
+            arg.is_python_constant() and isinstance(arg.as_python_constant(), torch.dtype) for arg in [*args][1:]
+        )
+    return function not in CHANGED_WHEN_TRACED
