@@ -40,6 +40,7 @@ print(is_lazy(), importlib.metadata.version("habana-torch-plugin"))
     assert run_python(program) == "True hpu:0\nFalse 1.24.1.482"
 
 
+@pytest.mark.slow
 def test_lazy_mode_needs_the_fork() -> None:
     """Duty 2."""
     program = "import habana_frameworks.torch.utils.internal as i; print(i.is_lazy())"

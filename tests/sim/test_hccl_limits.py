@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # starts processes
 ON_HOST = True
 SIM = Path(__file__).parents[1] / "sim_hpu"
 
