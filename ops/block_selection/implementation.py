@@ -57,7 +57,7 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
-        prepared: PreparedSpans | None,
+        prepared: PreparedSpans | None = None,
     ) -> Tensor | None:
         """As `block_scores`. prepared: by `prepare` of the same implementation, where that has been called."""
 
@@ -73,7 +73,7 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         modes: Tensor,
         thresholds: Tensor,
         width: int,
-        prepared: PreparedSpans | None,
+        prepared: PreparedSpans | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """As `keep_or_replace`; a few small operations, which the reference does well on a CPU."""
         return None

@@ -46,7 +46,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
-        prepared: PreparedSpans | None,
+        prepared: PreparedSpans | None = None,
     ) -> Tensor | None:
         """As `block_scores`; None for `hash`, for strided heads, and for heads or groups that are too large."""
         from vllm_gaudi_ucm.ops.block_selection.impl.triton import selection as kernels
@@ -111,7 +111,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         modes: Tensor,
         thresholds: Tensor,
         width: int,
-        prepared: PreparedSpans | None,
+        prepared: PreparedSpans | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """As the operation; None if a ranking is too long for one program."""
         from vllm_gaudi_ucm.ops.block_selection.impl.triton import selection as kernels

@@ -55,7 +55,7 @@ class HpuBlockSelection(BlockSelectionImplementation):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
-        prepared: PreparedSpans | None,
+        prepared: PreparedSpans | None = None,
     ) -> Tensor:
         count, heads = blocks.shape[0], query.shape[1]
         if not count:
@@ -97,7 +97,7 @@ class HpuBlockSelection(BlockSelectionImplementation):
         modes: Tensor,
         thresholds: Tensor,
         width: int,
-        prepared: PreparedSpans | None,
+        prepared: PreparedSpans | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         both = torch.stack((stored, fresh))
         attended, checked, reused = prepared[3:] if prepared else _rules(counts, modes, stored.shape[1])

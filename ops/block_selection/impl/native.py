@@ -129,7 +129,7 @@ class NativeBlockSelection(BlockSelectionImplementation):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
-        prepared: PreparedSpans | None,
+        prepared: PreparedSpans | None = None,
     ) -> Tensor | None:
         return scores(query, summaries, blocks, spans, first_rows, num_rows, scale, kind)
 

@@ -43,7 +43,7 @@ class ReferenceBlockSelection(BlockSelectionImplementation):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
-        prepared: PreparedSpans | None,
+        prepared: PreparedSpans | None = None,
     ) -> Tensor:
         return scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
 
