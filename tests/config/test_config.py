@@ -20,6 +20,7 @@ SECTIONS = " or ".join(
         "graphs",
         "memory_mode",
         "phase_log",
+        "scheduler",
         "ucm_sparse_config",
         "ucm_sparse_method",
     )
@@ -90,6 +91,13 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.cpu.compact_weights": ([True, False], [1, "no", None], "true or false"),
     "ucm.cpu.matrix_unit": ([True, False], [0, "off", None], "true or false"),
     "ucm.cpu.native_graphs": ([True, False], [1, "on", None], "true or false"),
+    "ucm.scheduler.admission": (
+        ["greedy", "exact", "predicted"],
+        ["fcfs", True, None],
+        'one of "greedy", "exact", "predicted"',
+    ),
+    "ucm.scheduler.output_quantile": ([0.5, 1.0], [0.0, 1.1, "0.9"], "number, above 0 and at most 1"),
+    "ucm.scheduler.least_output": ([1, 512], [0, 1.5, None], "integer, at least 1"),
     "ucm.memory_mode.enabled": ([False], [1, "yes", None], "true or false"),
     "ucm.memory_mode.resident_ratio": ([0.1, 1.0], [0.0, 1.1, None], "number, above 0 and at most 1"),
     "ucm.memory_mode.refresh_steps": ([1, 64], [0, 1.5, True], "integer, at least 1"),

@@ -16,6 +16,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig, strategy_section
+from vllm_gaudi_ucm.config.scheduler_config import SchedulerConfig
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
 from vllm_gaudi_ucm.ops.registry import AUTO
@@ -134,6 +135,7 @@ class UcmConfig(Section):
     attention: AttentionConfig = Field(default=AttentionConfig(), description="Unified Attention.")
     graphs: GraphsConfig = Field(default=GraphsConfig(), description="Static shapes and captured graphs.")
     cpu: CpuConfig = Field(default=CpuConfig(), description="The CPU as the reference device.")
+    scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="Which waiting requests begin.")
     ucm_sparse_method: str | None = Field(
         default=None,
         description="Sparse method: `GSA`, `ESA`, `KVStar`, or a registered one. Without it every request is dense.",
@@ -159,6 +161,9 @@ class UcmConfig(Section):
             self.ucm_sparse_config.options(self.ucm_sparse_method, f"{ROOT}.ucm_sparse_config")
         if self.memory_mode.enabled:
             check_memory_mode(self.memory_mode, self.ucm_sparse_method, self.ucm_sparse_config, f"{ROOT}.memory_mode")
+            if self.scheduler.admission != "greedy":
+                wanted = "'greedy' with ucm.memory_mode, where blocks leave the device and come back"
+                raise UcmConfigError([Problem(f"{ROOT}.scheduler.admission", repr(self.scheduler.admission), wanted)])
         return self
 
     def to_dict(self) -> dict[str, Any]:

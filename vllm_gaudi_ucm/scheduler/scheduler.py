@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_ucm.scheduler.setup import make_parts
+from vllm_gaudi_ucm.scheduler.admission import AdmittingManager
+from vllm_gaudi_ucm.scheduler.setup import make_admission, make_parts
 from vllm_gaudi_ucm.vllm_api.blocks import forget_uncomputed_blocks
 from vllm_gaudi_ucm.vllm_api.scheduling import AsyncScheduler, Scheduler
 
@@ -20,6 +21,12 @@ class UcmScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.admission = make_admission(self)
+        """Which waiting requests may begin; None: those whose prompt fits."""
+        if self.admission is not None:
+            self.kv_cache_manager = AdmittingManager.of(self.kv_cache_manager, self.admission)
+            if self.connector is not None:
+                self.connector.bind_kv_cache_manager(self.kv_cache_manager)
         self.parts = make_parts(self)
 
     @property
@@ -48,6 +55,11 @@ class UcmScheduler(Scheduler):
         for part in self.parts:
             part.scheduled(scheduler_output, reset)
         return scheduler_output
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self.admission is not None:
+            self.admission.ended(request)
+        return super()._free_request(request, *args, **kwargs)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)

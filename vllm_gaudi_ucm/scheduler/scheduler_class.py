@@ -21,6 +21,12 @@ def use_sparse_scheduler(vllm_config: VllmConfig) -> None:
         raise UnsupportedFeatureError("ucm.ucm_sparse_method with a scheduler of your own", "--scheduler-cls")
 
 
+def use_admitting_scheduler(vllm_config: VllmConfig) -> None:
+    """Sets it for `ucm.scheduler.admission`. Raises as `use_sparse_scheduler`."""
+    if not _use_ours(vllm_config):
+        raise UnsupportedFeatureError("ucm.scheduler.admission with a scheduler of your own", "--scheduler-cls")
+
+
 def use_planning_scheduler(vllm_config: VllmConfig) -> None:
     """Sets it for our connector. A scheduler of the user's stays: blocks are loaded when a request's turn comes."""
     if not _use_ours(vllm_config):

@@ -1,0 +1,126 @@
+"""Admission of waiting requests by what the KV cache will hold, and the manager of blocks that asks for it."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Self
+
+from vllm_gaudi_ucm.scheduler.future_blocks import UNKNOWN, Footprint, peak_blocks
+from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager
+from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.scheduler.output_lengths import OutputLengths
+    from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
+    from vllm_gaudi_ucm.vllm_api.steps import Request
+
+_ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class Admission:
+    """Says whether a waiting request may begin beside those that have blocks.
+
+    First come, first served is vLLM's and stays: a request that may not begin yet holds up those behind it. One that
+    is alone always begins.
+
+    Args:
+        scheduler: vLLM's; read only.
+        lengths: predicts answers; None: each may have all of its `max_tokens`.
+    """
+
+    def __init__(self, scheduler: Scheduler, lengths: OutputLengths | None) -> None:
+        self._scheduler = scheduler
+        self._lengths = lengths
+        self._refused: tuple[object, ...] | None = None
+        self.refusals = 0
+        """Answers that were no."""
+
+    def allows(self, request: Request, manager: KVCacheManager, hits: KVCacheBlocks | None) -> bool:
+        """Whether `request`, which has no blocks yet, may begin. hits: blocks of the prefix cache that it would get."""
+        active = [one for one in self._scheduler.requests.values() if holds_blocks(manager, one.request_id)]
+        if not active:
+            return True
+        found = [] if hits is None else [block.block_id for block in hits.blocks[0]]
+        asked = request.request_id, len(found), *(one.request_id for one in active)
+        # with the most of each answer, an end of some request alone can change the answer
+        if self._lengths is not None or asked != self._refused:
+            self._refused = None if self._fits(request, active, manager, found) else asked
+        self.refusals += self._refused is not None
+        return self._refused is None
+
+    def ended(self, request: Request) -> None:
+        """A request has finished."""
+        if self._lengths is not None and request.status in _ENDED_BY_ITSELF:
+            self._lengths.add(request.num_output_tokens)
+
+    def _fits(self, request: Request, active: list[Request], manager: KVCacheManager, hits: list[int]) -> bool:
+        held = [block_ids(manager, one.request_id) for one in active]
+        delays = self._delays([*active, request])
+        future = [
+            self._footprint(one, blocks, delay)
+            for one, blocks, delay in zip([*active, request], [*held, hits], delays, strict=True)
+        ]
+        pool = manager.block_pool
+        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        # of requests that are gone: a connector still reads them
+        others = used - len(set().union(*held))
+        in_step = self._scheduler.num_spec_tokens == 0
+        return others + peak_blocks(future, self._scheduler.block_size, in_step=in_step) < pool.num_gpu_blocks
+
+    def _footprint(self, request: Request, blocks: list[int], delay: int) -> Footprint:
+        most = min(request.max_tokens - request.num_output_tokens, self._scheduler.max_model_len - request.num_tokens)
+        left = most if self._lengths is None else self._lengths.left(request.num_output_tokens, most)
+        ahead = max(self._scheduler.num_lookahead_tokens, self._scheduler.num_spec_tokens)
+        return Footprint(blocks, request.num_tokens + ahead, max(left, 0), delay)
+
+    def _delays(self, requests: list[Request]) -> list[int]:
+        """Steps at most until each has computed its prompt, the first ones first, beside a token of each other."""
+        scheduler = self._scheduler
+        rows = scheduler.max_num_scheduled_tokens - len(requests)
+        longest = scheduler.scheduler_config.long_prefill_token_threshold
+        rows = max(1, min(rows, longest) if longest else rows)
+        ahead = accumulate(one.num_tokens - one.num_computed_tokens - 1 for one in requests)
+        return [
+            UNKNOWN if self._waits(one) else -(-max(tokens, 0) // rows) + 1
+            for one, tokens in zip(requests, ahead, strict=True)
+        ]
+
+    @staticmethod
+    def _waits(request: Request) -> bool:
+        """For a load, or for its next input."""
+        return request.status in (
+            RequestStatus.WAITING_FOR_REMOTE_KVS,
+            RequestStatus.WAITING_FOR_STREAMING_REQ,
+        )
+
+
+class AdmittingManager(KVCacheManager):
+    """vLLM's manager of blocks. A request gets its first ones when `admission` allows it to begin."""
+
+    _admission: Admission
+
+    @classmethod
+    def of(cls, manager: KVCacheManager, admission: Admission) -> Self:
+        """The same manager: it shares everything with `manager`, which must not be used any more."""
+        made = cls.__new__(cls)
+        made.__dict__.update(manager.__dict__)
+        made._admission = admission
+        return made
+
+    def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        if not holds_blocks(self, request.request_id):
+            hits = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else None)
+            if not self._admission.allows(request, self, hits):
+                # as where there is no room: vLLM ends its turn of waiting requests
+                return None
+        return super().allocate_slots(request, *args, **kwargs)
+
+
+def block_ids(manager: KVCacheManager, request_id: str) -> list[int]:
+    """Blocks of a request, in the order of its context."""
+    (ids,) = manager.get_block_ids(request_id)
+    return ids
+
+
+def holds_blocks(manager: KVCacheManager, request_id: str) -> bool:
+    return bool(manager.get_blocks(request_id).blocks[0])
