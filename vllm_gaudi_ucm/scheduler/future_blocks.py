@@ -25,6 +25,28 @@ class Footprint(NamedTuple):
     delay: int = 0
 
 
+class _Ordered(NamedTuple):
+    """Requests by their ends, the last one first: int64 [requests] each.
+
+    held: blocks. distinct: blocks of a request and of all before it, a shared one counted where it is held longest.
+    """
+
+    ends: np.ndarray
+    tokens: np.ndarray
+    left: np.ndarray
+    held: np.ndarray
+    distinct: np.ndarray
+
+    @classmethod
+    def of(cls, footprints: Sequence[Footprint]) -> _Ordered:
+        ordered = sorted(footprints, key=lambda one: one.delay + one.left, reverse=True)
+        rows = [
+            (one.delay + one.left, one.tokens, one.left, len(one.blocks), distinct)
+            for one, distinct in zip(ordered, _distinct([one.blocks for one in ordered]), strict=True)
+        ]
+        return cls(*np.array(rows, np.int64).T)
+
+
 def peak_blocks(footprints: Sequence[Footprint], block_size: int, *, in_step: bool = True) -> int:
     """Distinct blocks at the time of the most.
 
@@ -36,17 +58,30 @@ def peak_blocks(footprints: Sequence[Footprint], block_size: int, *, in_step: bo
     """
     if not footprints:
         return 0
-    ordered = sorted(footprints, key=lambda one: one.delay + one.left, reverse=True)
-    held = np.array([len(one.blocks) for one in ordered])
-    tokens, left = (np.array([one[place] for one in ordered], np.int64) for place in (1, 2))
-    ends = np.array([one.delay + one.left for one in ordered], np.int64)
-    # a shared block is counted where it is held longest
-    distinct = np.array(_distinct([one.blocks for one in ordered]))
+    found = _Ordered.of(footprints)
     if not in_step:
-        return int(distinct[-1] + _more(tokens + left, held, block_size).sum())
-    # [end, request]: those that end later are still there, and have generated as much as the time allows
-    growth = _more(tokens + np.minimum(ends[:, None], left), held, block_size)
-    return int((distinct + np.tril(growth).sum(1)).max())
+        return int(found.distinct[-1] + _more(found.tokens + found.left, found.held, block_size).sum())
+    # a bound for each end, in O(requests); only ends that may be the time of the most are then looked at
+    bounds = _bounds(found, block_size)
+    first = _most_at(bounds.argmax()[None], found, block_size)
+    return max(first, _most_at(np.flatnonzero(bounds > first), found, block_size))
+
+
+def _bounds(found: _Ordered, block_size: int) -> np.ndarray:
+    """At most so many blocks at the end of each."""
+    begun = np.cumsum(np.maximum(found.tokens - found.held * block_size, 0) / block_size + 1)
+    there = np.arange(1, len(found.ends) + 1)
+    return found.distinct + begun + there * np.minimum(found.ends, found.left.max()) / block_size
+
+
+def _most_at(which: np.ndarray, found: _Ordered, block_size: int) -> int:
+    """The most blocks at some of the ends."""
+    if not len(which):
+        return 0
+    growth = _more(found.tokens + np.minimum(found.ends[which, None], found.left), found.held, block_size)
+    # those that end later are still there, and have generated as much as the time allows
+    there = np.arange(len(found.ends)) <= which[:, None]
+    return int((found.distinct[which] + (growth * there).sum(1)).max())
 
 
 def _more(tokens: np.ndarray, held: np.ndarray, block_size: int) -> np.ndarray:
