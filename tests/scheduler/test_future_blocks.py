@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_gaudi_ucm.scheduler.future_blocks import UNKNOWN, Footprint, peak_blocks
-from vllm_gaudi_ucm.scheduler.output_lengths import FEWEST_SEEN, MOST_SEEN, OutputLengths
 
 BLOCK = 4
 
@@ -72,27 +70,3 @@ def test_where_nobody_knows_when_it_begins_it_stays() -> None:
     loading = Footprint([1, 2], 8, 4, UNKNOWN)
     assert peak_blocks([loading, Footprint([3], 4, 400)], BLOCK) == 3 + 101
     assert peak_blocks([], BLOCK) == 0
-
-
-def test_lengths_are_predicted_from_longer_answers() -> None:
-    lengths = OutputLengths(quantile=0.5, least=3)
-    for length in range(FEWEST_SEEN - 1):
-        lengths.add(length)
-    assert lengths.left(0, 500) == 500, "too few were longer"
-    for length in range(100, 200):
-        lengths.add(length)
-    assert lengths.left(99, 500) == 150 - 99
-    assert lengths.left(99, 20) == 20
-    assert lengths.left(199, 500) == 500
-    assert OutputLengths(0.9, 3).left(0, 7) == 7
-
-
-@pytest.mark.parametrize("quantile", [0.1, 0.9])
-def test_only_the_latest_lengths_count(quantile: float) -> None:
-    lengths = OutputLengths(quantile, least=1)
-    for length in [5] * MOST_SEEN + [50] * MOST_SEEN:
-        lengths.add(length)
-    assert lengths.left(0, 500) == 50
-    for length in [5] * (MOST_SEEN // 2):
-        lengths.add(length)
-    assert lengths.left(0, 500) == (5 if quantile < 0.5 else 50)

@@ -16,13 +16,13 @@ class SchedulerConfig(Section):
         default="greedy",
         description="`greedy` starts a request when its prompt fits, as vLLM does, and preempts when the KV cache "
         "overflows. `exact` starts it when the cache holds all that runs to its `max_tokens`: nothing is preempted. "
-        "`predicted` takes a length that most answers so far stay below, instead of `max_tokens`.",
+        "`predicted` expects answers to be as long as those before them, instead of `max_tokens`.",
     )
-    output_quantile: Annotated[float, Field(gt=0, le=1)] = Field(
+    confidence: Annotated[float, Field(ge=0.5, le=0.999)] = Field(
         default=0.9,
-        description="With `predicted`: the share of answers that stay below the predicted length. Higher preempts "
+        description="With `predicted`: how probably the cache holds all that runs, at any one time. Higher preempts "
         "less and starts fewer.",
     )
-    least_output: Annotated[int, Field(ge=1)] = Field(
-        default=64, description="With `predicted`: tokens that every answer is expected to have still, at least."
+    least_output: Annotated[int, Field(ge=0)] = Field(
+        default=16, description="With `predicted`: tokens that every answer is expected to have still, at least."
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self
 
-from vllm_gaudi_ucm.scheduler.future_blocks import UNKNOWN, Footprint, peak_blocks
+from vllm_gaudi_ucm.scheduler.future_blocks import UNKNOWN, Footprint
 from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.scheduler.output_lengths import OutputLengths
+    from vllm_gaudi_ucm.scheduler.admission_rules import AdmissionRule
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
@@ -25,12 +25,12 @@ class Admission:
 
     Args:
         scheduler: vLLM's; read only.
-        lengths: predicts answers; None: each may have all of its `max_tokens`.
+        rule: how many blocks requests will need.
     """
 
-    def __init__(self, scheduler: Scheduler, lengths: OutputLengths | None) -> None:
+    def __init__(self, scheduler: Scheduler, rule: AdmissionRule) -> None:
         self._scheduler = scheduler
-        self._lengths = lengths
+        self._rule = rule
         self._refused: tuple[object, ...] | None = None
         self.refusals = 0
         """Answers that were no."""
@@ -42,16 +42,16 @@ class Admission:
             return True
         found = [] if hits is None else [block.block_id for block in hits.blocks[0]]
         asked = request.request_id, len(found), *(one.request_id for one in active)
-        # with the most of each answer, an end of some request alone can change the answer
-        if self._lengths is not None or asked != self._refused:
+        # where nothing changes with time, only an end of some request can make room
+        if self._rule.changes or asked != self._refused:
             self._refused = None if self._fits(request, active, manager, found) else asked
         self.refusals += self._refused is not None
         return self._refused is None
 
     def ended(self, request: Request) -> None:
         """A request has finished."""
-        if self._lengths is not None and request.status in _ENDED_BY_ITSELF:
-            self._lengths.add(request.num_output_tokens)
+        if request.status in _ENDED_BY_ITSELF:
+            self._rule.ended(request.num_output_tokens)
 
     def _fits(self, request: Request, active: list[Request], manager: KVCacheManager, hits: list[int]) -> bool:
         held = [block_ids(manager, one.request_id) for one in active]
@@ -64,14 +64,12 @@ class Admission:
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         # of requests that are gone: a connector still reads them
         others = used - len(set().union(*held))
-        in_step = self._scheduler.num_spec_tokens == 0
-        return others + peak_blocks(future, self._scheduler.block_size, in_step=in_step) < pool.num_gpu_blocks
+        return others + self._rule.peak(future) < pool.num_gpu_blocks
 
     def _footprint(self, request: Request, blocks: list[int], delay: int) -> Footprint:
         most = min(request.max_tokens - request.num_output_tokens, self._scheduler.max_model_len - request.num_tokens)
-        left = most if self._lengths is None else self._lengths.left(request.num_output_tokens, most)
         ahead = max(self._scheduler.num_lookahead_tokens, self._scheduler.num_spec_tokens)
-        return Footprint(blocks, request.num_tokens + ahead, max(left, 0), delay)
+        return Footprint(blocks, request.num_tokens + ahead, max(most, 0), delay, request.num_output_tokens)
 
     def _delays(self, requests: list[Request]) -> list[int]:
         """Steps at most until each has computed its prompt, the first ones first, beside a token of each other."""

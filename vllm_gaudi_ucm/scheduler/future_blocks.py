@@ -17,12 +17,14 @@ class Footprint(NamedTuple):
     blocks: ids of its blocks, in any order, each once; a prefix that requests share is in each of them.
     tokens: of its context as it is, those included that are still to be computed.
     left: tokens that it will generate at most. delay: steps at most until it generates the first.
+    generated: tokens of its answer so far.
     """
 
     blocks: Sequence[int]
     tokens: int
     left: int
     delay: int = 0
+    generated: int = 0
 
 
 class _Ordered(NamedTuple):
@@ -63,7 +65,7 @@ def peak_blocks(footprints: Sequence[Footprint], block_size: int, *, in_step: bo
         return int(found.distinct[-1] + _more(found.tokens + found.left, found.held, block_size).sum())
     # a bound for each end, in O(requests); only ends that may be the time of the most are then looked at
     bounds = _bounds(found, block_size)
-    first = _most_at(bounds.argmax()[None], found, block_size)
+    first = _most_at(np.array([bounds.argmax()]), found, block_size)
     return max(first, _most_at(np.flatnonzero(bounds > first), found, block_size))
 
 

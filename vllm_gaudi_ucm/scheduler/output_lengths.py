@@ -1,9 +1,11 @@
-"""How long answers of this server were, and how many tokens more an answer will probably have."""
+"""How long answers of this server were, and which of those that run will probably still run later."""
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, insort
 from collections import deque
+
+import numpy as np
 
 MOST_SEEN = 1024
 """Answers that count: the latest."""
@@ -12,34 +14,28 @@ FEWEST_SEEN = 16
 
 
 class OutputLengths:
-    """Lengths of the latest answers.
+    """Lengths of the latest answers."""
 
-    Args:
-        quantile: share of answers that stay below the prediction.
-        least: tokens that are predicted at least.
-    """
-
-    def __init__(self, quantile: float, least: int) -> None:
-        self._quantile = quantile
-        self._least = least
+    def __init__(self) -> None:
         self._latest: deque[int] = deque()
         self._sorted: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._latest)
 
     def add(self, length: int) -> None:
         """An answer has ended with so many tokens."""
         if len(self._latest) == MOST_SEEN:
-            del self._sorted[bisect_right(self._sorted, self._latest.popleft()) - 1]
+            del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
         self._latest.append(length)
         insort(self._sorted, length)
 
-    def left(self, generated: int, most: int) -> int:
-        """Tokens that an answer of `generated` tokens will have still: of the answers that were longer, a quantile.
+    def alive(self, generated: np.ndarray, later: np.ndarray) -> np.ndarray:
+        """float64 [answers, times]: the probability that an answer of so many tokens has not ended then.
 
-        most: what the request allows, the prediction where too few answers were longer.
+        generated: int64 [answers]. later: int64 [times]. 1 where too few answers were longer to say.
         """
-        first = bisect_right(self._sorted, generated)
-        longer = len(self._sorted) - first
-        if longer < FEWEST_SEEN:
-            return most
-        length = self._sorted[first + int(self._quantile * (longer - 1) + 0.5)]
-        return min(most, max(self._least, length - generated))
+        lengths = np.array(self._sorted, np.int64)
+        now = len(lengths) - np.searchsorted(lengths, generated, side="right")
+        then = len(lengths) - np.searchsorted(lengths, generated[:, None] + later, side="right")
+        return np.where(now[:, None] < FEWEST_SEEN, 1.0, then / np.maximum(now, 1)[:, None])

@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
 from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler, OnWanted
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.scheduler.admission import Admission
-from vllm_gaudi_ucm.scheduler.output_lengths import OutputLengths
+from vllm_gaudi_ucm.scheduler.admission_rules import make_rule
 from vllm_gaudi_ucm.scheduler.parts import OffloadedSteps, SchedulerPart, SparseSteps, WaitingRequests
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import shortest_sparse_context
@@ -28,11 +28,12 @@ logger = plugin_logger(__name__)
 def make_admission(scheduler: Scheduler) -> Admission | None:
     """None with `greedy`, which is vLLM's."""
     options = resolve_config(scheduler.vllm_config.additional_config).scheduler
-    if options.admission == "greedy":
+    # requests with drafts generate different numbers of tokens in a step
+    rule = make_rule(options, scheduler.block_size, in_step=scheduler.num_spec_tokens == 0)
+    if rule is None:
         return None
     logger.info("Admission %s: a request waits until the KV cache has room for its answer.", options.admission)
-    predicted = options.admission == "predicted"
-    return Admission(scheduler, OutputLengths(options.output_quantile, options.least_output) if predicted else None)
+    return Admission(scheduler, rule)
 
 
 def make_parts(scheduler: Scheduler) -> tuple[SchedulerPart, ...]:
