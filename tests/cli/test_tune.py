@@ -26,14 +26,14 @@ from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader
 
 COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
-STEPS = 7_000
+STEPS, LATER = 7_000, 4_000
 
 
 @cache
 def traffic(mix: str) -> tuple[Simulation, Steps, Steps]:
     """A mix's first steps, and those after them."""
     simulation = Simulation(MIXES[mix], COST, seed=0)
-    first, after = (Steps.of(record.bucket for record in simulation.steps(STEPS)) for _ in range(2))
+    first, after = (Steps.of(record.bucket for record in simulation.steps(count)) for count in (STEPS, LATER))
     return simulation, first, after
 
 
@@ -85,7 +85,7 @@ def test_all_later_steps_find_a_bucket(mix: str) -> None:
     """covers: B1."""
     simulation, _, _ = traffic(mix)
     buckets = tuned(mix).buckets
-    for record in Simulation(MIXES[mix], COST, seed=11).steps(STEPS):
+    for record in Simulation(MIXES[mix], COST, seed=11).steps(LATER):
         assert dominates(buckets.lookup(record.bucket), record.bucket)
     assert simulation.mix.limits == buckets.limits
 
