@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mix", choices=sorted(MIXES), action="append", help="may be repeated (default: chat, batch)")
     parser.add_argument("--steps", type=positive, default=8000, help="steps of each run (default: %(default)s)")
-    parser.add_argument("--blocks", type=float, default=0.3, help="share of the mix's KV cache (default: %(default)g)")
+    parser.add_argument("--blocks", type=float, default=0.1, help="share of the mix's KV cache (default: %(default)g)")
     parser.add_argument("--device", default="gaudi3", help="whose modelled clock runs (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="writes the figures to this file")
     parser.add_argument("--plot", type=Path, help="draws memory over time to this file (PNG, SVG, PDF)")
@@ -187,7 +187,7 @@ def _memory_over_time(axes: Axes, results: Sequence[Result]) -> None:
     axes.set_xlabel("modelled seconds", fontsize=8)
     axes.set_ylabel("%", fontsize=8)
     axes.set_ylim(0, 102)
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.legend(fontsize=8, frameon=False, loc="lower center", ncols=3)
 
 
 if __name__ == "__main__":
