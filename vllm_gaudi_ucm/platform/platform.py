@@ -18,11 +18,7 @@ from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.checks import check_places, check_request
 from vllm_gaudi_ucm.platform.features import refuse_beside_memory_mode, refuse_unsupported
-from vllm_gaudi_ucm.scheduler.scheduler_class import (
-    use_admitting_scheduler,
-    use_planning_scheduler,
-    use_sparse_scheduler,
-)
+from vllm_gaudi_ucm.scheduler.scheduler_class import need_our_scheduler, use_planning_scheduler
 from vllm_gaudi_ucm.vllm_api.engine_process import (
     OF_SERVER,
     end_start_at_sigterm,
@@ -90,9 +86,9 @@ class UcmPlatform(Platform):
         if is_ours_among(vllm_config.kv_transfer_config):
             use_planning_scheduler(vllm_config)
         if config.ucm_sparse_method is not None:
-            use_sparse_scheduler(vllm_config)
+            need_our_scheduler(vllm_config, "ucm.ucm_sparse_method")
         if config.scheduler.admission != "greedy":
-            use_admitting_scheduler(vllm_config)
+            need_our_scheduler(vllm_config, "ucm.scheduler.admission")
         if config.memory_mode.enabled:
             refuse_beside_memory_mode(vllm_config, config.memory_mode)
         if not is_engine_process():

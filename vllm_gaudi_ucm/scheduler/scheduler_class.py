@@ -15,16 +15,11 @@ logger = plugin_logger(__name__)
 _OURS = "vllm_gaudi_ucm.scheduler.scheduler"
 
 
-def use_sparse_scheduler(vllm_config: VllmConfig) -> None:
-    """Sets `scheduler_cls`, vLLM's extension point. Raises UnsupportedFeatureError where the user set another one."""
+def need_our_scheduler(vllm_config: VllmConfig, option: str) -> None:
+    """Sets `scheduler_cls`, vLLM's extension point, for an option. Raises UnsupportedFeatureError where the user set
+    another one."""
     if not _use_ours(vllm_config):
-        raise UnsupportedFeatureError("ucm.ucm_sparse_method with a scheduler of your own", "--scheduler-cls")
-
-
-def use_admitting_scheduler(vllm_config: VllmConfig) -> None:
-    """Sets it for `ucm.scheduler.admission`. Raises as `use_sparse_scheduler`."""
-    if not _use_ours(vllm_config):
-        raise UnsupportedFeatureError("ucm.scheduler.admission with a scheduler of your own", "--scheduler-cls")
+        raise UnsupportedFeatureError(f"{option} with a scheduler of your own", "--scheduler-cls")
 
 
 def use_planning_scheduler(vllm_config: VllmConfig) -> None:
