@@ -20,6 +20,8 @@ def freeze_imports() -> None:
     gc.freeze()
     for name in ("freeze", "unfreeze"):
         setattr(gc, name, lambda: None)
+    # what a test makes is small beside what was imported: one look for each thousand new objects is too often
+    gc.set_threshold(100_000)
     gc.enable()
 
 

@@ -16,6 +16,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig, strategy_section
+from vllm_gaudi_ucm.config.kv_cache_config import KvCacheConfig
 from vllm_gaudi_ucm.config.scheduler_config import SchedulerConfig
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
@@ -136,6 +137,7 @@ class UcmConfig(Section):
     graphs: GraphsConfig = Field(default=GraphsConfig(), description="Static shapes and captured graphs.")
     cpu: CpuConfig = Field(default=CpuConfig(), description="The CPU as the reference device.")
     scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="Which waiting requests begin.")
+    kv_cache: KvCacheConfig = Field(default=KvCacheConfig(), description="Which blocks requests get.")
     ucm_sparse_method: str | None = Field(
         default=None,
         description="Sparse method: `GSA`, `ESA`, `KVStar`, or a registered one. Without it every request is dense.",
@@ -164,6 +166,9 @@ class UcmConfig(Section):
             if self.scheduler.admission != "greedy":
                 wanted = "'greedy' with ucm.memory_mode, where blocks leave the device and come back"
                 raise UcmConfigError([Problem(f"{ROOT}.scheduler.admission", repr(self.scheduler.admission), wanted)])
+            if self.kv_cache.partial_hits:
+                wanted = "false with ucm.memory_mode, where blocks leave the device and come back"
+                raise UcmConfigError([Problem(f"{ROOT}.kv_cache.partial_hits", "true", wanted)])
         return self
 
     def to_dict(self) -> dict[str, Any]:

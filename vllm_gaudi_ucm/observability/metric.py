@@ -110,6 +110,12 @@ MEMORY_MODE_REPEATED = Metric(
     (),
     "First steps that were computed again, because blocks that a load had left in the store were wanted.",
 )
+MEMORY_EVENTS = Metric(
+    "gaudi_ucm_memory_events",
+    "counter",
+    ("event",),
+    "What the scheduler has done about blocks of the KV cache: copies, tokens that copies saved, waits.",
+)
 
 METRICS = (
     STEPS,
@@ -153,4 +159,5 @@ METRICS = (
     MEMORY_MODE_SCORINGS,
     MEMORY_MODE_KEPT,
     MEMORY_MODE_REPEATED,
+    MEMORY_EVENTS,
 )

@@ -12,6 +12,7 @@ from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.prefetch.stats import PrefetchStats
+    from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
     from vllm_gaudi_ucm.protocol.offload import OffloadTotals
     from vllm_gaudi_ucm.store.base import StoreStats
 
@@ -124,6 +125,21 @@ class SparseMetrics:
             series.set(checkpoints)
         for series, mass in zip(self._mass, (counts.chosen_mass, counts.mass), strict=True):
             series.set(mass)
+
+
+MEMORY_EVENTS = ("copies", "copied_tokens", "copy_waits", "admission_waits")
+
+
+class MemoryMetrics:
+    """Series of what the scheduler's side has counted, which travels to the worker with every step."""
+
+    def __init__(self, file: MetricsFile) -> None:
+        self._events = {event: file.series(metric.MEMORY_EVENTS, event) for event in MEMORY_EVENTS}
+
+    def set(self, totals: MemoryTotals) -> None:
+        """Totals since the start."""
+        for event, series in self._events.items():
+            series.set(getattr(totals, event))
 
 
 MEMORY_MODE_EVENTS = ("saved", "unsaved", "released", "loaded", "failed", "found", "stored")

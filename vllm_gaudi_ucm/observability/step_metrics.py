@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.observability.metrics_file import (
     remove_stale,
 )
 from vllm_gaudi_ucm.observability.room_metrics import (
+    MemoryMetrics,
     MemoryModeMetrics,
     NativeGraphMetrics,
     PrefetchMetrics,
@@ -89,6 +90,10 @@ class StepMetrics:
     def transfer(self) -> TransferMetrics:
         """The series of the blocks that a connector moves."""
         return TransferMetrics(self._file)
+
+    def memory(self) -> MemoryMetrics:
+        """The series of blocks that are copied; a server on which nothing of it is on shows none."""
+        return MemoryMetrics(self._file)
 
     def memory_mode(self) -> MemoryModeMetrics:
         """The series of memory mode; a server without it shows none."""

@@ -338,6 +338,12 @@ def _expert_counts(value: Any) -> Iterator[int]:
 _MODE = "with ucm.memory_mode"
 
 
+def refuse_without_prefix_cache(vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedFeatureError for `partial_hits` where nothing is kept that could be hit."""
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise UnsupportedFeatureError("ucm.kv_cache.partial_hits without a prefix cache", "--no-enable-prefix-caching")
+
+
 def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:
     """Raises UnsupportedFeatureError for what reads block tables and does not know of offloaded blocks: a KV connector
     that is not ours, and a draft model, whose layers share the tables.

@@ -17,7 +17,11 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.checks import check_places, check_request
-from vllm_gaudi_ucm.platform.features import refuse_beside_memory_mode, refuse_unsupported
+from vllm_gaudi_ucm.platform.features import (
+    refuse_beside_memory_mode,
+    refuse_unsupported,
+    refuse_without_prefix_cache,
+)
 from vllm_gaudi_ucm.scheduler.scheduler_class import need_our_scheduler, use_planning_scheduler
 from vllm_gaudi_ucm.vllm_api.engine_process import (
     OF_SERVER,
@@ -89,6 +93,9 @@ class UcmPlatform(Platform):
             need_our_scheduler(vllm_config, "ucm.ucm_sparse_method")
         if config.scheduler.admission != "greedy":
             need_our_scheduler(vllm_config, "ucm.scheduler.admission")
+        if config.kv_cache.partial_hits:
+            refuse_without_prefix_cache(vllm_config)
+            need_our_scheduler(vllm_config, "ucm.kv_cache.partial_hits")
         if config.memory_mode.enabled:
             refuse_beside_memory_mode(vllm_config, config.memory_mode)
         if not is_engine_process():

@@ -20,6 +20,7 @@ from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.execution.decoder import Decoder
 from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs, TrueShapeExecution
 from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches
+from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
@@ -179,6 +180,7 @@ def make_parts(
                 _native_graphs(model, model.draft_decoder, metrics, calls_layers),
             ),
             None if vllm_config.speculative_config is None else Verification(slot_sampler, host),
+            _make_memory(config, kv_caches, block_size, model.device, metrics),
             host,
         )
         undo.pop_all()
@@ -201,6 +203,17 @@ def _allocate(model: LoadedModel, kv_cache_config: KVCacheConfig, transfer: KvTr
     if transfer is not None:
         transfer.register(kv_caches)
     return kv_caches
+
+
+def _make_memory(
+    config: UcmConfig, kv_caches: dict[str, KvPair], block_size: int, device: Device, metrics: StepMetrics
+) -> MemoryWorker | None:
+    """None where the scheduler has no orders."""
+    if not config.kv_cache.partial_hits and config.scheduler.admission == "greedy":
+        return None
+    memory = MemoryWorker(kv_caches, block_size, device, metrics.memory())
+    memory.warm_up()
+    return memory
 
 
 def _make_execution(

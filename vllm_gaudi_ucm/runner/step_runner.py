@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.execution.bucketed_execution import DividedLogits
     from vllm_gaudi_ucm.execution.execution import Execution
+    from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
@@ -158,6 +159,7 @@ class StepRunner:
     sparse: SparseWorker | None = None
     proposer: DraftProposer | None = None
     verification: Verification | None = None
+    memory: MemoryWorker | None = None
     host: HostWork = field(default_factory=HostWork)
 
     def __post_init__(self) -> None:
@@ -172,6 +174,8 @@ class StepRunner:
             # may wait for a graph that is being warmed, which is no part of the step's times
             self._followed_by.begin_step()
         clock = StepClock()
+        if self.memory is not None:
+            self.memory.begin_step(scheduler_output)
         self.requests.update(scheduler_output)
         if self.sparse is not None:
             self.sparse.update(scheduler_output)

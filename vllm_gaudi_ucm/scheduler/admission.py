@@ -1,17 +1,17 @@
-"""Admission of waiting requests by what the KV cache will hold, and the manager of blocks that asks for it."""
+"""Admission of waiting requests by what the KV cache will hold."""
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.scheduler.future_blocks import UNKNOWN, Footprint
-from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
     from vllm_gaudi_ucm.scheduler.admission_rules import AdmissionRule
-    from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager, Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
 _ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -26,26 +26,30 @@ class Admission:
     Args:
         scheduler: vLLM's; read only.
         rule: how many blocks requests will need.
+        totals: takes the answers that were no.
     """
 
-    def __init__(self, scheduler: Scheduler, rule: AdmissionRule) -> None:
+    def __init__(self, scheduler: Scheduler, rule: AdmissionRule, totals: MemoryTotals) -> None:
         self._scheduler = scheduler
         self._rule = rule
         self._refused: tuple[object, ...] | None = None
-        self.refusals = 0
-        """Answers that were no."""
+        self._totals = totals
 
-    def allows(self, request: Request, manager: KVCacheManager, hits: KVCacheBlocks | None) -> bool:
-        """Whether `request`, which has no blocks yet, may begin. hits: blocks of the prefix cache that it would get."""
+    def allows(self, request: Request, manager: KVCacheManager, hits: KVCacheBlocks | None, hit_tokens: int) -> bool:
+        """Whether `request`, which has no blocks yet, may begin.
+
+        hits: blocks of the prefix cache that it would get, and one to copy from if `hit_tokens` end inside of it.
+        """
         active = [one for one in self._scheduler.requests.values() if holds_blocks(manager, one.request_id)]
         if not active:
             return True
-        found = [] if hits is None else [block.block_id for block in hits.blocks[0]]
+        shared = hit_tokens // self._scheduler.block_size
+        found = [] if hits is None else [block.block_id for block in hits.blocks[0][:shared]]
         asked = request.request_id, len(found), *(one.request_id for one in active)
         # where nothing changes with time, only an end of some request can make room
         if self._rule.changes or asked != self._refused:
             self._refused = None if self._fits(request, active, manager, found) else asked
-        self.refusals += self._refused is not None
+        self._totals.admission_waits += self._refused is not None
         return self._refused is None
 
     def ended(self, request: Request) -> None:
@@ -90,28 +94,6 @@ class Admission:
             RequestStatus.WAITING_FOR_REMOTE_KVS,
             RequestStatus.WAITING_FOR_STREAMING_REQ,
         )
-
-
-class AdmittingManager(KVCacheManager):
-    """vLLM's manager of blocks. A request gets its first ones when `admission` allows it to begin."""
-
-    _admission: Admission
-
-    @classmethod
-    def of(cls, manager: KVCacheManager, admission: Admission) -> Self:
-        """The same manager: it shares everything with `manager`, which must not be used any more."""
-        made = cls.__new__(cls)
-        made.__dict__.update(manager.__dict__)
-        made._admission = admission
-        return made
-
-    def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
-        if not holds_blocks(self, request.request_id):
-            hits = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else None)
-            if not self._admission.allows(request, self, hits):
-                # as where there is no room: vLLM ends its turn of waiting requests
-                return None
-        return super().allocate_slots(request, *args, **kwargs)
 
 
 def block_ids(manager: KVCacheManager, request_id: str) -> list[int]:

@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.protocol.attachments import (
     report_of,
     verified_drafts,
 )
+from vllm_gaudi_ucm.protocol.memory_orders import MemoryOrders, attach_memory_orders
 from vllm_gaudi_ucm.protocol.offload import OffloadReport
 from vllm_gaudi_ucm.sparse.options import read_extra_args
 from vllm_gaudi_ucm.vllm_api.blocks import drop_sampled_tokens, isolate_blocks, wait_for_blocks_again
@@ -21,6 +22,7 @@ from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
+    from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
@@ -85,6 +87,22 @@ class WaitingRequests(SchedulerPart):
         self._plan_prefetch(request for request in self._scheduler.waiting if request.status in _WITHOUT_BLOCKS)
 
 
+class MemorySteps(SchedulerPart):
+    """Sends what every worker is to do with blocks, with every step.
+
+    Args:
+        scheduler: vLLM's.
+        totals: what has happened.
+    """
+
+    def __init__(self, scheduler: Scheduler, totals: MemoryTotals) -> None:
+        super().__init__(scheduler)
+        self.totals = totals
+
+    def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
+        attach_memory_orders(scheduler_output, MemoryOrders(totals=msgspec.structs.replace(self.totals)))
+
+
 class SparseSteps(SchedulerPart):
     """Tells the method what happens to requests, and sends its selections with every step.
 
@@ -100,7 +118,7 @@ class SparseSteps(SchedulerPart):
     def before_adding(self, request: Request) -> None:
         # the id may be that of a request that has finished since the last step: its end is told first
         self.end(request.request_id)
-        if _may_be_sparse(request):
+        if may_be_sparse(request):
             self.begin(request)
         else:
             # a block does not say what wrote it: what sparse steps have written must not be found
@@ -213,7 +231,8 @@ class OffloadedSteps(SparseSteps):
         self.finished()
 
 
-def _may_be_sparse(request: Request) -> bool:
+def may_be_sparse(request: Request) -> bool:
+    """Whether a request leaves it to the sparse method."""
     if request.sampling_params is None:
         return False
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_gaudi_ucm.scheduler.admission import AdmittingManager
-from vllm_gaudi_ucm.scheduler.setup import make_admission, make_parts
+from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
+from vllm_gaudi_ucm.scheduler.setup import make_block_rules, make_parts
 from vllm_gaudi_ucm.vllm_api.blocks import forget_uncomputed_blocks
 from vllm_gaudi_ucm.vllm_api.scheduling import AsyncScheduler, Scheduler
 
@@ -21,13 +21,12 @@ class UcmScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.admission = make_admission(self)
-        """Which waiting requests may begin; None: those whose prompt fits."""
-        if self.admission is not None:
-            self.kv_cache_manager = AdmittingManager.of(self.kv_cache_manager, self.admission)
+        self.block_rules = make_block_rules(self)
+        if self.block_rules.are_any:
+            self.kv_cache_manager = BlockManager.of(self.kv_cache_manager, self.block_rules)
             if self.connector is not None:
                 self.connector.bind_kv_cache_manager(self.kv_cache_manager)
-        self.parts = make_parts(self)
+        self.parts = make_parts(self, self.block_rules)
 
     @property
     def sparse(self) -> UcmSparseBase | None:
@@ -57,8 +56,8 @@ class UcmScheduler(Scheduler):
         return scheduler_output
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self.admission is not None:
-            self.admission.ended(request)
+        if self.block_rules.admission is not None:
+            self.block_rules.admission.ended(request)
         return super()._free_request(request, *args, **kwargs)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:

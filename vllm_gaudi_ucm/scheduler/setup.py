@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_gaudi_ucm.config.ucm_config import block_options, blocks_ahead, idle_options, resolve_config
 from vllm_gaudi_ucm.connector.connector import UcmConnector, our_connector
 from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
 from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler, OnWanted
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.memory.partial_hits import PartialHits
+from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.admission import Admission
 from vllm_gaudi_ucm.scheduler.admission_rules import make_rule
-from vllm_gaudi_ucm.scheduler.parts import OffloadedSteps, SchedulerPart, SparseSteps, WaitingRequests
+from vllm_gaudi_ucm.scheduler.parts import (
+    MemorySteps,
+    OffloadedSteps,
+    SchedulerPart,
+    SparseSteps,
+    WaitingRequests,
+    may_be_sparse,
+)
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
@@ -21,25 +31,61 @@ from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheManager, Scheduler
+    from vllm_gaudi_ucm.vllm_api.steps import Request
 
 logger = plugin_logger(__name__)
 
 
-def make_admission(scheduler: Scheduler) -> Admission | None:
+class BlockRules(NamedTuple):
+    """What decides over blocks beside vLLM; None: it is switched off."""
+
+    admission: Admission | None
+    partial: PartialHits | None
+    totals: MemoryTotals
+
+    @property
+    def are_any(self) -> bool:
+        return self.admission is not None or self.partial is not None
+
+
+def make_block_rules(scheduler: Scheduler) -> BlockRules:
+    """What the configuration switches on."""
+    config, totals = resolve_config(scheduler.vllm_config.additional_config), MemoryTotals()
+    return BlockRules(_admission(scheduler, config, totals), _partial_hits(scheduler, config, totals), totals)
+
+
+def _partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> PartialHits | None:
+    if not config.kv_cache.partial_hits:
+        return None
+    has_method = config.ucm_sparse_method is not None
+
+    def root(request: Request) -> Hashable:
+        is_sparse = has_method and may_be_sparse(request)
+        adapter = request.lora_request.lora_name if request.lora_request else None
+        return is_sparse, request.cache_salt, adapter
+
+    logger.info("Partial hits: requests take the part of a block that agrees with their prompt as a copy.")
+    # what a connector finds may be longer than what a request would wait for
+    return PartialHits(scheduler.block_size, root, scheduler.connector is None, totals)
+
+
+def _admission(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Admission | None:
     """None with `greedy`, which is vLLM's."""
-    options = resolve_config(scheduler.vllm_config.additional_config).scheduler
+    options = config.scheduler
     # requests with drafts generate different numbers of tokens in a step
     rule = make_rule(options, scheduler.block_size, in_step=scheduler.num_spec_tokens == 0)
     if rule is None:
         return None
     logger.info("Admission %s: a request waits until the KV cache has room for its answer.", options.admission)
-    return Admission(scheduler, rule)
+    return Admission(scheduler, rule, totals)
 
 
-def make_parts(scheduler: Scheduler) -> tuple[SchedulerPart, ...]:
+def make_parts(scheduler: Scheduler, rules: BlockRules) -> tuple[SchedulerPart, ...]:
     """What is switched on, in the order in which the scheduler calls it."""
     config = resolve_config(scheduler.vllm_config.additional_config)
     parts: list[SchedulerPart] = []
+    if rules.are_any:
+        parts.append(MemorySteps(scheduler, rules.totals))
     sparse = _sparse_steps(scheduler, config)
     if sparse is not None:
         parts.append(sparse)

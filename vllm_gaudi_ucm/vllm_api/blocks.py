@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -33,7 +33,8 @@ def forget_cached_blocks(manager: "KVCacheManager", request_id: str, first: int)
     """
     (group,) = manager.coordinator.single_type_managers
     blocks = group.req_to_blocks.get(request_id, [])[first:]
-    manager.evict_blocks({block.block_id for block in blocks if not block.is_null})
+    # of the pool: what is in the blocks is right
+    manager.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
     cached = group.num_cached_block
     if request_id in cached:
         cached[request_id] = min(cached[request_id], first)
@@ -49,6 +50,15 @@ def forget_uncomputed_blocks(manager: "KVCacheManager", request: "Request", bloc
     Remove when: `Scheduler.schedule` takes these blocks out of the cache where it takes the request out of the step.
     """
     forget_cached_blocks(manager, request.request_id, request.num_computed_tokens // block_size)
+
+
+def replace_free_blocks(manager: "KVCacheManager", queue: "FreeKVCacheBlockQueue") -> None:
+    """Has a manager's pool take blocks from another queue, which holds the same ones.
+
+    Reason: vLLM makes the queue itself, and has one order in which blocks are given away.
+    Remove when: a pool can be made with a queue, or asked for blocks in an order.
+    """
+    manager.block_pool.free_block_queue = queue
 
 
 def kv_block_bytes(manager: "KVCacheManager") -> int:

@@ -1,0 +1,49 @@
+"""The queue of free blocks: which is given away next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Self
+
+from vllm_gaudi_ucm.vllm_api.scheduling import FreeKVCacheBlockQueue
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
+
+
+class FreeBlocks(FreeKVCacheBlockQueue):
+    """vLLM's queue, which says which blocks are given away, and gives those away last that are of use yet."""
+
+    _is_of_use: Callable[[KVCacheBlock], bool]
+    _reused: Callable[[Iterable[KVCacheBlock]], None]
+
+    @classmethod
+    def of(
+        cls,
+        queue: FreeKVCacheBlockQueue,
+        is_of_use: Callable[[KVCacheBlock], bool],
+        reused: Callable[[Iterable[KVCacheBlock]], None],
+    ) -> Self:
+        """The same queue, which must not be used any more.
+
+        is_of_use: of a block that is not in the prefix cache. reused: called with blocks that are given away.
+        """
+        made = cls.__new__(cls)
+        made.__dict__.update(queue.__dict__)
+        made._is_of_use, made._reused = is_of_use, reused
+        return made
+
+    def popleft(self) -> KVCacheBlock:
+        block = super().popleft()
+        self._reused([block])
+        return block
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        blocks = super().popleft_n(n)
+        self._reused(blocks)
+        return blocks
+
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Blocks that are not in the prefix cache."""
+        super().prepend_n([block for block in blocks if not self._is_of_use(block)])
+        self.append_n([block for block in blocks if self._is_of_use(block)])

@@ -1,0 +1,140 @@
+"""Blocks by the tokens that are in them, to find one whose first tokens a request has, too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
+    from vllm_gaudi_ucm.vllm_api.steps import Request
+
+MOST_COMPARED = 64
+"""Blocks that are compared with a request's tokens: the latest ones that begin alike."""
+
+Place = tuple[Hashable, int]
+"""What stands before a block (the hash of the block before it), and the block's first token."""
+
+
+class Match(NamedTuple):
+    """A block, and how many of its first tokens a request has."""
+
+    block: KVCacheBlock
+    tokens: int
+
+
+class _Held:
+    """A block and its tokens: those of a live request, which may grow, or what a request that is gone has left."""
+
+    def __init__(self, block: KVCacheBlock, place: Place, request: Request, start: int) -> None:
+        self.block = block
+        self.place = place
+        self._request: Request | None = request
+        self._start = start
+        self._left: list[int] = []
+
+    def tokens(self, most: int) -> list[int]:
+        """At most so many of its first tokens, those that are written and certain."""
+        if self._request is None:
+            return self._left[:most]
+        return _written(self._request, self._start, most)
+
+    def allotted(self, most: int) -> list[int]:
+        """The same, and those that the step that is being scheduled writes."""
+        if self._request is None:
+            return []
+        return self._request.all_token_ids[self._start : self._start + most]
+
+    def leave(self, request: Request, block_size: int) -> bool:
+        """A request is going; whether the block has any tokens then."""
+        if self._request is request:
+            self._left, self._request = _written(request, self._start, block_size), None
+        return bool(self._left) or self._request is not None
+
+
+def _written(request: Request, start: int, most: int) -> list[int]:
+    """While a step is scheduled, `num_computed_tokens` counts the steps before it alone; drafts are no known tokens."""
+    end = min(start + most, request.num_computed_tokens, request.num_tokens)
+    return request.all_token_ids[start:end] if end > start else []
+
+
+class PartialBlocks:
+    """Follows what is in each block that a request was given, as long as the block is not given to another.
+
+    Args:
+        block_size: tokens per block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        # blocks are the same objects for as long as their pool lives
+        self._held: dict[int, _Held] = {}
+        self._at: dict[Place, dict[int, _Held]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def holds(self, block: KVCacheBlock) -> bool:
+        """Whether tokens of this block are known."""
+        return id(block) in self._held
+
+    def follow(self, request: Request, root: Hashable, blocks: Sequence[KVCacheBlock], first: int) -> int:
+        """Blocks of a request, from logical block `first` on, as far as it is known what stands before them.
+
+        root: what stands before block 0. Returns the logical block to go on with.
+        """
+        known = min(len(blocks), len(request.block_hashes) + 1, -(-request.num_tokens // self._block_size))
+        for number in range(first, known):
+            start = number * self._block_size
+            before = request.block_hashes[number - 1] if number else root
+            place = (before, request.all_token_ids[start])
+            self._put(_Held(blocks[number], place, request, start))
+        return max(first, known)
+
+    def leave(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
+        """Their request is going; what it has written stays known until they are given to another one."""
+        for block in blocks:
+            held = self._held.get(id(block))
+            if held is not None and not held.leave(request, self._block_size):
+                self.forget(block)
+
+    def forget(self, block: KVCacheBlock) -> None:
+        """Something else is written to it now."""
+        held = self._held.pop(id(block), None)
+        if held is not None:
+            alike = self._at[held.place]
+            del alike[id(block)]
+            if not alike:
+                del self._at[held.place]
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._at.clear()
+
+    def find(self, before: Hashable, wanted: Sequence[int], targets: Collection[int] = ()) -> tuple[Match | None, int]:
+        """The block that has most of the tokens `wanted` after `before`; and how many a block will have that a step
+        fills which is being scheduled. targets: ids of objects, blocks that such a step copies to."""
+        alike = self._at.get((before, wanted[0]), {}) if wanted else {}
+        best, coming = None, 0
+        for held in islice(reversed(alike.values()), MOST_COMPARED):
+            count = 0 if id(held.block) in targets else _agree(held.tokens(len(wanted)), wanted)
+            if count and (best is None or count > best.tokens):
+                best = Match(held.block, count)
+            coming = max(coming, _agree(held.allotted(len(wanted)), wanted))
+            if count == len(wanted):
+                break
+        return best, coming
+
+    def _put(self, held: _Held) -> None:
+        self.forget(held.block)
+        self._held[id(held.block)] = held
+        self._at.setdefault(held.place, {})[id(held.block)] = held
+
+
+def _agree(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    for number, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return number
+    return min(len(left), len(right))

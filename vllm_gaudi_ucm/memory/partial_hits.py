@@ -1,0 +1,112 @@
+"""Prefix caching to the token: after the full blocks that vLLM finds, a part of one more block, as a copy.
+
+vLLM copies a block that a request would write to while others refer to it, if what the prefix cache has found ends
+inside of the block (`SingleTypeKVCacheManager._apply_cow`). With one kind of layer it never looks for such a block;
+here it is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.memory.partial_blocks import PartialBlocks
+from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
+    from vllm_gaudi_ucm.vllm_api.steps import Request
+
+WORTH_A_STEP = 8
+"""Tokens that a request saves at least by waiting for a block that the step fills which is being scheduled."""
+
+
+class PartialHits:
+    """Finds parts of blocks for requests that begin, and remembers what is in the blocks of all.
+
+    Args:
+        block_size: tokens per block.
+        root: what a request's first block shares with others of the same kind alone, beside its tokens.
+        waits: whether a request may wait a step for a block that is about to be filled.
+        totals: takes what happens.
+    """
+
+    def __init__(self, block_size: int, root: Callable[[Request], Hashable], waits: bool, totals: MemoryTotals) -> None:
+        self._block_size = block_size
+        self._root = root
+        self._may_wait = waits
+        self._totals = totals
+        self._blocks = PartialBlocks(block_size)
+        # by request: the logical block to follow next
+        self._next: dict[str, int] = {}
+        self._waiting: str | None = None
+        # blocks that the step which is being scheduled copies to: nothing is in them yet
+        self._targets: set[int] = set()
+
+    def begin_step(self) -> None:
+        """A step is about to be scheduled; all copies of earlier ones come before its own."""
+        self._targets.clear()
+
+    def holds(self, block: KVCacheBlock) -> bool:
+        """Whether it is worth keeping for requests to come."""
+        return self._blocks.holds(block)
+
+    def extend(self, request: Request, hits: KVCacheBlocks, num_tokens: int) -> tuple[KVCacheBlocks, int]:
+        """Full blocks that were found, and their tokens -> the same with the block to copy from, and all tokens."""
+        self._waiting = None
+        if not _can_share(request):
+            return hits, num_tokens
+        (full,) = hits.blocks
+        before = request.block_hashes[len(full) - 1] if full else self._root(request)
+        # the last token is computed for its logits
+        end = min(num_tokens + self._block_size, request.num_tokens - 1)
+        match, coming = self._blocks.find(before, request.all_token_ids[num_tokens:end], self._targets)
+        found = 0 if match is None else match.tokens
+        if self._may_wait and coming - found >= WORTH_A_STEP:
+            self._waiting = request.request_id
+        if match is None:
+            return hits, num_tokens
+        return KVCacheBlocks(([*full, match.block],)), num_tokens + found
+
+    def waits(self, request: Request) -> bool:
+        """Whether a request that was just looked up had better begin in the next step."""
+        if self._waiting != request.request_id:
+            return False
+        self._totals.copy_waits += 1
+        return True
+
+    def began(self, blocks: Sequence[KVCacheBlock], hit_tokens: int) -> None:
+        """A request has its first blocks; hit_tokens: those that were found for it."""
+        number, tokens = divmod(hit_tokens, self._block_size)
+        if tokens:
+            self._targets.add(id(blocks[number]))
+            self._totals.copies += 1
+            self._totals.copied_tokens += tokens
+
+    def allotted(self, request: Request, blocks: Sequence[KVCacheBlock], others: int) -> None:
+        """A step was allotted to a request. others: its first blocks that others computed, or a connector loads."""
+        if _can_share(request):
+            first = self._next.get(request.request_id, others)
+            self._next[request.request_id] = self._blocks.follow(request, self._root(request), blocks, first)
+
+    def leaves(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
+        """A request is about to lose its blocks."""
+        if self._next.pop(request.request_id, None) is not None:
+            self._blocks.leave(request, blocks)
+
+    def reused(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Blocks that something else will be written to, or that were found to be wrong."""
+        for block in blocks:
+            self._blocks.forget(block)
+
+    def reset(self) -> None:
+        """Nothing that was computed is right any more."""
+        self._blocks.clear()
+
+
+def _can_share(request: Request) -> bool:
+    """Tokens say all of a prompt's content, and stay what they are."""
+    return request.prompt_embeds is None and not request.mm_features and not request.resumable

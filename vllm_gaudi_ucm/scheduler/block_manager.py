@@ -1,0 +1,119 @@
+"""vLLM's manager of blocks, and what is switched on beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from vllm_gaudi_ucm.memory.free_blocks import FreeBlocks
+from vllm_gaudi_ucm.scheduler.admission import holds_blocks
+from vllm_gaudi_ucm.vllm_api.blocks import replace_free_blocks
+from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.memory.partial_hits import PartialHits
+    from vllm_gaudi_ucm.scheduler.admission import Admission
+    from vllm_gaudi_ucm.scheduler.setup import BlockRules
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
+    from vllm_gaudi_ucm.vllm_api.steps import Request
+
+
+class BlockManager(KVCacheManager):
+    """Asks whether a request may begin, and gives it parts of blocks that others have computed."""
+
+    _admission: Admission | None
+    _partial: PartialHits | None
+
+    @classmethod
+    def of(cls, manager: KVCacheManager, rules: BlockRules) -> Self:
+        """The same manager: it shares everything with `manager`, which must not be used any more."""
+        made = cls.__new__(cls)
+        made.__dict__.update(manager.__dict__)
+        made._admission, made._partial = rules.admission, rules.partial
+        partial = rules.partial
+        if partial is not None:
+            queue = manager.block_pool.free_block_queue
+            replace_free_blocks(made, FreeBlocks.of(queue, partial.holds, partial.reused))
+        return made
+
+    def new_step_starts(self) -> None:
+        super().new_step_starts()
+        if self._partial is not None:
+            self._partial.begin_step()
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+        hits, num_tokens, boundary = super().get_computed_blocks(request)
+        if self._partial is not None and self.prefix_cache_lookup_enabled(request):
+            hits, num_tokens = self._partial.extend(request, hits, num_tokens)
+        return hits, num_tokens, boundary
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> KVCacheBlocks | None:
+        """None: the request does not begin in this step, or there is no room."""
+        begins = not holds_blocks(self, request.request_id)
+        if begins and not self._may_begin(request, new_computed_blocks, num_new_computed_tokens):
+            # as where there is no room: vLLM ends its turn of waiting requests
+            return None
+        blocks = super().allocate_slots(
+            request,
+            num_new_tokens,
+            num_new_computed_tokens,
+            new_computed_blocks,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
+            delay_cache_blocks,
+            *args,
+            **kwargs,
+        )
+        if blocks is not None and self._partial is not None:
+            if begins:
+                self._partial.began(self._blocks_of(request), num_new_computed_tokens)
+            # what is still to be loaded may fail
+            if not delay_cache_blocks:
+                others = num_new_computed_tokens // self.coordinator.scheduler_block_size
+                if num_external_computed_tokens:
+                    found = num_new_computed_tokens + num_external_computed_tokens
+                    others = -(-found // self.coordinator.scheduler_block_size)
+                self._partial.allotted(request, self._blocks_of(request), others)
+        return blocks
+
+    def _may_begin(self, request: Request, hits: KVCacheBlocks | None, hit_tokens: int) -> bool:
+        if self._admission is not None and not self._admission.allows(request, self, hits, hit_tokens):
+            return False
+        return self._partial is None or not self._partial.waits(request)
+
+    def free(self, request: Request) -> None:
+        self._leaves(request)
+        super().free(request)
+
+    def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
+        self._leaves(request)
+        return super().pop_blocks_for_free(request)
+
+    def _leaves(self, request: Request) -> None:
+        if self._partial is not None:
+            self._partial.leaves(request, self._blocks_of(request))
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        super().evict_blocks(block_ids)
+        if self._partial is not None:
+            self._partial.reused(self.block_pool.blocks[block_id] for block_id in block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        is_reset = super().reset_prefix_cache()
+        if is_reset and self._partial is not None:
+            self._partial.reset()
+        return is_reset
+
+    def _blocks_of(self, request: Request) -> list[KVCacheBlock]:
+        (blocks,) = self.get_blocks(request.request_id).blocks
+        return list(blocks)
