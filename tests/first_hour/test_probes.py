@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ SERVES = {24, 27, 28, 29}
 TWO_CARDS = 21
 # They start processes, or compile for long: the simulator runs every operator of a layer in Python.
 SLOW = {8, 16, 17, 20, 21, 25, 26} | SERVES
+START_PROCESSES = {20, 21}
 QUICK_CASES = 4
 COMPILED = {5, 6, 10, 12}  # beside those that are compiled alone
 FAULTY_CARD = One(1, "", "unknown_generation")
@@ -83,13 +84,27 @@ def test_on_the_simulated_card(number: int, together: Together) -> None:
         _check(together[mode, One(number, case)], one)
 
 
+@pytest.fixture(scope="module")
+def slow_ones(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
+    """Those that compile for long."""
+    units: dict[Mode, Sequence[One]] = {"compile": [One(number) for number in sorted(SLOW - SERVES - START_PROCESSES)]}
+    found = Together(units, tmp_path_factory.mktemp("slow"))
+    yield found
+    found.close()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", sorted(SLOW - SERVES))
-def test_slow_ones_on_the_simulated_card(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", sorted(SLOW - SERVES - START_PROCESSES))
+def test_slow_ones_on_the_simulated_card(number: int, slow_ones: Together) -> None:
+    _check(slow_ones["compile", One(number)], BY_NUMBER[number], applies=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", sorted(START_PROCESSES))
+def test_those_that_start_processes(number: int, tmp_path: Path) -> None:
     """Each in a process of its own, as the command starts it."""
     result = probe(number, "compile", tmp_path, fault="two_cards" if number == TWO_CARDS else "")
-    _check(result, BY_NUMBER[number])
-    assert result.verdict is not Verdict.DOES_NOT_APPLY
+    _check(result, BY_NUMBER[number], applies=True)
 
 
 def _quick_mode(number: int) -> Mode:
@@ -97,9 +112,10 @@ def _quick_mode(number: int) -> Mode:
     return "compile" if number in COMPILED or ("eager" not in modes and "compile" in modes) else modes[0]
 
 
-def _check(result: Result, one: Probe) -> None:
+def _check(result: Result, one: Probe, applies: bool = False) -> None:
     """It ended, everything is as known, and it says something where it has a question."""
     assert result.verdict in ENDED, said(result)
+    assert not (applies and result.verdict is Verdict.DOES_NOT_APPLY)
     if one.questions and result.verdict is not Verdict.DOES_NOT_APPLY:
         assert result.data["answer"], "it has a question, and says nothing"
 
