@@ -66,6 +66,10 @@ class Step:
         """(physical block, offset) of a token."""
         return self.tables[request][position // self.block_size], position % self.block_size
 
+    def position(self, request: int, block: int, offset: int) -> int:
+        """The token of a request that is there; a foreign block raises."""
+        return self.tables[request].index(block) * self.block_size + offset
+
 
 def steps(block_sizes: tuple[int, ...] = (1, 2, 4, 16), max_requests: int = 12) -> st.SearchStrategy[Step]:
     """Any mix of decodes, fresh prompts, partial chunks and multi-row verifies, in any order, with blocks shared by

@@ -65,9 +65,8 @@ def _cached(plan: UnifiedPlan, step: Step, row: int, block: int, tokens: range) 
     """Maps (block, offset) back through the block table of the row's own request; a foreign block raises."""
     request = _request(plan, row)
     assert 0 <= tokens.start <= tokens.stop <= step.block_size
-    logical = step.tables[request].index(block)
     for offset in tokens:
-        yield row, request, logical * step.block_size + offset
+        yield row, request, step.position(request, block, offset)
 
 
 def _request(plan: UnifiedPlan, row: int) -> int:

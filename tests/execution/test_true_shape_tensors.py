@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.batch.batches import Request, Step, lay_out, steps
 from tests.batch.expand import owners, shared_pairs, unique_pairs
+from tests.batch.token_steps import TokenStep, token_steps
 from tests.ops.batch import Batch
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
@@ -62,6 +63,14 @@ def test_every_row_gets_attention_over_its_own_past(
     """covers: A1 A2 A3 A5 A9 A10 A19"""
     batch = run_step(step, contiguous_pa, causal_slice)
     assert_matches(batch, implementation, prepared=True)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@settings(max_examples=100)
+@given(step=token_steps(), causal_slice=st.sampled_from([5, 512]))
+def test_every_row_gets_attention_over_its_own_slots(implementation: str, step: TokenStep, causal_slice: int) -> None:
+    """Whatever else is in their tiles: the slots of other requests, and NaN. covers: A1 A2 A3 A5 A9"""
+    assert_matches(run_step(step, False, causal_slice), implementation, prepared=True)
 
 
 @given(step=steps(), contiguous_pa=st.sampled_from(CHOICES))

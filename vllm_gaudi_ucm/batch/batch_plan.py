@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.selection_plan import SelectionInput, SelectionPlan, plan_selection
-from vllm_gaudi_ucm.batch.sharing import CachedContexts, SharedPlan, UniquePlan
+from vllm_gaudi_ucm.batch.sharing import CachedContexts, SharedPlan, UniquePlan, divide_pairs
+from vllm_gaudi_ucm.batch.token_runs import run_pairs, run_slots
 
 NO_REMAINDERS: NDArray[np.int64] = np.zeros(0, np.int64)
 """Of a step in which no request has more rows that choose together than an ordinary graph holds."""
@@ -21,13 +22,19 @@ class BatchInput(NamedTuple):
 
     num_computed, num_scheduled: tokens whose K/V are in the cache already; tokens to compute now (>= 1).
     num_tokens: tokens known of the request (prompt and outputs); a request yields logits once all of them are computed.
-    block_tables: [requests, width] physical block ids; entries that the tokens above do not reach are undefined.
+    block_tables: [requests, width] physical block ids; entries that the tokens above do not reach are undefined. With a
+        slot for each token they are runs of slots, [requests, width, 3] of `TokenTable`.
     """
 
     num_computed: NDArray[np.int32]
     num_scheduled: NDArray[np.int32]
     num_tokens: NDArray[np.int32]
     block_tables: NDArray[np.int32]
+
+    @property
+    def has_token_tables(self) -> bool:
+        """Whether each token has a slot of its own."""
+        return self.block_tables.ndim == 3
 
     def take(self, index: NDArray[np.int64]) -> BatchInput:
         """The entries of these requests."""
@@ -96,17 +103,23 @@ def plan_batch(
     new.cumsum(out=query_start[1:])
     row_requests = np.arange(len(requests)).repeat(new)
     positions = np.arange(len(row_requests)) + (computed - query_start[:-1]).repeat(new)
-    logical = positions // block_size
-    slots = batch.block_tables[requests[row_requests], logical] * np.int64(block_size) + positions % block_size
-
     context = computed.copy()
     context[:num_single] += 1
+    if batch.has_token_tables:
+        slots = run_slots(computed, new, requests, batch.block_tables)
+    else:
+        blocks = batch.block_tables[requests[row_requests], positions // block_size]
+        slots = blocks * np.int64(block_size) + positions % block_size
     chosen = (
         None if selection is None else plan_selection(selection, requests, query_start, batch.block_tables, block_size)
     )
     left_out = None if selection is None else selection.left_out()
-    cached = CachedContexts(context, requests, batch.block_tables, query_start, num_single, block_size, left_out)
-    shared, unique = cached.plan()
+    if batch.has_token_tables:
+        pairs = run_pairs(context, requests, batch.block_tables, block_size)
+        shared, unique = divide_pairs(pairs, num_single, query_start)
+    else:
+        cached = CachedContexts(context, requests, batch.block_tables, query_start, num_single, block_size, left_out)
+        shared, unique = cached.plan()
     yields = computed + new >= batch.num_tokens[requests]
     return UnifiedPlan(
         requests=requests,
@@ -164,7 +177,7 @@ class SteadyPlanner:
     def plan(self, batch: BatchInput, selection: SelectionInput | None = None) -> UnifiedPlan:
         """What `plan_batch(batch, block_size, causal_slice, selection)` returns."""
         decode, self._decode = self._decode, None
-        if selection is not None:
+        if selection is not None or batch.has_token_tables:
             # which blocks compete changes from step to step
             return plan_batch(batch, self._block_size, self._causal_slice, selection)
         plan = None if decode is None else decode.advance(batch)

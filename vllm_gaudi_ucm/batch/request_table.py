@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.batch.token_table import TokenTable
 
 if TYPE_CHECKING:
     import torch
@@ -61,10 +62,13 @@ class RequestTable:
         max_num_seqs: rows to begin with; the table grows where preempted requests outlive their place in the batch.
         max_model_len: tokens of the longest request.
         block_size: tokens per cache block.
+        by_token: each token has a slot of its own, and `block_size` slots are what operations read as a block.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        width = -(-max_model_len // block_size)
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, *, by_token: bool = False) -> None:
+        width = 0 if by_token else -(-max_model_len // block_size)
+        self._block_size = block_size
+        self._tokens = TokenTable(max_num_seqs, block_size) if by_token else None
         self.max_model_len = max_model_len
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.block_tables = np.zeros((max_num_seqs, width), np.int32)
@@ -84,6 +88,8 @@ class RequestTable:
         for new in scheduler_output.scheduled_new_reqs:
             self._add(new)
         self._update_cached(scheduler_output.scheduled_cached_reqs)
+        if self._tokens is not None:
+            self._tokens.flush()
 
     def scheduled(self, num_scheduled_tokens: dict[str, int]) -> tuple[list[LiveRequest], BatchInput]:
         """The step's requests and the arrays that `plan_batch` takes, both in the scheduler's order."""
@@ -91,9 +97,19 @@ class RequestTable:
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
         num_scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(requests))
         num_computed = self.num_computed[rows]
-        width = int(self.num_blocks[rows].max(initial=0))
-        batch = BatchInput(num_computed, num_scheduled, self.num_tokens[rows], self.block_tables[rows, :width])
-        return requests, batch
+        return requests, BatchInput(num_computed, num_scheduled, self.num_tokens[rows], self.tables(rows))
+
+    def tables(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Of some rows of this table, as a BatchInput has them."""
+        if self._tokens is not None:
+            return self._tokens.of(rows)
+        return self.block_tables[rows, : int(self.num_blocks[rows].max(initial=0))]
+
+    def room(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[rows] tokens that the blocks or slots of some rows hold."""
+        if self._tokens is not None:
+            return self._tokens.num_slots[rows].astype(np.int64)
+        return self.num_blocks[rows].astype(np.int64) * self._block_size
 
     def write_drafts(self, drafts: dict[str, list[int]]) -> None:
         """Puts drafts behind the tokens of their requests, for one step: they count as tokens of none."""
@@ -158,7 +174,7 @@ class RequestTable:
         self.token_ids[row, : len(tokens)] = tokens
         self.num_tokens[row] = len(tokens)
         self.num_computed[row] = new.num_computed_tokens
-        self.num_blocks[row] = 0
+        self._clear_blocks(row)
         self._append_blocks(row, new.block_ids[0])
 
     def _update_cached(self, cached: CachedRequestData) -> None:
@@ -173,11 +189,19 @@ class RequestTable:
                 del request.output_token_ids[num_outputs:]
                 self.num_tokens[row] = len(request.prompt_token_ids) + num_outputs
             if request_id in cached.resumed_req_ids:
-                self.num_blocks[row] = 0
+                self._clear_blocks(row)
             if block_ids is not None:
                 self._append_blocks(row, block_ids[0])
 
+    def _clear_blocks(self, row: int) -> None:
+        self.num_blocks[row] = 0
+        if self._tokens is not None:
+            self._tokens.clear(row)
+
     def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        if self._tokens is not None:
+            self._tokens.append(row, block_ids)
+            return
         start = self.num_blocks[row]
         self.block_tables[row, start : start + len(block_ids)] = block_ids
         self.num_blocks[row] += len(block_ids)
@@ -189,6 +213,7 @@ class RequestTable:
             return
         # nothing of this request may reach the row's next owner
         self.token_ids[request.row] = 0
+        self._clear_blocks(request.row)
         self.block_tables[request.row] = 0
         self.num_tokens[request.row] = self.num_blocks[request.row] = self.num_computed[request.row] = 0
         self._free_rows.append(request.row)
@@ -203,6 +228,8 @@ class RequestTable:
         for name in ("token_ids", "block_tables", "num_blocks", "num_tokens", "num_computed"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros((size * (GROWTH - 1), *array.shape[1:]), array.dtype)]))
+        if self._tokens is not None:
+            self._tokens.grow(size * GROWTH)
         self._free_rows = list(range(size, size * GROWTH))[::-1]
 
 

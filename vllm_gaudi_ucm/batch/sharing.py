@@ -13,29 +13,31 @@ PAIR_MASK = (1 << PAIR_BITS) - 1
 
 
 class ContextPairs(NamedTuple):
-    """Every block of the cached contexts, request by request in flat order, in the order of the context.
+    """What the cached contexts have of blocks, request by request in flat order, in the order of the context.
 
     request: int64 [pairs] position of the request in flat order.
-    block: int32 [pairs] physical block id.
-    hi: int32 [pairs] the request sees tokens [0, hi) of the block.
+    key: int [pairs] physical block id; with a slot for each token the first slot that is seen, in tiles of `tile`. The
+        block id is `key // tile`. No request has a key twice.
+    hi: int32 [pairs] the request sees tokens [key % tile, hi) of the block.
     """
 
     request: NDArray[np.int64]
-    block: NDArray[np.int32]
+    key: NDArray[np.integer]
     hi: NDArray[np.int32]
+    tile: int = 1
 
     def take(self, index: NDArray[np.int64]) -> ContextPairs:
-        return ContextPairs(self.request.take(index), self.block.take(index), self.hi.take(index))
+        return ContextPairs(self.request.take(index), self.key.take(index), self.hi.take(index), self.tile)
 
 
 class SharedPairs(NamedTuple):
-    """Pairs whose block more than one row uses, ordered by block id, the pairs of a block in flat order.
+    """Pairs whose key more than one row uses, ordered by key, the pairs of a key in flat order.
 
-    pair: int64 [shared] index into the pairs of the step. block: int64 [shared] physical block id.
+    pair: int64 [shared] index into the pairs of the step. key: int64 [shared], see ContextPairs.
     """
 
     pair: NDArray[np.int64]
-    block: NDArray[np.int64]
+    key: NDArray[np.int64]
 
 
 def context_pairs(
@@ -74,16 +76,16 @@ def context_pairs(
 
 
 def shared_pairs(pairs: ContextPairs, num_single: int) -> SharedPairs:
-    """Pairs whose block more than one row uses.
+    """Pairs whose key more than one row uses.
 
-    One sort of 64-bit keys finds equal blocks and the order of their users at once. Its cost does not depend on how
-    large block ids are, and a batch that shares nothing pays for nothing else.
+    One sort of 64-bit keys finds equal keys and the order of their users at once. Its cost does not depend on how
+    large keys are, and a batch that shares nothing pays for nothing else.
 
     Args:
         pairs: all pairs of the step.
         num_single: requests [0, num_single) in flat order have one row; a block of another has several rows anyway.
     """
-    key = pairs.block.astype(np.int64)
+    key = pairs.key.astype(np.int64)
     key <<= PAIR_BITS
     key |= np.arange(len(key))
     key.sort()
@@ -144,11 +146,11 @@ def plan_shared(
         query_start: [requests + 1] first row of each request in flat order.
         room: blocks that the caller puts before these; until then no request uses them.
     """
-    pair, block = shared
+    pair, key = shared
     if not pair.size:
         return None
     request = pairs.request.take(pair)
-    first, count = _runs(block[1:] != block[:-1])
+    first, count = _runs(key[1:] != key[:-1])
     by_use = pair[first].argsort()
     place, groups = _group(_Blocks(first[by_use], count[by_use], request), query_start)
     if room:
@@ -158,10 +160,15 @@ def plan_shared(
     total = room + len(first)
     # zeros, not zeros_like: a large one comes from the system as zeros, and unused pages stay untouched
     hi = np.zeros((len(query_start) - 1, total), np.int32)
-    hi.reshape(-1)[request * total + column.repeat(count)] = pairs.hi.take(pair)
+    lo = np.zeros(hi.shape, np.int32)
+    places = request * total + column.repeat(count)
+    hi.reshape(-1)[places] = pairs.hi.take(pair)
     blocks = np.zeros(total, np.int64)
-    blocks[column] = block[first]
-    return SharedPlan(blocks, np.zeros(hi.shape, np.int32), hi, groups)
+    blocks[column] = key[first]
+    if pairs.tile > 1:
+        lo.reshape(-1)[places] = key % pairs.tile
+        blocks //= pairs.tile
+    return SharedPlan(blocks, lo, hi, groups)
 
 
 def _group(blocks: _Blocks, query_start: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[Group]]:
@@ -274,17 +281,27 @@ class UniquePlan(NamedTuple):
 
 def plan_unique(pairs: ContextPairs, shared: SharedPairs) -> UniquePlan | None:
     """The pairs that are not shared, in the order of the pairs."""
-    if len(shared.pair) == len(pairs.block):
+    if len(shared.pair) == len(pairs.key):
         return None
     if len(shared.pair):
-        unique = np.ones(len(pairs.block), np.bool_)
+        unique = np.ones(len(pairs.key), np.bool_)
         unique[shared.pair] = False
         pairs = pairs.take(unique.nonzero()[0])
     # a single row is the only row of its request and single rows come first: its row is its request's flat position
-    return UniquePlan(pairs.block.astype(np.int64), pairs.request, np.zeros(len(pairs.hi), np.int32), pairs.hi)
+    blocks, lo = pairs.key.astype(np.int64), np.zeros(len(pairs.hi), np.int32)
+    if pairs.tile > 1:
+        lo[:] = blocks % pairs.tile
+        blocks //= pairs.tile
+    return UniquePlan(blocks, pairs.request, lo, pairs.hi)
 
 
 CachedParts = tuple[SharedPlan | None, UniquePlan | None]
+
+
+def divide_pairs(pairs: ContextPairs, num_single: int, query_start: NDArray[np.int64]) -> CachedParts:
+    """Pairs that more than one row uses, and the others; see `shared_pairs` and `plan_shared`."""
+    shared = shared_pairs(pairs, num_single)
+    return plan_shared(pairs, shared, query_start), plan_unique(pairs, shared)
 
 
 class CachedContexts(NamedTuple):
@@ -312,8 +329,7 @@ class CachedContexts(NamedTuple):
 
     def _plan_all(self) -> CachedParts:
         pairs = context_pairs(self.context, self.requests, self.block_tables, self.block_size, left_out=self.left_out)
-        shared = shared_pairs(pairs, self.num_single)
-        return plan_shared(pairs, shared, self.query_start), plan_unique(pairs, shared)
+        return divide_pairs(pairs, self.num_single, self.query_start)
 
     def _plan_behind_prefix(self) -> CachedParts | None:
         """Blocks at the head of all contexts are shared by all rows: they take no part in the search for shared ones.
