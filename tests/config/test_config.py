@@ -18,6 +18,7 @@ SECTIONS = " or ".join(
         "attention",
         "cpu",
         "graphs",
+        "kv_cache",
         "memory_mode",
         "phase_log",
         "scheduler",
@@ -98,6 +99,8 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     ),
     "ucm.scheduler.confidence": ([0.5, 0.999], [0.4, 1.0, "0.9"], "number, 0.5 to 0.999"),
     "ucm.scheduler.least_output": ([0, 512], [-1, 1.5, None], "integer, at least 0"),
+    "ucm.kv_cache.granularity": (["block", "token"], ["slot", 1, None], 'one of "block", "token"'),
+    "ucm.kv_cache.max_total_token_num": ([None], [0, 1.5, True], "integer, at least 1 or null"),
     "ucm.memory_mode.enabled": ([False], [1, "yes", None], "true or false"),
     "ucm.memory_mode.resident_ratio": ([0.1, 1.0], [0.0, 1.1, None], "number, above 0 and at most 1"),
     "ucm.memory_mode.refresh_steps": ([1, 64], [0, 1.5, True], "integer, at least 1"),
@@ -284,3 +287,16 @@ def test_table_has_a_description_for_every_key() -> None:
     assert all(row.description.endswith(".") and row.type for row in describe())
     assert len(markdown_table().splitlines()) == len(describe()) + 2
     assert all(row.count("|") == 5 for row in markdown_table().splitlines())
+
+
+def test_slots_for_tokens_and_what_they_exclude() -> None:
+    """covers: A18"""
+    by_token = {"granularity": "token", "max_total_token_num": 4096}
+    assert resolve_config({"ucm": {"kv_cache": by_token}}).kv_cache.max_total_token_num == 4096
+    for options, key in (
+        ({"kv_cache": {"max_total_token_num": 4096}}, "ucm.kv_cache.max_total_token_num"),
+        ({"kv_cache": by_token, "ucm_sparse_method": "GSA"}, "ucm.ucm_sparse_method"),
+        ({"kv_cache": by_token, "attention": {"contiguous_pa": True}}, "ucm.attention.contiguous_pa"),
+    ):
+        with pytest.raises(UcmConfigError, match=key):
+            resolve_config({"ucm": options})

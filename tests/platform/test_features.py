@@ -208,6 +208,42 @@ def test_one_error_names_everything(llama: Path) -> None:
         assert name in str(error.value)
 
 
+BY_TOKEN = {"additional_config": {"ucm": {"kv_cache": {"granularity": "token"}}}}
+
+
+@pytest.mark.parametrize(
+    ("feature", "options"),
+    [
+        (
+            "the KV connector UcmConnector",
+            {"kv_transfer_config": KVTransferConfig(kv_connector="UcmConnector", kv_role="kv_both")},
+        ),
+        ("the KV connector OffloadingConnector", {"kv_offloading_size": 1.0}),
+        ("--num-gpu-blocks-override 64", {"num_gpu_blocks_override": 64}),
+    ],
+)
+def test_what_slots_for_tokens_exclude(llama: Path, feature: str, options: dict[str, Any]) -> None:
+    """covers: A18"""
+    with pytest.raises(UnsupportedFeatureError, match="granularity 'token'") as error:
+        start(llama, **BY_TOKEN, **options)
+    assert feature in str(error.value)
+
+
+def test_graphs_beside_slots_for_tokens(llama: Path) -> None:
+    """covers: A18"""
+    ucm = {"kv_cache": {"granularity": "token"}, "graphs": {"mode": "eager"}}
+    with pytest.raises(ValueError, match=r"ucm.graphs.mode: .*'eager'.* granularity 'token'"):
+        start(llama, additional_config={"ucm": ucm})
+
+
+def test_slots_are_counted_without_the_null_slot(llama: Path) -> None:
+    """However often vLLM copies its configuration."""
+    ucm = {"kv_cache": {"granularity": "token", "max_total_token_num": 4096}}
+    config = start(llama, additional_config={"ucm": ucm})
+    UcmPlatform.check_and_update_config(config)
+    assert config.cache_config.num_gpu_blocks_override == 4097
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 SPECULATION: list[tuple[str, dict[str, Any]]] = [
     ("the speculative method suffix", {"method": "suffix", "num_speculative_tokens": 2}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from vllm_gaudi_ucm.options.section import Section
@@ -15,4 +17,15 @@ class KvCacheConfig(Section):
         description="Prefix caching to the token: a request takes the part of a block that agrees with its prompt, as "
         "a copy, where it would compute up to a block's tokens again. For parallel sampling, beam search and prompts "
         "with a common start.",
+    )
+    granularity: Literal["block", "token"] = Field(
+        default="block",
+        description="What a request is given of the KV cache. `block`: blocks of `--block-size` tokens, the last one "
+        "partly empty. `token`: a slot for each token, nothing rounded up; prefixes are shared to the token. More work "
+        "for the scheduler. `--block-size` is then only what attention reads at once.",
+    )
+    max_total_token_num: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="With `granularity` `token`: slots of the KV cache, allocated at start. Without it as many as its "
+        "memory holds.",
     )

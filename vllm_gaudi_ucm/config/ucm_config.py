@@ -74,6 +74,26 @@ def check_memory_mode(
 ROOT = "ucm"
 
 
+def check_granularity(kv_cache: KvCacheConfig, method: str | None, contiguous_pa: object) -> None:
+    """Raises `UcmConfigError` for what a KV cache of single tokens excludes, and for its option without it."""
+    found: list[Problem] = []
+    if kv_cache.granularity == "block":
+        if kv_cache.max_total_token_num is not None:
+            key = f"{ROOT}.kv_cache.max_total_token_num"
+            wanted = f"null without {ROOT}.kv_cache.granularity 'token'; --num-gpu-blocks-override counts blocks"
+            found.append(Problem(key, str(kv_cache.max_total_token_num), wanted))
+    else:
+        beside = f"with {ROOT}.kv_cache.granularity 'token'"
+        if method is not None:
+            wanted = f"null {beside}: a sparse method chooses blocks, and there are none"
+            found.append(Problem(f"{ROOT}.ucm_sparse_method", repr(method), wanted))
+        if contiguous_pa is True:
+            wanted = f"'auto' or false {beside}: rows share what attention reads as a block"
+            found.append(Problem(f"{ROOT}.attention.contiguous_pa", "true", wanted))
+    if found:
+        raise UcmConfigError(found)
+
+
 class AttentionConfig(Section):
     """How Unified Attention computes its three parts."""
 
@@ -137,7 +157,7 @@ class UcmConfig(Section):
     graphs: GraphsConfig = Field(default=GraphsConfig(), description="Static shapes and captured graphs.")
     cpu: CpuConfig = Field(default=CpuConfig(), description="The CPU as the reference device.")
     scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="Which waiting requests begin.")
-    kv_cache: KvCacheConfig = Field(default=KvCacheConfig(), description="Which blocks requests get.")
+    kv_cache: KvCacheConfig = Field(default=KvCacheConfig(), description="Which blocks of the KV cache requests get.")
     ucm_sparse_method: str | None = Field(
         default=None,
         description="Sparse method: `GSA`, `ESA`, `KVStar`, or a registered one. Without it every request is dense.",
@@ -169,6 +189,7 @@ class UcmConfig(Section):
             if self.kv_cache.partial_hits:
                 wanted = "false with ucm.memory_mode, where blocks leave the device and come back"
                 raise UcmConfigError([Problem(f"{ROOT}.kv_cache.partial_hits", "true", wanted)])
+        check_granularity(self.kv_cache, self.ucm_sparse_method, self.attention.contiguous_pa)
         return self
 
     def to_dict(self) -> dict[str, Any]:

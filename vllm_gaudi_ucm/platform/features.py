@@ -275,13 +275,43 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
     ),
 )
 
-REFUSED: tuple[Feature[Any], ...] = (*OF_ENGINE, *OF_MODEL, *OF_SPECULATION, *OF_DRAFT_MODEL)
+
+def _connector(config: VllmConfig) -> str | None:
+    # vLLM sets the connector of --kv-offloading-size later
+    if config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector:
+        return config.kv_transfer_config.kv_connector
+    return "OffloadingConnector" if config.cache_config.kv_offloading_size is not None else None
+
+
+_TOKENS = "with ucm.kv_cache.granularity 'token'"
+
+OF_TOKENS: tuple[Feature[VllmConfig], ...] = (
+    Feature(
+        f"the KV connector {{found}} {_TOKENS}",
+        "--kv-transfer-config or --kv-offloading-size",
+        "stores keep blocks",
+        _connector,
+    ),
+    Feature(
+        f"a number of blocks {_TOKENS}",
+        "--num-gpu-blocks-override {found}",
+        "there are no blocks; `ucm.kv_cache.max_total_token_num` counts slots",
+        lambda c: c.cache_config.num_gpu_blocks_override,
+    ),
+)
+
+REFUSED: tuple[Feature[Any], ...] = (*OF_ENGINE, *OF_MODEL, *OF_SPECULATION, *OF_DRAFT_MODEL, *OF_TOKENS)
 """The table in docs/support.md; a test compares them."""
 
 
-def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for."""
+def refuse_unsupported(vllm_config: VllmConfig, *, by_token: bool = False) -> None:
+    """Raises one UnsupportedFeatureError that names every unsupported feature that the configuration asks for.
+
+    by_token: each token has a slot of its own in the KV cache.
+    """
     asked = list(_asked(OF_ENGINE, vllm_config))
+    if by_token:
+        asked += _asked(OF_TOKENS, vllm_config)
     if vllm_config.speculative_config is not None:
         asked += _asked_by_speculation(vllm_config.speculative_config)
     if vllm_config.model_config is not None:

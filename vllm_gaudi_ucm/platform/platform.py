@@ -11,11 +11,12 @@ from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config, is_ours_among
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import detect_device
-from vllm_gaudi_ucm.envs import merge_into_vllm, spawn_workers
+from vllm_gaudi_ucm.envs import lazy_mode, merge_into_vllm, spawn_workers
 from vllm_gaudi_ucm.execution.bucket_choice import step_memory
+from vllm_gaudi_ucm.execution.graph_kind import graph_kind
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
-from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.checks import check_places, check_request
 from vllm_gaudi_ucm.platform.features import (
     refuse_beside_memory_mode,
@@ -73,7 +74,7 @@ class UcmPlatform(Platform):
         merge_into_vllm()
         check_versions()
         config = resolve_config(vllm_config.additional_config)
-        refuse_unsupported(vllm_config)
+        cls._refuse_unsupported(vllm_config, config)
         give_engine_time_to_stop(vllm_config)
         end_start_at_sigterm(OF_SERVER)
         # in a forked engine whose worker has a process of its own, nothing else of ours runs
@@ -108,6 +109,33 @@ class UcmPlatform(Platform):
         compilation.cudagraph_capture_sizes = []
         cls._warn_of_slow_dtype(vllm_config)
         cls._bound_step_memory(vllm_config, config)
+
+    @classmethod
+    def _refuse_unsupported(cls, vllm_config: VllmConfig, config: UcmConfig) -> None:
+        """Sets the slots of `ucm.kv_cache.max_total_token_num`, too: vLLM keeps one block more, its null block."""
+        cache, slots = vllm_config.cache_config, config.kv_cache.max_total_token_num
+        if slots is not None and cache.num_gpu_blocks_override == slots + 1:
+            # set here: vLLM makes copies of its configuration, each of which comes here
+            cache.num_gpu_blocks_override = None
+        by_token = config.kv_cache.granularity == "token"
+        refuse_unsupported(vllm_config, by_token=by_token)
+        if by_token:
+            cls._refuse_graphs(vllm_config, config)
+        if slots is not None:
+            cache.num_gpu_blocks_override = slots + 1
+
+    @classmethod
+    def _refuse_graphs(cls, vllm_config: VllmConfig, config: UcmConfig) -> None:
+        """Slots may lie anywhere, so nothing but its tokens bounds the ranges that a context has, and buckets are too
+        large with room for as many."""
+        eager = vllm_config.model_config is not None and vllm_config.model_config.enforce_eager
+        kind = graph_kind(config, cls.device_type, lazy_mode(), eager)
+        if kind != "off":
+            wanted = (
+                "'off' with ucm.kv_cache.granularity 'token': no bucket holds as many ranges of blocks as scattered "
+                "slots may have"
+            )
+            raise UcmConfigError([Problem("ucm.graphs.mode", f"{config.graphs.mode!r} (here {kind!r})", wanted)])
 
     @classmethod
     def _bound_step_memory(cls, vllm_config: VllmConfig, config: UcmConfig) -> None:

@@ -187,6 +187,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache, measured after the largest steps have shown what they take."""
         budget = kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps)
+        budget = max(budget - self.model_runner.bytes_beside_slots(), 0)
         if self.cache_config.kv_cache_memory_bytes is not None:
             return budget
         # a block's summaries lie beside it
@@ -194,7 +195,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         # the block size is final only now
-        self._phase_log = PhaseLog(self._ucm.phase_log, header=self._describe(kv_cache_config.num_blocks))
+        kv_cache_config = self.model_runner.as_allocated(kv_cache_config)
+        self._phase_log = PhaseLog(self._ucm.phase_log, header=self._describe(kv_cache_config))
         self._metrics = StepMetrics.of_engine(self.vllm_config.instance_id, self.parallel_config.data_parallel_index)
         self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics)
         self._steps = self.model_runner.parts.steps
@@ -270,10 +272,11 @@ class UcmWorker(RefusedCalls, WorkerBase):
         # vLLM's way out of a loop that was asked to end; anything else is an error
         self._is_closed = isinstance(sys.exception(), SystemExit)
 
-    def _describe(self, num_blocks: int) -> dict[str, Any]:
+    def _describe(self, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
         """The phase log's header: what a reader needs to compare or replay the log."""
         static, contiguous = self.model_runner.kind != "off", self._ucm.attention.contiguous_pa
-        block_size, shared = self.cache_config.block_size, self._ucm.graphs.max_shared_blocks
+        num_blocks, block_size = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        shared = self._ucm.graphs.max_shared_blocks
         if static:
             memory = step_memory(self.vllm_config, self._ucm, self._device.kind)
             limits = server_limits(self.vllm_config, block_size, num_blocks, contiguous is True, shared, memory=memory)
@@ -282,7 +285,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return {
             "model": self.model_config.model,
             "device": self._device.name(),
-            "block_size": self.cache_config.block_size,
+            "block_size": block_size,
             "num_blocks": num_blocks,
             "max_model_len": self.model_config.max_model_len,
             "max_num_seqs": self.scheduler_config.max_num_seqs,

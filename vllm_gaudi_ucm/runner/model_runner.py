@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from vllm_gaudi_ucm.attention.backend import DEFAULT_BLOCK_SIZE
 from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
 from vllm_gaudi_ucm.graphs.runners.compiled import HPU_BACKEND, StaticCompiler
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_specs
@@ -19,6 +20,7 @@ from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
 from vllm_gaudi_ucm.runner.setup import LoadedModel, WorkerParts, make_parts
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
+from vllm_gaudi_ucm.vllm_api.kv_cache import in_tiles, per_token
 from vllm_gaudi_ucm.vllm_api.model import Attention, get_model
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class ModelRunner:
         self._parts: WorkerParts | None = None
         given = config.graphs.memory_budget
         self._memory_budget = None if given is None else int(given * GIB)
+        self._tile: int | None = None
         self.decoder: Decoder
         self._compiler: StaticCompiler | None = None
 
@@ -127,11 +130,31 @@ class ModelRunner:
         return None if self._draft_decoder is None else cast(nn.Module, self._draft_decoder.model)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return kv_cache_specs(self._vllm_config)
+        """What each layer keeps of a block as vLLM's scheduler allocates it."""
+        specs = kv_cache_specs(self._vllm_config)
+        if self._config.kv_cache.granularity == "block":
+            return specs
+        if self._tile is None:
+            # known from now on only: the engine takes its own block size from what is returned
+            given = self._vllm_config.cache_config.block_size
+            self._tile = DEFAULT_BLOCK_SIZE if given == 1 else given
+        return per_token(specs)
+
+    def as_allocated(self, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
+        """The cache in blocks as attention reads them, of which a slot for each token is a part."""
+        return kv_cache_config if self._tile is None else in_tiles(kv_cache_config, self._tile)
+
+    def bytes_beside_slots(self) -> int:
+        """Of the KV cache, at most: the dummy block, and what is left of the last block."""
+        per_slot = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+        return 0 if self._tile is None else 2 * self._tile * per_slot
 
     @torch.inference_mode()
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, phase_log: PhaseLog, metrics: StepMetrics) -> None:
-        """Makes what steps are computed with, now that the number of blocks is final; see `make_parts`."""
+        """Makes what steps are computed with, now that the number of blocks is final; see `make_parts`.
+
+        kv_cache_config: as allocated.
+        """
         model = LoadedModel(
             self._vllm_config,
             self._config,

@@ -71,6 +71,17 @@ class LoadedModel:
     memory_budget: int | None
     compiler: StaticCompiler | None
 
+    @property
+    def by_token(self) -> bool:
+        """Whether each token has a slot of its own."""
+        return self.config.kv_cache.granularity == "token"
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """With a slot for each token several rows may use one block, so none is read by its place in the cache."""
+        given = self.config.attention
+        return given.model_copy(update={"contiguous_pa": False}) if self.by_token else given
+
 
 @dataclass(frozen=True)
 class WorkerParts:
@@ -108,7 +119,7 @@ def make_parts(
     Args:
         model: that was loaded.
         sampling: slots of the requests that yield tokens.
-        kv_cache_config: vLLM's, with one group.
+        kv_cache_config: vLLM's, with one group, in blocks as attention reads them.
         phase_log, metrics: take every step.
     """
     (group,) = kv_cache_config.kv_cache_groups
@@ -120,7 +131,8 @@ def make_parts(
         if transfer is not None:
             undo.callback(transfer.close)
         kv_caches = _allocate(model, kv_cache_config, transfer)
-        requests = RequestTable(vllm_config.scheduler_config.max_num_seqs, model_config.max_model_len, block_size)
+        max_num_seqs, max_model_len = vllm_config.scheduler_config.max_num_seqs, model_config.max_model_len
+        requests = RequestTable(max_num_seqs, max_model_len, block_size, by_token=model.by_token)
         sparse = make_sparse_worker(
             config,
             vllm_config,
@@ -170,7 +182,7 @@ def make_parts(
             sparse,
             make_proposer(
                 vllm_config,
-                config.attention,
+                model.attention,
                 model.draft_decoder,
                 requests,
                 block_size,
@@ -229,10 +241,9 @@ def _make_execution(
     if static is not None:
         return static.execution, static.sampler
     graphs = _native_graphs(model, model.decoder, metrics, calls_layers)
-    attention = model.config.attention
-    return TrueShapeExecution(model.decoder, attention, block_size, model.tensors_on, sparse, graphs), VllmSampler(
-        sampler
-    )
+    return TrueShapeExecution(
+        model.decoder, model.attention, block_size, model.tensors_on, sparse, graphs
+    ), VllmSampler(sampler)
 
 
 def _native_graphs(

@@ -62,7 +62,6 @@ class DraftModelProposer:
         self._likeliest = likeliest
         self._divided = divided
         self._table = table
-        self._block_size = block_size
         self._max_model_len = min(max_model_len, table.max_model_len)
         self._planner = SteadyPlanner(block_size)
 
@@ -93,7 +92,7 @@ class DraftModelProposer:
         """
         batch = step.batch
         tokens = np.where(step.yields, self._table.num_tokens[rows], batch.num_computed + batch.num_scheduled)
-        room = np.minimum(self._table.num_blocks[rows].astype(np.int64) * self._block_size, self._max_model_len)
+        room = np.minimum(self._table.room(rows), self._max_model_len)
         # a draft is computed for the next one only
         wanted = np.minimum(step.wanted, room - tokens + 1)
         return np.minimum(tokens, room).astype(np.int64), np.where(tokens > room, 0, wanted)
@@ -104,13 +103,12 @@ class DraftModelProposer:
         """Computes tokens [begin, end) of table rows, in parts where they fit no shape; returns (index into rows, the
         likeliest next token) of those that get drafts."""
         table = self._table
-        width = int(table.num_blocks[rows].max())
         batch = BatchInput(
             num_computed=begin.astype(np.int32),
             num_scheduled=(end - begin).astype(np.int32),
             # with a token more than is computed a request yields nothing
             num_tokens=(end + ~drafts).astype(np.int32),
-            block_tables=table.block_tables[rows, :width],
+            block_tables=table.tables(rows),
         )
         divisions = self._execution.divide(batch)
         if len(divisions) == 1:
