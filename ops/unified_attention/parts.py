@@ -91,6 +91,7 @@ class UniquePart(NamedTuple):
     lo, hi: int32 [unique] token range of the block that the row sees; none if hi <= lo.
     num_rows: rows [0, num_rows) are the single rows; only these take part in the reduction from blocks to rows.
     from_first: on the host; lo is 0 everywhere.
+    num_tokens: on the host; tokens of all ranges, each of which lies inside its block. None: not known there.
     """
 
     blocks: Tensor | None
@@ -99,6 +100,7 @@ class UniquePart(NamedTuple):
     hi: Tensor
     num_rows: int
     from_first: bool = False
+    num_tokens: int | None = None
 
 
 class SelectedPart(NamedTuple):

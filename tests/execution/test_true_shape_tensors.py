@@ -29,7 +29,8 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 def run_step(step: Step, contiguous_pa: ContiguousPa, causal_slice: int, seed: int = 0) -> Batch:
     """Stages a step over caches that hold NaN wherever no request has a token, block 0 included."""
     plan = plan_batch(step.batch_input(), step.block_size, causal_slice)
-    staged = TrueShapeTensors(CPU, contiguous_pa).stage(plan, np.arange(plan.num_rows))[0]
+    by_token = isinstance(step, TokenStep)
+    staged = TrueShapeTensors(CPU, contiguous_pa, by_token=by_token).stage(plan, np.arange(plan.num_rows))[0]
     random = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:

@@ -10,6 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.batch.batches import Request as Scheduled
+from tests.batch.token_steps import TokenStep, token_steps
+from tests.execution.test_true_shape_tensors import run_step
 from tests.ops import test_garbage
 from tests.ops.batch import Memory, Request, Shape, build, requests_strategy, sparse_requests_strategy
 from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
@@ -38,6 +41,29 @@ def _scaled(block_size: int) -> list[Request]:
 def test_any_batch_equals_the_oracle(requests: list[Request], shape: Shape) -> None:
     """covers: A1, A2, A5, A9, A10, A11."""
     assert_matches(build(requests, shape), "cuda")
+
+
+@given(step=token_steps())
+@settings(COMMON, max_examples=examples(200))
+def test_the_token_table_of_any_step(step: TokenStep) -> None:
+    """Single rows read slots, wherever they lie, and nothing else of their blocks. covers: A5, A9, A11."""
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_plan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_plan, "SCATTERED", 0)
+        assert_matches(run_step(step, False, 512), "cuda", prepared=True)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 40])
+def test_scattered_tokens_are_read_by_slot(stride: int) -> None:
+    """Contiguous ones fill their blocks; with gaps between them each would be a range of its own."""
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import make_plan
+
+    tables = [list(range(1 + first, 1 + first + 33 * stride, stride)) for first in (0, 16 * 83)]
+    step = TokenStep([Scheduled(32, 1), Scheduled(30, 1)], tables, 16, 200)
+    batch = run_step(step, False, 512)
+    assert (make_plan(batch.parts, 16).tokens is not None) == (stride > 1)
+    assert_matches(batch, "cuda", prepared=True)
 
 
 @given(requests=sparse_requests_strategy(block_size=4), shape=shapes())

@@ -311,6 +311,7 @@ class TrueShapeTensors:
             choose by bytes ("auto"), so that prefix caching and contiguous KV work together.
         choices: sizes of the choices of a sparse method, where one is on.
         table: what a step has.
+        by_token: entries of the unique part may be few tokens of a block, so that these are counted.
     """
 
     def __init__(
@@ -319,7 +320,10 @@ class TrueShapeTensors:
         contiguous_pa: ContiguousPa = "auto",
         choices: SelectionLimits | None = None,
         table: Sequence[StepTensor] = STEP_TENSORS,
+        *,
+        by_token: bool = False,
     ) -> None:
+        self._by_token = by_token
         self._device = device
         self._is_host = device.type == "cpu"
         self._contiguous_pa = contiguous_pa
@@ -374,7 +378,9 @@ class TrueShapeTensors:
             shared = SharedPart(tensors["shared_blocks"], tensors["row_spans"], *ranges, groups)
         if plan.unique is not None:
             ranges = tensors["unique_lo"], tensors["unique_hi"]
-            unique = UniquePart(tensors.get("unique_blocks"), tensors["unique_rows"], *ranges, plan.num_single)
+            count = int((plan.unique.hi - plan.unique.lo).sum()) if self._by_token else None
+            blocks, rows = tensors.get("unique_blocks"), tensors["unique_rows"]
+            unique = UniquePart(blocks, rows, *ranges, plan.num_single, num_tokens=count)
         return AttentionParts(causal, shared, unique)
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:

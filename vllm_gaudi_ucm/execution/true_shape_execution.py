@@ -39,6 +39,7 @@ class TrueShapeExecution:
         device: where the model runs.
         sparse: a sparse method, where one is on.
         graphs: of small steps, on a CPU.
+        by_token: each token has a slot of its own.
 
     Raises:
         ValueError: kernels that are not for this device, or cannot be built here.
@@ -55,6 +56,8 @@ class TrueShapeExecution:
         device: torch.device,
         sparse: SparseWorker | None = None,
         graphs: NativeGraphs | None = None,
+        *,
+        by_token: bool = False,
     ) -> None:
         self._decoder = decoder
         self._implementation = _checked(config.implementation, device)
@@ -63,7 +66,7 @@ class TrueShapeExecution:
         self._device = device
         self._sparse = sparse
         limits = None if sparse is None else sparse.limits
-        self._tensors = TrueShapeTensors(device, config.contiguous_pa, limits)
+        self._tensors = TrueShapeTensors(device, config.contiguous_pa, limits, by_token=by_token)
         self._inputs: StepInputs
         self._metadata: UnifiedAttentionMetadata
         self._hidden: torch.Tensor

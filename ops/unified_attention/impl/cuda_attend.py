@@ -74,7 +74,7 @@ def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[
     has_others = has_shared or plan.starts is not None or plan.selected is not None
     if parts.unique is not None and plan.unique is not None and parts.unique.num_rows:
         beside = plan.unique.order.shape[0] <= BALANCED * listed_pairs(layer, parts.shared)
-        work.append(unique(layer, plan, plan.unique, beside, alone=not has_others))
+        work.append(unique(layer, plan, beside, alone=not has_others))
     if has_shared and parts.shared is not None:
         work.append(shared(layer, plan, parts.shared, beside=bool(work)))
     if parts.selected is not None and plan.selected is not None:

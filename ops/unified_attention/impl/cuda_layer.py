@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -73,6 +73,15 @@ class Layer:
 
     def cache_strides(self) -> tuple[int, ...]:
         return (*self.key_cache.stride()[:3], *self.value_cache.stride()[:3])
+
+    def by_slot(self) -> Layer | None:
+        """The layer with caches of blocks of one token; None where blocks do not lie behind each other."""
+        caches = []
+        for cache in (self.key_cache, self.value_cache):
+            if cache.stride(0) != cache.shape[1] * cache.stride(1):
+                return None
+            caches.append(cache.flatten(0, 1)[:, None])
+        return replace(self, key_cache=caches[0], value_cache=caches[1])
 
     def tokens_per_tile(self, stage: int) -> int:
         """Keys per step of a loop that holds `stage` bytes of keys and values."""

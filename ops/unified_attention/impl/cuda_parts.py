@@ -198,20 +198,26 @@ MANY_SPANS = 64
 FINAL_TOKENS = 256
 
 
-def unique(layer: Layer, plan: CudaPlan, lists: Lists, beside: bool, alone: bool) -> Work:
-    """The single rows with their unique blocks. beside: leaves room for the shared part.
+def unique(layer: Layer, plan: CudaPlan, beside: bool, alone: bool) -> Work:
+    """The single rows with their unique blocks, or their slots where the plan has a token table.
 
-    alone: the step has no other part; a short context then goes directly to the result.
+    beside: leaves room for the shared part. alone: the step has no other part; a short context then goes directly to
+        the result.
     """
-    if alone and lists.blocks.shape[0] * plan.block_size <= FINAL_TOKENS:
-        return _finished(layer, plan, lists)
+    lists, size = plan.unique, plan.block_size
+    assert lists is not None, "a step without unique blocks has no such part"
+    slots = None if plan.tokens is None else layer.by_slot()
+    if slots is not None and plan.tokens is not None:
+        layer, lists, size = slots, plan.tokens, 1
+    if alone and lists.blocks.shape[0] * size <= FINAL_TOKENS:
+        return _finished(layer, lists, size)
     place = plan.kept(("unique place", layer.rows), lambda: unique_place(lists, layer.rows))
-    return _spans(layer, plan, "unique", place, lists, lists.blocks, 1, (None, None), beside)
+    return _spans(layer, plan, "unique", place, lists, lists.blocks, 1, (None, None), beside, size)
 
 
-def _finished(layer: Layer, plan: CudaPlan, lists: Lists) -> Work:
+def _finished(layer: Layer, lists: Lists, block_size: int) -> Work:
     """One program per row, with all of its blocks, straight to the result."""
-    sizes = {**layer.sizes(), **spans_tile(layer, 1).sizes(), "BLOCK_SIZE": plan.block_size}
+    sizes = {**layer.sizes(), **spans_tile(layer, 1).sizes(), "BLOCK_SIZE": block_size}
 
     def launch() -> None:
         attend_rows[(layer.rows, layer.kv_heads)](
@@ -240,17 +246,19 @@ def _spans(
     rows: int,
     spans: tuple[Tensor | None, Tensor | None],
     beside: bool = False,
+    block_size: int | None = None,
 ) -> Work:
     """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i."""
+    block_size = block_size or plan.block_size
     many = spans[0] is None and lists.num_lists >= MANY_SPANS
-    flat = flat_spans_tile(layer, plan.block_size, beside) if many else None
+    flat = flat_spans_tile(layer, block_size, beside) if many else None
     tile = flat or spans_tile(layer, rows)
     programs = programs_of(layer, blocks.shape[0], beside, flat is not None)
     found = room_for(layer, plan, part, place, lists.offsets, programs, rows)
     tensors = (layer.query, layer.key_cache, layer.value_cache, blocks, lists.lo, lists.hi, lists.offsets)
     results = (found.acc, found.top, found.total, layer.scale, lists.num_lists)
     strides = (*layer.query.stride()[:2], *layer.cache_strides())
-    sizes = {**layer.sizes(), **tile.sizes(), "BLOCK_SIZE": plan.block_size}
+    sizes = {**layer.sizes(), **tile.sizes(), "BLOCK_SIZE": block_size}
     general = {"ROWS": rows, "SINGLE": spans[0] is None, "LISTS": lists_size(lists.num_lists)}
     early = merges_early(layer, programs)
 
