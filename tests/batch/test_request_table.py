@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.sched.output import CachedRequestData
 
 from tests.batch.scheduling import Known, RandomScheduler, new_request, step_output
+from tests.batch.token_steps import slots_of
 from vllm_gaudi_ucm.batch.request_table import RequestTable
 
 BLOCK_SIZE = 4
@@ -59,6 +60,31 @@ def test_the_table_follows_any_schedule(rng: random.Random, max_num_seqs: int) -
     table.check_integrity()
     for array in (table.token_ids, table.block_tables, table.num_tokens, table.num_blocks, table.num_computed):
         assert not array.any()
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(1, 6), st.sampled_from([1, 4, 16]))
+def test_token_tables_follow_any_schedule(rng: random.Random, max_num_seqs: int, tile: int) -> None:
+    """covers: A6 A7 D7"""
+    table = RequestTable(max_num_seqs, 24, tile, by_token=True)
+    scheduler = RandomScheduler(rng, 1, 24)
+    for _ in range(25):
+        output = scheduler.step()
+        table.update(output)
+        table.check_integrity()
+        requests, batch = table.scheduled(output.num_scheduled_tokens)
+        room = table.room(np.array([request.row for request in requests], np.int64))
+        for index, (request_id, count) in enumerate(output.num_scheduled_tokens.items()):
+            known = scheduler.running[request_id]
+            assert known.computed + count <= room[index] == len(known.blocks)
+            assert slots_of(batch.block_tables[index], len(known.blocks), tile) == known.blocks
+            token = rng.randrange(1, 1000) if known.computed + count == len(known.tokens) else None
+            scheduler.after(request_id, count, token)
+            if token is not None:
+                table.append_token(table.requests[request_id], token)
+    table.update(step_output({}, finished={**scheduler.running, **scheduler.preempted}))
+    table.check_integrity()
+    assert not table.room(np.arange(len(table.num_tokens))).any()
 
 
 def table_with(*requests: Known, max_num_seqs: int = 4) -> RequestTable:

@@ -9,22 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.batch.token_steps import LAYOUTS, lay_out_slots
-from vllm_gaudi_ucm.batch.token_table import BEGIN, NEVER, TokenTable
-
-
-def slots_of(runs: np.ndarray, num_slots: int, tile: int) -> list[int]:
-    """Every slot, as vLLM numbers it, from runs of one request."""
-    used = [run for run in runs.tolist() if run[BEGIN] != NEVER]
-    ends = [*(begin for _, begin, _ in used[1:]), num_slots][: len(used)]
-    slots = []
-    for (first, begin, step), end in zip(used, ends, strict=True):
-        run = [first + step * offset for offset in range(end - begin)]
-        assert run
-        assert begin == len(slots)
-        assert len({slot // tile for slot in run}) == 1, "a run lies in one tile"
-        slots += [slot - tile + 1 for slot in run]
-    return slots
+from tests.batch.token_steps import LAYOUTS, lay_out_slots, slots_of
+from vllm_gaudi_ucm.batch.token_table import TokenTable
 
 
 @given(st.sampled_from(LAYOUTS), st.sampled_from([1, 2, 4, 128]), st.integers(1, 5), st.randoms(use_true_random=False))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.batch.batches import Step, steps
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput
-from vllm_gaudi_ucm.batch.token_table import TokenTable
+from vllm_gaudi_ucm.batch.token_table import BEGIN, NEVER, TokenTable
 
 LAYOUTS = ("contiguous", "descending", "interleaved", "disturbed", "scattered")
 
@@ -74,3 +74,17 @@ def lay_out_slots(tables: list[list[int]], layout: str, seed: int) -> list[list[
     begin = rng.randrange(20)
     renamed = {slot: begin + number for slot, number in zip(slots, numbers, strict=True)}
     return [[renamed[slot] for slot in table] for table in tables]
+
+
+def slots_of(runs: np.ndarray, num_slots: int, tile: int) -> list[int]:
+    """Every slot, as vLLM numbers it, from runs of one request."""
+    used = [run for run in runs.tolist() if run[BEGIN] != NEVER]
+    ends = [*(begin for _, begin, _ in used[1:]), num_slots][: len(used)]
+    slots = []
+    for (first, begin, step), end in zip(used, ends, strict=True):
+        run = [first + step * offset for offset in range(end - begin)]
+        assert run
+        assert begin == len(slots)
+        assert len({slot // tile for slot in run}) == 1, "a run lies in one tile"
+        slots += [slot - tile + 1 for slot in run]
+    return slots

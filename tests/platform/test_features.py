@@ -232,7 +232,7 @@ def test_what_slots_for_tokens_exclude(llama: Path, feature: str, options: dict[
 def test_graphs_beside_slots_for_tokens(llama: Path) -> None:
     """covers: A18"""
     ucm = {"kv_cache": {"granularity": "token"}, "graphs": {"mode": "eager"}}
-    with pytest.raises(ValueError, match=r"ucm.graphs.mode: .*'eager'.* granularity 'token'"):
+    with pytest.raises(ValueError, match=r"ucm.graphs.mode: .*'eager'.*granularity 'token'"):
         start(llama, additional_config={"ucm": ucm})
 
 

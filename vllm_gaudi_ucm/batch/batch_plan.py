@@ -178,7 +178,7 @@ class SteadyPlanner:
         """What `plan_batch(batch, block_size, causal_slice, selection)` returns."""
         decode, self._decode = self._decode, None
         if selection is not None or batch.has_token_tables:
-            # which blocks compete changes from step to step
+            # which blocks compete changes from step to step, and so do the runs of a token table
             return plan_batch(batch, self._block_size, self._causal_slice, selection)
         plan = None if decode is None else decode.advance(batch)
         if plan is None:
