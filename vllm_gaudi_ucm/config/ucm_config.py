@@ -90,6 +90,9 @@ def check_granularity(kv_cache: KvCacheConfig, method: str | None, contiguous_pa
         if contiguous_pa is True:
             wanted = f"'auto' or false {beside}: rows share what attention reads as a block"
             found.append(Problem(f"{ROOT}.attention.contiguous_pa", "true", wanted))
+        if kv_cache.partial_hits:
+            wanted = f"false {beside}, which shares prefixes to the token without copies"
+            found.append(Problem(f"{ROOT}.kv_cache.partial_hits", "true", wanted))
     if found:
         raise UcmConfigError(found)
 
