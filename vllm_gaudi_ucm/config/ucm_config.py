@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig, strategy_section
 from vllm_gaudi_ucm.config.kv_cache_config import KvCacheConfig
+from vllm_gaudi_ucm.config.preemption_config import PreemptionConfig
 from vllm_gaudi_ucm.config.scheduler_config import SchedulerConfig
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
@@ -74,9 +75,9 @@ def check_memory_mode(
 ROOT = "ucm"
 
 
-def check_granularity(kv_cache: KvCacheConfig, method: str | None, contiguous_pa: object) -> None:
+def check_granularity(config: UcmConfig) -> None:
     """Raises `UcmConfigError` for what a KV cache of single tokens excludes, and for its option without it."""
-    found: list[Problem] = []
+    kv_cache, found = config.kv_cache, []
     if kv_cache.granularity == "block":
         if kv_cache.max_total_token_num is not None:
             key = f"{ROOT}.kv_cache.max_total_token_num"
@@ -84,15 +85,32 @@ def check_granularity(kv_cache: KvCacheConfig, method: str | None, contiguous_pa
             found.append(Problem(key, str(kv_cache.max_total_token_num), wanted))
     else:
         beside = f"with {ROOT}.kv_cache.granularity 'token'"
-        if method is not None:
+        if config.ucm_sparse_method is not None:
             wanted = f"null {beside}: a sparse method chooses blocks, and there are none"
-            found.append(Problem(f"{ROOT}.ucm_sparse_method", repr(method), wanted))
-        if contiguous_pa is True:
+            found.append(Problem(f"{ROOT}.ucm_sparse_method", repr(config.ucm_sparse_method), wanted))
+        if config.attention.contiguous_pa is True:
             wanted = f"'auto' or false {beside}: rows share what attention reads as a block"
             found.append(Problem(f"{ROOT}.attention.contiguous_pa", "true", wanted))
         if kv_cache.partial_hits:
             wanted = f"false {beside}, which shares prefixes to the token without copies"
             found.append(Problem(f"{ROOT}.kv_cache.partial_hits", "true", wanted))
+        if config.preemption.swaps:
+            wanted = f"'recompute' {beside}: each slot would be a copy of its own"
+            found.append(Problem(f"{ROOT}.preemption.mode", repr(config.preemption.mode), wanted))
+    if found:
+        raise UcmConfigError(found)
+
+
+def refuse_others(config: UcmConfig) -> None:
+    """Raises `UcmConfigError` for what decides over blocks, too, beside memory mode."""
+    beside = "with ucm.memory_mode, where blocks leave the device and come back"
+    found: list[Problem] = []
+    if config.scheduler.admission != "greedy":
+        found.append(Problem(f"{ROOT}.scheduler.admission", repr(config.scheduler.admission), f"'greedy' {beside}"))
+    if config.kv_cache.partial_hits:
+        found.append(Problem(f"{ROOT}.kv_cache.partial_hits", "true", f"false {beside}"))
+    if config.preemption.swaps:
+        found.append(Problem(f"{ROOT}.preemption.mode", repr(config.preemption.mode), f"'recompute' {beside}"))
     if found:
         raise UcmConfigError(found)
 
@@ -161,6 +179,9 @@ class UcmConfig(Section):
     cpu: CpuConfig = Field(default=CpuConfig(), description="The CPU as the reference device.")
     scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="Which waiting requests begin.")
     kv_cache: KvCacheConfig = Field(default=KvCacheConfig(), description="Which blocks of the KV cache requests get.")
+    preemption: PreemptionConfig = Field(
+        default=PreemptionConfig(), description="What becomes of the KV of requests that are preempted."
+    )
     ucm_sparse_method: str | None = Field(
         default=None,
         description="Sparse method: `GSA`, `ESA`, `KVStar`, or a registered one. Without it every request is dense.",
@@ -186,13 +207,8 @@ class UcmConfig(Section):
             self.ucm_sparse_config.options(self.ucm_sparse_method, f"{ROOT}.ucm_sparse_config")
         if self.memory_mode.enabled:
             check_memory_mode(self.memory_mode, self.ucm_sparse_method, self.ucm_sparse_config, f"{ROOT}.memory_mode")
-            if self.scheduler.admission != "greedy":
-                wanted = "'greedy' with ucm.memory_mode, where blocks leave the device and come back"
-                raise UcmConfigError([Problem(f"{ROOT}.scheduler.admission", repr(self.scheduler.admission), wanted)])
-            if self.kv_cache.partial_hits:
-                wanted = "false with ucm.memory_mode, where blocks leave the device and come back"
-                raise UcmConfigError([Problem(f"{ROOT}.kv_cache.partial_hits", "true", wanted)])
-        check_granularity(self.kv_cache, self.ucm_sparse_method, self.attention.contiguous_pa)
+            refuse_others(self)
+        check_granularity(self)
         return self
 
     def to_dict(self) -> dict[str, Any]:

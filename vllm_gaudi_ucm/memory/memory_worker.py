@@ -5,12 +5,15 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
+from vllm_gaudi_ucm.memory.swap_space import SwapSpace
 from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks
-from vllm_gaudi_ucm.protocol.memory_orders import memory_orders_of
+from vllm_gaudi_ucm.protocol.memory_orders import attach_link_speed, memory_orders_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +21,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.kv_cache.pair import KvPair
     from vllm_gaudi_ucm.observability.room_metrics import MemoryMetrics
-    from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
+    from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed
+    from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 
 class MemoryWorker:
@@ -29,27 +33,65 @@ class MemoryWorker:
         block_size: tokens per block.
         device: where the caches are.
         metrics: where the scheduler's figures go.
+        host_memory: bytes for blocks of preempted requests; None: they are computed again.
     """
 
-    def __init__(self, caches: Mapping[str, KvPair], block_size: int, device: Device, metrics: MemoryMetrics) -> None:
+    def __init__(
+        self,
+        caches: Mapping[str, KvPair],
+        block_size: int,
+        device: Device,
+        metrics: MemoryMetrics,
+        host_memory: int | None = None,
+    ) -> None:
         tensors = [blocks for pair in caches.values() for blocks in in_blocks(pair, block_size)]
         # what has one shape is copied together; a draft model's layers have another one
         self._runs = [list(run) for _, run in groupby(tensors, key=lambda blocks: (blocks.shape[1:], blocks.dtype))]
         self._device = device
         self._metrics = metrics
+        self._swaps: SwapSpace | None = None
+        if host_memory is not None:
+            block_bytes = sum(blocks[0].nbytes for blocks in tensors)
+            self._swaps = SwapSpace(self._runs, device, host_memory // block_bytes)
+        self._unsaid: LinkSpeed | None = None
 
-    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Before the request table knows the step, and before anything is loaded or computed."""
+    def begin_step(self, scheduler_output: SchedulerOutput) -> NDArray[np.int64]:
+        """Before the request table knows the step, and before anything is loaded or computed.
+
+        Returns int64 [n]: blocks that were not computed here since the last step.
+        """
+        orders = memory_orders_of(scheduler_output)
+        restored: list[int] = []
+        if orders is not None and self._swaps is not None:
+            # blocks that leave are given to others in the same step
+            self._swaps.store(orders.swap_outs)
+            # before the copies: parts of blocks that come back may be copied for others at once
+            self._swaps.load(orders.swap_ins)
+            restored = [block for _, block in orders.swap_ins]
         copies = scheduler_output.kv_cache_block_copies
         if copies:
             self._copy(torch.tensor(copies, dtype=torch.int64))
-        orders = memory_orders_of(scheduler_output)
         if orders is not None:
-            self._metrics.set(orders.totals)
+            self._metrics.set(orders.totals, orders.rates)
+        return np.array(restored, np.int64)
+
+    def attach_report(self, output: ModelRunnerOutput) -> None:
+        """After a step: tells the scheduler what was measured, once."""
+        if self._unsaid is not None:
+            attach_link_speed(output, self._unsaid)
+            self._unsaid = None
 
     def warm_up(self) -> None:
-        """Copies to the dummy block, so that a Gaudi has compiled a copy before a request waits."""
+        """Copies to the dummy block, so that a Gaudi has compiled a copy before a request waits; measures those to the
+        host."""
         self._copy(torch.tensor([[DUMMY_BLOCK + 1, DUMMY_BLOCK]]))
+        if self._swaps is not None:
+            self._unsaid = self._swaps.measure()
+
+    def close(self) -> None:
+        """Ends its thread."""
+        if self._swaps is not None:
+            self._swaps.close()
 
     def _copy(self, pairs: torch.Tensor) -> None:
         """pairs: int64 [n, 2] (from, to)."""

@@ -114,7 +114,13 @@ MEMORY_EVENTS = Metric(
     "gaudi_ucm_memory_events",
     "counter",
     ("event",),
-    "What the scheduler has done about blocks of the KV cache: copies, tokens that copies saved, waits.",
+    "What the scheduler has done about blocks of the KV cache: copies, tokens that copies saved, waits, swaps.",
+)
+MEMORY_RATES = Metric(
+    "gaudi_ucm_memory_rates",
+    "gauge",
+    ("rate",),
+    "Measured for ucm.preemption: prompt tokens per second, and bytes per second to host memory and back.",
 )
 
 METRICS = (
@@ -160,4 +166,5 @@ METRICS = (
     MEMORY_MODE_KEPT,
     MEMORY_MODE_REPEATED,
     MEMORY_EVENTS,
+    MEMORY_RATES,
 )

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.prefetch.stats import PrefetchStats
-    from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
+    from vllm_gaudi_ucm.protocol.memory_orders import MemoryRates, MemoryTotals
     from vllm_gaudi_ucm.protocol.offload import OffloadTotals
     from vllm_gaudi_ucm.store.base import StoreStats
 
@@ -127,7 +127,19 @@ class SparseMetrics:
             series.set(mass)
 
 
-MEMORY_EVENTS = ("copies", "copied_tokens", "copy_waits", "admission_waits")
+MEMORY_EVENTS = (
+    "copies",
+    "copied_tokens",
+    "copy_waits",
+    "admission_waits",
+    "swapped_out",
+    "swapped_in",
+    "swap_out_bytes",
+    "swap_in_bytes",
+    "swap_refusals",
+    "recomputed_tokens",
+)
+MEMORY_RATES = ("prefill", "to_host", "from_host")
 
 
 class MemoryMetrics:
@@ -135,11 +147,16 @@ class MemoryMetrics:
 
     def __init__(self, file: MetricsFile) -> None:
         self._events = {event: file.series(metric.MEMORY_EVENTS, event) for event in MEMORY_EVENTS}
+        self._rates = {rate: file.series(metric.MEMORY_RATES, rate) for rate in MEMORY_RATES}
 
-    def set(self, totals: MemoryTotals) -> None:
-        """Totals since the start."""
+    def set(self, totals: MemoryTotals, rates: MemoryRates) -> None:
+        """Totals since the start, and what was measured."""
         for event, series in self._events.items():
             series.set(getattr(totals, event))
+        for rate, series in self._rates.items():
+            if getattr(rates, rate):
+                # a gauge that was never set is not shown
+                series.set(getattr(rates, rate))
 
 
 MEMORY_MODE_EVENTS = ("saved", "unsaved", "released", "loaded", "failed", "found", "stored")

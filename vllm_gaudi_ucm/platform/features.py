@@ -374,6 +374,17 @@ def refuse_without_prefix_cache(vllm_config: VllmConfig) -> None:
         raise UnsupportedFeatureError("ucm.kv_cache.partial_hits without a prefix cache", "--no-enable-prefix-caching")
 
 
+def refuse_beside_swaps(vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedFeatureError for a KV connector: which blocks a resumed request gets is its decision, too, and
+    with a store in host memory it has a copy of them already."""
+    transfer, offloaded = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size
+    if transfer is not None or offloaded is not None:
+        # vLLM sets the connector of the flag later
+        named = transfer is not None and transfer.kv_connector
+        asked_by = "--kv-transfer-config" if named else "--kv-offloading-size"
+        raise UnsupportedFeatureError("a KV connector with ucm.preemption.mode swap or auto", asked_by)
+
+
 def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:
     """Raises UnsupportedFeatureError for what reads block tables and does not know of offloaded blocks: a KV connector
     that is not ours, and a draft model, whose layers share the tables.

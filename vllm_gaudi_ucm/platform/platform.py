@@ -20,6 +20,7 @@ from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFe
 from vllm_gaudi_ucm.platform.checks import check_places, check_request
 from vllm_gaudi_ucm.platform.features import (
     refuse_beside_memory_mode,
+    refuse_beside_swaps,
     refuse_unsupported,
     refuse_without_prefix_cache,
 )
@@ -97,6 +98,9 @@ class UcmPlatform(Platform):
         if config.kv_cache.partial_hits:
             refuse_without_prefix_cache(vllm_config)
             need_our_scheduler(vllm_config, "ucm.kv_cache.partial_hits")
+        if config.preemption.swaps:
+            refuse_beside_swaps(vllm_config)
+            need_our_scheduler(vllm_config, "ucm.preemption.mode")
         if config.memory_mode.enabled:
             refuse_beside_memory_mode(vllm_config, config.memory_mode)
         if not is_engine_process():

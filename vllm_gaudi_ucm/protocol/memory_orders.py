@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
+    from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 _ATTRIBUTE = "ucm_memory_orders"
+_LINK = "ucm_link_speed"
 
 
 class MemoryTotals(msgspec.Struct):
@@ -21,18 +22,56 @@ class MemoryTotals(msgspec.Struct):
     copies, copied_tokens: blocks copied for a request that goes on writing them, and their tokens, which are not
         computed again. copy_waits: steps that a request has waited for a block to copy.
     admission_waits: answers of `ucm.scheduler.admission` that a request may not begin yet.
+    swapped_out, swapped_in: blocks of preempted requests that were copied to host memory, and back; swap_out_bytes,
+        swap_in_bytes: their bytes. swap_refusals: preempted requests for which host memory had no room.
+    recomputed_tokens: computed again, because their request was preempted.
     """
 
     copies: int = 0
     copied_tokens: int = 0
     copy_waits: int = 0
     admission_waits: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    swap_out_bytes: int = 0
+    swap_in_bytes: int = 0
+    swap_refusals: int = 0
+    recomputed_tokens: int = 0
+
+
+class LinkSpeed(msgspec.Struct, frozen=True):
+    """Measured copies of blocks, in bytes per second: from the device to host memory, and back."""
+
+    to_host: float
+    from_host: float
+
+
+class MemoryRates(msgspec.Struct, frozen=True):
+    """What was measured; 0: not yet.
+
+    prefill: tokens per second of steps with prompts. to_host, from_host: see LinkSpeed.
+    """
+
+    prefill: float = 0.0
+    to_host: float = 0.0
+    from_host: float = 0.0
+
+    @property
+    def are_known(self) -> bool:
+        return min(self.prefill, self.to_host, self.from_host) > 0
 
 
 class MemoryOrders(msgspec.Struct):
-    """Of a step. totals: for the worker's metrics."""
+    """Of a step.
+
+    totals, rates: for the worker's metrics. swap_outs: (block, slot in host memory) to copy, before anything else of
+    the step is written. swap_ins: (slot, block), behind these.
+    """
 
     totals: MemoryTotals = msgspec.field(default_factory=MemoryTotals)
+    rates: MemoryRates = MemoryRates()
+    swap_outs: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    swap_ins: list[tuple[int, int]] = msgspec.field(default_factory=list)
 
 
 def attach_memory_orders(scheduler_output: SchedulerOutput, orders: MemoryOrders) -> None:
@@ -44,3 +83,14 @@ def memory_orders_of(scheduler_output: SchedulerOutput) -> MemoryOrders | None:
     """None where another scheduler than ours made the step, or nothing of this is on."""
     orders: MemoryOrders | None = getattr(scheduler_output, _ATTRIBUTE, None)
     return orders
+
+
+def attach_link_speed(output: ModelRunnerOutput, speed: LinkSpeed) -> None:
+    """Sends what the worker has measured back to the scheduler, with the output of a step."""
+    setattr(output, _LINK, speed)
+
+
+def link_speed_of(output: ModelRunnerOutput) -> LinkSpeed | None:
+    """None where the worker did not say."""
+    speed: LinkSpeed | None = getattr(output, _LINK, None)
+    return speed

@@ -99,8 +99,8 @@ class WorkerParts:
     steps: StepRunner
 
     def close(self) -> None:
-        """Ends a warm-up that is still going on, moves of KV offload, and transfers of KV."""
-        for part in (self.static, self.sparse, self.transfer):
+        """Ends a warm-up that is still going on, moves of KV offload, transfers of KV, and copies to host memory."""
+        for part in (self.static, self.sparse, self.transfer, self.steps.memory):
             if part is not None:
                 part.close()
 
@@ -221,9 +221,11 @@ def _make_memory(
     config: UcmConfig, kv_caches: dict[str, KvPair], block_size: int, device: Device, metrics: StepMetrics
 ) -> MemoryWorker | None:
     """None where the scheduler has no orders."""
-    if not config.kv_cache.partial_hits and config.scheduler.admission == "greedy":
+    preemption = config.preemption
+    if not config.kv_cache.partial_hits and config.scheduler.admission == "greedy" and not preemption.swaps:
         return None
-    memory = MemoryWorker(kv_caches, block_size, device, metrics.memory())
+    host_memory = preemption.host_memory if preemption.swaps else None
+    memory = MemoryWorker(kv_caches, block_size, device, metrics.memory(), host_memory)
     memory.warm_up()
     return memory
 

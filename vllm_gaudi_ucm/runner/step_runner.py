@@ -108,6 +108,7 @@ def _shared_pairs(plan: SharedPlan | None, row_requests: NDArray[np.int64]) -> i
     return pairs
 
 
+NO_BLOCKS = np.zeros(0, np.int64)
 PARTIAL_LOAD = "what is left of a prompt that was loaded in part runs alone"
 
 
@@ -174,11 +175,11 @@ class StepRunner:
             # may wait for a graph that is being warmed, which is no part of the step's times
             self._followed_by.begin_step()
         clock = StepClock()
-        if self.memory is not None:
-            self.memory.begin_step(scheduler_output)
+        restored = NO_BLOCKS if self.memory is None else self.memory.begin_step(scheduler_output)
         self.requests.update(scheduler_output)
         if self.sparse is not None:
             self.sparse.update(scheduler_output)
+            self.sparse.loaded(restored, NO_BLOCKS)
         if self.transfer is not None:
             if self.sparse is not None:
                 self.sparse.loaded(
@@ -297,6 +298,8 @@ class StepRunner:
         output.kv_connector_output = transferred
         if self.sparse is not None:
             self.sparse.attach_report(output)
+        if self.memory is not None:
+            self.memory.attach_report(output)
         if self._followed_by is not None:
             self._followed_by.end_step()
         return output

@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.memory.partial_hits import PartialHits
+    from vllm_gaudi_ucm.memory.swaps import Swaps
     from vllm_gaudi_ucm.scheduler.admission import Admission
     from vllm_gaudi_ucm.scheduler.setup import BlockRules
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
@@ -18,17 +19,19 @@ if TYPE_CHECKING:
 
 
 class BlockManager(KVCacheManager):
-    """Asks whether a request may begin, and gives it parts of blocks that others have computed."""
+    """Asks whether a request may begin, and gives it parts of blocks that others have computed, and back what it had
+    when it was preempted."""
 
     _admission: Admission | None
     _partial: PartialHits | None
+    _swaps: Swaps | None
 
     @classmethod
     def of(cls, manager: KVCacheManager, rules: BlockRules) -> Self:
         """The same manager: it shares everything with `manager`, which must not be used any more."""
         made = cls.__new__(cls)
         made.__dict__.update(manager.__dict__)
-        made._admission, made._partial = rules.admission, rules.partial
+        made._admission, made._partial, made._swaps = rules.admission, rules.partial, rules.swaps
         partial = rules.partial
         if partial is not None:
             queue = manager.block_pool.free_block_queue
@@ -41,10 +44,14 @@ class BlockManager(KVCacheManager):
             self._partial.begin_step()
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
-        hits, num_tokens, boundary = super().get_computed_blocks(request)
+        """Blocks of the prefix cache and the first tokens that need not be computed: more than are in these blocks
+        where the rest comes from host memory."""
+        full, num_tokens, boundary = super().get_computed_blocks(request)
+        hits = full
         if self._partial is not None and self.prefix_cache_lookup_enabled(request):
-            hits, num_tokens = self._partial.extend(request, hits, num_tokens)
-        return hits, num_tokens, boundary
+            hits, num_tokens = self._partial.extend(request, full, num_tokens)
+        reach = 0 if self._swaps is None else self._swaps.reach(request)
+        return (full, reach, boundary) if reach > num_tokens else (hits, num_tokens, boundary)
 
     def allocate_slots(
         self,
@@ -60,36 +67,50 @@ class BlockManager(KVCacheManager):
     ) -> KVCacheBlocks | None:
         """None: the request does not begin in this step, or there is no room."""
         begins = not holds_blocks(self, request.request_id)
-        if begins and not self._may_begin(request, new_computed_blocks, num_new_computed_tokens):
+        found = self._found(new_computed_blocks, num_new_computed_tokens)
+        swapped = num_new_computed_tokens - found
+        if begins and not self._may_begin(request, new_computed_blocks, found, swapped):
             # as where there is no room: vLLM ends its turn of waiting requests
             return None
         blocks = super().allocate_slots(
             request,
             num_new_tokens,
-            num_new_computed_tokens,
+            found,
             new_computed_blocks,
             num_lookahead_tokens,
-            num_external_computed_tokens,
+            # new blocks, which are filled before the step is computed
+            num_external_computed_tokens + swapped,
             delay_cache_blocks,
             *args,
             **kwargs,
         )
-        if blocks is not None and self._partial is not None:
+        if blocks is None:
+            return None
+        if begins and self._swaps is not None:
+            self._swaps.resumed(request, self._blocks_of(request), found, num_new_computed_tokens)
+        if self._partial is not None:
             if begins:
-                self._partial.began(self._blocks_of(request), num_new_computed_tokens)
+                self._partial.began(self._blocks_of(request), found)
             # what is still to be loaded may fail
             if not delay_cache_blocks:
-                others = num_new_computed_tokens // self.coordinator.scheduler_block_size
+                others = found // self.coordinator.scheduler_block_size
                 if num_external_computed_tokens:
-                    found = num_new_computed_tokens + num_external_computed_tokens
-                    others = -(-found // self.coordinator.scheduler_block_size)
+                    others = -(-(found + num_external_computed_tokens) // self.coordinator.scheduler_block_size)
                 self._partial.allotted(request, self._blocks_of(request), others)
         return blocks
 
-    def _may_begin(self, request: Request, hits: KVCacheBlocks | None, hit_tokens: int) -> bool:
-        if self._admission is not None and not self._admission.allows(request, self, hits, hit_tokens):
+    def _found(self, hits: KVCacheBlocks | None, num_tokens: int) -> int:
+        """Tokens that the prefix cache has, of those that need not be computed."""
+        if self._swaps is None:
+            return num_tokens
+        held = 0 if hits is None else len(hits.blocks[0])
+        return min(num_tokens, held * self.coordinator.scheduler_block_size)
+
+    def _may_begin(self, request: Request, hits: KVCacheBlocks | None, found: int, swapped: int) -> bool:
+        if self._admission is not None and not self._admission.allows(request, self, hits, found):
             return False
-        return self._partial is None or not self._partial.waits(request)
+        # one that gets more from host memory has nothing to wait for
+        return self._partial is None or swapped > 0 or not self._partial.waits(request)
 
     def free(self, request: Request) -> None:
         self._leaves(request)
@@ -112,6 +133,8 @@ class BlockManager(KVCacheManager):
         is_reset = super().reset_prefix_cache()
         if is_reset and self._partial is not None:
             self._partial.reset()
+        if is_reset and self._swaps is not None:
+            self._swaps.reset()
         return is_reset
 
     def _blocks_of(self, request: Request) -> list[KVCacheBlock]:

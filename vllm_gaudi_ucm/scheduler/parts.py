@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.protocol.attachments import (
     report_of,
     verified_drafts,
 )
-from vllm_gaudi_ucm.protocol.memory_orders import MemoryOrders, attach_memory_orders
+from vllm_gaudi_ucm.protocol.memory_orders import MemoryOrders, attach_memory_orders, link_speed_of
 from vllm_gaudi_ucm.protocol.offload import OffloadReport
 from vllm_gaudi_ucm.sparse.options import read_extra_args
 from vllm_gaudi_ucm.vllm_api.blocks import drop_sampled_tokens, isolate_blocks, wait_for_blocks_again
@@ -22,6 +22,7 @@ from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
+    from vllm_gaudi_ucm.memory.swaps import Swaps
     from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
@@ -93,14 +94,30 @@ class MemorySteps(SchedulerPart):
     Args:
         scheduler: vLLM's.
         totals: what has happened.
+        swaps: of preempted requests; None: they are computed again.
     """
 
-    def __init__(self, scheduler: Scheduler, totals: MemoryTotals) -> None:
+    def __init__(self, scheduler: Scheduler, totals: MemoryTotals, swaps: Swaps | None = None) -> None:
         super().__init__(scheduler)
         self.totals = totals
+        self._swaps = swaps
 
     def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
-        attach_memory_orders(scheduler_output, MemoryOrders(totals=msgspec.structs.replace(self.totals)))
+        totals = msgspec.structs.replace(self.totals)
+        if self._swaps is None:
+            attach_memory_orders(scheduler_output, MemoryOrders(totals))
+            return
+        orders = MemoryOrders(totals, self._swaps.cost.rates, *self._swaps.take_orders())
+        attach_memory_orders(scheduler_output, orders)
+        self._swaps.cost.step_begins(scheduler_output.total_num_scheduled_tokens, _prompt_tokens(scheduler_output))
+
+    def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        if self._swaps is None:
+            return
+        self._swaps.cost.step_ends()
+        speed = link_speed_of(output)
+        if speed is not None:
+            self._swaps.cost.measured(speed)
 
 
 class SparseSteps(SchedulerPart):
@@ -229,6 +246,15 @@ class OffloadedSteps(SparseSteps):
             if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.offload.give_up(request)
         self.finished()
+
+
+def _prompt_tokens(scheduler_output: SchedulerOutput) -> int:
+    """Tokens of requests with several that are no drafts."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    certain = (
+        (count, count - len(drafts.get(name, ()))) for name, count in scheduler_output.num_scheduled_tokens.items()
+    )
+    return sum(count for count, known in certain if known > 1)
 
 
 def may_be_sparse(request: Request) -> bool:

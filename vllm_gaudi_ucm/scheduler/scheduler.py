@@ -58,6 +58,8 @@ class UcmScheduler(Scheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.block_rules.admission is not None:
             self.block_rules.admission.ended(request)
+        if self.block_rules.swaps is not None:
+            self.block_rules.swaps.ended(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +77,9 @@ class UcmScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         forget_uncomputed_blocks(self.kv_cache_manager, request, self.block_size)
+        if self.block_rules.swaps is not None:
+            (blocks,) = self.kv_cache_manager.get_blocks(request.request_id).blocks
+            self.block_rules.swaps.preempted(request, blocks)
         super()._preempt_request(request, *args, **kwargs)
 
     def update_from_output(

@@ -10,7 +10,12 @@ from vllm_gaudi_ucm.connector.connector import UcmConnector, our_connector
 from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
 from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler, OnWanted
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.memory.host_slots import HostSlots
 from vllm_gaudi_ucm.memory.partial_hits import PartialHits
+from vllm_gaudi_ucm.memory.swap_cost import SwapCost
+from vllm_gaudi_ucm.memory.swaps import Swaps
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.values import show_bytes
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.admission import Admission
 from vllm_gaudi_ucm.scheduler.admission_rules import make_rule
@@ -41,17 +46,34 @@ class BlockRules(NamedTuple):
 
     admission: Admission | None
     partial: PartialHits | None
+    swaps: Swaps | None
     totals: MemoryTotals
 
     @property
     def are_any(self) -> bool:
-        return self.admission is not None or self.partial is not None
+        return self.admission is not None or self.partial is not None or self.swaps is not None
 
 
 def make_block_rules(scheduler: Scheduler) -> BlockRules:
     """What the configuration switches on."""
     config, totals = resolve_config(scheduler.vllm_config.additional_config), MemoryTotals()
-    return BlockRules(_admission(scheduler, config, totals), _partial_hits(scheduler, config, totals), totals)
+    admission, partial = _admission(scheduler, config, totals), _partial_hits(scheduler, config, totals)
+    return BlockRules(admission, partial, _swaps(scheduler, config, totals), totals)
+
+
+def _swaps(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Swaps | None:
+    """None with `recompute`, which is vLLM's. Raises UcmConfigError for host memory that holds no block."""
+    options = config.preemption
+    if not options.swaps:
+        return None
+    block_bytes = kv_block_bytes(scheduler.kv_cache_manager)
+    slots = HostSlots(options.host_memory // block_bytes)
+    if not slots.count:
+        wanted = f"room for a block of the KV cache, {show_bytes(block_bytes)}, or more"
+        raise UcmConfigError([Problem("ucm.preemption.host_memory", show_bytes(options.host_memory), wanted)])
+    logger.info("Preemption %s: up to %d blocks of preempted requests in host memory.", options.mode, slots.count)
+    cost = SwapCost(scheduler.block_size, block_bytes)
+    return Swaps(slots, scheduler.block_size, block_bytes, cost, options.mode == "swap", totals)
 
 
 def _partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> PartialHits | None:
@@ -85,7 +107,7 @@ def make_parts(scheduler: Scheduler, rules: BlockRules) -> tuple[SchedulerPart, 
     config = resolve_config(scheduler.vllm_config.additional_config)
     parts: list[SchedulerPart] = []
     if rules.are_any:
-        parts.append(MemorySteps(scheduler, rules.totals))
+        parts.append(MemorySteps(scheduler, rules.totals, rules.swaps))
     sparse = _sparse_steps(scheduler, config)
     if sparse is not None:
         parts.append(sparse)

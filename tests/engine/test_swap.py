@@ -1,0 +1,282 @@
+"""`ucm.preemption.mode`: preempted requests come back from host memory; no answer changes, and less is computed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
+from tests.engine.tiny_models import VOCAB
+from vllm_gaudi_ucm.memory.swaps import Swaps
+from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
+from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed, MemoryTotals
+
+pytestmark = pytest.mark.slow  # starts engines
+
+RNG = random.Random(11)
+BLOCK = 16
+COMMON = [RNG.randrange(3, VOCAB) for _ in range(2 * BLOCK + 5)]
+
+
+def tokens(count: int) -> list[int]:
+    return [RNG.randrange(3, VOCAB) for _ in range(count)]
+
+
+PROMPTS = [tokens(RNG.randint(5, 90)) for _ in range(8)] + [COMMON + tokens(RNG.randint(1, 30)) for _ in range(4)]
+ARRIVALS = [3 * index for index in range(len(PROMPTS))]
+LENGTH = 50
+# a cache of 22 blocks, where a request has up to 9 and prompts come in chunks
+SMALL: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 23}
+NAN = float("nan")
+
+
+def preemption(mode: str, **more: Any) -> dict[str, Any]:
+    return {"preemption": {"mode": mode, **more}}
+
+
+class Poisoned(Engine):
+    """An engine in whose free blocks nothing is left after each step: what is not swapped in is seen at once."""
+
+    def step(self) -> list[Any]:
+        outputs = super().step()
+        self.check()
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        free = [block.block_id for block in pool.blocks if not block.ref_cnt and not block.is_null]
+        useless = [number for number in free if pool.blocks[number].block_hash is None and not self.is_held(number)]
+        with torch.inference_mode():
+            for blocks in self.cached_blocks():
+                blocks[useless] = NAN
+        return outputs
+
+    def is_held(self, number: int) -> bool:
+        """Whether its tokens are known, so that it may be copied."""
+        partial = self.core.scheduler.block_rules.partial
+        return partial is not None and partial.holds(self.core.scheduler.kv_cache_manager.block_pool.blocks[number])
+
+    def check(self) -> None:
+        if self.swaps is not None:
+            self.swaps.check_integrity()
+
+    @property
+    def swaps(self) -> Swaps | None:
+        return self.core.scheduler.block_rules.swaps
+
+    @property
+    def totals(self) -> MemoryTotals:
+        return self.core.scheduler.block_rules.totals
+
+    def check_all_free(self) -> None:
+        """Nothing is left of any request, in host memory either."""
+        for _ in range(2):
+            self.step()
+        self.check_idle()
+        assert self.swaps is not None
+        slots = self.swaps._slots
+        assert slots.num_free == slots.count
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny_llama: Path) -> Iterator[list[Answer]]:
+    """With room for all."""
+    with Engine(tiny_llama, max_model_len=256) as engine:
+        yield engine.alone(PROMPTS, LENGTH)
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
+@pytest.mark.parametrize("mode", ["swap", "auto"])
+def test_nothing_is_computed_again(tiny_llama: Path, wanted: list[Answer], mode: str, caching: bool) -> None:
+    with Poisoned(tiny_llama, preemption(mode), **SMALL, enable_prefix_caching=caching) as engine:
+        assert_same(engine.staggered(PROMPTS, ARRIVALS, LENGTH), wanted)
+        assert engine.preemptions > 5
+        totals = engine.totals
+        if mode == "swap":
+            assert totals.recomputed_tokens == 0
+            assert totals.swapped_in > 5
+        assert totals.swap_refusals == 0
+        rates = engine.swaps.cost.rates
+        assert rates.are_known
+        engine.check_all_free()
+
+
+def assert_swapped(engine: Poisoned, answers: list[Answer], wanted: list[Answer]) -> None:
+    assert_same(answers, wanted)
+    assert engine.preemptions > 2
+    assert engine.totals.swapped_in > 2
+    assert engine.totals.recomputed_tokens == 0
+    engine.check_all_free()
+
+
+def test_parts_of_blocks_that_have_just_come_back_are_copied(tiny_llama: Path) -> None:
+    """covers: partial hits of blocks that are copied in the step in which they come back."""
+    asked = [COMMON[: 2 * BLOCK + 5] + tokens(1 + index % 7) for index in range(14)]
+    with Engine(tiny_llama, max_model_len=256) as engine:
+        wanted = engine.alone(asked, LENGTH)
+    ucm = {**preemption("swap"), "kv_cache": {"partial_hits": True}}
+    with Poisoned(tiny_llama, ucm, **{**SMALL, "max_model_len": 160, "num_gpu_blocks_override": 12}) as engine:
+        answers = engine.staggered(asked, [2 * index for index in range(len(asked))], LENGTH)
+        assert engine.totals.copies > 5
+        assert_swapped(engine, answers, wanted)
+
+
+def test_drafts(tiny_llama: Path, wanted: list[Answer]) -> None:
+    """A resumed request with one token to compute is a decode, which vLLM pads with drafts of -1."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    with Poisoned(tiny_llama, preemption("swap"), **SMALL, speculative_config=drafts) as engine:
+        assert_swapped(engine, engine.staggered(PROMPTS, ARRIVALS, LENGTH), wanted)
+
+
+def test_a_draft_model(tiny_llama: Path, wanted: list[Answer]) -> None:
+    """Its keys and values lie in the same blocks."""
+    drafts = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": 2}
+    with Poisoned(tiny_llama, preemption("swap"), **SMALL, speculative_config=drafts) as engine:
+        assert_swapped(engine, engine.staggered(PROMPTS, ARRIVALS, LENGTH), wanted)
+
+
+def test_static_shapes(tiny_llama: Path, wanted: list[Answer]) -> None:
+    ucm = {**preemption("swap"), "graphs": {"mode": "eager", "max_graphs": 12}}
+    with Poisoned(tiny_llama, ucm, **SMALL) as engine:
+        assert_swapped(engine, engine.staggered(PROMPTS, ARRIVALS, LENGTH), wanted)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["true shapes", "static"])
+def test_a_sparse_method(tiny_llama: Path, wanted: list[Answer], static: bool) -> None:
+    """With a budget of all blocks; blocks that come back are summarised again."""
+    windows = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2, "sparse_ratio": 1.0}
+    ucm = {**preemption("swap"), "ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": windows}}
+    if static:
+        ucm["graphs"] = {"mode": "eager", "max_graphs": 12}
+    with Poisoned(tiny_llama, ucm, **SMALL) as engine:
+        answers = engine.staggered(PROMPTS, ARRIVALS, LENGTH)
+        assert engine.runner.parts.sparse is not None
+        state = engine.runner.parts.sparse.state
+        assert state is not None
+        assert state.totals.attended_blocks
+        assert_swapped(engine, answers, wanted)
+
+
+def test_priorities(tiny_llama: Path, wanted: list[Answer]) -> None:
+    """vLLM preempts requests that the same step has scheduled already: only what was computed before is copied."""
+    order = list(range(len(PROMPTS)))
+    random.Random(3).shuffle(order)
+    with Poisoned(tiny_llama, preemption("swap"), **SMALL, scheduling_policy="priority") as engine:
+        finished: dict[str, Any] = {}
+        for step in range(4000):
+            for index in (i for i, arrival in enumerate(ARRIVALS) if arrival == step):
+                prompt = {"prompt_token_ids": PROMPTS[index]}
+                engine.llm.llm_engine.add_request(str(index), prompt, greedy_params(LENGTH), priority=order[index])
+            finished.update((output.request_id, output) for output in engine.step() if output.finished)
+            if len(finished) == len(PROMPTS):
+                break
+        assert_swapped(engine, [answer_of(finished[str(index)]) for index in range(len(PROMPTS))], wanted)
+
+
+def test_room_for_two_blocks(tiny_llama: Path, wanted: list[Answer]) -> None:
+    """Other requests are computed again, which is counted."""
+    with Poisoned(tiny_llama, preemption("swap"), **SMALL) as engine:
+        block_bytes = engine.swaps._block_bytes
+    with Poisoned(tiny_llama, preemption("swap", host_memory=2 * block_bytes), **SMALL) as engine:
+        assert_same(engine.staggered(PROMPTS, ARRIVALS, LENGTH), wanted)
+        assert engine.totals.swap_refusals > 2
+        assert engine.totals.recomputed_tokens > 0
+        engine.check_all_free()
+
+
+def test_auto_follows_what_was_measured(tiny_llama: Path, wanted: list[Answer]) -> None:
+    for speed, swaps in ((LinkSpeed(1e15, 1e15), True), (LinkSpeed(1.0, 1.0), False)):
+        with Poisoned(tiny_llama, preemption("auto"), **SMALL) as engine:
+            engine.greedy([[5, 6, 7, 8]], 2)
+            engine.swaps.cost.measured(speed)
+            assert_same(engine.staggered(PROMPTS, ARRIVALS, LENGTH), wanted)
+            assert engine.preemptions > 2
+            assert (engine.totals.swapped_out > 0) == swaps
+            assert (engine.totals.recomputed_tokens > 0) != swaps
+            assert engine.totals.swap_refusals == 0
+            engine.check_all_free()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_aborts(tiny_llama: Path, wanted: list[Answer], seed: int) -> None:
+    rng = random.Random(seed)
+    with Poisoned(tiny_llama, preemption("swap"), **SMALL) as engine:
+        finished: dict[str, Any] = {}
+        aborted: set[str] = set()
+        for number in range(4 * len(PROMPTS)):
+            engine.add(str(number), PROMPTS[number % len(PROMPTS)], greedy_params(LENGTH))
+            for _ in range(rng.randrange(8)):
+                finished.update((output.request_id, output) for output in engine.step() if output.finished)
+                waiting = [request.request_id for request in engine.core.scheduler.waiting]
+                live = [*waiting, *engine.core.scheduler.requests]
+                if live and rng.random() < 0.2:
+                    victim = rng.choice(live).partition("-")[0]
+                    aborted.add(victim)
+                    engine.llm.llm_engine.abort_request([victim])
+                    engine.check()
+        while engine.llm.llm_engine.has_unfinished_requests():
+            finished.update((output.request_id, output) for output in engine.step() if output.finished)
+        kept = [number for number in range(4 * len(PROMPTS)) if str(number) in finished and str(number) not in aborted]
+        assert kept
+        assert aborted
+        assert engine.totals.swapped_in > 5
+        answers = [answer_of(finished[str(number)]) for number in kept]
+        assert_same(answers, [wanted[number % len(PROMPTS)] for number in kept], near_ties=3)
+        engine.check_all_free()
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["kept", "preempted too"])
+def test_a_reset_of_the_prefix_cache_drops_what_is_in_host_memory(
+    tiny_llama: Path, wanted: list[Answer], running: bool
+) -> None:
+    """What was computed may be wrong by then: other weights."""
+    with Poisoned(tiny_llama, preemption("swap"), **SMALL) as engine:
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(str(number), prompt, greedy_params(LENGTH))
+        finished: dict[str, Any] = {}
+        resets = 0
+        while engine.llm.llm_engine.has_unfinished_requests():
+            finished.update((output.request_id, output) for output in engine.step() if output.finished)
+            held = engine.swaps._slots.count - engine.swaps._slots.num_free
+            if held and resets < 2:
+                is_reset = engine.core.scheduler.reset_prefix_cache(reset_running_requests=running)
+                # requests that run keep their blocks, and those that wait theirs
+                assert is_reset == running
+                assert engine.swaps._slots.num_free == engine.swaps._slots.count - (0 if running else held)
+                engine.check()
+                resets += 1
+        assert resets == 2
+        assert_same([answer_of(finished[str(number)]) for number in range(len(PROMPTS))], wanted, near_ties=2)
+        engine.check_all_free()
+
+
+def test_prompt_logprobs_are_computed_again(tiny_llama: Path) -> None:
+    """vLLM reads nothing from a cache for such a request."""
+    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, prompt_logprobs=1)
+    with Engine(tiny_llama, max_model_len=256) as engine:
+        wanted = [engine.generate([prompt], params)[0] for prompt in PROMPTS]
+    with Poisoned(tiny_llama, preemption("swap"), **SMALL) as engine:
+        found = engine.generate(PROMPTS, params)
+        assert engine.preemptions > 5
+        assert engine.totals.swapped_out == 0
+        assert engine.totals.recomputed_tokens > 0
+        engine.check_all_free()
+    for one, other in zip(found, wanted, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert len(one.prompt_logprobs or ()) == len(other.prompt_logprobs or ())
+
+
+def test_refused_by_name(tiny_llama: Path) -> None:
+    mode = preemption("auto")
+    memory_mode = {"ucm_sparse_method": "GSA", "memory_mode": {"enabled": True}}
+    with pytest.raises(ValueError, match=r"ucm\.preemption\.mode: found 'auto', expected 'recompute' with ucm\.memory"):
+        Engine(tiny_llama, {**mode, **memory_mode})
+    with pytest.raises(UnsupportedFeatureError, match=r"ucm\.preemption\.mode with a scheduler of your own"):
+        Engine(tiny_llama, mode, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+    with pytest.raises(UnsupportedFeatureError, match=r"a KV connector with ucm\.preemption\.mode"):
+        Engine(tiny_llama, mode, kv_offloading_size=1.0, kv_offloading_backend="native")
+    with pytest.raises(UcmConfigError, match=r"ucm\.preemption\.host_memory: found 100 B, expected room for a block"):
+        Engine(tiny_llama, preemption("swap", host_memory=100), **SMALL)

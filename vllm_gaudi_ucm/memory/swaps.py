@@ -1,0 +1,142 @@
+"""Preempted requests whose blocks wait in host memory, in the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.memory.host_slots import HostSlots
+    from vllm_gaudi_ucm.memory.swap_cost import SwapCost
+    from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
+    from vllm_gaudi_ucm.vllm_api.steps import Request
+
+Pairs = list[tuple[int, int]]
+
+
+class _Preempted(NamedTuple):
+    """tokens: that were computed. slots: of the blocks that hold them, in their order; empty: they were given up."""
+
+    tokens: int
+    slots: tuple[int, ...]
+
+
+class Swaps:
+    """Copies blocks out when a request is preempted, and those back that it does not find when it resumes.
+
+    All of its blocks are copied out, also those that the prefix cache has: by the time it resumes they may be gone.
+    Then blocks of the prefix cache come first, and the rest from host memory.
+
+    Args:
+        slots: places in host memory.
+        block_size: tokens per block.
+        block_bytes: of all layers.
+        cost: what was measured.
+        always: whether a request is swapped whatever it costs.
+        totals: takes what happens.
+    """
+
+    def __init__(
+        self,
+        slots: HostSlots,
+        block_size: int,
+        block_bytes: int,
+        cost: SwapCost,
+        always: bool,
+        totals: MemoryTotals,
+    ) -> None:
+        self._slots = slots
+        self._block_size = block_size
+        self._block_bytes = block_bytes
+        self.cost = cost
+        self._always = always
+        self._totals = totals
+        self._waiting: dict[str, _Preempted] = {}
+        self._outs: Pairs = []
+        self._ins: Pairs = []
+        # of requests that resume in the step that is being scheduled: it reads them
+        self._leaving: list[int] = []
+
+    def preempted(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
+        """A request is about to lose its blocks; `num_computed_tokens` is what was computed before this step."""
+        self.ended(request.request_id)
+        tokens = request.num_computed_tokens
+        held = blocks[: -(-tokens // self._block_size)]
+        wants = self._always or self.cost.prefers_swap(tokens, len(held), _shared(held))
+        slots = self._take(held) if wants and _can_resume(request) else ()
+        self._waiting[request.request_id] = _Preempted(tokens, slots)
+
+    def _take(self, held: Sequence[KVCacheBlock]) -> tuple[int, ...]:
+        # attention has left them behind, and the blocks are another's
+        has_gaps = any(block.is_null for block in held)
+        slots = None if has_gaps else self._slots.take(len(held))
+        if slots is None:
+            self._totals.swap_refusals += 1
+            return ()
+        self._outs += [(block.block_id, slot) for block, slot in zip(held, slots, strict=True)]
+        self._totals.swapped_out += len(slots)
+        self._totals.swap_out_bytes += len(slots) * self._block_bytes
+        return slots
+
+    def reach(self, request: Request) -> int:
+        """First tokens of a waiting request that are in host memory; its last token is computed for its logits."""
+        waiting = self._waiting.get(request.request_id)
+        if waiting is None or not waiting.slots:
+            return 0
+        return min(waiting.tokens, request.num_tokens - 1)
+
+    def resumed(self, request: Request, blocks: Sequence[KVCacheBlock], found: int, tokens: int) -> None:
+        """A request has blocks again.
+
+        found: its first tokens that the prefix cache has. tokens: the same, and those that it gets from host memory.
+        """
+        waiting = self._waiting.pop(request.request_id, None)
+        if waiting is None:
+            return
+        self._leaving += waiting.slots
+        self._totals.recomputed_tokens += max(0, waiting.tokens - tokens)
+        if tokens > found:
+            numbers = range(found // self._block_size, -(-tokens // self._block_size))
+            self._ins += [(waiting.slots[number], blocks[number].block_id) for number in numbers]
+            self._totals.swapped_in += len(numbers)
+            self._totals.swap_in_bytes += len(numbers) * self._block_bytes
+
+    def ended(self, request_id: str) -> None:
+        """A request has finished, or its KV is of no use any more."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None and waiting.slots:
+            dropped = set(waiting.slots)
+            self._outs = [pair for pair in self._outs if pair[1] not in dropped]
+            self._slots.give(waiting.slots)
+
+    def reset(self) -> None:
+        """Nothing that was computed is right any more."""
+        for request_id in list(self._waiting):
+            self.ended(request_id)
+
+    def take_orders(self) -> tuple[Pairs, Pairs]:
+        """Of the step that was scheduled: (block, slot) to copy out, then (slot, block) to copy back.
+
+        Workers carry steps out one after the other, so slots that this step reads may be written by the next.
+        """
+        outs, ins = self._outs, self._ins
+        self._outs, self._ins = [], []
+        self._slots.give(self._leaving)
+        self._leaving = []
+        return outs, ins
+
+    def check_integrity(self) -> None:
+        """Conservation: every slot is free, or held by one request that waits or that resumes in this step."""
+        waiting = [slot for one in self._waiting.values() for slot in one.slots]
+        self._slots.check_integrity([*waiting, *self._leaving])
+
+
+def _can_resume(request: Request) -> bool:
+    """Not where prompt logprobs are wanted, for which vLLM computes all of a prompt; nor where tokens may change."""
+    return not request.skip_reading_prefix_cache and not request.resumable
+
+
+def _shared(blocks: Sequence[KVCacheBlock]) -> int:
+    """First blocks that other requests hold, too."""
+    return next((number for number, block in enumerate(blocks) if block.ref_cnt < 2), len(blocks))
