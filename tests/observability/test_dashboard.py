@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.observability.metric import METRICS
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.prefetch.engine import PrefetchEngine
 from vllm_gaudi_ucm.prefetch.options import PrefetchOptions
+from vllm_gaudi_ucm.protocol.memory_orders import MemoryRates, MemoryTotals
 from vllm_gaudi_ucm.store.base import StoreStats
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana/gaudi-ucm.json").read_text())
@@ -33,6 +34,7 @@ ROWS = [
     "Sparse methods",
     "KV stores and prefetch",
     "Memory mode",
+    "Preemption and copies",
 ]
 NAME = re.compile(r"\bgaudi_ucm_\w+")
 
@@ -53,6 +55,7 @@ def exported(folder: Path) -> dict[str, dict[str, set[str]]]:
     metrics.prefetch("connector").set(PrefetchEngine(ScriptedStore(), 1, PrefetchOptions()).stats())
     metrics.transfer()
     metrics.memory_mode()
+    metrics.memory().set(MemoryTotals(), MemoryRates(1.0, 2.0, 3.0))
     found: dict[str, dict[str, set[str]]] = {}
     for key in scrape(folder):
         name, _, labels = key.partition("{")
