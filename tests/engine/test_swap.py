@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.memory.swaps import Swaps
@@ -280,3 +281,24 @@ def test_refused_by_name(tiny_llama: Path) -> None:
         Engine(tiny_llama, mode, kv_offloading_size=1.0, kv_offloading_backend="native")
     with pytest.raises(UcmConfigError, match=r"ucm\.preemption\.host_memory: found 100 B, expected room for a block"):
         Engine(tiny_llama, preemption("swap", host_memory=100), **SMALL)
+
+
+def swap_on_the_card(model: str) -> dict[str, Any]:
+    """The same requests, on the simulated card."""
+    ucm = {**preemption("swap"), "graphs": {"max_graphs": 12, "warm_up": "skeleton"}}
+    with Poisoned(Path(model), ucm, **SMALL) as engine:
+        answers = engine.staggered(PROMPTS[:8], ARRIVALS[:8], LENGTH)
+        engine.check_all_free()
+        totals = engine.totals
+        return {
+            "tokens": [answer.tokens for answer in answers],
+            "swapped": totals.swapped_in,
+            "again": totals.recomputed_tokens,
+        }
+
+
+def test_on_the_simulated_card(tiny_llama: Path, wanted: list[Answer], tmp_path: Path) -> None:
+    found = run_on_card(swap_on_the_card, tmp_path, model=str(tiny_llama)).result
+    assert found["tokens"] == [answer.tokens for answer in wanted[:8]]
+    assert found["swapped"] > 2
+    assert found["again"] == 0

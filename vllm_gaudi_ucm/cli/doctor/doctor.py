@@ -37,6 +37,7 @@ from vllm_gaudi_ucm.cli.doctor.machine import (
 )
 from vllm_gaudi_ucm.cli.doctor.operators import operator_checks
 from vllm_gaudi_ucm.cli.doctor.plugin import PluginChecks
+from vllm_gaudi_ucm.cli.doctor.preemption import preemption_checks
 from vllm_gaudi_ucm.cli.doctor.store import store_checks
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 from vllm_gaudi_ucm.device.detect import detect_device
@@ -100,6 +101,7 @@ def examine(config: str | None, store: str | None = None) -> Examination:
     checks += guarded("static shapes", lambda: _of_config(config, lambda ucm: static_shape_checks(ucm, device)))
     checks += guarded("files", lambda: _of_config(config, lambda ucm: place_checks(ucm, device)))
     checks += guarded("sparse", lambda: _of_config(config, sparse_checks))
+    checks += guarded("preemption", lambda: _of_config(config, lambda ucm: preemption_checks(ucm, device)))
     checks += guarded("store", lambda: store_checks(store))
     checks += guarded("extensions", extension_checks)
     for section in plugins:

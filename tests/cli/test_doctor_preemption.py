@@ -1,0 +1,21 @@
+"""The doctor's rows on preemption."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_gaudi_ucm.cli.doctor import preemption
+from vllm_gaudi_ucm.config.ucm_config import UcmConfig, resolve_value
+
+
+def test_the_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "LAYERS", 2)
+    mode, link, rate = preemption.preemption_checks(resolve_value({"preemption": {"mode": "auto"}}), "cpu")
+    assert (mode.name, mode.found) == ("ucm.preemption.mode", "auto")
+    assert link.found.endswith("GB/s back")
+    assert float(link.found.split()[0]) > 0
+    assert "gaudi_ucm_memory_rates" in rate.found
+
+
+def test_without_a_device() -> None:
+    assert list(preemption.preemption_checks(UcmConfig(), None)) == []
