@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from vllm_gaudi_ucm.cli.doctor import preemption
@@ -19,3 +22,12 @@ def test_the_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_device() -> None:
     assert list(preemption.preemption_checks(UcmConfig(), None)) == []
+
+
+def test_nothing_of_vllm_is_imported() -> None:
+    """It loads every plugin of the machine, and one of them may end the process."""
+    code = (
+        "import sys; from vllm_gaudi_ucm.cli.doctor.preemption import *; "
+        "list(preemption_checks(UcmConfig(), 'cpu')); assert 'vllm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,1 +1,1 @@
-"""Which blocks requests get: copies of partial blocks, and what the worker does with the scheduler's orders."""
+"""Which blocks requests get: copies of partial blocks, blocks from host memory; what the worker does about them."""

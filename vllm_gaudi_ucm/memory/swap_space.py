@@ -1,4 +1,7 @@
-"""Host memory for blocks of preempted requests, and the copies there and back."""
+"""Host memory for blocks of preempted requests, and the copies there and back.
+
+Imports nothing of vLLM: the doctor measures the link with it, in a process in which no plugin is loaded.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
-from vllm_gaudi_ucm.kv_cache.device_blocks import NO_MEMORY
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed
@@ -87,12 +88,10 @@ class SwapSpace:
     @torch.inference_mode()
     def measure(self, clock: Callable[[], float] = time.perf_counter) -> LinkSpeed:
         """Copies blocks of the cache, which hold the same afterwards, there and back: the second time counts."""
-        blocks = self._caches[0][0].shape[0] - 1 - DUMMY_BLOCK
-        count = min(blocks, self._count, self._chunk)
-        outs = [(DUMMY_BLOCK + 1 + number, number) for number in range(count)]
-        ins = [(slot, block) for block, slot in outs]
+        count = min(self._caches[0][0].shape[0], self._count, self._chunk)
+        pairs = [(number, number) for number in range(count)]
         seconds = []
-        for copy, pairs in ((self._store_behind, outs), (self.load, ins)):
+        for copy in (self._store_behind, self.load):
             for _ in range(2):
                 self._device.synchronize()
                 begin = clock()
@@ -179,7 +178,7 @@ class SwapSpace:
         if self._device.pins_host_memory:
             try:
                 return torch.empty(shape, dtype=dtype, pin_memory=True)
-            except NO_MEMORY as error:
+            except (MemoryError, RuntimeError) as error:  # page-locked memory is torch's
                 logger.warning("Preemption: no page-locked memory (%s); copies from other memory are slower.", error)
         return torch.empty(shape, dtype=dtype)
 

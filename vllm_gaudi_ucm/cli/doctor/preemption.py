@@ -10,7 +10,7 @@ from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 SECTION = "preemption"
 # 16 MiB: 128 tokens of a model with 8 billion parameters
 LAYERS, BLOCK = 32, (128, 8, 128)
-BLOCKS = 5
+BLOCKS = 4
 
 
 def preemption_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
@@ -28,7 +28,7 @@ def preemption_checks(config: UcmConfig, device: str | None) -> Iterator[Check]:
     found = get_device(device)
     on = found.torch_device()
     caches = [torch.zeros((BLOCKS, *BLOCK), dtype=torch.bfloat16, device=on) for _ in range(2 * LAYERS)]
-    space = SwapSpace([caches], found, BLOCKS - 1)
+    space = SwapSpace([caches], found, BLOCKS)
     try:
         speed = space.measure()
     finally:
