@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, OURS, ConnectorOptions, configured_connectors
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
-from vllm_gaudi_ucm.store.file import FileStoreOptions
+from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
-
-    from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 
 ConfigT = TypeVar("ConfigT")
@@ -363,50 +360,3 @@ def _expert_counts(value: Any) -> Iterator[int]:
             if str(key).endswith(_EXPERT_COUNTS) and not str(key).startswith("mtp_"):
                 yield from (item for item in (inner if isinstance(inner, list) else [inner]) if type(item) is int)
             yield from _expert_counts(inner)
-
-
-_MODE = "with ucm.memory_mode"
-
-
-def refuse_without_prefix_cache(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedFeatureError for `partial_hits` where nothing is kept that could be hit."""
-    if not vllm_config.cache_config.enable_prefix_caching:
-        raise UnsupportedFeatureError("ucm.kv_cache.partial_hits without a prefix cache", "--no-enable-prefix-caching")
-
-
-def refuse_beside_swaps(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedFeatureError for a KV connector: which blocks a resumed request gets is its decision, too, and
-    with a store in host memory it has a copy of them already."""
-    transfer, offloaded = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size
-    if transfer is not None or offloaded is not None:
-        # vLLM sets the connector of the flag later
-        named = transfer is not None and transfer.kv_connector
-        asked_by = "--kv-transfer-config" if named else "--kv-offloading-size"
-        raise UnsupportedFeatureError("a KV connector with ucm.preemption.mode swap or auto", asked_by)
-
-
-def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:
-    """Raises UnsupportedFeatureError for what reads block tables and does not know of offloaded blocks: a KV connector
-    that is not ours, and a draft model, whose layers share the tables.
-
-    Raises UcmConfigError for copies in the connector's folder, which each would fill up to its own capacity.
-    """
-    speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
-    if transfer is not None:
-        _check_connector(transfer, options)
-    if speculation is not None and speculation.method == "draft_model":
-        raise UnsupportedFeatureError(f"a draft model {_MODE}", "--speculative-config")
-
-
-def _check_connector(transfer: KVTransferConfig, options: MemoryModeOptions) -> None:
-    if transfer.kv_connector != OURS:
-        # vLLM sets the connector of the flag later
-        asked_by = "--kv-transfer-config" if transfer.kv_connector else "--kv-offloading-size"
-        name = transfer.kv_connector or "OffloadingConnector"
-        raise UnsupportedFeatureError(f"the KV connector {name} {_MODE}", asked_by)
-    store = ConnectorOptions.resolve(transfer.kv_connector_extra_config, EXTRA_CONFIG).store
-    both = (store, options.store)
-    paths = [one.path.resolve() for one in both if isinstance(one, FileStoreOptions)]
-    if len(paths) == 2 and paths[0] == paths[1]:
-        wanted = f"another folder than that of {EXTRA_CONFIG}.store"
-        raise UcmConfigError([Problem("ucm.memory_mode.store.path", str(paths[1]), wanted)])

@@ -18,12 +18,12 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.checks import check_places, check_request
-from vllm_gaudi_ucm.platform.features import (
+from vllm_gaudi_ucm.platform.combinations import (
     refuse_beside_memory_mode,
     refuse_beside_swaps,
-    refuse_unsupported,
     refuse_without_prefix_cache,
 )
+from vllm_gaudi_ucm.platform.features import refuse_unsupported
 from vllm_gaudi_ucm.scheduler.scheduler_class import need_our_scheduler, use_planning_scheduler
 from vllm_gaudi_ucm.vllm_api.engine_process import (
     OF_SERVER,
