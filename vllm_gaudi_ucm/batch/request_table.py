@@ -142,6 +142,14 @@ class RequestTable:
         """Gives logical block `number` of a request another physical block."""
         self.block_tables[self.requests[request_id].row, number] = block
 
+    def moved(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Physical block `sources[i]` is `targets[i]` from now on, in every table. int64 [n] each; no block is both."""
+        number = int(max(sources.max(), targets.max(), self.block_tables.max()))
+        renamed = np.arange(number + 1, dtype=self.block_tables.dtype)
+        renamed[sources] = targets
+        rows = [request.row for request in self.requests.values()]
+        self.block_tables[rows] = renamed[self.block_tables[rows]]
+
     def check_integrity(self) -> None:
         """Conservation: every row is free or owned by exactly one request; a live row knows its own tokens."""
         owned = [request.row for request in self.requests.values()]

@@ -29,3 +29,14 @@ class KvCacheConfig(Section):
         description="With `granularity` `token`: slots of the KV cache, allocated at start. Without it as many as its "
         "memory holds.",
     )
+    compaction: bool = Field(
+        default=False,
+        description="Requests get blocks that follow each other where there are any, and before a step a few blocks in "
+        "use move down, at most a hundredth of the KV cache, so that attention goes on reading one slice of it "
+        "(`ucm.attention.contiguous_pa`) after hours of arrivals and ends.",
+    )
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """By name; blocks that leave the device go with none of them."""
+        return {"partial_hits": self.partial_hits, "compaction": self.compaction}

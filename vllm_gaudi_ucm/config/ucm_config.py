@@ -94,6 +94,9 @@ def check_granularity(config: UcmConfig) -> None:
         if kv_cache.partial_hits:
             wanted = f"false {beside}, which shares prefixes to the token without copies"
             found.append(Problem(f"{ROOT}.kv_cache.partial_hits", "true", wanted))
+        if kv_cache.compaction:
+            wanted = f"false {beside}: each slot would be a move of its own"
+            found.append(Problem(f"{ROOT}.kv_cache.compaction", "true", wanted))
         if config.preemption.swaps:
             wanted = f"'recompute' {beside}: each slot would be a copy of its own"
             found.append(Problem(f"{ROOT}.preemption.mode", repr(config.preemption.mode), wanted))
@@ -107,8 +110,9 @@ def refuse_others(config: UcmConfig) -> None:
     found: list[Problem] = []
     if config.scheduler.admission != "greedy":
         found.append(Problem(f"{ROOT}.scheduler.admission", repr(config.scheduler.admission), f"'greedy' {beside}"))
-    if config.kv_cache.partial_hits:
-        found.append(Problem(f"{ROOT}.kv_cache.partial_hits", "true", f"false {beside}"))
+    for option, is_on in config.kv_cache.switches.items():
+        if is_on:
+            found.append(Problem(f"{ROOT}.kv_cache.{option}", "true", f"false {beside}"))
     if config.preemption.swaps:
         found.append(Problem(f"{ROOT}.preemption.mode", repr(config.preemption.mode), f"'recompute' {beside}"))
     if found:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
@@ -18,6 +18,8 @@ from vllm_gaudi_ucm.protocol.memory_orders import attach_link_speed, memory_orde
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from numpy.typing import NDArray
+
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.kv_cache.pair import KvPair
     from vllm_gaudi_ucm.observability.room_metrics import MemoryMetrics
@@ -25,8 +27,12 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 
+Follower = Callable[["NDArray[np.int64]", "NDArray[np.int64]"], None]
+"""(sources, targets), int64 [n] each: takes note that block `sources[i]` is `targets[i]` from now on."""
+
+
 class MemoryWorker:
-    """Carries out copies of blocks.
+    """Moves and copies blocks.
 
     Args:
         caches: by layer.
@@ -34,6 +40,8 @@ class MemoryWorker:
         device: where the caches are.
         metrics: where the scheduler's figures go.
         host_memory: bytes for blocks of preempted requests; None: they are computed again.
+        summaries: [blocks, ...] what else is kept of each block, and moves with it.
+        followers: who knows blocks by their ids.
     """
 
     def __init__(
@@ -43,16 +51,19 @@ class MemoryWorker:
         device: Device,
         metrics: MemoryMetrics,
         host_memory: int | None = None,
+        summaries: Sequence[torch.Tensor] = (),
+        followers: Sequence[Follower] = (),
     ) -> None:
         tensors = [blocks for pair in caches.values() for blocks in in_blocks(pair, block_size)]
-        # what has one shape is copied together; a draft model's layers have another one
-        self._runs = [list(run) for _, run in groupby(tensors, key=lambda blocks: (blocks.shape[1:], blocks.dtype))]
+        self._caches = _alike(tensors)
+        self._summaries = _alike(summaries)
+        self._followers = followers
         self._device = device
         self._metrics = metrics
         self._swaps: SwapSpace | None = None
         if host_memory is not None:
             block_bytes = sum(blocks[0].nbytes for blocks in tensors)
-            self._swaps = SwapSpace(self._runs, device, host_memory // block_bytes)
+            self._swaps = SwapSpace(self._caches, device, host_memory // block_bytes)
         self._unsaid: LinkSpeed | None = None
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> NDArray[np.int64]:
@@ -62,6 +73,8 @@ class MemoryWorker:
         """
         orders = memory_orders_of(scheduler_output)
         restored: list[int] = []
+        for moves in () if orders is None else orders.moves:
+            self._move(torch.tensor(moves, dtype=torch.int64))
         if orders is not None and self._swaps is not None:
             # blocks that leave are given to others in the same step
             self._swaps.store(orders.swap_outs)
@@ -70,7 +83,8 @@ class MemoryWorker:
             restored = [block for _, block in orders.swap_ins]
         copies = scheduler_output.kv_cache_block_copies
         if copies:
-            self._copy(torch.tensor(copies, dtype=torch.int64))
+            # of blocks that have moved
+            self._copy(torch.tensor(copies, dtype=torch.int64), self._caches)
         if orders is not None:
             self._metrics.set(orders.totals, orders.rates)
         return np.array(restored, np.int64)
@@ -84,7 +98,7 @@ class MemoryWorker:
     def warm_up(self) -> None:
         """Copies to the dummy block, so that a Gaudi has compiled a copy before a request waits; measures those to the
         host."""
-        self._copy(torch.tensor([[DUMMY_BLOCK + 1, DUMMY_BLOCK]]))
+        self._copy(torch.tensor([[DUMMY_BLOCK + 1, DUMMY_BLOCK]]), [*self._caches, *self._summaries])
         if self._swaps is not None:
             self._unsaid = self._swaps.measure()
 
@@ -93,12 +107,23 @@ class MemoryWorker:
         if self._swaps is not None:
             self._swaps.close()
 
-    def _copy(self, pairs: torch.Tensor) -> None:
-        """pairs: int64 [n, 2] (from, to)."""
+    def _move(self, pairs: torch.Tensor) -> None:
+        self._copy(pairs, [*self._caches, *self._summaries])
+        sources, targets = pairs.numpy().T
+        for moved in self._followers:
+            moved(sources, targets)
+
+    def _copy(self, pairs: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
+        """pairs: int64 [n, 2] (from, to). tensors: [blocks, ...], those together that are alike."""
         # on a Gaudi each number of blocks would be a recipe of its own
         parts = pairs.split(1) if self._device.kind == "hpu" else [pairs]
         for part in parts:
             self._device.end_recipe()
-            for run in self._runs:
-                copy_blocks(run, part[:, 0], part[:, 1])
+            for alike in tensors:
+                copy_blocks(alike, part[:, 0], part[:, 1])
             self._device.end_recipe()
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """What has one shape is copied together; a draft model's layers have another one."""
+    return [list(run) for _, run in groupby(tensors, key=lambda blocks: (blocks.shape, blocks.dtype))]

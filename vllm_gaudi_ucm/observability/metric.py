@@ -114,13 +114,19 @@ MEMORY_EVENTS = Metric(
     "gaudi_ucm_memory_events",
     "counter",
     ("event",),
-    "What the scheduler has done about blocks of the KV cache: copies, tokens that copies saved, waits, swaps.",
+    "What the scheduler has done about blocks of the KV cache: copies, tokens that copies saved, waits, swaps, moves.",
 )
 MEMORY_RATES = Metric(
     "gaudi_ucm_memory_rates",
     "gauge",
     ("rate",),
     "Measured for ucm.preemption: prompt tokens per second, and bytes per second to host memory and back.",
+)
+MEMORY_DENSITY = Metric(
+    "gaudi_ucm_kv_cache_density",
+    "gauge",
+    (),
+    "Blocks in use / (highest block id in use + 1), with compaction.",
 )
 
 METRICS = (
@@ -167,4 +173,5 @@ METRICS = (
     MEMORY_MODE_REPEATED,
     MEMORY_EVENTS,
     MEMORY_RATES,
+    MEMORY_DENSITY,
 )

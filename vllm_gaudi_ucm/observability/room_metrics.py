@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.observability import metric
-from vllm_gaudi_ucm.observability.metrics_file import MetricsFile
+from vllm_gaudi_ucm.observability.metrics_file import MetricsFile, Series
 from vllm_gaudi_ucm.prefetch.tasks import PrefetchOutcome, PrefetchPriority
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 
@@ -138,6 +138,7 @@ MEMORY_EVENTS = (
     "swap_in_bytes",
     "swap_refusals",
     "recomputed_tokens",
+    "moves",
 )
 MEMORY_RATES = ("prefill", "to_host", "from_host")
 
@@ -146,8 +147,10 @@ class MemoryMetrics:
     """Series of what the scheduler's side has counted, which travels to the worker with every step."""
 
     def __init__(self, file: MetricsFile) -> None:
+        self._file = file
         self._events = {event: file.series(metric.MEMORY_EVENTS, event) for event in MEMORY_EVENTS}
         self._rates = {rate: file.series(metric.MEMORY_RATES, rate) for rate in MEMORY_RATES}
+        self._density: Series | None = None
 
     def set(self, totals: MemoryTotals, rates: MemoryRates) -> None:
         """Totals since the start, and what was measured."""
@@ -157,6 +160,10 @@ class MemoryMetrics:
             if getattr(rates, rate):
                 # a gauge that was never set is not shown
                 series.set(getattr(rates, rate))
+        if totals.density is not None:
+            # without compaction there is no such figure
+            self._density = self._density or self._file.series(metric.MEMORY_DENSITY)
+            self._density.set(totals.density)
 
 
 MEMORY_MODE_EVENTS = ("saved", "unsaved", "released", "loaded", "failed", "found", "stored")

@@ -25,12 +25,21 @@ def refuse_without_prefix_cache(vllm_config: VllmConfig) -> None:
 def refuse_beside_swaps(vllm_config: VllmConfig) -> None:
     """Raises UnsupportedFeatureError for a KV connector: which blocks a resumed request gets is its decision, too, and
     with a store in host memory it has a copy of them already."""
+    _refuse_connector(vllm_config, "with ucm.preemption.mode swap or auto")
+
+
+def refuse_beside_compaction(vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedFeatureError for a KV connector: it keeps ids of blocks that it reads and writes on its own."""
+    _refuse_connector(vllm_config, "with ucm.kv_cache.compaction")
+
+
+def _refuse_connector(vllm_config: VllmConfig, beside: str) -> None:
     transfer, offloaded = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size
     if transfer is not None or offloaded is not None:
         # vLLM sets the connector of the flag later
         named = transfer is not None and transfer.kv_connector
         asked_by = "--kv-transfer-config" if named else "--kv-offloading-size"
-        raise UnsupportedFeatureError("a KV connector with ucm.preemption.mode swap or auto", asked_by)
+        raise UnsupportedFeatureError(f"a KV connector {beside}", asked_by)
 
 
 def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:

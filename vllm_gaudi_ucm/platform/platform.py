@@ -19,6 +19,7 @@ from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.checks import check_places, check_request
 from vllm_gaudi_ucm.platform.combinations import (
+    refuse_beside_compaction,
     refuse_beside_memory_mode,
     refuse_beside_swaps,
     refuse_without_prefix_cache,
@@ -101,6 +102,9 @@ class UcmPlatform(Platform):
         if config.preemption.swaps:
             refuse_beside_swaps(vllm_config)
             need_our_scheduler(vllm_config, "ucm.preemption.mode")
+        if config.kv_cache.compaction:
+            refuse_beside_compaction(vllm_config)
+            need_our_scheduler(vllm_config, "ucm.kv_cache.compaction")
         if config.memory_mode.enabled:
             refuse_beside_memory_mode(vllm_config, config.memory_mode)
         if not is_engine_process():

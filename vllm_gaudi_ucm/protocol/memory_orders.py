@@ -16,6 +16,10 @@ _ATTRIBUTE = "ucm_memory_orders"
 _LINK = "ucm_link_speed"
 
 
+BlockMoves = list[tuple[int, int]]
+"""(from, to) of blocks; no block is both, or a target twice."""
+
+
 class MemoryTotals(msgspec.Struct):
     """Since the start.
 
@@ -25,6 +29,8 @@ class MemoryTotals(msgspec.Struct):
     swapped_out, swapped_in: blocks of preempted requests that were copied to host memory, and back; swap_out_bytes,
         swap_in_bytes: their bytes. swap_refusals: preempted requests for which host memory had no room.
     recomputed_tokens: computed again, because their request was preempted.
+    moves: blocks that compaction has copied. density: now, blocks in use / (highest id in use + 1); None without
+        compaction.
     """
 
     copies: int = 0
@@ -37,6 +43,12 @@ class MemoryTotals(msgspec.Struct):
     swap_in_bytes: int = 0
     swap_refusals: int = 0
     recomputed_tokens: int = 0
+    moves: int = 0
+    density: float | None = None
+
+    def count_density(self, density: float) -> None:
+        """Sets `density`, which is a figure of now."""
+        self.density = density
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
@@ -62,16 +74,19 @@ class MemoryRates(msgspec.Struct, frozen=True):
 
 
 class MemoryOrders(msgspec.Struct):
-    """Of a step.
+    """Of a step, in the order in which they are carried out before anything else of the step is written.
 
-    totals, rates: for the worker's metrics. swap_outs: (block, slot in host memory) to copy, before anything else of
-    the step is written. swap_ins: (slot, block), behind these.
+    totals, rates: for the worker's metrics.
+    moves: blocks that are somewhere else from this step on; one list after the other. Block tables that the worker
+        knows follow; those of the step's message, and all other orders, have the new ids.
+    swap_outs: (block, slot in host memory) to copy. swap_ins: (slot, block), behind these.
     """
 
     totals: MemoryTotals = msgspec.field(default_factory=MemoryTotals)
     rates: MemoryRates = MemoryRates()
-    swap_outs: list[tuple[int, int]] = msgspec.field(default_factory=list)
-    swap_ins: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    moves: list[BlockMoves] = []
+    swap_outs: list[tuple[int, int]] = []
+    swap_ins: list[tuple[int, int]] = []
 
 
 def attach_memory_orders(scheduler_output: SchedulerOutput, orders: MemoryOrders) -> None:

@@ -192,7 +192,7 @@ def make_parts(
                 _native_graphs(model, model.draft_decoder, metrics, calls_layers),
             ),
             None if vllm_config.speculative_config is None else Verification(slot_sampler, host),
-            _make_memory(config, kv_caches, block_size, model.device, metrics),
+            _make_memory(config, kv_caches, block_size, model.device, metrics, requests, sparse),
             host,
         )
         undo.pop_all()
@@ -218,14 +218,25 @@ def _allocate(model: LoadedModel, kv_cache_config: KVCacheConfig, transfer: KvTr
 
 
 def _make_memory(
-    config: UcmConfig, kv_caches: dict[str, KvPair], block_size: int, device: Device, metrics: StepMetrics
+    config: UcmConfig,
+    kv_caches: dict[str, KvPair],
+    block_size: int,
+    device: Device,
+    metrics: StepMetrics,
+    requests: RequestTable,
+    sparse: SparseWorker | None,
 ) -> MemoryWorker | None:
     """None where the scheduler has no orders."""
-    preemption = config.preemption
-    if not config.kv_cache.partial_hits and config.scheduler.admission == "greedy" and not preemption.swaps:
+    preemption, admits = config.preemption, config.scheduler.admission != "greedy"
+    if not admits and not preemption.swaps and not any(config.kv_cache.switches.values()):
         return None
+    summaries: list[torch.Tensor] = []
+    followers = [requests.moved]
+    if sparse is not None and sparse.selector is not None and sparse.state is not None:
+        summaries = sparse.selector.summaries
+        followers.append(sparse.state.summaries.moved)
     host_memory = preemption.host_memory if preemption.swaps else None
-    memory = MemoryWorker(kv_caches, block_size, device, metrics.memory(), host_memory)
+    memory = MemoryWorker(kv_caches, block_size, device, metrics.memory(), host_memory, summaries, followers)
     memory.warm_up()
     return memory
 
@@ -271,7 +282,8 @@ def _make_static(
     host: HostWork,
 ) -> StaticShapes:
     config, vllm_config = model.config, model.vllm_config
-    # a graph has one form: without compaction block ids spread over the whole cache, so `auto` gathers
+    # a graph has one form, and even with compaction a step may find a block in use that has not moved down yet: a graph
+    # that reads a slice would need one that gathers beside it, so `auto` gathers
     contiguous = config.attention.contiguous_pa is True
     choices = None if sparse is None else sparse.limits
     selected = 0 if choices is None else choices.max_selected_blocks

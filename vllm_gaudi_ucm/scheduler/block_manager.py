@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+from vllm_gaudi_ucm.memory.compaction import Compaction
 from vllm_gaudi_ucm.memory.free_blocks import FreeBlocks
+from vllm_gaudi_ucm.memory.free_runs import NO_BLOCK, FreeRuns
 from vllm_gaudi_ucm.scheduler.admission import holds_blocks
 from vllm_gaudi_ucm.vllm_api.blocks import replace_free_blocks
 from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm_gaudi_ucm.memory.partial_hits import PartialHits
     from vllm_gaudi_ucm.memory.swaps import Swaps
     from vllm_gaudi_ucm.scheduler.admission import Admission
@@ -19,12 +23,17 @@ if TYPE_CHECKING:
 
 
 class BlockManager(KVCacheManager):
-    """Asks whether a request may begin, and gives it parts of blocks that others have computed, and back what it had
-    when it was preempted."""
+    """Asks whether a request may begin; gives it parts of blocks that others have computed, what it had when it was
+    preempted, and blocks that follow each other.
 
+    compaction: moves blocks; None: it is off.
+    """
+
+    compaction: Compaction | None
     _admission: Admission | None
     _partial: PartialHits | None
     _swaps: Swaps | None
+    _runs: FreeRuns | None
 
     @classmethod
     def of(cls, manager: KVCacheManager, rules: BlockRules) -> Self:
@@ -32,10 +41,15 @@ class BlockManager(KVCacheManager):
         made = cls.__new__(cls)
         made.__dict__.update(manager.__dict__)
         made._admission, made._partial, made._swaps = rules.admission, rules.partial, rules.swaps
-        partial = rules.partial
-        if partial is not None:
-            queue = manager.block_pool.free_block_queue
-            replace_free_blocks(made, FreeBlocks.of(queue, partial.holds, partial.reused))
+        made._runs = made.compaction = None
+        pool, partial = manager.block_pool, rules.partial
+        is_of_use, reused = (_of_no_use, _forget_nothing) if partial is None else (partial.holds, partial.reused)
+        if rules.compacts:
+            made._runs = FreeRuns.over(pool.blocks, pool.free_block_queue, is_of_use, reused)
+            made.compaction = Compaction(pool, made._runs, made.evict_blocks, rules.totals)
+            replace_free_blocks(made, made._runs)
+        elif partial is not None:
+            replace_free_blocks(made, FreeBlocks.of(pool.free_block_queue, is_of_use, reused))
         return made
 
     def new_step_starts(self) -> None:
@@ -72,6 +86,8 @@ class BlockManager(KVCacheManager):
         if begins and not self._may_begin(request, new_computed_blocks, found, swapped):
             # as where there is no room: vLLM ends its turn of waiting requests
             return None
+        if self._runs is not None:
+            self._expect(self._runs, request, new_computed_blocks)
         blocks = super().allocate_slots(
             request,
             num_new_tokens,
@@ -112,6 +128,13 @@ class BlockManager(KVCacheManager):
         # one that gets more from host memory has nothing to wait for
         return self._partial is None or swapped > 0 or not self._partial.waits(request)
 
+    def _expect(self, runs: FreeRuns, request: Request, hits: KVCacheBlocks | None) -> None:
+        """Tells the queue whose blocks come next: those of the rest of its prompt, or of its next token."""
+        # a request that begins has no blocks but those that were found for it
+        (held,) = (hits if hits is not None and any(hits.blocks) else self.get_blocks(request.request_id)).blocks
+        needed = -(-request.num_tokens // self.coordinator.scheduler_block_size)
+        runs.expect(held[-1].block_id if held else NO_BLOCK, needed - len(held))
+
     def free(self, request: Request) -> None:
         self._leaves(request)
         super().free(request)
@@ -135,8 +158,18 @@ class BlockManager(KVCacheManager):
             self._partial.reset()
         if is_reset and self._swaps is not None:
             self._swaps.reset()
+        if is_reset and self._runs is not None:
+            self._runs.sort_anew()
         return is_reset
 
     def _blocks_of(self, request: Request) -> list[KVCacheBlock]:
         (blocks,) = self.get_blocks(request.request_id).blocks
         return list(blocks)
+
+
+def _of_no_use(block: KVCacheBlock) -> bool:
+    return False
+
+
+def _forget_nothing(blocks: Iterable[KVCacheBlock]) -> None:
+    pass

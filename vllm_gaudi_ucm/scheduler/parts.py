@@ -17,13 +17,19 @@ from vllm_gaudi_ucm.protocol.attachments import (
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryOrders, attach_memory_orders, link_speed_of
 from vllm_gaudi_ucm.protocol.offload import OffloadReport
 from vllm_gaudi_ucm.sparse.options import read_extra_args
-from vllm_gaudi_ucm.vllm_api.blocks import drop_sampled_tokens, isolate_blocks, wait_for_blocks_again
+from vllm_gaudi_ucm.vllm_api.blocks import (
+    blocks_to_be_freed,
+    drop_sampled_tokens,
+    isolate_blocks,
+    wait_for_blocks_again,
+)
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
+    from vllm_gaudi_ucm.memory.compaction import Compaction
     from vllm_gaudi_ucm.memory.swaps import Swaps
-    from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
+    from vllm_gaudi_ucm.protocol.memory_orders import BlockMoves, MemoryTotals
     from vllm_gaudi_ucm.protocol.sparse_meta import SparseMeta
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
@@ -94,22 +100,43 @@ class MemorySteps(SchedulerPart):
     Args:
         scheduler: vLLM's.
         totals: what has happened.
+        compaction: moves blocks before a step is scheduled; None: it is off.
         swaps: of preempted requests; None: they are computed again.
     """
 
-    def __init__(self, scheduler: Scheduler, totals: MemoryTotals, swaps: Swaps | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        totals: MemoryTotals,
+        compaction: Compaction | None = None,
+        swaps: Swaps | None = None,
+    ) -> None:
         super().__init__(scheduler)
         self.totals = totals
+        self.compaction = compaction
         self._swaps = swaps
+        self._moves: list[BlockMoves] = []
+
+    def before_schedule(self, reset: Collection[str]) -> None:
+        """No step is on its way: each is computed before the next one is scheduled."""
+        if self.compaction is not None:
+            self._moves = self.compaction.step(self._is_quiet, blocks_to_be_freed(self._scheduler))
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether the step that comes computes no prompt."""
+        scheduler = self._scheduler
+        return not scheduler.waiting and not any(request.is_prefill_chunk for request in scheduler.running)
 
     def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
-        totals = msgspec.structs.replace(self.totals)
-        if self._swaps is None:
-            attach_memory_orders(scheduler_output, MemoryOrders(totals))
-            return
-        orders = MemoryOrders(totals, self._swaps.cost.rates, *self._swaps.take_orders())
+        if self.compaction is not None:
+            self.totals.count_density(self.compaction.density)
+        orders = MemoryOrders(msgspec.structs.replace(self.totals), moves=self._moves)
+        if self._swaps is not None:
+            outs, ins = self._swaps.take_orders()
+            orders = msgspec.structs.replace(orders, rates=self._swaps.cost.rates, swap_outs=outs, swap_ins=ins)
+            self._swaps.cost.step_begins(scheduler_output.total_num_scheduled_tokens, _prompt_tokens(scheduler_output))
         attach_memory_orders(scheduler_output, orders)
-        self._swaps.cost.step_begins(scheduler_output.total_num_scheduled_tokens, _prompt_tokens(scheduler_output))
 
     def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
         if self._swaps is None:

@@ -22,11 +22,13 @@ class UcmScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_rules = make_block_rules(self)
+        compaction = None
         if self.block_rules.are_any:
-            self.kv_cache_manager = BlockManager.of(self.kv_cache_manager, self.block_rules)
+            self.kv_cache_manager = manager = BlockManager.of(self.kv_cache_manager, self.block_rules)
+            compaction = manager.compaction
             if self.connector is not None:
                 self.connector.bind_kv_cache_manager(self.kv_cache_manager)
-        self.parts = make_parts(self, self.block_rules)
+        self.parts = make_parts(self, self.block_rules, compaction)
 
     @property
     def sparse(self) -> UcmSparseBase | None:

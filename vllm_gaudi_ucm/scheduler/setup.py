@@ -35,6 +35,7 @@ from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+    from vllm_gaudi_ucm.memory.compaction import Compaction
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheManager, Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
@@ -42,23 +43,27 @@ logger = plugin_logger(__name__)
 
 
 class BlockRules(NamedTuple):
-    """What decides over blocks beside vLLM; None: it is switched off."""
+    """What decides over blocks beside vLLM; None: it is switched off.
+
+    compacts: whether blocks are to follow each other, and move.
+    """
 
     admission: Admission | None
     partial: PartialHits | None
     swaps: Swaps | None
+    compacts: bool
     totals: MemoryTotals
 
     @property
     def are_any(self) -> bool:
-        return self.admission is not None or self.partial is not None or self.swaps is not None
+        return self.compacts or any(rule is not None for rule in (self.admission, self.partial, self.swaps))
 
 
 def make_block_rules(scheduler: Scheduler) -> BlockRules:
     """What the configuration switches on."""
     config, totals = resolve_config(scheduler.vllm_config.additional_config), MemoryTotals()
     admission, partial = _admission(scheduler, config, totals), _partial_hits(scheduler, config, totals)
-    return BlockRules(admission, partial, _swaps(scheduler, config, totals), totals)
+    return BlockRules(admission, partial, _swaps(scheduler, config, totals), config.kv_cache.compaction, totals)
 
 
 def _swaps(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Swaps | None:
@@ -102,12 +107,14 @@ def _admission(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) ->
     return Admission(scheduler, rule, totals)
 
 
-def make_parts(scheduler: Scheduler, rules: BlockRules) -> tuple[SchedulerPart, ...]:
+def make_parts(
+    scheduler: Scheduler, rules: BlockRules, compaction: Compaction | None = None
+) -> tuple[SchedulerPart, ...]:
     """What is switched on, in the order in which the scheduler calls it."""
     config = resolve_config(scheduler.vllm_config.additional_config)
     parts: list[SchedulerPart] = []
     if rules.are_any:
-        parts.append(MemorySteps(scheduler, rules.totals, rules.swaps))
+        parts.append(MemorySteps(scheduler, rules.totals, compaction, rules.swaps))
     sparse = _sparse_steps(scheduler, config)
     if sparse is not None:
         parts.append(sparse)

@@ -6,8 +6,9 @@ Imports vLLM inside functions only: our platform class, which is loaded while vL
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, FreeKVCacheBlockQueue, KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -59,6 +60,40 @@ def replace_free_blocks(manager: "KVCacheManager", queue: "FreeKVCacheBlockQueue
     Remove when: a pool can be made with a queue, or asked for blocks in an order.
     """
     manager.block_pool.free_block_queue = queue
+
+
+def exchange_block_ids(pool: "BlockPool", one: "KVCacheBlock", other: "KVCacheBlock") -> None:
+    """Gives two blocks each other's id. What is in them has to follow: tables, the prefix cache and the list of free
+    blocks refer to the objects, so they all have the new ids at once.
+
+    Reason: vLLM moves no block; a few of its tables have ids for keys.
+    Remove when: a pool can give a block another id.
+    """
+    by_block, by_hash = pool.cached_block_hashes_by_block, pool.cached_block_hash_to_block._cache
+    more = [by_block.pop(block.block_id, None) for block in (one, other)]
+    one.block_id, other.block_id = other.block_id, one.block_id
+    for block, hashes in zip((one, other), more, strict=True):
+        pool.blocks[block.block_id] = block
+        if hashes is not None:
+            by_block[block.block_id] = hashes
+    for key in {one.block_hash, other.block_hash, *(more[0] or ()), *(more[1] or ())} - {None}:
+        alike = by_hash.get(cast("BlockHashWithGroupId", key))
+        if isinstance(alike, dict):
+            # in their order: the first is the one that requests find
+            by_hash[cast("BlockHashWithGroupId", key)] = {block.block_id: block for block in alike.values()}
+    if pool.metrics_collector is not None:
+        metrics = pool.metrics_collector.block_metrics
+        known = {block.block_id: metrics.pop(old.block_id, None) for block, old in ((one, other), (other, one))}
+        metrics.update({number: state for number, state in known.items() if state is not None})
+
+
+def blocks_to_be_freed(scheduler: "Scheduler") -> set[int]:
+    """Ids of blocks whose request is gone, and which a step or a connector may write to yet.
+
+    Reason: they are in no table.
+    Remove when: `BlockPool` says which blocks must stay where they are.
+    """
+    return {block.block_id for _, blocks in scheduler.deferred_frees for block in blocks}
 
 
 def kv_block_bytes(manager: "KVCacheManager") -> int:

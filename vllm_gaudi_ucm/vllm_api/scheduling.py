@@ -2,11 +2,12 @@
 
 Extension point: `--scheduler-cls` names a class; vLLM says that the interface is not public. `Scheduler` and
 `AsyncScheduler` are what ours derive from.
-Internal: `EngineCoreOutputs`, `FreeKVCacheBlockQueue`, `KVCacheBlock`, `KVCacheBlocks`, `KVCacheManager` and
-`generate_block_hash_extra_keys`.
+Internal: `BlockPool`, `EngineCoreOutputs`, `FreeKVCacheBlockQueue`, `KVCacheBlock`, `KVCacheBlocks`,
+`KVCacheManager` and `generate_block_hash_extra_keys`.
 Functions for what the scheduler has no call for are in `blocks`.
 """
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, generate_block_hash_extra_keys
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -15,6 +16,7 @@ from vllm.v1.engine import EngineCoreOutputs
 
 __all__ = [
     "AsyncScheduler",
+    "BlockPool",
     "EngineCoreOutputs",
     "FreeKVCacheBlockQueue",
     "KVCacheBlock",

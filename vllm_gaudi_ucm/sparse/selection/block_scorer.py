@@ -160,6 +160,13 @@ class SummaryQueue:
         self.ready[blocks] = False
         self._waiting[blocks] = False
 
+    def moved(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Block `sources[i]` is `targets[i]` from now on, and its summary with it. int64 [n] each; no block is both."""
+        for of_blocks in (self.ready, self._waiting):
+            of_blocks[targets] = of_blocks[sources]
+            of_blocks[sources] = False
+        self._queue.extend(targets[self._waiting[targets]].tolist())
+
     def brought(self, blocks: NDArray[np.integer]) -> None:
         """The summaries of these full blocks were copied from elsewhere."""
         self.ready[blocks] = True

@@ -118,6 +118,11 @@ class BlockSelector:
         return DeviceCounts(*self.checks.tolist(), *self.recall.tolist())
 
     @property
+    def summaries(self) -> list[torch.Tensor]:
+        """Of each layer, [blocks, vectors, kv heads, width] by physical block."""
+        return self._summaries
+
+    @property
     def bytes(self) -> int:
         """Of summaries and stored choices."""
         kept = 0 if self.scorer is None else self.scorer.bytes

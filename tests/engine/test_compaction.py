@@ -1,0 +1,222 @@
+"""`ucm.kv_cache.compaction`: blocks move while requests are served; no answer changes, and slices stay short."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from vllm import RequestOutput
+
+from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
+from tests.engine.tiny_models import VOCAB, make_config, make_model
+from vllm_gaudi_ucm.memory.free_runs import FreeRuns
+from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
+
+pytestmark = pytest.mark.slow  # starts engines
+
+RNG = random.Random(12)
+BLOCK = 16
+COMPACTION: dict[str, Any] = {"kv_cache": {"compaction": True}}
+STATIC = {"mode": "eager", "max_graphs": 14, "warm_up": "full", "recipe_check": "fail"}
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 48}
+ROOMY, SMALL = {"num_gpu_blocks_override": 120}, {"num_gpu_blocks_override": 40}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def tokens(count: int) -> list[int]:
+    return [RNG.randrange(3, VOCAB) for _ in range(count)]
+
+
+class Asked(NamedTuple):
+    """A request. arrival: steps before it. aborted: after so many steps of its own; None: it runs to its end."""
+
+    prompt: list[int]
+    arrival: int
+    max_tokens: int
+    aborted: int | None = None
+
+
+COMMON = tokens(3 * BLOCK + 7)
+
+
+def churn(count: int) -> list[Asked]:
+    """Requests of all lengths, every third with a common start and every seventh aborted, so that ids spread."""
+    asked = []
+    for index in range(count):
+        prompt = (COMMON if index % 3 == 0 else []) + tokens(RNG.choice([3, 20, 60, 100]))
+        aborted = RNG.randrange(1, 12) if index % 7 == 3 else None
+        asked.append(Asked(prompt, 2 * index, RNG.choice([4, 12, 40, 70]), aborted))
+    return asked
+
+
+ASKED = churn(36)
+
+
+class Watched:
+    """Serves requests, and looks at the KV cache after every step.
+
+    What nobody may read is NaN then: free blocks that nobody can find again, and the dummy block.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.manager = engine.core.scheduler.kv_cache_manager
+        self.density: list[float] = []
+
+    @property
+    def moves(self) -> int:
+        moves: int = self.engine.core.scheduler.block_rules.totals.moves
+        return moves
+
+    def serve(self, asked: Sequence[Asked]) -> list[Answer | None]:
+        """None: aborted."""
+        ids = [self.engine.new_id() for _ in asked]
+        ended: dict[str, RequestOutput | None] = {}
+        step = 0
+        while len(ended) < len(asked):
+            for request_id, one in zip(ids, asked, strict=True):
+                if one.arrival == step:
+                    self.engine.add(request_id, one.prompt, greedy_params(one.max_tokens))
+                elif one.aborted is not None and one.arrival + one.aborted == step and request_id not in ended:
+                    self.engine.llm.llm_engine.abort_request([request_id])
+                    ended[request_id] = None
+            for output in self.engine.step():
+                if output.finished:
+                    ended.setdefault(output.request_id, output)
+            step += 1
+            self._look()
+        self.engine.check_idle()
+        outputs = [ended[request_id] for request_id in ids]
+        return [
+            None if output is None or one.aborted else answer_of(output)
+            for one, output in zip(asked, outputs, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def _look(self) -> None:
+        pool = self.manager.block_pool
+        queue = pool.free_block_queue
+        assert isinstance(queue, FreeRuns)
+        queue.check_integrity()
+        for number, block in enumerate(pool.blocks):
+            assert block.block_id == number
+        empty = queue.lowest_empty(pool.num_gpu_blocks, pool.num_gpu_blocks)
+        for cache in self.engine.cached_blocks():
+            cache[[0, *empty]] = float("nan")
+        rows, held = self.engine.runner.parts.requests, self.manager.coordinator.single_type_managers[0].req_to_blocks
+        for request in self.engine.core.scheduler.running:
+            blocks = [block.block_id for block in held[request.request_id]]
+            assert rows.blocks(request.request_id, len(blocks)).tolist() == blocks
+        self.density.append((pool.num_gpu_blocks - queue.num_free_blocks) / (queue.highest_in_use + 1))
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny_llama: Path) -> Iterator[list[Answer]]:
+    with Engine(tiny_llama, **OPTIONS) as engine:
+        yield [engine.greedy([one.prompt], one.max_tokens)[0] for one in ASKED]
+
+
+def assert_served(found: Sequence[Answer | None], wanted: Sequence[Answer], near_ties: int = 1) -> None:
+    pairs = [(one, other) for one, other in zip(found, wanted, strict=True) if one is not None]
+    assert_same([one for one, _ in pairs], [other for _, other in pairs], near_ties)
+
+
+def serve(model: Path, wanted: Sequence[Answer], ucm: Mapping[str, Any], **options: Any) -> tuple[Watched, int]:
+    """Serves all requests, checks that their tokens are those wanted, and returns what was seen and preemptions."""
+    with Engine(model, {**COMPACTION, **ucm}, **{**OPTIONS, **options}) as engine:
+        watched = Watched(engine)
+        assert_served(watched.serve(ASKED), wanted)
+        assert watched.moves > 0
+        return watched, engine.preemptions
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "prefix cache": ({}, ROOMY),
+    "no prefix cache": ({}, {**ROOMY, "enable_prefix_caching": False}),
+    "partial hits": ({"kv_cache": {"compaction": True, "partial_hits": True}}, ROOMY),
+    "gathered": ({"attention": {"contiguous_pa": False}}, ROOMY),
+    "slices": ({"attention": {"contiguous_pa": True}}, ROOMY),
+    "static": ({"graphs": STATIC}, ROOMY),
+    "static slices": ({"graphs": STATIC, "attention": {"contiguous_pa": True}}, ROOMY),
+    "n-grams": ({}, {**ROOMY, "speculative_config": NGRAM}),
+    "no native graphs": ({"cpu": {"native_graphs": False}}, ROOMY),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_those_without(tiny_llama: Path, wanted: list[Answer], name: str) -> None:
+    """covers: A20, A21. Arrivals, ends and aborts; free blocks and the dummy block are NaN."""
+    ucm, options = CASES[name]
+    serve(tiny_llama, wanted, ucm, **options)
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["full blocks", "partial hits"])
+@pytest.mark.parametrize("caching", [False, True], ids=["no prefix cache", "prefix cache"])
+def test_requests_are_preempted(tiny_llama: Path, wanted: list[Answer], partial: bool, caching: bool) -> None:
+    """covers: A7, A21. In a cache so small that requests lose their blocks, which others get in other places."""
+    if partial and not caching:
+        pytest.skip("refused")
+    ucm = {"kv_cache": {"compaction": True, "partial_hits": partial}}
+    _, preemptions = serve(tiny_llama, wanted, ucm, **SMALL, enable_prefix_caching=caching)
+    assert preemptions
+
+
+def test_the_blocks_of_a_draft_model_move_too(tiny_llama: Path, wanted: list[Answer], tmp_path: Path) -> None:
+    draft = make_model(tmp_path / "draft", make_config("llama", num_hidden_layers=1), seed=3)
+    speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    serve(tiny_llama, wanted, {}, **ROOMY, speculative_config=speculation)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["true shapes", "static"])
+def test_summaries_move_with_their_blocks(tiny_llama: Path, wanted: list[Answer], static: bool) -> None:
+    """With a budget of all blocks tokens are those of dense attention; with a small one those without compaction."""
+    options = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
+    graphs = {"graphs": {**STATIC, "max_graphs": 24}} if static else {}
+    for ratio in (1.0,) if static else (1.0, 0.3):
+        sparse = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {**options, "sparse_ratio": ratio}}}
+        expected = wanted
+        if ratio < 1:
+            with Engine(tiny_llama, {**sparse, **graphs}, **OPTIONS, **ROOMY) as engine:
+                expected = [engine.greedy([one.prompt], one.max_tokens)[0] for one in ASKED]
+        with Engine(tiny_llama, {**COMPACTION, **sparse, **graphs}, **OPTIONS, **ROOMY) as engine:
+            watched = Watched(engine)
+            found = watched.serve(ASKED)
+            assert watched.moves > 0
+            assert engine.runner.parts.sparse is not None
+            state = engine.runner.parts.sparse.state
+            assert state is not None
+            state.summaries.check_integrity()
+        if ratio == 1:
+            assert_served(found, expected)
+        else:
+            # which blocks of a request compete depends on what is summarised when it joins a batch
+            same = [one.tokens == other.tokens for one, other in zip(found, expected, strict=True) if one is not None]
+            assert sum(same) >= len(same) - 2
+
+
+def test_what_is_read_stays_short(tiny_llama: Path) -> None:
+    """covers: A20. Once the others have gone, the last requests are at the front: nine tenths of what a slice reads are
+    in use."""
+    with Engine(tiny_llama, COMPACTION, **OPTIONS, num_gpu_blocks_override=300) as engine:
+        watched = Watched(engine)
+        watched.serve(ASKED)
+        assert min(watched.density[-20:]) >= 0.9
+        assert min(watched.density) < 0.6
+
+
+def test_not_beside_connectors_and_memory_mode(tiny_llama: Path) -> None:
+    transfer = {
+        "kv_connector": "UcmConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": {"kind": "memory"}},
+    }
+    with pytest.raises(UnsupportedFeatureError, match=r"a KV connector with ucm\.kv_cache\.compaction"):
+        Engine(tiny_llama, COMPACTION, kv_transfer_config=transfer)
+    with pytest.raises(UnsupportedFeatureError, match=r"a KV connector with ucm\.kv_cache\.compaction"):
+        Engine(tiny_llama, COMPACTION, kv_offloading_size=1)
+    with pytest.raises(UcmConfigError, match=r"kv_cache\.compaction"):
+        Engine(tiny_llama, {**COMPACTION, "ucm_sparse_method": "GSA", "memory_mode": {"enabled": True}})

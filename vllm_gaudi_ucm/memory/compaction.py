@@ -1,0 +1,110 @@
+"""Compaction: blocks in use move down, so that those that requests read are the first of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.memory.free_runs import NO_BLOCK
+from vllm_gaudi_ucm.vllm_api.blocks import exchange_block_ids
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.memory.free_runs import FreeRuns
+    from vllm_gaudi_ucm.protocol.memory_orders import BlockMoves, MemoryTotals
+    from vllm_gaudi_ucm.vllm_api.scheduling import BlockPool, KVCacheBlock
+
+GOAL = 0.9
+"""Least part of the blocks up to the last one in use that is in use, the null block included."""
+QUIET_GOAL = 0.95
+"""The same in a step that computes no prompt: what is moved then need not be moved in one that does."""
+MOST_IN_STEP = 0.01
+"""Of the KV cache's blocks: copies of a step."""
+
+
+class Compaction:
+    """Plans which blocks move before a step, and has vLLM's tables follow.
+
+    A block that moves takes the place of an empty block. Where there is none below the goal, it takes the place of one
+    in the prefix cache, which moves up first: nothing that requests may find again is lost but what vLLM would give
+    away next.
+
+    Args:
+        pool: vLLM's.
+        free: its queue of free blocks.
+        evict: takes blocks, by id, out of the prefix cache, and forgets what is known of them.
+        totals: takes what happens.
+    """
+
+    def __init__(
+        self, pool: BlockPool, free: FreeRuns, evict: Callable[[set[int]], None], totals: MemoryTotals
+    ) -> None:
+        self._pool = pool
+        self._free = free
+        self._evict = evict
+        self._totals = totals
+        self._most = max(1, int(MOST_IN_STEP * pool.num_gpu_blocks))
+
+    @property
+    def density(self) -> float:
+        """Blocks in use / (highest id in use + 1)."""
+        return self._in_use / (self._free.highest_in_use + 1)
+
+    def step(self, is_quiet: bool, pinned: Collection[int] = ()) -> list[BlockMoves]:
+        """Before a step is scheduled: the copies that its worker has to make, empty where blocks stay.
+
+        is_quiet: the step computes no prompt. pinned: ids of blocks in use that must stay.
+        """
+        end = int(self._in_use / (QUIET_GOAL if is_quiet else GOAL))
+        sources = self._free.in_use_from(end, self._most, pinned)
+        if not sources:
+            return []
+        ups, targets = self._make_room(len(sources), end)
+        downs = self._move_down(sources[len(sources) - len(targets) :], targets)
+        self._totals.moves += len(ups) + len(downs)
+        return [moves for moves in (ups, downs) if moves]
+
+    @property
+    def _in_use(self) -> int:
+        return self._pool.num_gpu_blocks - self._free.num_free_blocks
+
+    def _make_room(self, count: int, end: int) -> tuple[BlockMoves, list[KVCacheBlock]]:
+        """At most `count` empty blocks below `end`, which are no longer free, and the copies that come first."""
+        ups: BlockMoves = []
+        targets = [self._take(number) for number in self._free.lowest_empty(count, end)]
+        # one of them at least, however small the KV cache
+        while len(targets) < count and (not targets or len(targets) + len(ups) + 2 <= self._most):
+            spare = self._spare()
+            if spare.block_id >= end:
+                ups.append(self._move_up(self._pool.blocks[self._free.lowest_kept(end)], spare))
+            targets.append(spare)
+        return ups, targets
+
+    def _take(self, number: int) -> KVCacheBlock:
+        block = self._pool.blocks[number]
+        self._free.remove(block)
+        return block
+
+    def _spare(self) -> KVCacheBlock:
+        """An empty block, or the block that would be given away next, which is empty then; it is no longer free."""
+        block = self._free.next_given_away
+        self._evict({block.block_id})
+        self._free.remove(block)
+        return block
+
+    def _move_up(self, kept: KVCacheBlock, spare: KVCacheBlock) -> tuple[int, int]:
+        """A free block that is in the prefix cache gets the id of an empty one, and stays where it is in the queue."""
+        before = kept.block_id
+        assert before != NO_BLOCK, "as many blocks are free below the end as are in use behind it"
+        exchange_block_ids(self._pool, kept, spare)
+        self._free.renumbered(kept, before)
+        return before, kept.block_id
+
+    def _move_down(self, sources: list[int], targets: list[KVCacheBlock]) -> BlockMoves:
+        """The blocks of ids `sources` get the ids of `targets`, both in their order, so that runs stay runs."""
+        moves: BlockMoves = []
+        targets.sort(key=lambda block: block.block_id)
+        for source, target in zip(sources, targets, strict=True):
+            moves.append((source, target.block_id))
+            exchange_block_ids(self._pool, self._pool.blocks[source], target)
+        self._free.prepend_n(targets)
+        return moves
