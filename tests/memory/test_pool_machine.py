@@ -172,8 +172,7 @@ class Pool(RuleBasedStateMachine):
             for number, block in alike.items():
                 assert block.block_id == number
                 assert block.block_hash == key
-                (last,) = {held for held in self.cache[number][-1:]}
-                assert last is not None, "what is in the prefix cache was overwritten"
+                assert self.cache[number][-1] is not None, "what is in the prefix cache was overwritten"
 
 
 TestPool = Pool.TestCase

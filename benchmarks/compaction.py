@@ -1,0 +1,117 @@
+"""The KV cache after many arrivals and ends: with vLLM's queue, with contiguous blocks first, and with compaction.
+
+`python -m benchmarks.compaction [--steps N] [--blocks N]`. vLLM's real manager of blocks, no model. In each step a
+request begins, ends, or one of them needs a block more. Times are of one process, one rule after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from benchmarks.positive import positive
+from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
+from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
+from vllm_gaudi_ucm.scheduler.setup import BlockRules
+
+RULES = ("vLLM", "contiguous first", "compaction")
+BLOCK = 128
+LONGEST = 64 * BLOCK
+
+
+class Churn:
+    """One KV cache and its requests; half of the blocks are in use on average."""
+
+    def __init__(self, rule: str, num_blocks: int) -> None:
+        init_none_hash(sha256)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.manager = KVCacheManager(config, 2 * LONGEST, BLOCK, BLOCK, enable_caching=False)
+        self.totals, self.compaction = MemoryTotals(), None
+        if rule != RULES[0]:
+            self.manager = ours = BlockManager.of(self.manager, BlockRules(None, None, True, self.totals))
+            self.compaction = ours.compaction if rule == RULES[2] else None
+        self.num_blocks = num_blocks
+        self.live: list[Request] = []
+        self.rng = random.Random(0)
+        self.seconds, self.allocated = 0.0, 0
+        self.densities: list[float] = []
+
+    def step(self, number: int) -> None:
+        if self.compaction is not None:
+            self.compaction.step(is_quiet=False)
+        in_use = self.num_blocks - self.manager.block_pool.get_num_free_blocks()
+        chance = self.rng.random()
+        if self.live and chance < 0.1 * 2 * in_use / self.num_blocks:
+            request = self.live.pop(self.rng.randrange(len(self.live)))
+            self.manager.free(request)
+        elif chance > 0.9:
+            tokens = [0] * self.rng.randrange(1, LONGEST // 4)
+            request = Request(str(number), tokens, SamplingParams(max_tokens=1), None)
+            if self._allocate(request, len(tokens)):
+                self.live.append(request)
+        elif self.live:
+            request = self.rng.choice(self.live)
+            if request.num_tokens < LONGEST:
+                request.append_output_token_ids([0] * BLOCK)
+                self._allocate(request, BLOCK)
+
+    def _allocate(self, request: Request, count: int) -> bool:
+        begin = time.perf_counter()
+        found = self.manager.allocate_slots(request, count)
+        self.seconds += time.perf_counter() - begin
+        self.allocated += 1
+        if found is not None:
+            request.num_computed_tokens += count
+        return found is not None
+
+    def look(self) -> None:
+        held = [block for request in self.live for block in self.manager.get_block_ids(request.request_id)[0]]
+        self.densities.append((len(held) + 1) / (max(held, default=0) + 1))
+
+    def runs(self) -> float:
+        tables = [self.manager.get_block_ids(request.request_id)[0] for request in self.live]
+        breaks = sum(b != a + 1 for table in tables for a, b in zip(table, table[1:], strict=False))
+        return (breaks + len(tables)) / max(1, len(tables))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=positive, default=100_000)
+    parser.add_argument("--blocks", type=positive, default=4_000)
+    args = parser.parse_args(arguments)
+    table = Table("rule", "density at the end", "least", "runs per request", "moved per step", "us per allocation")
+    for rule in RULES:
+        churn = Churn(rule, args.blocks)
+        for number in range(args.steps):
+            churn.step(number)
+            if number % 100 == 99 and number >= args.steps // 4:
+                churn.look()
+        moved, cost = churn.totals.moves / args.steps, 1e6 * churn.seconds / churn.allocated
+        densities = churn.densities
+        table.add_row(
+            rule,
+            f"{densities[-1]:.2f}",
+            f"{min(densities):.2f}",
+            f"{churn.runs():.1f}",
+            f"{moved:.2f}",
+            f"{cost:.1f}",
+        )
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
