@@ -10,6 +10,7 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from rich.console import Console
@@ -83,7 +84,7 @@ class Churn:
 
     def runs(self) -> float:
         tables = [self.manager.get_block_ids(request.request_id)[0] for request in self.live]
-        breaks = sum(b != a + 1 for table in tables for a, b in zip(table, table[1:], strict=False))
+        breaks = sum(b != a + 1 for table in tables for a, b in pairwise(table))
         return (breaks + len(tables)) / max(1, len(tables))
 
 
