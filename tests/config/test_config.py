@@ -60,6 +60,8 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
         ["fast", "CPU", None, 1],
         'one of "auto", "reference", "cpu", "native", "hpu", "cuda"',
     ),
+    "ucm.kv_cache.partial_hits": ([True, False], ["yes", 1, None], "true or false"),
+    "ucm.kv_cache.compaction": ([True, False], ["yes", 1, None], "true or false"),
     "ucm.attention.contiguous_pa": (["auto", True, False], ["yes", 1, 0, None], '"auto" or true or false'),
     "ucm.attention.causal_slice": ([16, 512, 8192], [15, 8193, "512", 512.0, True, None], "integer, 16 to 8192"),
     "ucm.graphs.mode": (
