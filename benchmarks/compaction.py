@@ -42,7 +42,7 @@ class Churn:
         self.manager = KVCacheManager(config, 2 * LONGEST, BLOCK, BLOCK, enable_caching=False)
         self.totals, self.compaction = MemoryTotals(), None
         if rule != RULES[0]:
-            self.manager = ours = BlockManager.of(self.manager, BlockRules(None, None, True, self.totals))
+            self.manager = ours = BlockManager.of(self.manager, BlockRules(None, None, None, True, self.totals))
             self.compaction = ours.compaction if rule == RULES[2] else None
         self.num_blocks = num_blocks
         self.live: list[Request] = []

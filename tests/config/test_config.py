@@ -104,7 +104,6 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.scheduler.least_output": ([0, 512], [-1, 1.5, None], "integer, at least 0"),
     "ucm.kv_cache.granularity": (["block", "token"], ["slot", 1, None], 'one of "block", "token"'),
     "ucm.kv_cache.max_total_token_num": ([None], [0, 1.5, True], "integer, at least 1 or null"),
-    "ucm.kv_cache.partial_hits": ([True, False], [0, "on", None], "true or false"),
     "ucm.preemption.mode": (
         ["recompute", "swap", "auto"],
         ["discard", True, None],

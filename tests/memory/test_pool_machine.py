@@ -32,7 +32,7 @@ def make_manager(num_blocks: int, caching: bool, partial: bool) -> BlockManager:
     manager = KVCacheManager(config, LONGEST + BLOCK, BLOCK, BLOCK, enable_caching=caching)
     totals = MemoryTotals()
     hits = PartialHits(BLOCK, lambda request: None, False, totals) if partial else None
-    return BlockManager.of(manager, BlockRules(None, hits, True, totals))
+    return BlockManager.of(manager, BlockRules(None, hits, None, True, totals))
 
 
 def make_request(request_id: str, prompt: list[int]) -> Request:

@@ -55,7 +55,7 @@ def exported(folder: Path) -> dict[str, dict[str, set[str]]]:
     metrics.prefetch("connector").set(PrefetchEngine(ScriptedStore(), 1, PrefetchOptions()).stats())
     metrics.transfer()
     metrics.memory_mode()
-    metrics.memory().set(MemoryTotals(), MemoryRates(1.0, 2.0, 3.0))
+    metrics.memory().set(MemoryTotals(density=0.9), MemoryRates(1.0, 2.0, 3.0))
     found: dict[str, dict[str, set[str]]] = {}
     for key in scrape(folder):
         name, _, labels = key.partition("{")

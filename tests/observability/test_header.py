@@ -30,7 +30,10 @@ def header_of(kind: str, **ucm: Any) -> dict[str, Any]:
         _ucm=resolve_config({"ucm": ucm}),
         _device=SimpleNamespace(name=lambda: "GAUDI2", kind="cpu"),
     )
-    return UcmWorker._describe(worker, 100)
+    blocks: Any = SimpleNamespace(
+        num_blocks=100, kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))]
+    )
+    return UcmWorker._describe(worker, blocks)
 
 
 def read_limits(header: dict[str, Any]) -> Any:
