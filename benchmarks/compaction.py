@@ -1,7 +1,7 @@
 """The KV cache after many arrivals and ends: with vLLM's queue, with contiguous blocks first, and with compaction.
 
-`python -m benchmarks.compaction [--steps N] [--blocks N]`. vLLM's real manager of blocks, no model. In each step a
-request begins, ends, or one of them needs a block more. Times are of one process, one rule after the other.
+`python -m benchmarks.compaction [--steps N] [--blocks N] [--plot FILE]`. vLLM's real manager of blocks, no model. In
+each step a request begins, ends, or one of them needs a block more. Times are of one process, one rule after the other.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
@@ -28,7 +30,9 @@ from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
 from vllm_gaudi_ucm.scheduler.setup import BlockRules
 
 RULES = ("vLLM", "contiguous first", "compaction")
+COLOURS = ("#D55E00", "#E69F00", "#0072B2")
 BLOCK = 128
+EACH = 100
 LONGEST = 64 * BLOCK
 
 
@@ -92,26 +96,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=positive, default=100_000)
     parser.add_argument("--blocks", type=positive, default=4_000)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the density over time there")
     args = parser.parse_args(arguments)
     table = Table("rule", "density at the end", "least", "runs per request", "moved per step", "us per allocation")
+    found: dict[str, list[float]] = {}
     for rule in RULES:
         churn = Churn(rule, args.blocks)
-        for number in range(args.steps):
+        for number in track(range(args.steps), rule, transient=True):
             churn.step(number)
-            if number % 100 == 99 and number >= args.steps // 4:
+            if number % EACH == EACH - 1:
                 churn.look()
         moved, cost = churn.totals.moves / args.steps, 1e6 * churn.seconds / churn.allocated
-        densities = churn.densities
+        densities = found[rule] = churn.densities
+        settled = densities[len(densities) // 4 :]
         table.add_row(
             rule,
             f"{densities[-1]:.2f}",
-            f"{min(densities):.2f}",
+            f"{min(settled):.2f}",
             f"{churn.runs():.1f}",
             f"{moved:.2f}",
             f"{cost:.1f}",
         )
     Console().print(table)
+    if args.plot is not None:
+        plot(found, args.plot)
     return 0
+
+
+def plot(densities: Mapping[str, Sequence[float]], path: Path) -> None:
+    """The density over time under each rule."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for (rule, values), colour in zip(densities.items(), COLOURS, strict=True):
+        steps = [EACH * (index + 1) for index in range(len(values))]
+        axes.plot(steps, [100 * value for value in values], color=colour, linewidth=0.8, label=rule)
+    axes.axhline(90, color="grey", linewidth=0.6, linestyle="--")
+    axes.set_title("blocks in use, of those up to the highest in use", fontsize=9, loc="left")
+    axes.set_xlabel("steps", fontsize=8)
+    axes.set_ylabel("%", fontsize=8)
+    axes.set_ylim(0, 102)
+    axes.legend(fontsize=8, frameon=False, loc="lower center", ncols=3)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

@@ -221,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=0.1, help="of the mix's KV cache (default: %(default)g)")
     parser.add_argument("--step", action="store_true", help="time decode steps of two engines, too")
     parser.add_argument("--json", type=Path, help="writes the figures to this file")
+    parser.add_argument("--plot", type=Path, help="draws the waste by block size to this file")
     args = parser.parse_args(argv)
     console = Console(width=110, highlight=False)
     console.print(describe_machine(), style="dim")
@@ -237,7 +238,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(step_table(steps))
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.plot is not None:
+        plot(args.plot)
     return 0
+
+
+def plot(path: Path, means: Sequence[int] = (220, MEAN, 1760)) -> None:
+    """Share of the KV cache that is held and empty, by block size; a line for each mean context."""
+    from matplotlib.figure import Figure
+
+    sizes = [1, 16, 32, 64, 128, 256]
+    figure = Figure(figsize=(6, 3), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for mean_context in means:
+        contexts = [round(length * mean_context / MEAN) or 1 for length in lengths(4096, 0)]
+        held = [sum(-(-length // size) * size for length in contexts) for size in sizes]
+        wasted = [100 * (1 - sum(contexts) / tokens) for tokens in held]
+        axes.plot(range(len(sizes)), wasted, marker="o", label=f"{mean_context:,} tokens")
+    axes.set_xticks(range(len(sizes)), ["1 (slots)", *map(str, sizes[1:])])
+    axes.set_title("held and empty, by mean context", fontsize=9, loc="left")
+    axes.set_xlabel("tokens of a block", fontsize=8)
+    axes.set_ylabel("% of the KV cache", fontsize=8)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path)
 
 
 def _memory_table(wasted: dict[str, float], fitting: dict[str, float]) -> Table:

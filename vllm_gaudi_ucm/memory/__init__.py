@@ -1,1 +1,1 @@
-"""Which blocks requests get: copies of partial blocks, blocks from host memory; what the worker does about them."""
+"""Which blocks requests get: parts of blocks as copies, blocks from host memory, blocks that follow each other."""
