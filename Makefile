@@ -20,9 +20,8 @@ PORT ?= 8000
 DEMO_MODEL := .cache/models/smollm2-135m-instruct
 MODEL ?= $(DEMO_MODEL)
 ARGS ?=
-# Engines of tests compute with one thread. One process more than cores: tests wait for other processes a seventh of their
-# time. tests/work_order.py says which gets what.
-TEST_PROCESSES ?= 3
+# Engines of tests compute with one thread: one process for each core. tests/work_order.py says which gets what.
+TEST_PROCESSES ?= 2
 
 TORCH_VERSION := 2.13.0
 GAUDI_TORCH_VERSION := 2.11.0

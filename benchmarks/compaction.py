@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{moved:.2f}",
             f"{cost:.1f}",
         )
-    Console().print(table)
+    Console(width=110).print(table)
     if args.plot is not None:
         plot(found, args.plot)
     return 0

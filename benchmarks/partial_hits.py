@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     args = parser.parse_args()
     found = measure(args.model, args.block, args.rounds)
-    console, table = Console(), Table(title=f"Partial hits, blocks of {args.block}")
+    console, table = Console(width=110), Table(title=f"Partial hits, blocks of {args.block}")
     for column in ("workload", "tokens, off", "tokens, on", "seconds, off", "seconds, on", "times as fast"):
         table.add_column(column, justify="left" if column == "workload" else "right")
     for name, sides in found.items():

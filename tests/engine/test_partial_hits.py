@@ -16,6 +16,7 @@ from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_
 from tests.engine.test_connector import file_store, transfer
 from tests.engine.test_swap import Poisoned
 from tests.engine.tiny_models import VOCAB
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
 
 RNG = random.Random(5)
@@ -213,7 +214,8 @@ def test_random_aborts(tiny_llama: Path, wanted: list[Answer], seed: int) -> Non
 def on_the_card(model: str) -> dict[str, Any]:
     """The same requests, on the simulated card, with graphs."""
     ucm = {**ON, "graphs": {"max_graphs": 12, "warm_up": "full"}}
-    with Poisoned(Path(model), ucm, **SMALL) as engine:
+    # nothing is poisoned: that would be recipes of the test
+    with Engine(Path(model), ucm, **SMALL) as engine:
         from habana_frameworks.torch.simulator import card
 
         warm = card.compilations
@@ -239,7 +241,7 @@ def test_refused_by_name(tiny_llama: Path) -> None:
     with pytest.raises(UnsupportedFeatureError, match="partial_hits without a prefix cache"):
         Engine(tiny_llama, ON, enable_prefix_caching=False)
     with pytest.raises(UcmConfigError, match=r"ucm\.kv_cache\.partial_hits: found true, expected false with"):
-        Engine(tiny_llama, {"kv_cache": {"partial_hits": True, "granularity": "token"}})
+        resolve_config({"ucm": {"kv_cache": {"partial_hits": True, "granularity": "token"}}})
 
 
 def count_scheduled(engine: Engine) -> list[int]:
