@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
-from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import KvPair, alike, in_blocks
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 
 if TYPE_CHECKING:
@@ -37,8 +36,7 @@ class DeviceBlocks:
     def __init__(self, caches: Mapping[str, KvPair], block_size: int, device: Device) -> None:
         self._device = device
         tensors = [blocks for pair in caches.values() for blocks in in_blocks(pair, block_size)]
-        # what has one shape is copied together; a draft model's layers have another one
-        self._runs = [list(run) for _, run in groupby(tensors, key=lambda blocks: (blocks.shape[1:], blocks.dtype))]
+        self._runs = alike(tensors)
         self.block_bytes = sum(_block_bytes(blocks) for blocks in tensors)
 
     def allocate(self, nbytes: int) -> memoryview:

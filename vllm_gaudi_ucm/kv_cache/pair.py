@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -25,3 +27,8 @@ def in_blocks(pair: tuple[torch.Tensor, torch.Tensor], block_size: int) -> KvPai
     """Views [blocks, block size, kv heads, head size] of rows, to read from."""
     key, value = pair
     return KvPair(key.unflatten(0, (-1, block_size)), value.unflatten(0, (-1, block_size)))
+
+
+def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """What has one shape and dtype, to be copied together, in the order given; a draft model's layers have another."""
+    return [list(run) for _, run in groupby(tensors, key=lambda blocks: (blocks.shape, blocks.dtype))]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
-from vllm_gaudi_ucm.kv_cache.pair import in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import alike, in_blocks
 from vllm_gaudi_ucm.memory.swap_space import SwapSpace
 from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks
 from vllm_gaudi_ucm.protocol.memory_orders import attach_link_speed, memory_orders_of
@@ -55,8 +54,8 @@ class MemoryWorker:
         followers: Sequence[Follower] = (),
     ) -> None:
         tensors = [blocks for pair in caches.values() for blocks in in_blocks(pair, block_size)]
-        self._caches = _alike(tensors)
-        self._summaries = _alike(summaries)
+        self._caches = alike(tensors)
+        self._summaries = alike(summaries)
         self._followers = followers
         self._device = device
         self._metrics = metrics
@@ -119,11 +118,6 @@ class MemoryWorker:
         parts = pairs.split(1) if self._device.kind == "hpu" else [pairs]
         for part in parts:
             self._device.end_recipe()
-            for alike in tensors:
-                copy_blocks(alike, part[:, 0], part[:, 1])
+            for together in tensors:
+                copy_blocks(together, part[:, 0], part[:, 1])
             self._device.end_recipe()
-
-
-def _alike(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """What has one shape is copied together; a draft model's layers have another one."""
-    return [list(run) for _, run in groupby(tensors, key=lambda blocks: (blocks.shape, blocks.dtype))]

@@ -36,10 +36,12 @@ def refuse_beside_compaction(vllm_config: VllmConfig) -> None:
 def _refuse_connector(vllm_config: VllmConfig, beside: str) -> None:
     transfer, offloaded = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size
     if transfer is not None or offloaded is not None:
-        # vLLM sets the connector of the flag later
-        named = transfer is not None and transfer.kv_connector
-        asked_by = "--kv-transfer-config" if named else "--kv-offloading-size"
-        raise UnsupportedFeatureError(f"a KV connector {beside}", asked_by)
+        raise UnsupportedFeatureError(f"a KV connector {beside}", _asked_by(transfer))
+
+
+def _asked_by(transfer: KVTransferConfig | None) -> str:
+    """The flag that asks for a connector; vLLM sets that of the second one later."""
+    return "--kv-transfer-config" if transfer is not None and transfer.kv_connector else "--kv-offloading-size"
 
 
 def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:
@@ -57,10 +59,8 @@ def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOption
 
 def _check_connector(transfer: KVTransferConfig, options: MemoryModeOptions) -> None:
     if transfer.kv_connector != OURS:
-        # vLLM sets the connector of the flag later
-        asked_by = "--kv-transfer-config" if transfer.kv_connector else "--kv-offloading-size"
         name = transfer.kv_connector or "OffloadingConnector"
-        raise UnsupportedFeatureError(f"the KV connector {name} {_MODE}", asked_by)
+        raise UnsupportedFeatureError(f"the KV connector {name} {_MODE}", _asked_by(transfer))
     store = ConnectorOptions.resolve(transfer.kv_connector_extra_config, EXTRA_CONFIG).store
     both = (store, options.store)
     paths = [one.path.resolve() for one in both if isinstance(one, FileStoreOptions)]

@@ -179,7 +179,8 @@ class StepRunner:
         self.requests.update(scheduler_output)
         if self.sparse is not None:
             self.sparse.update(scheduler_output)
-            self.sparse.loaded(restored, NO_BLOCKS)
+            if len(restored):
+                self.sparse.loaded(restored, NO_BLOCKS)
         if self.transfer is not None:
             if self.sparse is not None:
                 self.sparse.loaded(

@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.vllm_api.blocks import replace_free_blocks
 from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm_gaudi_ucm.memory.partial_hits import PartialHits
     from vllm_gaudi_ucm.memory.swaps import Swaps
@@ -162,9 +162,10 @@ class BlockManager(KVCacheManager):
             self._runs.sort_anew()
         return is_reset
 
-    def _blocks_of(self, request: Request) -> list[KVCacheBlock]:
+    def _blocks_of(self, request: Request) -> Sequence[KVCacheBlock]:
+        """vLLM's own list: this is asked for every request in every step."""
         (blocks,) = self.get_blocks(request.request_id).blocks
-        return list(blocks)
+        return blocks
 
 
 def _of_no_use(block: KVCacheBlock) -> bool:
