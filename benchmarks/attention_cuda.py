@@ -1,8 +1,9 @@
 """Attention of one layer on a GPU: ours, vLLM's Triton kernels and torch SDPA in one run, interleaved, in CUDA graphs.
 
-`python -m benchmarks.attention --device cuda [--sweep | --gaudi-form]`. 32 query and 8 kv heads of 128, blocks of 128
-tokens, bf16, the parts as a bucket has them. Every result is poisoned before its run and compared with float64. Where
-vLLM is not installed its columns are empty; SDPA is given contiguous keys, which a paged cache never has.
+`python -m benchmarks.attention --device cuda [--sweep | --rows | --variants | --gaudi-form]`. 32 query and 8 kv heads
+of 128, blocks of 128 tokens, bf16, the parts as a bucket has them. Every result is poisoned before its run and compared
+with float64. Where vLLM is not installed its columns are empty; SDPA is given contiguous keys, which a paged cache
+never has.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from benchmarks import attention_cuda_rows as several_rows
 from benchmarks.attention_cuda_case import CASES, Batch, Case, Model, make_batch
 from benchmarks.attention_cuda_result import OURS, Result
 from benchmarks.attention_cuda_sides import Side, gaudi_form, ours, sdpa, vllm_triton
@@ -29,6 +31,7 @@ from benchmarks.positive import positive
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 
 Sides = dict[str, Side | None]
+OWN = (OURS, several_rows.BUCKET)
 GATE = 1e-2  # relative L2 error, bf16
 INNER = 5  # calls in one graph, so that the launch of the graph does not count
 
@@ -47,12 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.sweep:
         results = sweep(partial(one, peers=kernels), Console(width=120, highlight=False))
     else:
-        results = [one(case) for case in CASES]
-        for result in results:
-            print(result.line())
+        cases = CASES
+        if args.rows or args.variants:
+            cases = several_rows.CASES
+            peers = several_rows.variant_sides if args.variants else several_rows.sides
+            one = partial(one, peers=peers, parts=several_rows.planned, least_ms=several_rows.least_ms)
+        results = []
+        for case in cases:
+            results.append(one(case))
+            print(results[-1].line(), flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
-    judged = [error for result in results for name, error in result.errors.items() if args.gaudi_form or name == OURS]
+    judged = [error for result in results for name, error in result.errors.items() if args.gaudi_form or name in OWN]
     return int(max(judged) > GATE)
 
 
@@ -80,12 +89,17 @@ def measure(
     repeats: int,
     device: torch.device,
     peers: Callable[[Batch], Sides] = kernels_and_sdpa,
+    parts: Callable[[Batch], Batch] = lambda batch: batch,
+    least_ms: Callable[[Batch, float], float] = lambda batch, rate: batch.bytes / rate * 1e3,
 ) -> Result:
-    """A B C A B C: every contender in turn, and the median of each."""
-    batch = make_batch(case, Model(), device)
+    """A B C A B C: every contender in turn, and the median of each.
+
+    parts: gives the batch other parts than those of a bucket. least_ms: the limit, of bytes per second.
+    """
+    batch = parts(make_batch(case, Model(), device))
     sides: Sides = {OURS: ours(batch, "auto")} | peers(batch)
     there = {name: side for name, side in sides.items() if side is not None}
-    result = Result(case.name, case.goal, batch.bytes / rate * 1e3, _median(_graph(lambda: _plan(batch)), repeats))
+    result = Result(case.name, case.goal, least_ms(batch, rate), _median(_graph(lambda: _plan(batch)), repeats))
     graphs = {name: _graph(side.run) for name, side in there.items()}
     samples: dict[str, list[float]] = {name: [] for name in there}
     for _ in range(repeats):
@@ -152,7 +166,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive, default=9, help="samples of each contender")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--sweep", action="store_true", help="requests x shared prefixes, and a mixed batch")
+    what.add_argument("--rows", action="store_true", help="requests with several rows after a cached context")
     what.add_argument("--gaudi-form", action="store_true", help="beside it the implementation for Gaudi, on this GPU")
+    parser.add_argument("--variants", action="store_true", help="--rows, beside other sizes of tiles")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results")
     return parser.parse_args(argv)
 

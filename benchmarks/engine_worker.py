@@ -25,6 +25,9 @@ def main() -> None:
     _answer(answers, {"ready": True, **facts})
     for line in sys.stdin:
         order = json.loads(line)
+        if order.get("is_decode"):
+            # leaves all full blocks of the prompts in the prefix cache
+            _generate(vllm, llm, order["prompts"], 1)
         _answer(answers, _generate(vllm, llm, order["prompts"], order["output_tokens"]))
 
 

@@ -21,11 +21,13 @@ class Workload:
     output_tokens: int
     goal: float
     """The ratio of throughput to the peer's that we want."""
+    is_decode: bool = False
+    """Prompts are computed before the clock starts, and found in the prefix cache."""
 
     @property
     def tokens(self) -> int:
-        """Tokens in and out of one repetition."""
-        return self.requests * (self.prompt_tokens + self.output_tokens)
+        """Tokens in and out of one repetition; out alone where prompts are no part of it."""
+        return self.requests * ((0 if self.is_decode else self.prompt_tokens) + self.output_tokens)
 
     def prompts(self, repetition: int) -> list[list[int]]:
         """Prompts of one repetition: the same for every side, and never twice, so that no cache can help."""
@@ -33,9 +35,20 @@ class Workload:
         return [[rng.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]
 
 
-WORKLOADS = (
+USUAL = (
     Workload("prefill, 4 requests, 1024 + 1", 4, 1024, 1, goal=2.0),
     Workload("decode, 1 request, 32 + 64", 1, 32, 64, goal=1.5),
     Workload("decode, 16 requests, 64 + 64", 16, 64, 64, goal=1.5),
     Workload("mixed, 16 requests, 512 + 32", 16, 512, 32, goal=2.0),
 )
+
+# What nobody tuned for: long contexts, and few requests at once.
+MORE = (
+    Workload("decode, 1 request at 4096, 64 out", 1, 4096, 64, goal=1.0, is_decode=True),
+    Workload("decode, 1 request at 8064, 64 out", 1, 8064, 64, goal=1.0, is_decode=True),
+    Workload("decode, 2 requests, 64 + 64", 2, 64, 64, goal=1.0),
+    Workload("decode, 4 requests, 64 + 64", 4, 64, 64, goal=1.0),
+    Workload("decode, 8 requests, 64 + 64", 8, 64, 64, goal=1.0),
+    Workload("decode, 4 requests at 2048, 32 out", 4, 2048, 32, goal=1.0, is_decode=True),
+)
+WORKLOADS = {"usual": USUAL, "more": MORE, "all": USUAL + MORE}

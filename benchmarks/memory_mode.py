@@ -80,7 +80,7 @@ def report(title: str, columns: dict[str, str], rows: dict[str, dict[str, float]
 
 def contenders(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Options of the plugin by name: dense, the method alone, and with each part of a context on the device."""
-    method = {"sparse_ratio": options.sparse_ratio, "min_tokens": 256}
+    method = {"sparse_ratio": options.sparse_ratio, "sparse_steps": "always", "min_tokens": 256}
     alone = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": method}}
     found = {DENSE: {}, f"GSA {options.sparse_ratio:.0%}": alone}
     for ratio in options.resident_ratios:

@@ -26,7 +26,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.planning_peer import plan_plainly
 from benchmarks.positive import positive
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner, UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors
+from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 BLOCK_SIZE = 128
@@ -179,10 +179,10 @@ def _shared_content(plan: UnifiedPlan) -> tuple[Any, ...] | None:
     """Ranges in the order of block ids, and the rows of every block."""
     if plan.shared is None:
         return None
-    blocks, lo, hi, groups = plan.shared
+    blocks, lo, hi, groups, rise = plan.shared
     order = np.argsort(blocks)
     rows = {int(blocks[column]): sorted(rows) for rows, begin, end in groups for column in range(begin, end)}
-    return blocks[order], lo[:, order], hi[:, order], rows, sorted(sorted(rows) for rows, _, _ in groups)
+    return blocks[order], lo[:, order], hi[:, order], rows, sorted(sorted(rows) for rows, _, _ in groups), rise
 
 
 def _equal(one: Any, other: Any) -> bool:

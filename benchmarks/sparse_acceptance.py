@@ -64,7 +64,10 @@ def measure(options: argparse.Namespace, method: str | None, drafts: bool) -> di
     """Tokens per step of one request at a time, and median milliseconds of its decodes or verifications."""
     ucm: dict[str, Any] = {}
     if method is not None:
-        ucm = {"ucm_sparse_method": method, "ucm_sparse_config": {method: {"sparse_ratio": options.ratio}}}
+        ucm = {
+            "ucm_sparse_method": method,
+            "ucm_sparse_config": {method: {"sparse_ratio": options.ratio, "sparse_steps": "always"}},
+        }
     draft = {"method": "draft_model", "model": str(options.model), "num_speculative_tokens": DRAFTS}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "phases.jsonl"

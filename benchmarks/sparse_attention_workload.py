@@ -24,6 +24,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     UniquePart,
 )
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.sparse.selection.layer_selector import OverRanks
 
 BLOCK_SIZE = 128
 LIVE = 2  # blocks that are always attended: the first (sink) and the last (local window)
@@ -91,11 +92,14 @@ class Workload:
         attend = self._attention(AttentionParts(unique=self._unique(self.tables)))
         return Contender(lambda: self._tokens(1), lambda layer, new: attend(layer, new, None))
 
-    def sparse(self, budget: float) -> Contender:
-        """A decode: scores of the candidates, the choice, and attention. The budget counts the live blocks."""
+    def sparse(self, budget: float, over_ranks: OverRanks | None = None) -> Contender:
+        """A decode: scores of the candidates, the choice, and attention. The budget counts the live blocks.
+
+        over_ranks: what the scores go through, if anything, before the choice.
+        """
         chosen = self._chosen(budget)
         parts = AttentionParts(unique=self._unique(self.tables[:, [0, -1]]), selected=self._selected(chosen, 1))
-        attend, choose = self._attention(parts), self._choice(chosen)
+        attend, choose = self._attention(parts), self._choice(chosen, over_ranks)
         return Contender(lambda: self._tokens(1), lambda layer, new: attend(layer, new, choose(layer, new.query)))
 
     def locked_decode(self, budget: float) -> Contender:
@@ -150,13 +154,13 @@ class Workload:
 
         return attend
 
-    def _choice(self, chosen: int) -> Callable[[int, Tensor], Tensor]:
+    def _choice(self, chosen: int, over_ranks: OverRanks | None = None) -> Callable[[int, Tensor], Tensor]:
         """A layer's blocks; what depends on the step alone is made here."""
         candidates = self.tables[:, 1:-1].contiguous()
         width, scale = candidates.shape[1], self.model.dim**-0.5
         owners, places = self.spans.repeat_interleave(width), torch.arange(self.requests * width)
         blocks, ones = candidates.flatten(), torch.ones_like(self.spans)
-        if native() is not None and self.one_call:
+        if native() is not None and self.one_call and over_ranks is None:
             choices, owner = torch.arange(self.requests * chosen), self.spans.repeat_interleave(chosen)
             span = self.spans, ones, 0 * ones, chosen * ones, 0 * ones, self.spans
             step = StepCandidates(blocks, owners, places, *span, choices, owner, ones[owner], blocks, width, chosen)
@@ -172,6 +176,7 @@ class Workload:
 
         def choose(layer: int, query: Tensor) -> Tensor:
             scores = block_scores(query, self.summaries[layer], blocks, owners, self.spans, ones, 1, scale, KIND)
+            scores = scores if over_ranks is None else over_ranks(scores)
             return candidates.gather(1, choose_blocks(scores, places, self.requests, width, chosen)).flatten()
 
         return choose

@@ -1,7 +1,8 @@
-"""Decode speed of the whole engine with a sparse method against its own dense one: ratios, interleaved, in one run.
+"""Decode steps of the whole engine with a sparse method against its own dense one, in turn, in one run.
 
-All engines live in one process and answer the same prompts in turn. A prompt is computed once by each and then comes
-from its prefix cache, so that what is timed is decoding; the first round does not count.
+Weights, contexts and summaries are random: a step takes as long as with others. The dense engine stays, the others come
+one after the other; each order is given to both, and an engine is stopped while another one works. On a GPU the device
+time of a step is measured beside the wall clock's, and the kernels that take longest are named.
 """
 
 from __future__ import annotations
@@ -10,127 +11,216 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import torch
-from vllm import LLM, SamplingParams
-
+from benchmarks.engine_side import EngineSide, SideFailed
 from benchmarks.machine import describe_machine
+from benchmarks.positive import positive
 
-CONTENDERS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "GSA 30 %": {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"sparse_ratio": 0.3}}},
-    "GSA 10 %": {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"sparse_ratio": 0.1}}},
-    "KVStar 10 %": {"ucm_sparse_method": "KVStar", "ucm_sparse_config": {"KVStar": {"sparse_ratio": 0.1}}},
-}
-# a common 8B model with few layers: the ratio of attention to the rest is that of the whole model
-LLAMA_8B = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
 BLOCK_SIZE = 128
+NEW_TOKENS = 256
+ROOT = Path(__file__).parents[1]
+WORKER = Path(__file__).with_name("sparse_engine_worker.py")
+# a common 8B model, and one whose steps a CPU computes in milliseconds
+SHAPES: dict[str, dict[str, int]] = {
+    "8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "small": {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+}
+SIZES = {"cuda": ("8x32768", "1x131072", "1x8192"), "cpu": ("1x8192", "8x8192", "1x32768", "8x32768")}
+DENSE = "dense"
+METHODS = ("GSA", "KVStar")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="folder of a model; without it a random one of 4 layers of 8B size")
-    parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--context", type=int, default=7680)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--max-graphs", type=int, default=24)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(options, options.model or random_model(Path(folder), options))
-    print(
-        f"{describe_machine()}; {options.requests} requests at {options.context} tokens, {options.new_tokens} new each"
-    )
-    print(f"{'':<14}{'tokens/s':>10}{'against dense':>15}{'tokens as dense':>17}")
-    for name, row in found.items():
-        ratio = row["tokens_per_second"] / found["dense"]["tokens_per_second"]
-        print(f"{name:<14}{row['tokens_per_second']:>10.1f}{ratio:>14.2f}x{row['agreement']:>16.0%}")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints; 2 where an engine ends."""
+    options = parse(argv)
+    with tempfile.TemporaryDirectory() as name:
+        model = options.model or random_model(Path(name), options)
+        dense = side(DENSE, {}, model, options)
+        try:
+            rows = measure(dense, model, options)
+        except SideFailed as error:
+            print(f"benchmarks.sparse_engine: {error}", file=sys.stderr)
+            return 2
+        finally:
+            dense.stop()
     if options.json:
-        rows = {
-            name: {key: row[key] for key in ("tokens_per_second", "seconds", "agreement")}
-            for name, row in found.items()
-        }
         options.json.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=2) + "\n")
+    return 0
 
 
-def random_model(folder: Path, options: argparse.Namespace) -> Path:
-    from transformers import LlamaConfig
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=SIZES, default="cpu")
+    parser.add_argument("--model", type=Path, help="folder of a model, in place of random weights")
+    parser.add_argument("--shape", choices=SHAPES, help="of random weights; without it 8b on a GPU, small on a CPU")
+    parser.add_argument("--layers", type=positive, help="of random weights; without it those of the shape")
+    parser.add_argument("--sizes", nargs="+", type=size, metavar="REQUESTSxCONTEXT")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.3])
+    parser.add_argument("--summary", help="of the methods; without it their own")
+    parser.add_argument("--always", action="store_true", help="sparse_steps: always, where a choice does not pay, too")
+    parser.add_argument("--steps", type=positive, default=24)
+    parser.add_argument("--repeats", type=positive, default=2)
+    parser.add_argument("--max-graphs", type=positive, default=32)
+    parser.add_argument("--kernels", type=int, default=12, help="of a GPU, to name")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    options = parser.parse_args(argv)
+    options.shape = options.shape or ("8b" if options.device == "cuda" else "small")
+    options.sizes = options.sizes or [size(text) for text in SIZES[options.device]]
+    return options
 
-    longest = options.context + options.new_tokens + BLOCK_SIZE
-    LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=longest, **LLAMA_8B).save_pretrained(folder)
-    return folder
 
-
-def measure(options: argparse.Namespace, model: Path) -> dict[str, dict[str, Any]]:
-    """By contender: median tokens per second of the rounds after the first, and the share of dense's tokens."""
-    engines = {name: start(CONTENDERS[name], options, model) for name in options.contenders}
-    vocabulary = next(iter(engines.values())).model_config.get_vocab_size()
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, vocabulary, (options.requests, options.context), generator=generator).tolist()
-    requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-    found: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in engines}
-    for repeat in range(1 + options.repeats):
-        for name, engine in engines.items():
-            seconds, tokens = run(engine, requests, options.new_tokens)
-            found[name]["tokens"] = tokens
-            if repeat:
-                found[name]["seconds"].append(seconds)
-    for row in found.values():
-        row["tokens_per_second"] = options.requests * options.new_tokens / statistics.median(row["seconds"])
-        row["agreement"] = agreement(row["tokens"], found["dense"]["tokens"])
+def size(text: str) -> tuple[int, int]:
+    """(requests, tokens of context, in whole blocks)."""
+    requests, _, context = text.partition("x")
+    try:
+        found = positive(requests), positive(context)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a size such as 8x32768") from None
+    if found[1] % BLOCK_SIZE:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a context of whole blocks of {BLOCK_SIZE}")
     return found
 
 
-def start(ucm: dict[str, Any], options: argparse.Namespace, model: Path) -> LLM:
-    random = {} if options.model else {"load_format": "dummy"}
-    longest = options.context + options.new_tokens + BLOCK_SIZE
-    return LLM(
-        str(model),
-        dtype=options.dtype,
-        skip_tokenizer_init=True,
-        max_model_len=longest,
-        max_num_seqs=options.requests,
-        max_num_batched_tokens=1024,
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=options.requests * (-(-longest // BLOCK_SIZE) + 1) + 1,
-        kv_cache_memory_bytes=8 << 30,
-        additional_config={"ucm": {**ucm, "graphs": {"warm_up": "full", "max_graphs": options.max_graphs}}},
-        **random,
-    )
+def random_model(folder: Path, options: argparse.Namespace) -> Path:
+    """A folder with the configuration of a model."""
+    shape = SHAPES[options.shape] | ({"num_hidden_layers": options.layers} if options.layers else {})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": longest(options),
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16" if options.device == "cuda" else "float32",
+        **shape,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
-def run(engine: LLM, requests: list[Any], new_tokens: int) -> tuple[float, list[list[int]]]:
-    """Seconds from the first step to the last, and the tokens of each request."""
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    begin = time.perf_counter()
-    outputs = engine.generate(requests, params, use_tqdm=False)
-    return time.perf_counter() - begin, [list(output.outputs[0].token_ids) for output in outputs]
+def longest(options: argparse.Namespace) -> int:
+    return max(context for _, context in options.sizes) + NEW_TOKENS
 
 
-def agreement(found: list[list[int]], expected: list[list[int]]) -> float:
-    """Share of tokens that are equal place by place."""
-    pairs = [
-        one == other for row, dense in zip(found, expected, strict=True) for one, other in zip(row, dense, strict=True)
-    ]
-    return sum(pairs) / len(pairs)
+def side(
+    name: str, ucm: dict[str, Any], model: Path, options: argparse.Namespace, drafts: int = 0, weights: str = "dummy"
+) -> EngineSide:
+    """An engine in a process of its own. The KV cache has room for the largest order.
+
+    drafts: of each request in a step. weights: how they are loaded, where the model has none.
+    """
+    blocks = max(requests * (-(-(context + NEW_TOKENS) // BLOCK_SIZE) + 1) for requests, context in options.sizes) + 2
+    shape = json.loads((model / "config.json").read_text())
+    dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * dim
+    # without graphs on a CPU, as there by default
+    graphs = {} if options.device == "cpu" else {"warm_up": "full", "max_graphs": options.max_graphs}
+    arguments = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16" if options.device == "cuda" else "float32",
+        "max_model_len": longest(options),
+        "max_num_seqs": max(requests for requests, _ in options.sizes),
+        "max_num_batched_tokens": 1024,
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": blocks,
+        "kv_cache_memory_bytes": blocks * BLOCK_SIZE * per_token * (2 if options.device == "cuda" else 4),
+        "additional_config": {"ucm": {**ucm, **({"graphs": graphs} if graphs else {})}},
+        **({} if options.model else {"load_format": weights}),
+    }
+    if drafts:
+        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 1}
+        arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, **lookup}
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_GAUDI_UCM_DEVICE": options.device,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    return EngineSide(name.replace(" ", "-"), Path(sys.executable), arguments, environment, WORKER, timeout_s=600)
+
+
+def measure(dense: EngineSide, model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Starts the engines, and prints a line for each order and contender."""
+    seconds, ready = dense.start()
+    print(f"{ready['device']}, {describe_machine()}; {options.shape}, {options.layers or 'all'} layers")
+    print(f"{'':<14}{'size':>10}{'wall ms':>9}{'dense':>8}{'ratio':>8}{'device ms':>11}{'dense':>8}{'ratio':>8}  steps")
+    rows: list[dict[str, Any]] = []
+    for method in options.methods:
+        for ratio in options.ratios:
+            name = f"{method} {ratio:.0%}"
+            own = {"sparse_ratio": ratio} | ({"sparse_steps": "always"} if options.always else {})
+            own |= {"summary": options.summary} if options.summary else {}
+            contender = side(name, {"ucm_sparse_method": method, "ucm_sparse_config": {method: own}}, model, options)
+            try:
+                seconds, _ = contender.start()
+                for requests, context in options.sizes:
+                    row = compare(dense, contender, requests, context, options)
+                    rows.append({"name": name, "start_seconds": seconds, **row})
+                    show(rows[-1])
+            finally:
+                contender.stop()
+    for row in rows:
+        for which in ("sparse", DENSE):
+            kernels = row[which].get("kernels", [])
+            if kernels and (which == "sparse" or row["name"] == rows[0]["name"]):
+                shown = row["name"] if which == "sparse" else DENSE
+                launches = f"{row[which]['launches']:.0f} launches a step"
+                print(f"\n{shown}, {row['requests']} x {row['context']}: {launches}")
+                for kernel, count, spent in kernels:
+                    print(f"  {spent:>8.3f} ms {count:>6.0f} x  {kernel}")
+    return rows
+
+
+def compare(
+    dense: EngineSide, contender: EngineSide, requests: int, context: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Medians of the repeats, in turn."""
+    order = {"requests": requests, "context": context, "steps": options.steps, "kernels": options.kernels}
+    found: dict[str, list[dict[str, Any]]] = {DENSE: [], "sparse": []}
+    for _ in range(options.repeats):
+        for which, engine in ((DENSE, dense), ("sparse", contender)):
+            found[which].append(engine.ask(order))
+    row: dict[str, Any] = {"requests": requests, "context": context}
+    return row | {which: medians(answers) for which, answers in found.items()}
+
+
+def medians(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first answer, with the median of every number."""
+    numbers = [key for key, value in answers[0].items() if isinstance(value, int | float)]
+    return answers[0] | {key: statistics.median(answer[key] for answer in answers) for key in numbers}
+
+
+def show(row: dict[str, Any]) -> None:
+    line = f"{row['name']:<14}{row['requests']:>3}x{row['context']:<6}"
+    for key, width in (("wall_ms", 9), ("device_ms", 11)):
+        if key in row[DENSE]:
+            ours, theirs = row["sparse"][key], row[DENSE][key]
+            line += f"{ours:>{width}.3f}{theirs:>8.3f}{theirs / ours:>7.2f}x"
+        else:
+            line += f"{'-':>{width}}{'-':>8}{'-':>8}"
+    answer = row["sparse"]
+    print(f"{line}  {answer['dense_steps']:.0f} of {answer['steps']:.0f} dense", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

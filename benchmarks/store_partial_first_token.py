@@ -22,7 +22,7 @@ from vllm.config import KVTransferConfig
 BLOCK_SIZE = 32
 MEMORY_MODE = {
     "ucm_sparse_method": "GSA",
-    "ucm_sparse_config": {"GSA": {"min_tokens": 512}},
+    "ucm_sparse_config": {"GSA": {"sparse_steps": "always", "min_tokens": 512}},
     "memory_mode": {"enabled": True},
 }
 STATIC = {"graphs": {"mode": "eager", "warm_up": "full", "max_graphs": 24}}

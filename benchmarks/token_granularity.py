@@ -1,8 +1,8 @@
 """A slot for each token against blocks of 128: memory that requests hold and do not use, requests that fit at once, and
 what vLLM's block manager takes for allocation and freeing; with `--step` the time of a decode step, too.
 
-`python -m benchmarks.token_granularity [--json FILE] [--step]`. All of it is vLLM's own `KVCacheManager`, with blocks
-of 1 and of 128 tokens in turn; engines of `--step` share one process and take turns.
+`python -m benchmarks.token_granularity [--json FILE] [--step [--graphs MODE]]`. All of it is vLLM's own
+`KVCacheManager`, with blocks of 1 and of 128 tokens in turn; engines of `--step` share one process and take turns.
 """
 
 from __future__ import annotations
@@ -220,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=positive, default=5, help="of conversations (default: %(default)s)")
     parser.add_argument("--share", type=float, default=0.1, help="of the mix's KV cache (default: %(default)g)")
     parser.add_argument("--step", action="store_true", help="time decode steps of two engines, too")
+    parser.add_argument("--graphs", default="off", help="ucm.graphs.mode of these (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="writes the figures to this file")
     parser.add_argument("--plot", type=Path, help="draws the waste by block size to this file")
     args = parser.parse_args(argv)
@@ -233,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.step:
         from benchmarks.token_step import measure, step_table
 
-        steps = measure()
+        steps = measure(graphs=args.graphs)
         found["steps"] = [row.__dict__ for row in steps]
         console.print(step_table(steps))
     if args.json is not None:

@@ -63,6 +63,7 @@ def measure(
     rounds: Sequence[int] = (8, 128),
     repeats: int = 4,
     shape: dict[str, Any] | None = None,
+    graphs: str = "off",
 ) -> list[StepTimes]:
     """A row for each number of new tokens. The first round of each engine does not count: it computes the prompts,
     which come from the prefix cache later."""
@@ -77,7 +78,7 @@ def measure(
             max_position_embeddings=longest,
             **(SMALL if shape is None else shape),
         ).save_pretrained(folder)
-        engines = {kind: _Side(folder, kind, requests, longest) for kind in ("block", "token")}
+        engines = {kind: _Side(folder, kind, requests, longest, graphs) for kind in ("block", "token")}
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(3, VOCABULARY, (requests, context), generator=generator).tolist()
         return [_row(engines, prompts, new_tokens, repeats) for new_tokens in rounds]
@@ -114,10 +115,14 @@ def _row(engines: dict[str, _Side], prompts: list[list[int]], new_tokens: int, r
     )
 
 
+# of no effect at true shapes
+_WARM_UP = {"warm_up": "full", "max_graphs": 24}
+
+
 class _Side:
     """An engine, and its phase log."""
 
-    def __init__(self, folder: Path, kind: str, requests: int, longest: int) -> None:
+    def __init__(self, folder: Path, kind: str, requests: int, longest: int, graphs: str) -> None:
         self._log = folder / f"{kind}.jsonl"
         self._seen = 0
         self._number = 0
@@ -136,7 +141,9 @@ class _Side:
             max_num_batched_tokens=max(1024, requests),
             block_size=BLOCK,
             kv_cache_memory_bytes=2 << 30,
-            additional_config={"ucm": {"phase_log": str(self._log), "kv_cache": kv_cache}},
+            additional_config={
+                "ucm": {"phase_log": str(self._log), "kv_cache": kv_cache, "graphs": {"mode": graphs, **_WARM_UP}}
+            },
             **options,
         ).llm_engine
 

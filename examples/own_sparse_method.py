@@ -46,7 +46,15 @@ SPARSE_METHODS.register("Stride", Stride)
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Decodes with a sparse method of this file.")
     parser.add_argument("--model", default=MODEL, help="folder of a model (default: the demo model)")
-    section = {"stride": 3, "sparse_ratio": 0.3, "min_tokens": 128, "min_blocks": 2, "local_window_sz": 1}
+    section: dict[str, Any] = {
+        "stride": 3,
+        "sparse_ratio": 0.3,
+        "min_tokens": 128,
+        "min_blocks": 2,
+        "local_window_sz": 1,
+    }
+    # in a context as short as this one a choice costs more time than it saves
+    section["sparse_steps"] = "always"
     llm = LLM(
         parser.parse_args().model,
         dtype="float32",

@@ -51,6 +51,8 @@ class GaudiOperator:
     module, name: where it is: `torch.ops.hpu`, or a module of the bridge's Python wrappers.
     arguments: what we pass, in order, as "TYPE NAME"; "A|B": it has been called both. Wrappers declare no types.
     results: tensors that it returns; wrappers do not declare any.
+    overload: of an operator that has several.
+    by_name: what we pass by name, likewise.
     instead: what computes it without this operator.
     """
 
@@ -60,15 +62,18 @@ class GaudiOperator:
     arguments: tuple[str, ...]
     instead: str
     results: int = 1
+    overload: str = "default"
+    by_name: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
-        return f"{self.module}.{self.name}"
+        return f"{self.module}.{self.name}" + (f".{self.overload}" if self.overload != "default" else "")
 
     @property
     def signature(self) -> str:
         """How we call it, for people."""
-        return f"{self.place}({', '.join(argument.partition('|')[0] for argument in self.arguments)})"
+        arguments = (argument.partition("|")[0] for argument in (*self.arguments, *self.by_name))
+        return f"{self.place}({', '.join(arguments)})"
 
     def resolve(self) -> Resolution:
         """Looks it up. Imports the bridge; without one nothing is found."""
@@ -94,9 +99,9 @@ class GaudiOperator:
 
     def _operator(self) -> OpOverload:
         try:
-            operator: OpOverload = getattr(torch.ops.hpu, self.name).default
+            operator: OpOverload = getattr(getattr(torch.ops.hpu, self.name), self.overload)
         except AttributeError:
-            raise _NotUsableError(f"{OPERATORS} has no {self.name}") from None
+            raise _NotUsableError(f"{OPERATORS} has no {self.place.removeprefix(f'{OPERATORS}.')}") from None
         returned = [str(result.type) for result in operator._schema.returns]
         if returned != ["Tensor"] * self.results:
             found = ", ".join(returned) or "nothing"
@@ -118,6 +123,14 @@ class GaudiOperator:
             if not _takes(found.type, kind):
                 raise _NotUsableError(f"{self.place}: {found.name} is {found.type}, expected {kind}")
         passed = by_place[: len(self.arguments)]
+        declared = {parameter.name: parameter for parameter in parameters}
+        for argument in self.by_name:
+            kind, _, name = argument.rpartition(" ")
+            if name not in declared:
+                raise _NotUsableError(f"{self.place} takes no {name}")
+            if not _takes(declared[name].type, kind):
+                raise _NotUsableError(f"{self.place}: {name} is {declared[name].type}, expected {kind}")
+            passed.append(declared[name])
         missing = [parameter.name for parameter in parameters if parameter.required and parameter not in passed]
         if missing:
             raise _NotUsableError(f"{self.place} also needs {', '.join(missing)}, which is not known here")
@@ -194,4 +207,77 @@ FUSED_SDPA = GaudiOperator(
     ),
     "explicit products",
 )
-GAUDI_OPERATORS = (RMS_NORM, ROTARY, FUSED_SDPA)
+_PLAIN = "plain weights, which take twice the memory or more"
+CAST_TO_FP8 = GaudiOperator(
+    "rounding of rows to 8-bit floats",
+    OPERATORS,
+    "cast_to_fp8_v2",
+    (
+        "Tensor input",
+        "Tensor? scale",
+        "bool stochastic_rounding|stochastic",
+        "bool is_amax",
+        "int dtype",
+    ),
+    _PLAIN,
+    results=2,
+)
+FP8_GEMM = GaudiOperator(
+    "product of 8-bit floats",
+    OPERATORS,
+    "fp8_gemm_v2",
+    (
+        "Tensor A",
+        "bool trans_A",
+        "Tensor B",
+        "bool trans_B",
+        "Tensor? D",
+        "int out_dtype",
+        "Tensor? A_scale_inv",
+        "Tensor? B_scale_inv",
+        "Tensor? bias",
+        "bool accumulate",
+    ),
+    _PLAIN,
+)
+CONVERT_FROM_UINT4 = GaudiOperator(
+    "weights of 4 bits, written out",
+    OPERATORS,
+    "convert_from_uint4",
+    ("Tensor input", "Tensor scale", "Tensor? zero_point|zero", "int out_dtype|dtype"),
+    _PLAIN,
+)
+_EXPERTS = (
+    "Tensor hidden_states",
+    "Tensor expert_routing_table",
+    "Tensor router_weights",
+    "List[Tensor] w12",
+    "List[Tensor] w3",
+)
+EXPERTS = GaudiOperator(
+    "mixture of experts",
+    OPERATORS,
+    "mixture_of_experts",
+    (*_EXPERTS, "bool permuted_weights", "str activation", "int experts_min", "int experts_max"),
+    "torch's operators, every expert for every row",
+    overload="fused_weights",
+)
+EXPERTS_WITH_BIAS = GaudiOperator(
+    "mixture of experts with biases (gpt-oss)",
+    OPERATORS,
+    "mixture_of_experts",
+    (*_EXPERTS, "List[Tensor] w12_bias", "List[Tensor] w3_bias"),
+    "torch's operators, every expert for every row",
+    overload="bias_fused_weights",
+    by_name=("bool permuted_weights", "int experts_min", "int experts_max", "float alpha", "float limit"),
+)
+GAUDI_OPERATORS = (
+    RMS_NORM,
+    ROTARY,
+    FUSED_SDPA,
+    CAST_TO_FP8,
+    FP8_GEMM,
+    CONVERT_FROM_UINT4,
+    EXPERTS,
+    EXPERTS_WITH_BIAS,
+)

@@ -65,7 +65,7 @@ def reference_tokens(model: LlamaForCausalLM, prompts: list[list[int]], device: 
 
 
 # Every block is chosen, so the tokens are those of dense attention; every part of a selection runs.
-ALL_BLOCKS = {"sparse_ratio": 1.0, "min_tokens": 256}
+ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 256}
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {},
     "GSA": {"ucm_sparse_config": {"GSA": {**ALL_BLOCKS, "dense_layers": [0], "reuse_layers": 2}}},

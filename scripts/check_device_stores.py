@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 256 << 20,
     "block_size": BLOCK,
 }
-GSA = {"sparse_ratio": 0.2, "min_tokens": 256, "local_window_sz": 1, "init_window_sz": 1}
+GSA = {"sparse_ratio": 0.2, "sparse_steps": "always", "min_tokens": 256, "local_window_sz": 1, "init_window_sz": 1}
 MEMORY_MODE: dict[str, Any] = {
     "ucm_sparse_method": "GSA",
     "ucm_sparse_config": {"GSA": GSA},

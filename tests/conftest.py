@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import runpy
+import shutil
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -10,15 +14,25 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.import_heap import freeze_imports, thaw_imports
+from tests.import_heap import freeze_imports, freeze_rest, thaw_imports
 from tests.work_order import RoomScheduling, rank
 from vllm_gaudi_ucm.cli.model import DEFAULT_OUTPUT, fetch_demo_model
 
 ROOT = Path(__file__).resolve().parent.parent
+CHILDREN = str(ROOT / "tests/children")
 
 # A shared machine stalls for seconds: how long an example takes says nothing about the code.
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
+
+
+if CHILDREN not in os.environ.get("PYTHONPATH", ""):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILDREN, os.environ.get("PYTHONPATH"))))
+    runpy.run_path(f"{CHILDREN}/sitecustomize.py")
+
+# A shell's background job ignores SIGINT, and so do its children: tests that interrupt a program would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -35,6 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank(item.nodeid))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        freeze_rest()
+
+
 def pytest_unconfigure() -> None:
     thaw_imports()
 
@@ -48,3 +69,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RoomScheduli
 def smollm2() -> Path:
     """Folder of the demo model, fetched and converted unless it is there."""
     return fetch_demo_model(ROOT / DEFAULT_OUTPUT)
+
+
+@pytest.fixture(scope="session")
+def tiny_text_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that speaks the demo model's vocabulary: it starts and answers in a fraction of the time."""
+    # not imported by rooms that need no model
+    from transformers import AutoConfig
+
+    from tests.engine.tiny_models import make_config, make_model
+
+    demo = AutoConfig.from_pretrained(smollm2)
+    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+    config = make_config("llama", **{name: getattr(demo, name) for name in names})
+    folder = make_model(tmp_path_factory.mktemp("models") / "text", config)
+    for file in [*smollm2.glob("tokenizer*"), *smollm2.glob("chat_template*")]:
+        shutil.copy(file, folder)
+    return folder

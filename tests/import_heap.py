@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 
-_unfreeze = gc.unfreeze
+_freeze, _unfreeze = gc.freeze, gc.unfreeze
 
 
 def freeze_imports() -> None:
@@ -23,6 +23,16 @@ def freeze_imports() -> None:
     # what a test makes is small beside what was imported: one look for each thousand new objects is too often
     gc.set_threshold(100_000)
     gc.enable()
+
+
+def freeze_rest() -> None:
+    """Puts out of sight what a file of tests has left: modules that are imported late, compiled code, caches.
+
+    Numba, dynamo and the models bring as many objects again as there were in the beginning. Called between two files,
+    when nothing lives that must be collected later, but for fixtures of the session.
+    """
+    gc.collect()
+    _freeze()
 
 
 def thaw_imports() -> None:

@@ -5,6 +5,7 @@ Otherwise it is as new as any: it has an environment, a log and children of its 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -65,7 +66,8 @@ class WarmProcess:
             raise
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # as Popen: it has ended, and its status is on its way to us
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

@@ -6,6 +6,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 DEVICE = "VLLM_GAUDI_UCM_DEVICE"
+# set by a server for its engines, never by people, so it is none of the variables that vLLM checks (VLLM_...)
+LOCAL_ENGINES = "GAUDI_UCM_LOCAL_ENGINES"
 _NAME = "vllm-gaudi-ucm"  # our folder in the user's cache
 DEVICE_CHOICES = ("auto", "hpu", "cuda", "cpu")
 
@@ -17,6 +19,7 @@ OBSERVED: Mapping[str, str] = {
     "THP_MEM_ALLOC_ENABLE": "`1` lets torch take transparent huge pages for its CPU buffers",
     "HABANA_VISIBLE_MODULES": "Gaudi cards that this process may use; unset: all",
     "PT_HPU_LAZY_MODE": "`1`: Gaudi's lazy mode, on the vendor's torch only; unset or `0`: eager with torch.compile",
+    "QUANT_CONFIG": "ranges that Intel Neural Compressor measured; refused where it is set",
     "XDG_CACHE_HOME": "folder of the user's caches, ours (kernels, fits of attention) among them; unset: ~/.cache",
     "PROMETHEUS_MULTIPROC_DIR": "folder of files from which /metrics is answered; vLLM sets it for several API servers",
 }
@@ -97,6 +100,37 @@ def merge_into_vllm() -> None:
     import vllm.envs
 
     vllm.envs.environment_variables.setdefault(DEVICE, device_choice)
+
+
+def announce_local_engines(count: int) -> None:
+    """Tells the engines that this process starts how many they are on this machine."""
+    os.environ[LOCAL_ENGINES] = str(count)
+
+
+# of Gaudi's software and of gloo, and ours; vLLM copies its own, and NCCL's
+_FOR_RAY = ("PT_HPU_", "HCCL_", "GLOO_", "GAUDI_UCM_")
+
+
+def copy_to_ray_engines() -> None:
+    """Lets vLLM copy what an engine on another machine needs; names that the user has asked for stay."""
+    name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+    asked = [prefix.strip() for prefix in os.environ.get(name, "").split(",") if prefix.strip()]
+    os.environ[name] = ",".join(dict.fromkeys([*asked, *_FOR_RAY]))
+
+
+# decided while a process imports the plugin, or before
+_OF_IMPORT = (DEVICE, "VLLM_PLUGINS")
+
+
+def needed_to_import() -> dict[str, str]:
+    """The variables that a worker on another machine must have before it imports anything."""
+    return {name: os.environ[name] for name in _OF_IMPORT if name in os.environ}
+
+
+def local_engines() -> int:
+    """Engines of one server on this machine, of which this process may be one; 1 where nobody said."""
+    found = os.environ.get(LOCAL_ENGINES, "")
+    return max(1, int(found)) if found.isdigit() else 1
 
 
 def use_hpu_recipe_cache(folder: Path) -> None:

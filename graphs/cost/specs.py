@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_gaudi_ucm.graphs.cost.compile_cost import CUDA_CAPTURE, GAUDI_COMPILE, NO_COMPILATION, CompileCost
+from vllm_gaudi_ucm.graphs.cost.experts import ExpertSpec
 
 GB = 1e9
 
@@ -22,6 +23,7 @@ class DeviceSpec:
     compile_cost: of the compilation and capture of one new shape.
     graph_bytes: device memory of one captured graph, beside its activations.
     source: where they come from.
+    link: bytes per second that a device sends to the others of its machine, and receives at the same time.
     """
 
     name: str
@@ -32,17 +34,22 @@ class DeviceSpec:
     compile_cost: CompileCost
     graph_bytes: float
     source: str
+    link: float
 
 
 # vllm-gaudi, issue 1736: 300 buckets need 20 to 30 GiB while they are compiled.
 GAUDI_GRAPH_BYTES = 85e6
+# 21 of the 24 Ethernet ports, of 100 and 200 Gbit/s, go to the other seven cards of a machine.
+PAPERS = "vendor's papers"
 
 DEVICES = {
     device.name: device
     for device in (
-        DeviceSpec("gaudi2", 432e12, 2.45e12, 96 * GB, 20e-6, GAUDI_COMPILE, GAUDI_GRAPH_BYTES, "vendor's papers"),
-        DeviceSpec("gaudi3", 1835e12, 3.7e12, 128 * GB, 20e-6, GAUDI_COMPILE, GAUDI_GRAPH_BYTES, "vendor's papers"),
-        DeviceSpec("h200", 989e12, 4.8e12, 141 * GB, 10e-6, CUDA_CAPTURE, 8e6, "vendor's data sheet, dense bf16"),
+        DeviceSpec("gaudi2", 432e12, 2.45e12, 96 * GB, 20e-6, GAUDI_COMPILE, GAUDI_GRAPH_BYTES, PAPERS, 262.5e9),
+        DeviceSpec("gaudi3", 1835e12, 3.7e12, 128 * GB, 20e-6, GAUDI_COMPILE, GAUDI_GRAPH_BYTES, PAPERS, 525e9),
+        DeviceSpec(
+            "h200", 989e12, 4.8e12, 141 * GB, 10e-6, CUDA_CAPTURE, 8e6, "vendor's data sheet, dense bf16", 450e9
+        ),
         DeviceSpec(
             "cpu",
             47e9,
@@ -52,8 +59,34 @@ DEVICES = {
             NO_COMPILATION,
             0.0,
             "measured: fp32, two cores of a 2.6 GHz AMD EPYC, torch 2.13",
+            5e9,
         ),
     )
+}
+
+
+# Whose figures stand for a device that has no entry of its own.
+DEFAULT_SPECS = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
+
+
+@dataclass(frozen=True)
+class ChoiceSpec:
+    """What a step pays to choose blocks, beside reading their summaries; see `sparse.choice_cost`.
+
+    layer_seconds: of each layer that chooses. step_seconds: of the step, on the host.
+    """
+
+    layer_seconds: float
+    step_seconds: float
+    source: str
+
+
+CHOICES = {
+    "gaudi2": ChoiceSpec(60e-6, 2e-4, "modelled: three parts' launches; not measured"),
+    "gaudi3": ChoiceSpec(60e-6, 2e-4, "modelled: three parts' launches; not measured"),
+    "h200": ChoiceSpec(30e-6, 2e-4, "benchmarks.sparse_device, 2026-11-21: 0.03 ms beside the bytes, 1 x 32K"),
+    # nothing replays these steps without Python, as it does dense ones
+    "cpu": ChoiceSpec(4e-4, 1e-3, "benchmarks.sparse_engine --device cpu --always, 2026-11-23"),
 }
 
 
@@ -99,20 +132,50 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 UNGATED = {"opt", "gpt2", "gpt_neox", "gptj", "gpt_bigcode", "starcoder2", "phi", "falcon", "bloom", "mpt"}
 # The same size goes by other names in older families.
 ALIASES = {
-    "num_hidden_layers": ("num_hidden_layers", "n_layer"),
-    "hidden_size": ("hidden_size", "n_embd"),
-    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner"),
-    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    # Llama 4's `intermediate_size` is that of an expert
+    "intermediate_size": ("intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab_size": ("vocab_size",),
 }
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Families whose KV cache has one latent per token; others with the same keys cache what they make of it.
+LATENT = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe"}
 
 MOST = 2**31 - 1  # of any size
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Sizes of multi-head latent attention. rank: of what is cached of a token beside `rotary` elements, for all heads.
+
+    nope, value: of a head's key without its rotary part, and of its value. query_rank: of what queries are made of; 0:
+    of the hidden states.
+    """
+
+    rank: int
+    rotary: int
+    nope: int
+    value: int
+    query_rank: int = 0
+
+    def weights(self, hidden: int, heads: int) -> int:
+        """Of the linear layers around attention."""
+        key = self.nope + self.rotary
+        query = (hidden + heads * key) * self.query_rank if self.query_rank else hidden * heads * key
+        made = self.rank * heads * (self.nope + self.value)
+        return query + hidden * (self.rank + self.rotary) + made + hidden * heads * self.value
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of a dense decoder; `mlp_matrices` is 3 with a gate, 2 without."""
+    """Sizes of a decoder, or of one device's part of it; `mlp_matrices` is 3 with a gate, 2 without.
+
+    tensor: devices that share each layer, whose results they add up. experts: of a mixture of experts.
+    window_layers: of the layers those whose rows see `window` tokens, or chunks of so many; the others see all.
+    latent: None where keys and values of each head are cached. With it there is one KV head, whose key of `head_dim`
+        elements holds its value.
+    """
 
     layers: int
     hidden: int
@@ -123,48 +186,140 @@ class ModelSpec:
     vocab: int
     dtype_bytes: int = 2
     mlp_matrices: int = 3
+    tensor: int = 1
+    experts: ExpertSpec | None = None
+    window_layers: int = 0
+    window: int = 0
+    latent: LatentSpec | None = None
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """The sizes in a `config.json`; a missing or impossible one raises a ValueError that names the key."""
-        for key in EXPERT_KEYS:
-            # one expert is none: configurations of dense models also carry the keys of their mixtures
-            if config.get(key) not in (None, 0, 1):
-                raise ValueError(f"model config: {key} is {config[key]!r}; only dense models have a cost model")
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        layers = _size(config, "num_hidden_layers")
+        experts = ExpertSpec.from_hf_config(config, layers)
         family = str(config.get("model_type", ""))
-        default_inner = 4 * hidden if family == "gpt2" else None
+        default_inner = 4 * hidden if family in ("gpt2", "bloom", "mpt") else None
+        window_layers, window = _windows(config, layers)
+        latent = _latent(config) if family in LATENT and config.get("kv_lora_rank") else None
+        cached = hidden // heads if latent is None else latent.rank + latent.rotary
         return cls(
-            layers=_size(config, "num_hidden_layers"),
+            layers=layers,
+            window_layers=window_layers,
+            window=window,
             hidden=hidden,
-            intermediate=_size(config, "intermediate_size", default_inner),
+            intermediate=_size(config, "intermediate_size", default_inner if experts is None else experts.inner),
             heads=heads,
-            kv_heads=_optional(config, "num_key_value_heads", heads),
-            head_dim=_optional(config, "head_dim", hidden // heads),
+            kv_heads=_optional(config, "num_key_value_heads", heads) if latent is None else 1,
+            head_dim=_optional(config, "head_dim", cached) if latent is None else cached,
             vocab=_size(config, "vocab_size"),
             dtype_bytes=_dtype_bytes(config),
             mlp_matrices=2 if family in UNGATED else 3,
+            experts=experts,
+            latent=latent,
+        )
+
+    def shard(self, tensor: int, pipeline: int = 1) -> ModelSpec:
+        """The largest part that a device has where `tensor` of them share a layer, in `pipeline` stages of layers.
+
+        KV heads are kept several times where there are fewer of them than devices.
+
+        Raises:
+            ValueError: sizes that devices cannot share evenly; the message names the option.
+        """
+        if tensor < 1 or self.heads % tensor or max(self.kv_heads, tensor) % min(self.kv_heads, tensor):
+            raise ValueError(
+                f"--tensor-parallel-size is {tensor}, expected a number that {self.heads} heads can be divided by, and "
+                f"that divides {self.kv_heads} KV heads or is a multiple of them"
+            )
+        if not 1 <= pipeline <= self.layers:
+            raise ValueError(f"--pipeline-parallel-size is {pipeline}, expected 1 to {self.layers}, a layer each")
+        layers = -(-self.layers // pipeline)
+        return replace(
+            self,
+            layers=layers,
+            window_layers=-(-self.window_layers // pipeline),
+            intermediate=-(-self.intermediate // tensor),
+            heads=self.heads // tensor,
+            kv_heads=max(1, self.kv_heads // tensor),
+            vocab=-(-self.vocab // tensor),
+            tensor=tensor,
+            experts=None if self.experts is None else self.experts.shard(tensor, layers),
         )
 
     @property
     def layer_weights(self) -> int:
-        """Weights of the linear layers of one decoder layer."""
+        """Weights of the linear layers of one decoder layer without experts."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        if self.latent is not None:
+            attention = self.latent.weights(self.hidden, self.heads)
         return attention + self.mlp_matrices * self.hidden * self.intermediate
 
     @property
+    def expert_layers(self) -> int:
+        """Layers with experts in the place of the MLP."""
+        return 0 if self.experts is None else self.experts.layers
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of all linear layers and of the output head."""
-        return (self.layers * self.layer_weights + self.hidden * self.vocab) * self.dtype_bytes
+        """Bytes of all linear layers, all experts and the output head."""
+        total = self.layers * self.layer_weights + self.hidden * self.vocab
+        if self.experts is not None:
+            per_size = self.mlp_matrices * self.hidden
+            router = self.hidden * self.experts.count
+            total += self.experts.layers * (per_size * (self.experts.weights - self.intermediate) + router)
+        return total * self.dtype_bytes
+
+    @property
+    def mlp_activations(self) -> int:
+        """Elements of a row inside of the MLP, or of its experts, where these are more."""
+        plain = self.mlp_matrices * self.intermediate
+        if self.experts is None:
+            return plain
+        # an expert's output is one of several, before they are added up
+        one = self.mlp_matrices * self.experts.inner + self.hidden
+        return max(plain, self.experts.chosen * one + self.mlp_matrices * self.experts.shared)
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value that attention over the cache adds up."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
+    def new_pair(self) -> int:
+        """Elements of a key and a value of one head that new tokens are multiplied with among themselves."""
+        if self.latent is None:
+            return 2 * self.head_dim
+        return self.latent.nope + self.latent.rotary + self.latent.value
+
+    @property
+    def kv_elements(self) -> int:
+        """Cached elements of one token in one layer."""
+        return self.head_dim * (2 * self.kv_heads if self.latent is None else 1)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+        """Bytes of keys and values of one token in all layers that a block is of."""
+        return self.block_layers * self.kv_elements * self.dtype_bytes
+
+    @property
+    def block_layers(self) -> int:
+        """Layers that a block of the KV cache is of: all, or as many as vLLM puts into a group where some layers have a
+        window and others have not (`_get_kv_cache_groups_uniform_page_size`)."""
+        fewest, most = sorted((self.window_layers, self.layers - self.window_layers))
+        if not fewest:
+            return most
+        return most if most < 1.5 * fewest else fewest
 
 
 # Sizes of Meta's Llama 3.1 8B, the model of plans that name none.
 LLAMA_8B = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256)
+
+
+def _latent(config: Mapping[str, Any]) -> LatentSpec:
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    rank, rotary, nope, value = (_positive(name, config.get(name)) for name in names)
+    return LatentSpec(rank, rotary, nope, value, _optional(config, "q_lora_rank", 0))
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -174,6 +329,26 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     if default is None:
         raise ValueError(f"model config: no {name}; expected the config.json of a decoder model")
     return default
+
+
+_WINDOW_TYPES = ("sliding_attention", "chunked_attention")
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    """(layers with a window, its tokens)."""
+    name = "sliding_window" if config.get("sliding_window") else "attention_chunk_size"
+    window = config.get(name)
+    if not window or config.get("use_sliding_window") is False:
+        return 0, 0
+    types = config.get("layer_types")
+    if types is not None:
+        count = sum(kind in _WINDOW_TYPES for kind in types)
+    elif config.get("model_type") == "llama4_text":
+        # layers with rotary positions have chunks, by default three of four
+        count = sum(map(bool, config.get("no_rope_layers") or [(layer + 1) % 4 for layer in range(layers)]))
+    else:
+        count = layers
+    return (min(count, layers), _positive(name, window)) if count else (0, 0)
 
 
 def _optional(config: Mapping[str, Any], name: str, default: int) -> int:

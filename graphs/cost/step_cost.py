@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from vllm_gaudi_ucm.graphs.cost.specs import DeviceSpec, ModelSpec
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.group_room import most_blocks
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 
 Floats = NDArray[np.float64]
@@ -74,8 +75,18 @@ class CostModel:
         q, s, u = (np.asarray(size, np.float64) for size in (query, shared, unique))
         parts = 1 + flags + (s > 0) + (u > 0)
         causal_seconds = flags * self._causal(q, np.asarray(max_tiles, np.float64))
-        seconds = self._linear(q) + causal_seconds + self._shared(q, s) + self._unique(u)
+        seconds = self._linear(q) + causal_seconds + self._shared(q, s) + self._unique(u) + self.reduction_seconds(q)
+        if self.model.window_layers:
+            seconds = seconds + self._in_windows(q, s, u)
         return parts * self.device.launch_seconds + seconds + self.selected_seconds(selected)
+
+    def reduction_seconds(self, query: ArrayLike) -> Floats:
+        """Seconds that devices which share layers take to add up their results: twice a layer, around a ring."""
+        m = self.model
+        rows = np.asarray(query, np.float64)
+        sent = 2 * (m.tensor - 1) / m.tensor * rows * m.hidden * m.dtype_bytes
+        each = self.device.launch_seconds + sent / self.device.link
+        return 2 * m.layers * each if m.tensor > 1 else np.zeros_like(rows)
 
     def selected_seconds(self, selected: ArrayLike) -> Floats:
         """Seconds that a selected part adds to a forward graph of any other sizes: scoring, then attention."""
@@ -91,38 +102,71 @@ class CostModel:
         rows = np.asarray(logits, np.float64)
         m = self.model
         flops = 2.0 * rows * m.hidden * m.vocab
-        bytes_moved = m.hidden * m.vocab * m.dtype_bytes + 4.0 * PARTIAL_BYTES * rows * m.vocab
-        return np.where(rows > 0, self.device.launch_seconds + self._roofline(flops, bytes_moved), 0.0)
+        all_rows = rows * m.vocab * m.tensor
+        bytes_moved = m.hidden * m.vocab * m.dtype_bytes + 4.0 * PARTIAL_BYTES * all_rows
+        received = (m.tensor - 1) / m.tensor * all_rows * m.dtype_bytes / self.device.link
+        return np.where(rows > 0, self.device.launch_seconds + self._roofline(flops, bytes_moved) + received, 0.0)
 
     def _linear(self, q: Floats) -> Floats:
         m = self.model
-        activations = 4 * m.hidden + m.mlp_matrices * m.intermediate + 2 * (m.heads + m.kv_heads) * m.head_dim
+        activations = 4 * m.hidden + m.mlp_activations + m.kv_elements + m.heads * (m.head_dim + m.value_dim)
         bytes_moved = (m.layer_weights + q * activations) * m.dtype_bytes
-        return m.layers * self._roofline(2.0 * q * m.layer_weights, bytes_moved)
+        seconds = (m.layers - m.expert_layers) * self._roofline(2.0 * q * m.layer_weights, bytes_moved)
+        if m.experts is None:
+            return seconds
+        per_size, besides = m.mlp_matrices * m.hidden, m.layer_weights - m.mlp_matrices * m.hidden * m.intermediate
+        computed = q * besides + per_size * m.experts.computed(q)
+        bytes_moved = (besides + per_size * m.experts.read(q) + q * activations) * m.dtype_bytes
+        return seconds + m.experts.layers * self._roofline(2.0 * computed, bytes_moved)
 
     def _causal(self, q: Floats, max_tiles: Floats) -> Floats:
         longest = np.minimum(q, max_tiles * prompt_tiles.TILE_ROWS)
+        m = self.model
+        whole = (m.layers - m.window_layers) * self._causal_layer(q, longest)
+        if not m.window_layers:
+            return whole
+        return whole + m.window_layers * self._causal_layer(q, np.minimum(longest, m.window + CAUSAL_SLICE))
+
+    def _causal_layer(self, q: Floats, longest: Floats) -> Floats:
         keys = 0.5 * (longest + np.minimum(longest, CAUSAL_SLICE))
         m = self.model
-        bytes_moved = q * (2 * m.kv_heads * m.dtype_bytes + m.heads * PARTIAL_BYTES) * m.head_dim
-        return m.layers * self._roofline(4.0 * m.heads * m.head_dim * q * keys, bytes_moved)
+        bytes_moved = q * (m.kv_elements * m.dtype_bytes + m.heads * m.value_dim * PARTIAL_BYTES)
+        return self._roofline(2.0 * m.heads * m.new_pair * q * keys, bytes_moved)
+
+    def _in_windows(self, q: Floats, s: Floats, u: Floats) -> Floats:
+        """Cached blocks of the layers with a window, of which a bucket has as many as `group_room` says."""
+        m = self.model
+        most = q * most_blocks(m.window, self.block_size)
+        shared, unique = np.minimum(s, most), np.minimum(s + u, most)
+        return m.window_layers * (self._shared_layer(q, shared) + self._unique_layer(unique))
 
     def _shared(self, q: Floats, s: Floats) -> Floats:
+        return (self.model.layers - self.model.window_layers) * self._shared_layer(q, s)
+
+    def _shared_layer(self, q: Floats, s: Floats) -> Floats:
         m = self.model
         tokens = s * self.block_size
-        out = np.where(s > 0, q * m.heads * m.head_dim * PARTIAL_BYTES, 0.0)
-        return m.layers * self._roofline(4.0 * m.heads * m.head_dim * q * tokens, self._kv_bytes(tokens) + out)
+        out = np.where(s > 0, q * m.heads * m.value_dim * PARTIAL_BYTES, 0.0)
+        return self._roofline(self._pair_flops() * q * tokens, self._kv_bytes(tokens) + out)
 
     def _unique(self, u: Floats) -> Floats:
+        return (self.model.layers - self.model.window_layers) * self._unique_layer(u)
+
+    def _unique_layer(self, u: Floats) -> Floats:
         m = self.model
         tokens = u * self.block_size
-        out = u * m.heads * m.head_dim * PARTIAL_BYTES
-        return m.layers * self._roofline(4.0 * m.heads * m.head_dim * tokens, self._kv_bytes(tokens) + out)
+        out = u * m.heads * m.value_dim * PARTIAL_BYTES
+        return self._roofline(self._pair_flops() * tokens, self._kv_bytes(tokens) + out)
+
+    def _pair_flops(self) -> float:
+        """Of a row and a token."""
+        m = self.model
+        return 2.0 * m.heads * (m.head_dim + m.value_dim)
 
     def _kv_bytes(self, tokens: Floats) -> Floats:
         """Bytes of keys and values of `tokens` in one layer."""
         m = self.model
-        return tokens * (2 * m.kv_heads * m.head_dim * m.dtype_bytes)
+        return tokens * (m.kv_elements * m.dtype_bytes)
 
     def _roofline(self, flops: Floats, bytes_moved: Floats) -> Floats:
         return np.maximum(flops / self.device.flops, bytes_moved / self.device.bandwidth)

@@ -31,6 +31,11 @@ class Limits:
     max_selected_blocks: blocks that a sparse method chooses for the requests of a step, one counted for each request
         that it is chosen for. 0: there is no such method.
     causal_reach: buckets may bound the max prompt tiles, which is less work for Gaudi's attention.
+    strip: with a slot for each token the slots that a request gets at once (`strip_size`). Shared and unique blocks are
+        then ranges of blocks, and a step with more of them than `max_context_blocks` runs in several parts. 0: requests
+        get blocks.
+    window: tokens of a sliding window, or of a chunk of local attention: a row sees no more of them, so that a request
+        uses no more blocks in a step. 0: it sees its whole context.
     """
 
     max_num_batched_tokens: int
@@ -42,6 +47,8 @@ class Limits:
     max_shared_blocks: int | None = None
     max_selected_blocks: int = 0
     causal_reach: bool = False
+    strip: int = 0
+    window: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -55,6 +62,10 @@ class Limits:
             raise LimitsError(
                 f"limit num_blocks is {self.num_blocks}, expected at least 2: the dummy block and one for a request"
             )
+        if not 0 <= self.strip <= self.block_size:
+            raise LimitsError(
+                f"limit strip is {self.strip}, expected 0 (blocks), or slots of a block of {self.block_size}"
+            )
         if self.max_selected_blocks < 0:
             raise LimitsError(
                 f"limit max_selected_blocks is {self.max_selected_blocks}, expected 0 (no sparse method) or more"
@@ -64,7 +75,7 @@ class Limits:
         if self.max_shared_blocks is not None and self.max_shared_blocks < least:
             raise LimitsError(
                 f"limit max_shared_blocks is {self.max_shared_blocks}, expected at least {least}: "
-                f"the blocks of one request of {self.max_model_len} tokens"
+                f"the {'ranges' if self.strip else 'blocks'} of one request of {self.max_model_len} tokens"
             )
 
     @property
@@ -74,12 +85,21 @@ class Limits:
 
     @property
     def blocks_per_request(self) -> int:
-        return -(-self.max_model_len // self.block_size)
+        if self.strip:
+            return most_ranges(self.max_model_len, self.strip)
+        most = -(-self.max_model_len // self.block_size)
+        # one more than a window has, which may begin within one
+        return min(most, -(-self.window // self.block_size) + 1) if self.window else most
 
     @property
     def max_context_blocks(self) -> int:
-        """Distinct blocks that the requests of one step can use."""
-        return min(self.num_blocks - 1, self.max_num_seqs * self.blocks_per_request)
+        """Distinct blocks that the requests of one step can use. With a slot for each token ranges: one for each strip
+        of the cache, and at least those of one request."""
+        requests = self.max_num_seqs * self.blocks_per_request
+        if not self.strip:
+            return min(self.num_blocks - 1, requests)
+        strips = (self.num_blocks - 1) * -(-self.block_size // self.strip)
+        return min(max(strips, self.blocks_per_request), requests)
 
     @property
     def most_shared_blocks(self) -> int:
@@ -147,6 +167,23 @@ class Limits:
 SHARED_CONTEXTS = 2
 
 
-def default_shared_blocks(max_model_len: int, block_size: int) -> int:
-    """The blocks of SHARED_CONTEXTS requests of `max_model_len` tokens."""
-    return SHARED_CONTEXTS * -(-max_model_len // block_size)
+def default_shared_blocks(max_model_len: int, block_size: int, strip: int = 0) -> int:
+    """The blocks of SHARED_CONTEXTS requests of `max_model_len` tokens, and at least the ranges of one."""
+    blocks = SHARED_CONTEXTS * -(-max_model_len // block_size)
+    return max(blocks, most_ranges(max_model_len, strip)) if strip else blocks
+
+
+# A prefix that others have computed may have so many ranges more than it has strips. Each request that went on where
+# another one had ended is one, so they are the turns of a conversation.
+SPARE_RANGES = 16
+
+
+def strip_size(block_size: int) -> int:
+    """Slots of a strip: half a block, or the largest part below that divides it. So no context has more than twice the
+    ranges that it would have blocks, but for SPARE_RANGES, and half a strip of each request is empty on average."""
+    return next((size for size in range(block_size // 2, 1, -1) if block_size % size == 0), 1)
+
+
+def most_ranges(max_model_len: int, strip: int) -> int:
+    """Ranges of blocks that a context of `max_model_len` tokens has at most, where requests get strips."""
+    return -(-max_model_len // strip) + SPARE_RANGES

@@ -23,6 +23,8 @@ class BucketRequest:
 
     max_graphs: the most graphs, forward and logits together; None leaves the number to the strategy.
     report: called with the fraction that is done.
+    live_blocks: most blocks that a sparse request attends to in any case; 0: unknown, or there is no sparse method.
+    rows_each: most rows of a request that decodes: one, and its drafts.
     """
 
     limits: Limits
@@ -31,6 +33,8 @@ class BucketRequest:
     path: Path | None = None
     steps: Steps | None = None
     report: Callable[[float], None] = lambda done: None
+    live_blocks: int = 0
+    rows_each: int = 1
 
 
 @dataclass(frozen=True)

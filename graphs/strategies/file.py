@@ -22,7 +22,7 @@ KEYS = ("schema", "made_for", "limits", "logits", "forward")
 # Measured or chosen when a server starts, so they differ between starts; shapes are cut to what there is.
 MEASURED = ("num_blocks", "contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach")
 # Written where they say something, and missing in files of servers that have nothing of the kind.
-OPTIONAL = {"max_selected_blocks": 0, "causal_reach": False}
+OPTIONAL = {"max_selected_blocks": 0, "causal_reach": False, "strip": 0, "window": 0}
 
 
 MOST_BYTES = 4 << 20

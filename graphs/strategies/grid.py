@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -16,11 +16,14 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, flat_tiles
 from vllm_gaudi_ucm.graphs.shapes.size_levels import with_prompt_tile_levels, with_selected_levels, without_unreachable
+from vllm_gaudi_ucm.graphs.shapes.sparse_decodes import sparse_decodes, sparse_verifications
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy
 
 AXES = ("decode", "prompt", "shared", "unique", "logits", "selected", "prompt_tiles")
 # More values along a dimension than this are never useful, and without a count of graphs they would multiply.
 MAX_VALUES = 12
+# Graphs for decodes of a sparse method without a count of graphs.
+MOST_SPARSE = 24
 # Whatever prompts there are, their lengths are not known: from one level of prompt tiles to the next a factor pays.
 SHORTER = 8
 
@@ -61,6 +64,12 @@ class GridStrategy(BucketStrategy):
         best = BucketSet((), (), request.limits, request.cost)
         if limit is not None and limit < best.num_graphs:
             raise ValueError(f"max_graphs is {limit}, expected at least {best.num_graphs}: the configured maximum")
+        family = self._sparse_decodes(request)
+        if family:
+            rest = replace(request, max_graphs=None if limit is None else limit - len(family), live_blocks=0)
+            grid_buckets = self.choose(rest)
+            forward, logits = [*grid_buckets.forward, *family], grid_buckets.logits
+            return BucketSet(forward, logits, request.limits, request.cost)
         absent = {"selected": not request.limits.max_selected_blocks, "prompt_tiles": not request.limits.causal_reach}
         grid, open_axes = Grid(), [axis for axis in AXES if not absent.get(axis)]
         while open_axes:
@@ -77,6 +86,18 @@ class GridStrategy(BucketStrategy):
             if not best.forward[1:]:
                 break
         return best
+
+    def _sparse_decodes(self, request: BucketRequest) -> list[ForwardShape]:
+        """Shapes for decodes of a sparse method, and for verifications: at most a third of the graphs, and none that
+        the grid needs."""
+        limit = 3 * MOST_SPARSE if request.max_graphs is None else request.max_graphs
+        if not request.live_blocks or not request.limits.max_selected_blocks:
+            return []
+        most = min(limit // 3, limit - coarsest_grid(request).num_graphs)
+        levels = partial(self.levels, request.cost)
+        limits, cost, live = request.limits, request.cost, request.live_blocks
+        verifications = sparse_verifications(limits, cost, live, request.rows_each, most // 2, levels)
+        return [*sparse_decodes(limits, cost, live, most - len(verifications), levels), *verifications]
 
     def least_graphs(self, request: BucketRequest) -> int:
         return coarsest_grid(request).num_graphs

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
+from vllm_gaudi_ucm.graphs.warm_up.agreement import ALONE, Agreement
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import GIB, GraphMemory, fit_to_memory
 from vllm_gaudi_ucm.graphs.warm_up.order import Skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
@@ -38,6 +39,8 @@ class WarmUp:
         memory_budget: bytes for all graphs together; None: the memory of the device is the bound.
         clock: seconds.
         remainders, run_remainder: graphs for prompt remainders, where there are any, and what runs one.
+        agreement: of several workers, each of which warms the same graphs: one that fails or does not fit for one of
+            them is dropped by all, so that they choose the same graph for a step.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class WarmUp:
         clock: Callable[[], float] = time.perf_counter,
         remainders: Sequence[RemainderShape] = (),
         run_remainder: Callable[[ForwardShape], None] | None = None,
+        agreement: Agreement = ALONE,
     ) -> None:
+        self._agreement = agreement
         self.ready = ready
         self._run_forward = run_forward
         self._run_logits = run_logits
@@ -83,7 +88,7 @@ class WarmUp:
         self._records.begin_skeleton(keys)
         for key in keys:
             self._report("skeleton", current=key)
-            self._settle("skeleton", self._run(key, compile_only))
+            self._settle("skeleton", self._agreed(self._run(key, compile_only)))
         self._records.skeleton_is_warm(self._clock() - start)
         if not compile_only:
             self._drop_what_does_not_fit()
@@ -100,8 +105,7 @@ class WarmUp:
         of_skeleton = not self._executed
         for key in keys:
             if key not in self._executed:
-                record = self._run(key)
-                self._executed[key] = record.size
+                self._executed[key] = self._agreed(self._run(key)).size
         self._owed = 0
         for record in self.summary().records:
             if record.state is GraphState.WARM:
@@ -121,7 +125,12 @@ class WarmUp:
         An error is reported and costs this bucket alone: its steps keep running in the larger one they run in now.
         """
         self._report("rest", current=key)
-        self._settle("rest", self._refused(key) or self._tried(key, compile_only))
+        refused = self._refused(key)
+        if self._agreement.all_of(refused is None):
+            self._settle("rest", self._agreed(self._tried(key, compile_only)))
+        else:
+            other = GraphRecord(key, GraphState.DROPPED, reason="does not fit the memory of another worker")
+            self._settle("rest", refused or other)
 
     def last_seconds(self, like: GraphKey) -> float:
         """What the last warm graph of the same kind took (forward, prompt remainder or logits); 0 without any."""
@@ -154,6 +163,13 @@ class WarmUp:
             size = self._predicted(key)
             self._owed += size
         return GraphRecord(key, GraphState.WARM, seconds, size)
+
+    def _agreed(self, record: GraphRecord) -> GraphRecord:
+        """Warm if it is for every worker, and as large as for the one where it is largest."""
+        is_warm, size = self._agreement.all_of(record.state is GraphState.WARM), self._agreement.most(record.size)
+        if record.state is GraphState.WARM and not is_warm:
+            return replace(record, state=GraphState.FAILED, size=0, reason="failed in another worker")
+        return replace(record, size=size)
 
     def _tried(self, key: GraphKey, compile_only: bool = False) -> GraphRecord:
         start = self._clock()

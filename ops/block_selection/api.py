@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.ops.block_selection.impl import reference
 from vllm_gaudi_ucm.ops.block_selection.implementation import (
     BLOCK_SELECTION,
     BlockSelectionImplementation,
-    PreparedSpans,
+    Prepared,
 )
 from vllm_gaudi_ucm.ops.registry import AUTO
 
@@ -35,19 +35,23 @@ def new_summaries(key_cache: Tensor, kind: SummaryKind) -> Tensor:
     return key_cache.new_zeros(kind.shape(*key_cache.shape), dtype=dtype)
 
 
-def write_summaries(key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind) -> None:
+def write_summaries(
+    key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind, *, implementation: str = AUTO
+) -> None:
     """Writes the summaries of full blocks, in place. A full block holds no draft that may still be rejected.
 
     key_cache: [num_blocks, block_size, kv_heads, dim]; may be a strided view.
     blocks: int64 [n] physical block ids. Pads are the dummy block 0; they may repeat, and its summary is never used.
     summaries: [num_blocks, vectors, kv_heads, width] from `new_summaries`; any float dtype, uint8 for `hash`.
+    implementation: as in `block_scores`.
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     if not torch.compiler.is_compiling():
         _check("write_summaries", "key_cache", key_cache, (None, None, None, None), _FLOATS, key_cache.device)
         _check("write_summaries", "blocks", blocks, (None,), (torch.int64,), key_cache.device)
         _check("write_summaries", "summaries", summaries, kind.shape(*key_cache.shape), _dtypes(kind), key_cache.device)
-    reference.write(key_cache, blocks, summaries, kind)
+    if not _choose(implementation, key_cache.device.type).write(key_cache, blocks, summaries, kind):
+        reference.write(key_cache, blocks, summaries, kind)
 
 
 def prepare_spans(
@@ -60,9 +64,9 @@ def prepare_spans(
     most: int,
     *,
     implementation: str = AUTO,
-) -> PreparedSpans | None:
-    """What the layers of a step would each compute, once: for `block_scores` and `keep_or_replace` with the same
-    arguments and implementation. None where that implementation has nothing to compute in advance."""
+) -> Prepared | None:
+    """What the layers of a step would each compute, once: for `block_scores`, `choose_blocks` and `keep_or_replace`
+    with the same arguments and implementation. None where that implementation has nothing to compute in advance."""
     chosen = _choose(implementation, spans.device.type)
     return chosen.prepare(spans, first_rows, num_rows, max_rows, counts, modes, most)
 
@@ -79,7 +83,7 @@ def block_scores(
     kind: SummaryKind,
     *,
     implementation: str = AUTO,
-    prepared: PreparedSpans | None = None,
+    prepared: Prepared | None = None,
 ) -> Tensor:
     """The estimated share of each candidate block in the attention of its span: fp32 [candidates], from 0 to 1.
 
@@ -110,7 +114,14 @@ def block_scores(
 
 
 def choose_blocks(
-    scores: Tensor, places: Tensor, num_spans: int, width: int, most: int, *, implementation: str = AUTO
+    scores: Tensor,
+    places: Tensor,
+    num_spans: int,
+    width: int,
+    most: int,
+    *,
+    implementation: str = AUTO,
+    prepared: Prepared | None = None,
 ) -> Tensor:
     """The best blocks of each span: int64 [num_spans, most] logical block numbers, padded with -1.
 
@@ -120,7 +131,7 @@ def choose_blocks(
     scores: floats [candidates].
     places: int64 [candidates]: span * width + logical block number, each at most once, or num_spans * width for a
         candidate that must not be chosen. A span may have fewer candidates than `most`.
-    implementation: as in `block_scores`.
+    implementation, prepared: as in `block_scores`; by candidates that are of the spans that `places` say.
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     if not torch.compiler.is_compiling():
@@ -128,7 +139,7 @@ def choose_blocks(
         _check("choose_blocks", "places", places, tuple(scores.shape), (torch.int64,), scores.device)
         if min(num_spans, width, most) < 0:
             raise ValueError(f"choose_blocks: {num_spans=}, {width=}, {most=}, expected none below 0")
-    found = _choose(implementation, scores.device.type).choose(scores, places, num_spans, width, most)
+    found = _choose(implementation, scores.device.type).choose(scores, places, num_spans, width, most, prepared)
     if found is not None:
         return found
     return reference.choose(scores, places, num_spans, width, most)
@@ -143,7 +154,7 @@ def keep_or_replace(
     width: int,
     *,
     implementation: str = AUTO,
-    prepared: PreparedSpans | None = None,
+    prepared: Prepared | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The ranking of each span from now on: (chosen int64 [spans, most], kept bool [spans], replaced bool [spans]).
 
@@ -169,6 +180,53 @@ def keep_or_replace(
     if found is not None:
         return found
     return reference.keep_or_replace(stored, fresh, counts, modes, thresholds, width)
+
+
+def hands_over(most: int, device_type: str, *, implementation: str = AUTO) -> bool:
+    """Whether `take_choice` is to be called in place of `keep_or_replace`. most: ranks of a choice."""
+    return _choose(implementation, device_type).hands_over(most)
+
+
+def take_choice(
+    fresh: Tensor,
+    stored: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    modes: Tensor,
+    thresholds: Tensor,
+    width: int,
+    block_table: Tensor,
+    selected: int,
+    checks: Tensor,
+    *,
+    implementation: str = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """`keep_or_replace` with the stored rankings in their table, and the blocks that attention reads, at once.
+
+    Returns the rankings from now on, int64 [spans, most], which are in the table then, and int64 [selected] physical
+    blocks: the first `counts` of each span's ranking, span after span, then 0. `hands_over` says where there is it.
+
+    fresh: int64 [spans, most] contiguous, from `choose_blocks`.
+    stored: int64 [slots, most] contiguous, the table, which is written. slots: int64 [spans] rows of it; spans with the
+        same row have no `counts`, and leave anything there.
+    counts, modes, thresholds, width: as in `keep_or_replace`; `counts` add up to at most `selected`.
+    block_table: int64 [spans * width + 1] physical block of each place.
+    checks: int64 [2] to which checks are added: those that kept the stored ranking, and those that replaced it.
+    Raises ValueError if shapes, dtypes or devices do not match.
+    """
+    operation, spans, device = "take_choice", fresh.shape[0], fresh.device
+    _check(operation, "fresh", fresh, (None, None), (torch.int64,), device)
+    _check(operation, "stored", stored, (None, fresh.shape[1]), (torch.int64,), device)
+    of_spans = {"slots": slots, "counts": counts, "modes": modes, "thresholds": thresholds}
+    for name, tensor in of_spans.items():
+        _check(operation, name, tensor, (spans,), (torch.int64,), device)
+    _check(operation, "block_table", block_table, (spans * width + 1,), (torch.int64,), device)
+    _check(operation, "checks", checks, (2,), (torch.int64,), device)
+    for name, tensor in {"fresh": fresh, "stored": stored, **of_spans, "block_table": block_table}.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"take_choice: {name} has strides {tensor.stride()}, expected a contiguous tensor")
+    chosen = _choose(implementation, device.type)
+    return chosen.take_choice(fresh, stored, slots, counts, modes, thresholds, width, block_table, selected, checks)
 
 
 def chosen_implementation(device_type: str) -> str:

@@ -29,6 +29,16 @@ class PreparedSpans(NamedTuple):
     reused: Tensor
 
 
+class CandidateRanges(NamedTuple):
+    """int32 [spans, 2]: the first candidate of each span and one behind its last; where it has no rows, none."""
+
+    ranges: Tensor
+
+
+Prepared = PreparedSpans | CandidateRanges
+"""What an implementation computes of the spans of a step once, for itself."""
+
+
 class BlockSelectionImplementation(Implementation[None], ABC):
     """The operations of `block_selection.api`, of validated tensors. None: the reference computes them."""
 
@@ -41,9 +51,33 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         counts: Tensor,
         modes: Tensor,
         most: int,
-    ) -> PreparedSpans | None:
-        """As `prepare_spans`; None: `scores` and `keep_or_replace` have nothing to compute in advance."""
+    ) -> Prepared | None:
+        """As `prepare_spans`; None: there is nothing to compute in advance."""
         return None
+
+    def write(self, key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind) -> bool:
+        """As `write_summaries`; False: the reference does it."""
+        return False
+
+    def hands_over(self, most: int) -> bool:
+        """Whether there is a `take_choice` for rankings of this length."""
+        return False
+
+    def take_choice(
+        self,
+        fresh: Tensor,
+        stored: Tensor,
+        slots: Tensor,
+        counts: Tensor,
+        modes: Tensor,
+        thresholds: Tensor,
+        width: int,
+        block_table: Tensor,
+        selected: int,
+        checks: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As `take_choice`."""
+        raise NotImplementedError
 
     @abstractmethod
     def scores(
@@ -57,12 +91,20 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
-        prepared: PreparedSpans | None = None,
+        prepared: Prepared | None = None,
     ) -> Tensor | None:
         """As `block_scores`. prepared: by `prepare` of the same implementation, where that has been called."""
 
     @abstractmethod
-    def choose(self, scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor | None:
+    def choose(
+        self,
+        scores: Tensor,
+        places: Tensor,
+        num_spans: int,
+        width: int,
+        most: int,
+        prepared: Prepared | None = None,
+    ) -> Tensor | None:
         """As `choose_blocks`."""
 
     def keep_or_replace(
@@ -73,7 +115,7 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         modes: Tensor,
         thresholds: Tensor,
         width: int,
-        prepared: PreparedSpans | None = None,
+        prepared: Prepared | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """As `keep_or_replace`; a few small operations, which the reference does well on a CPU."""
         return None

@@ -10,6 +10,21 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.kv_cache.implementation import KV_CACHE
 from vllm_gaudi_ucm.ops.registry import AUTO
 
+E4M3 = torch.float8_e4m3fn
+"""Of caches of 8-bit floats."""
+
+
+def narrow(tokens: Tensor) -> Tensor:
+    """Tokens [rows, kv_heads, dim] as 8-bit floats (e4m3), what is beyond their range at its end; NaN stays NaN.
+
+    An element is off by up to 1/16 of itself, and by 2 ** -10 where it is small.
+    """
+    if tokens.device.type == "hpu":
+        found: Tensor = torch.ops.hpu.cast_to_fp8_v2(tokens, None, False, False, E4M3)[0]
+        return found
+    # torch 2.11 makes NaN of what is beyond
+    return tokens.clamp(-448, 448).to(E4M3)
+
 
 def write_kv(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Writes one key and one value per row, cast to the cache's dtype, in place; returns the caches to read from.
@@ -33,6 +48,19 @@ def write_kv(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, s
             return key_rows, value_rows
     _REFERENCE.write(key, value, key_rows, value_rows, slots)
     return key_rows, value_rows
+
+
+def write_rows(tokens: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """`write_kv` for a cache of one tensor, whose keys hold the values (multi-head latent attention).
+
+    tokens: [rows, 1, dim]; rows: [slots, 1, dim]. Returns rows, to read from; raises as `write_kv`.
+    """
+    if not torch.compiler.is_compiling():
+        _validate("key", tokens, rows, slots)
+        if KV_CACHE.choose(AUTO, slots.device.type).write_rows(tokens, rows, slots):
+            return rows
+    _REFERENCE.write_rows(tokens, rows, slots)
+    return rows
 
 
 _REFERENCE = KV_CACHE.make("reference")

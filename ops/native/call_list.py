@@ -27,6 +27,7 @@ KERNELS = {
     "ucm_compact_linear": Kernel(5, 0),
     "ucm_tile_linear": Kernel(6, 0),
     "ucm_attend": Kernel(7, 0),
+    "ucm_select_blocks": Kernel(8, 0),
 }
 _MOST_ARGUMENTS = 12
 

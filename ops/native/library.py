@@ -28,6 +28,12 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         _INT,
         (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
     ),
+    "ucm_rms_norm_half": (None, (_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT)),
+    "ucm_rotary_half": (
+        _INT,
+        (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, *[_INT] * 4),
+    ),
+    "ucm_silu_and_mul_half": (None, (_POINTER, _INT, _POINTER, _INT, _INT, _INT)),
     "ucm_silu_and_mul": (None, (_POINTER, _INT, _POINTER, _INT, _INT)),
     "ucm_write_kv": (_INT, (*[_POINTER] * 5, *[_INT] * 5, POINTER(_INT))),
     "ucm_swap_blocks": (_INT, (POINTER(_INT), POINTER(_INT), _INT, _POINTER, *[_INT] * 6)),
@@ -123,3 +129,12 @@ def _open_library() -> ctypes.CDLL:
 def is_rows(x: Tensor) -> bool:
     """Whether x is fp32 [rows, columns] on the CPU with dense rows; there may be gaps between rows."""
     return x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1 and x.is_cpu
+
+
+HALF_TYPES = {torch.bfloat16: 1, torch.float16: 2}
+"""How kernels number them."""
+
+
+def is_half_rows(x: Tensor) -> bool:
+    """The same of bfloat16 and float16."""
+    return x.dtype in HALF_TYPES and x.dim() == 2 and x.stride(1) == 1 and x.is_cpu

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.native.library import is_rows, native
-from vllm_gaudi_ucm.ops.packed_linear.packing import Compact, Panels, find_compact, find_panels
+from vllm_gaudi_ucm.ops.packed_linear.packing import Compact, Form, Panels, find_compact, find_panels
 
 # oneDNN chooses the block layout for a number of rows; of 1, 16, 256 and unknown, 16 was the best over 1 to 1024 rows.
 PACK_FOR_ROWS = 16
@@ -41,6 +41,7 @@ class PackedWeight(NamedTuple):
     """An opaque reordered weight [outputs, inputs], its panels for the native kernels, and its compact copy.
 
     tensor: None if only the compact copy is kept.
+    is_fp32: products are computed in fp32, also of a float16 weight where the CPU computes nothing in that.
     """
 
     tensor: Tensor | None
@@ -48,6 +49,7 @@ class PackedWeight(NamedTuple):
     inputs: int
     panels: Panels | None
     compact: Compact | None = None
+    is_fp32: bool = True
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -57,7 +59,7 @@ def can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if weight.dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        return True
     return weight.dtype == torch.float32
 
 
@@ -68,11 +70,15 @@ def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
         multiplies it fast for any number of rows.
     """
     plain = weight.detach().contiguous()
+    if plain.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        # exact, and products are fp32: without units for fp16 torch multiplies five times as slowly
+        plain, compact = plain.float(), True
     found = find_compact(plain) if compact else None
     if found is not None and _enough_alone(plain.shape[1]):
         return PackedWeight(None, plain.shape[0], plain.shape[1], None, found)
     packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
-    return PackedWeight(packed, plain.shape[0], plain.shape[1], find_panels(plain, packed), found)
+    is_fp32 = plain.dtype == torch.float32
+    return PackedWeight(packed, plain.shape[0], plain.shape[1], find_panels(plain, packed), found, is_fp32)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -83,11 +89,14 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     if x.dim() != 2:
         rows = x.reshape(-1, x.shape[-1])
         return packed_linear(rows, weight, bias).view(*x.shape[:-1], weight.outputs)
+    if x.dtype == torch.float16 and weight.is_fp32:
+        wide_bias = None if bias is None else bias.float()
+        return packed_linear(x.float(), weight, wide_bias).to(x.dtype)
     if weight.tensor is None and x.stride(1) != 1:
         x = x.contiguous()
     form = weight.compact or weight.panels
     if form is not None and not torch.compiler.is_compiling() and _fits(x, weight, bias):
-        if x.shape[0] >= _tile_rows(form) and matrix_unit.in_use():
+        if x.shape[0] >= _tile_rows(form) and matrix_unit.in_use() and not _is_float16(form):
             return _multiply(x, form, weight.outputs, bias, tiles=True)
         if x.shape[0] <= NATIVE_ROWS or weight.tensor is None:
             return _multiply(x, form, weight.outputs, bias, tiles=False)
@@ -106,6 +115,11 @@ def _enough_alone(inputs: int) -> bool:
         return True
     kernels = native()
     return kernels is not None and kernels.ucm_lanes() >= ALONE_LANES and inputs <= ALONE_INPUTS
+
+
+def _is_float16(form: Compact | Panels) -> bool:
+    """A form that the matrix unit does not read."""
+    return isinstance(form, Compact) and form.form is Form.FLOAT16
 
 
 def _tile_rows(form: Compact | Panels) -> int:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.ops.native.library import native
 
 GROUP = 32
@@ -31,6 +32,8 @@ class Form(IntEnum):
     BFLOAT16 = 0
     AFFINE4 = 1
     SYMMETRIC8 = 2
+    # 3 is fp32, see `packed_linear`
+    FLOAT16 = 4
 
 
 class Compact(NamedTuple):
@@ -68,6 +71,8 @@ def find_compact(weight: Tensor) -> Compact | None:
     if not widths:
         return None
     for form, encode in _ENCODERS.items():
+        if form is Form.FLOAT16 and matrix_unit.in_use():
+            continue  # its tiles have fewer bits
         if encode(weight[:SAMPLE]) is None:
             continue
         chunks = [encoded for rows in weight.split(CHUNK) if (encoded := encode(rows)) is not None]
@@ -111,6 +116,12 @@ def _bfloat16(weight: Tensor) -> _Encoded | None:
     return _Encoded(half.view(torch.int16), none, none) if torch.equal(half.float(), weight) else None
 
 
+def _float16(weight: Tensor) -> _Encoded | None:
+    half = weight.half()
+    none = weight.new_empty(len(weight), 0)
+    return _Encoded(half.view(torch.int16), none, none) if torch.equal(half.float(), weight) else None
+
+
 def _groups(weight: Tensor) -> Tensor:
     return weight.reshape(len(weight), -1, GROUP)
 
@@ -123,6 +134,7 @@ _ENCODERS: dict[Form, Callable[[Tensor], _Encoded | None]] = {
     Form.AFFINE4: _affine4,
     Form.SYMMETRIC8: _symmetric8,
     Form.BFLOAT16: _bfloat16,
+    Form.FLOAT16: _float16,
 }
 
 

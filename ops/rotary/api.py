@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native.library import is_rows, native
+from vllm_gaudi_ucm.ops.native.library import HALF_TYPES, is_half_rows, is_rows, native
 
 
 def can_rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor) -> bool:
-    """Whether `rotate` supports these tensors here: fp32 rows on a CPU, and built native kernels."""
+    """Whether `rotate` supports these tensors here: rows of one dtype on a CPU, and built native kernels."""
     return (
         not torch.compiler.is_compiling()
         and native() is not None
-        and is_rows(query)
-        and is_rows(key)
-        and is_rows(angles)
+        and query.dtype == key.dtype == angles.dtype
+        and all(is_rows(tensor) or is_half_rows(tensor) for tensor in (query, key, angles))
         and angles.is_contiguous()
         and positions.dtype == torch.int64
         and positions.dim() == 1
@@ -33,7 +32,9 @@ def rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor, head_s
     """
     kernels = native()
     assert kernels is not None, "can_rotate said no"
-    row = kernels.ucm_rotary(
+    is_half = query.dtype in HALF_TYPES
+    turn = kernels.ucm_rotary_half if is_half else kernels.ucm_rotary
+    row = turn(
         query.data_ptr(),
         query.stride(0),
         query.shape[1] // head_size,
@@ -46,6 +47,7 @@ def rotate(query: Tensor, key: Tensor, positions: Tensor, angles: Tensor, head_s
         angles.shape[0],
         head_size,
         angles.shape[1],
+        *((HALF_TYPES[query.dtype],) if is_half else ()),
     )
     if row >= 0:
         raise IndexError(

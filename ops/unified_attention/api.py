@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION, AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
-from vllm_gaudi_ucm.ops.unified_attention.validation import same, validate, validate_selected
+from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
+from vllm_gaudi_ucm.ops.unified_attention.validation import same, validate, validate_selected, validate_spec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ def unified_attention(
     *,
     implementation: str = AUTO,
     selected_blocks: Tensor | None = None,
+    per_head: PerHead = NOTHING_PER_HEAD,
+    log_sums: Tensor | None = None,
 ) -> Tensor:
     """Attention of the flat batch of a step over its new tokens and its cached blocks.
 
@@ -78,13 +83,16 @@ def unified_attention(
     key_cache: [blocks, block_size, kv_heads, dim]; value_cache: [blocks, block_size, kv_heads, value_dim]. Both may be
         strided views, and may have another float dtype than the query.
     parts: which rows see which tokens. `prepare(parts, block_size)` saves work if many layers use the same parts.
-    spec: scale, window and soft cap of the layer.
+    spec: scale, soft cap and what else the layer has.
     out: [rows, heads, value_dim] in the dtype of the query, or None to allocate it; every element is written.
     implementation: a name in `ATTENTION`, or `auto` for the fastest suitable one: on a CPU `native` if its kernels
         could be built, else `cpu`; `hpu` on a Gaudi; `cuda` on a GPU with Triton; otherwise `reference`, which also
         takes unprepared parts under torch.compile. Prepared parts keep the implementation that prepared them.
     selected_blocks: int64 [selected], the selection of this layer instead of `parts.selected.blocks`; only with that
         part.
+    per_head: the sinks and slopes that `spec` says the layer has.
+    log_sums: fp32 [rows, heads], or None; written with the natural logarithm of the sum over all keys of exp(score),
+        `NOTHING_SEEN` for a row that sees nothing: what the result needs to be merged with attention to other keys.
 
     Returns out. A row that sees nothing is zeros. If a row sees a key or value with NaN or Inf, it is NaN in all
     elements of the heads that read it (except that a key with a score of -Inf may count as weight 0). Nothing else
@@ -92,6 +100,8 @@ def unified_attention(
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling), or if no implementation, or not
     the requested one, supports the case.
     """
+    if log_sums is not None and spec.has_sinks:
+        raise ValueError(f"unified_attention: log_sums are asked of {spec}, expected no sinks: they belong to no key")
     compiling = torch.compiler.is_compiling()
     if not compiling:
         _validate_once(query, key, value, key_cache, value_cache, parts, out, selected_blocks)
@@ -101,32 +111,59 @@ def unified_attention(
     else:
         chosen = _choose(implementation, query.device.type, spec)
         plan = chosen.plan(parts, key_cache.shape[1])
-    if not spec.is_plain:
-        _check_spec(chosen, spec, parts)
+    if not (spec.is_plain or compiling):
+        _check_spec(chosen, spec)
+    plain_heads = per_head.sinks is None and per_head.slopes is None
+    if not compiling and not (spec.is_plain and plain_heads and not parts.are_local):
+        validate_spec(query, parts, spec, per_head)
     if out is None:
         out = query.new_empty((query.shape[0], query.shape[1], value.shape[-1]))
     if selected_blocks is None and parts.selected is not None:
         selected_blocks = parts.selected.blocks
     if not compiling or chosen.traceable:
-        done = chosen.attend(query, key, value, key_cache, value_cache, plan, spec, out, selected_blocks)
+        # implementations from outside need not know of either
+        more: dict[str, Any] = {} if plain_heads else {"per_head": per_head}
+        if log_sums is not None:
+            more["log_sums"] = log_sums
+        done = chosen.attend(query, key, value, key_cache, value_cache, plan, spec, out, selected_blocks, **more)
         if done:
             return out
     # only the reference is exact for these tensors, or can be traced
-    _REFERENCE.attend(query, key, value, key_cache, value_cache, parts, spec, out, selected_blocks)
+    tensors = (query, key, value, key_cache, value_cache)
+    _REFERENCE.attend(*tensors, parts, spec, out, selected_blocks, per_head, log_sums)
     return out
 
 
 _REFERENCE = ATTENTION.make("reference")
 
 
-def choose_implementation(implementation: str, device_type: str) -> str:
-    """The implementation for this device type, with `auto` resolved. Raises ValueError if it cannot run there."""
-    return _choose(implementation, device_type).name
+def choose_implementation(
+    implementation: str, device_type: str, specs: Iterable[AttentionSpec] = (), *, captured: bool = False
+) -> str:
+    """The implementation for this device type, with `auto` resolved: the fastest that computes all layers of `specs`.
+
+    captured: for a step that is captured as a graph or compiled at static shapes.
+    Raises ValueError if what is named cannot run there, or does not compute one of the layers.
+    """
+    plain = ATTENTION.choose(implementation, device_type, captured=captured)
+    chosen, specs = plain, tuple(dict.fromkeys(specs))
+    for spec in specs:
+        if not chosen.supports(spec):
+            chosen = ATTENTION.choose(implementation, device_type, spec, captured=captured)
+    if not all(map(chosen.supports, specs)):
+        chosen = _REFERENCE
+    if chosen is not plain:
+        logger.warning(
+            "unified_attention: %r does not compute all layers of this model, so %r computes them, slower",
+            plain.name,
+            chosen.name,
+        )
+    return chosen.name
 
 
-def choose_static_implementation(implementation: str, device_type: str) -> str:
+def choose_static_implementation(implementation: str, device_type: str, specs: Iterable[AttentionSpec] = ()) -> str:
     """As `choose_implementation`, for a step that is captured as a graph or compiled at static shapes."""
-    return ATTENTION.choose(implementation, device_type, captured=True).name
+    return choose_implementation(implementation, device_type, specs, captured=True)
 
 
 def _choose(implementation: str, device_type: str, spec: AttentionSpec | None = None) -> AttentionImplementation:
@@ -136,15 +173,11 @@ def _choose(implementation: str, device_type: str, spec: AttentionSpec | None = 
     return ATTENTION.choose(implementation, device_type, None if spec is None or spec.is_plain else spec)
 
 
-def _check_spec(chosen: AttentionImplementation, spec: AttentionSpec, parts: AttentionParts) -> None:
+def _check_spec(chosen: AttentionImplementation, spec: AttentionSpec) -> None:
     if not chosen.supports(spec):
         raise ValueError(
             f"unified_attention: implementation {chosen.name!r} does not compute {spec}, prepare the parts of such a "
             "layer for 'reference'"
-        )
-    if spec.sliding_window is not None and parts.selected is not None:
-        raise ValueError(
-            "unified_attention: found a selected part with a sliding window, expected none: its ranges begin at 0"
         )
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
 if TYPE_CHECKING:  # the configuration knows the names, and is light
     from torch import Tensor
@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # the configuration knows the names, and is light
 
 class AttentionImplementation(Implementation[AttentionSpec], ABC):
     """One way to compute Unified Attention: plans a step once, then attends in each of its layers."""
+
+    gives_log_sums = False
+    """Whether `attend` writes `log_sums` for new tokens alone, and for cached blocks whose keys hold their values."""
 
     def supports(self, spec: AttentionSpec) -> bool:
         """Whether it is plain attention; a subclass may support more."""
@@ -37,12 +40,15 @@ class AttentionImplementation(Implementation[AttentionSpec], ABC):
         spec: AttentionSpec,
         out: Tensor,
         selected_blocks: Tensor | None = None,
+        per_head: PerHead = NOTHING_PER_HEAD,
+        log_sums: Tensor | None = None,
     ) -> bool:
         """Writes the attention of one layer to `out` [rows, heads, value_dim].
 
         Tensors as in `unified_attention`, validated. plan: the result of `plan`. selected_blocks: int64 [selected], or
-        None for those of the selected part. Returns False if only the reference is exact for these tensors: the caller
-        then uses the reference.
+        None for those of the selected part. per_head: what `spec` says that the layer has. log_sums: fp32 [rows,
+        heads], to be written too. Returns False if only the reference is exact for these tensors: the caller then uses
+        the reference.
         """
 
 

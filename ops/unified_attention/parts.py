@@ -48,11 +48,14 @@ class CausalPart(NamedTuple):
         their query ranges do not overlap.
     tiles: the same bound as run-time data, for an implementation whose shapes must not depend on the data; the others
         use the slices. They cover every visible pair, too.
+    first_rows: int [rows], under a sliding window or in chunks of local attention: row i sees no row before
+        `first_rows[i]`, which never falls from one row of a group to the next. None: nothing is hidden.
     """
 
     groups: Tensor
     slices: tuple[CausalSlice, ...]
     tiles: CausalTiles | None = None
+    first_rows: Tensor | None = None
 
 
 class SharedGroup(NamedTuple):
@@ -72,6 +75,9 @@ class SharedPart(NamedTuple):
     groups: on the host. They only bound the work; the ranges decide what is seen. Together they cover every pair with
         a non-empty range, each pair at most once.
     from_first: on the host; lo is 0 everywhere, so nothing need be compared with it.
+    rise: int [rows], under a sliding window or in chunks of local attention: the row sees tokens from
+        `lo + rise` on. Each row of a span sees all that later rows of it see; lo is that of the span's first row, and
+        below 0 where this one also sees earlier blocks. None: the rows of a span see the same.
     """
 
     blocks: Tensor
@@ -80,6 +86,12 @@ class SharedPart(NamedTuple):
     hi: Tensor
     groups: tuple[SharedGroup, ...]
     from_first: bool = False
+    rise: Tensor | None = None
+
+    def lo_of(self, rows: Tensor, columns: slice = slice(None)) -> Tensor:
+        """int [rows, columns]: where the tokens begin that these rows see of these blocks; may be below 0."""
+        lo = self.lo[:, columns][self.row_spans[rows]]
+        return lo if self.rise is None else lo + self.rise[rows, None]
 
 
 class UniquePart(NamedTuple):
@@ -126,12 +138,23 @@ class SelectedPart(NamedTuple):
 
 
 class AttentionParts(NamedTuple):
-    """The parts of one step; None for a part that the step does not have."""
+    """The parts of one step; None for a part that the step does not have.
+
+    positions: int64 [rows] of the rows in their requests, for layers with ALiBi slopes. Then lo of a shared or unique
+        range is `-p`, where p is the position of its block's first token.
+    """
 
     causal: CausalPart | None = None
     shared: SharedPart | None = None
     unique: UniquePart | None = None
     selected: SelectedPart | None = None
+    positions: Tensor | None = None
+
+    @property
+    def are_local(self) -> bool:
+        """Whether rows see less than their requests' contexts by a window or chunks."""
+        by_rows = self.causal is not None and self.causal.first_rows is not None
+        return by_rows or (self.shared is not None and self.shared.rise is not None)
 
 
 class Partial(NamedTuple):
@@ -148,10 +171,14 @@ class Partial(NamedTuple):
 
 
 NEG_INF = float("-inf")
+NOTHING_SEEN = torch.finfo(torch.float32).min
+"""Logarithm of the sum of a row that sees nothing: finite, because -inf - -inf is NaN."""
 
 
-def merge(partials: Sequence[Partial], out: Tensor) -> Tensor:
+def merge(partials: Sequence[Partial], out: Tensor, log_sums: Tensor | None = None) -> Tensor:
     """Writes the normalised softmax over all partials to `out` [rows, heads, value_dim]; rows that see nothing are 0.
+
+    log_sums: fp32 [rows, heads], to be written, see `unified_attention`.
 
     A partial may cover only the first rows (single rows come first): the other rows see none of its keys.
     """
@@ -164,6 +191,8 @@ def merge(partials: Sequence[Partial], out: Tensor) -> Tensor:
             whole[:covered] = first
     # The largest score of a row has weight 1, so a sum of 0 means exactly: nothing seen.
     total = torch.where(merged.sum == 0, 1.0, merged.sum)
+    if log_sums is not None:
+        log_sums.copy_((merged.max + total.log()).clamp(min=NOTHING_SEEN))
     return out.copy_(merged.out / total[..., None])
 
 

@@ -1,40 +1,68 @@
-"""What an attention layer computes, apart from which rows see which tokens: scale, sliding window, soft cap."""
+"""What an attention layer computes, apart from which rows see which tokens: scale, soft cap, sinks, ALiBi slopes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The specification of a layer; hashable. None means that the layer does not have the feature.
+    """The specification of a layer; hashable. None, or False, means that the layer does not have the feature.
 
     scale: factor of query times key.
-    sliding_window: a row at position p sees only positions above `p - sliding_window`, including itself. The operation
-        applies it to the causal part. For cached blocks the maker of the parts applies it: it raises `lo` of the token
-        ranges, and gives the shared part a row of ranges for each row of the batch. A selected part is impossible,
-        because its ranges begin at 0.
     logits_soft_cap: scores become `cap * tanh(score / cap)` before masking.
+    is_local: the layer has a sliding window, or chunks of local attention. The parts say what its rows see, in
+        `CausalPart.first_rows`, `SharedPart.rise` and the ranges; they have no selected part.
+    has_sinks: each head has a learned logit, which is one more term of the softmax's sum; see `PerHead`.
+    has_slopes: scores get a bias by distance (ALiBi); see `PerHead`. The parts have `positions`.
+    values_in_keys: the values are the first elements of the keys, as they lie in memory: `value_cache` is a view of
+        `key_cache`, and `value` one of `key` (multi-head latent attention). It changes no result; an implementation
+        reads them once.
     """
 
     scale: float
-    sliding_window: int | None = None
     logits_soft_cap: float | None = None
+    is_local: bool = False
+    has_sinks: bool = False
+    has_slopes: bool = False
+    values_in_keys: bool = False
 
     def __post_init__(self) -> None:
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"AttentionSpec: sliding_window is {self.sliding_window}, expected at least 1 token")
         cap = self.logits_soft_cap
         if cap is not None and not (cap > 0 and math.isfinite(cap)):
             raise ValueError(f"AttentionSpec: logits_soft_cap is {cap}, expected a positive number")
+        if self.is_local and self.has_slopes:
+            raise ValueError(
+                "AttentionSpec: found slopes beside a window, expected one of them: ranges are of one kind"
+            )
 
     @property
     def is_plain(self) -> bool:
         """Whether it is the softmax of scaled scores and nothing else, which every implementation supports."""
-        return self.sliding_window is None and self.logits_soft_cap is None
+        return self.logits_soft_cap is None and not (self.is_local or self.has_sinks or self.has_slopes)
 
     def __str__(self) -> str:
         """The features beyond plain attention, for errors."""
-        more = [f"{one.name}={value}" for one in fields(self)[1:] if (value := getattr(self, one.name)) is not None]
-        return ", ".join(more) or "plain attention"
+        return ", ".join(f"{one.name}={value}" for one in fields(self)[1:] if (value := getattr(self, one.name))) or (
+            "plain attention"
+        )
+
+
+class PerHead(NamedTuple):
+    """What a layer has learned, or was given, for each of its query heads: fp32 [heads], or None.
+
+    sinks: the logit of a head that takes part in the sum of every row's softmax, beside its tokens, and has no value.
+        It is neither scaled nor capped. A row that sees nothing else is zeros.
+    slopes: the score of a token gets `-slope` times its distance from the row, in tokens, after a soft cap (ALiBi).
+    """
+
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+
+
+NOTHING_PER_HEAD = PerHead()

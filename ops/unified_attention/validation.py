@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec, PerHead
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CACHED = (*_FLOATS, torch.float8_e4m3fn)
 
 
 def validate(
@@ -34,9 +36,9 @@ def validate(
     same("key", "dtype", key.dtype, query.dtype)
     same("value", "dtype", value.dtype, query.dtype)
     same("value_cache", "dtype", value_cache.dtype, key_cache.dtype)
-    for name, tensor in (("query", query), ("key_cache", key_cache)):
-        if tensor.dtype not in _FLOATS:
-            raise ValueError(f"unified_attention: {name} has dtype {tensor.dtype}, expected one of {_FLOATS}")
+    for name, tensor, dtypes in (("query", query, _FLOATS), ("key_cache", key_cache, _CACHED)):
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"unified_attention: {name} has dtype {tensor.dtype}, expected one of {dtypes}")
     if out is not None:
         same("out", "shape", tuple(out.shape), (rows, heads, value_dim))
         same("out", "dtype", out.dtype, query.dtype)
@@ -66,6 +68,26 @@ def validate_selected(query: Tensor, parts: AttentionParts, blocks: Tensor | Non
             same(name, "shape", tuple(tensor.shape), shape)
             same(name, "dtype", tensor.dtype, torch.int64)
             same(name, "device", tensor.device, query.device)
+
+
+def validate_spec(query: Tensor, parts: AttentionParts, spec: AttentionSpec, per_head: PerHead) -> None:
+    """Raises ValueError unless the parts and what a layer has for each head are those of its specification."""
+    if parts.are_local and not (spec.is_local or spec.has_slopes):
+        raise ValueError(f"unified_attention: found the parts of a window, expected spec.is_local, got {spec}")
+    if parts.selected is not None and (spec.is_local or spec.has_slopes):
+        raise ValueError(f"unified_attention: found a selected part with {spec}, expected none: it has no positions")
+    if spec.has_slopes and parts.positions is None:
+        raise ValueError(f"unified_attention: parts.positions is None, expected positions for {spec}")
+    for name, given, tensor in (
+        ("sinks", spec.has_sinks, per_head.sinks),
+        ("slopes", spec.has_slopes, per_head.slopes),
+    ):
+        if given is (tensor is None):
+            raise ValueError(f"unified_attention: per_head.{name} is {tensor}, but spec.has_{name} is {given}")
+        if tensor is not None:
+            same(f"per_head.{name}", "shape", tuple(tensor.shape), (query.shape[1],))
+            same(f"per_head.{name}", "dtype", tensor.dtype, torch.float32)
+            same(f"per_head.{name}", "device", tensor.device, query.device)
 
 
 def same(name: str, what: str, found: object, expected: object) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tests.batch.batches import Step
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+from vllm_gaudi_ucm.batch.window import Window
 
 Pair = tuple[int, int, int]
 
@@ -16,11 +17,14 @@ def expand(plan: UnifiedPlan, step: Step) -> Counter[Pair]:
     return Counter([*causal_pairs(plan), *shared_pairs(plan, step), *unique_pairs(plan, step)])
 
 
-def expected(plan: UnifiedPlan, step: Step) -> Counter[Pair]:
-    """The oracle: a row sees every position of its own request up to its own, once."""
+def expected(plan: UnifiedPlan, step: Step, window: Window | None = None) -> Counter[Pair]:
+    """The oracle: a row sees every position of its own request up to its own, once, that a window leaves."""
     pairs: Counter[Pair] = Counter()
     for row, (request, position) in enumerate(owners(plan, step)):
-        pairs.update((row, request, seen) for seen in range(position + 1))
+        first = 0
+        if window is not None:
+            first = position - position % window.tokens if window.chunked else position - window.tokens + 1
+        pairs.update((row, request, seen) for seen in range(max(first, 0), position + 1))
     return pairs
 
 
@@ -37,7 +41,8 @@ def causal_pairs(plan: UnifiedPlan) -> Iterator[Pair]:
     groups = plan.causal.groups.tolist()
     for query_lo, query_hi, key_lo, key_hi in plan.causal.slices:
         for query in range(query_lo, query_hi):
-            for key in range(key_lo, min(key_hi, query + 1)):
+            first = 0 if plan.causal.first_rows is None else int(plan.causal.first_rows[query])
+            for key in range(max(key_lo, first), min(key_hi, query + 1)):
                 if groups[query] == groups[key] >= 0:
                     yield query, _request(plan, key), int(plan.positions[key])
 
@@ -49,8 +54,10 @@ def shared_pairs(plan: UnifiedPlan, step: Step) -> Iterator[Pair]:
         for row in rows.tolist():
             for index in range(block_lo, block_hi):
                 span = plan.row_requests[row]
-                bounds = range(plan.shared.lo[span, index], plan.shared.hi[span, index])
-                yield from _cached(plan, step, row, int(plan.shared.blocks[index]), bounds)
+                lo, hi = int(plan.shared.lo[span, index]), int(plan.shared.hi[span, index])
+                if plan.shared.rise is not None:
+                    lo = max(0, lo + int(plan.shared.rise[row]))
+                yield from _cached(plan, step, row, int(plan.shared.blocks[index]), range(lo, max(lo, hi)))
 
 
 def unique_pairs(plan: UnifiedPlan, step: Step) -> Iterator[Pair]:
@@ -64,7 +71,8 @@ def unique_pairs(plan: UnifiedPlan, step: Step) -> Iterator[Pair]:
 def _cached(plan: UnifiedPlan, step: Step, row: int, block: int, tokens: range) -> Iterator[Pair]:
     """Maps (block, offset) back through the block table of the row's own request; a foreign block raises."""
     request = _request(plan, row)
-    assert 0 <= tokens.start <= tokens.stop <= step.block_size
+    assert 0 <= tokens.start <= tokens.stop
+    assert not tokens or tokens.stop <= step.block_size
     for offset in tokens:
         yield row, request, step.position(request, block, offset)
 

@@ -1,4 +1,4 @@
-"""Steps with more shared blocks than the largest bucket: divided into steps that fit, each request in one of them."""
+"""Steps with more shared blocks, or ranges, than the largest bucket: divided into steps that fit."""
 
 from __future__ import annotations
 
@@ -9,17 +9,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch.batches import Request, Step, lay_out, steps
-from vllm_gaudi_ucm.batch.batch_plan import divide_batch, plan_batch
+from tests.batch.token_steps import TokenStep, token_steps
+from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan, divide_batch, plan_batch
+from vllm_gaudi_ucm.batch.block_use import Room
+from vllm_gaudi_ucm.batch.window import Window
 
 
-def divided(step: Step, most: int, alone: list[int] | None = None) -> list[list[int]]:
-    return [group.tolist() for group in divide_batch(step.batch_input(), step.block_size, most, alone or ())]
+def divided(
+    step: Step, most: int, alone: list[int] | None = None, ranges: int = 0, window: Window | None = None
+) -> list[list[int]]:
+    room, batch = Room(most, ranges), step.batch_input()
+    return [group.tolist() for group in divide_batch(batch, step.block_size, room, alone or (), window)]
 
 
-def planned(step: Step, group: list[int]) -> int:
-    """Shared blocks of the plan of these requests alone."""
-    plan = plan_batch(step.batch_input().take(np.array(group, np.int64)), step.block_size)
+def plan_of(step: Step, group: list[int], window: Window | None = None) -> UnifiedPlan:
+    """The plan of these requests alone."""
+    return plan_batch(step.batch_input().take(np.array(group, np.int64)), step.block_size, window=window)
+
+
+def planned(step: Step, group: list[int], window: Window | None = None) -> int:
+    """Shared blocks of that."""
+    plan = plan_of(step, group, window)
     return 0 if plan.shared is None else len(plan.shared.blocks)
+
+
+def ranges_of(step: Step, group: list[int]) -> int:
+    """Shared and unique ones."""
+    unique = plan_of(step, group).unique
+    return planned(step, group) + (0 if unique is None else len(unique.blocks))
 
 
 def least(step: Step) -> int:
@@ -39,11 +56,13 @@ def test_every_request_is_in_one_group_in_order_and_every_group_fits(step: Step,
 
 @given(step=steps(), data=st.data())
 def test_a_group_ends_only_where_the_next_request_does_not_fit(step: Step, data: st.DataObject) -> None:
-    """So a step that fits is one group, and every division has a reason."""
+    """So a step that fits is one group, and every division has a reason. Blocks before a window take no room."""
     most = data.draw(st.integers(least(step), least(step) + 12))
-    groups = divided(step, most)
+    window = data.draw(st.none() | st.builds(Window, st.integers(1, 40), st.booleans(), st.just(False)))
+    groups = divided(step, most, window=window)
     for group, following in pairwise(groups):
-        assert planned(step, [*group, following[0]]) > most
+        assert planned(step, [*group, following[0]], window) > most
+    assert all(planned(step, group, window) <= most for group in groups)
 
 
 def test_contexts_of_single_rows_do_not_divide_a_step() -> None:
@@ -80,3 +99,19 @@ def test_some_run_alone_and_the_others_in_order(step: Step, data: st.DataObject)
 def test_neighbours_that_run_alone() -> None:
     requests = [Request(9, 1), Request(9, 1), Request(20, 5), Request(20, 5), Request(9, 1)]
     assert divided(lay_out(requests, 4, 0), 50, [2, 3]) == [[0, 1], [2], [3], [4]]
+
+
+@given(step=token_steps(), data=st.data())
+def test_scattered_slots_are_divided_by_their_ranges(step: TokenStep, data: st.DataObject) -> None:
+    """Those of one request always fit; a group ends only where the next request does not."""
+    count = len(step.requests)
+    least = max((ranges_of(step, [index]) for index in range(count)), default=1)
+    most, ranges = (data.draw(st.integers(least, least + 12)) for _ in range(2))
+    groups = divided(step, most, ranges=ranges)
+    assert [index for group in groups for index in group] == list(range(count))
+    for group in groups:
+        assert planned(step, group) <= most
+        assert ranges_of(step, group) <= ranges
+    for group, following in pairwise(groups):
+        more = [*group, following[0]]
+        assert planned(step, more) > most or ranges_of(step, more) > ranges

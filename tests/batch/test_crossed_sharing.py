@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, plan_batch
-from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors
+from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 

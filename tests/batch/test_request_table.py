@@ -6,7 +6,6 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.sched.output import CachedRequestData
@@ -108,12 +107,12 @@ def test_an_id_is_reused_in_the_step_in_which_it_ends() -> None:
     table = table_with(Known("a", [1, 2, 3], blocks=[5]))
     old = table.requests["a"]
     table.append_token(old, 4)
-    old.generator = torch.Generator()
+    old.seed(7)
     table.update(step_output({"a": 2}, [new_request(Known("a", [7, 8], blocks=[6]))], finished=["a"]))
     table.check_integrity()
     request = table.requests["a"]
     assert request is not old
-    assert request.generator is None
+    assert request.noise_seed is None
     assert request.output_token_ids == []
     assert table.token_ids[request.row].tolist() == [7, 8] + [0] * 30
     assert table.block_tables[request.row].tolist() == [6] + [0] * 7
@@ -143,7 +142,7 @@ def test_the_table_grows_where_preempted_requests_keep_their_rows() -> None:
 
 
 @pytest.mark.parametrize("as_new", [True, False])
-def test_a_resumed_request_keeps_its_outputs_generator_and_scores(as_new: bool) -> None:
+def test_a_resumed_request_keeps_its_outputs_seed_and_scores(as_new: bool) -> None:
     """It computes prompt and outputs again, with other blocks; processors still hold its list. covers: A7"""
     known = Known("a", [1, 2, 3, 4, 5], blocks=[5, 6])
     table = table_with(known)
@@ -152,7 +151,7 @@ def test_a_resumed_request_keeps_its_outputs_generator_and_scores(as_new: bool) 
     for token in (8, 9):
         table.append_token(request, token)
         known.outputs.append(token)
-    request.generator = generator = torch.Generator()
+    request.seed(7)
     request.prompt_scored = True
     known.blocks, known.computed = [11, 12], 4
     if as_new:
@@ -164,7 +163,7 @@ def test_a_resumed_request_keeps_its_outputs_generator_and_scores(as_new: bool) 
     assert table.requests["a"] is request
     assert request.output_token_ids is outputs
     assert outputs == [8, 9]
-    assert request.generator is generator
+    assert request.noise_seed == 7
     assert request.prompt_scored
     (same,), batch = table.scheduled({"a": 3})
     assert same is request
@@ -188,6 +187,36 @@ def test_tokens_that_the_scheduler_has_thrown_away_are_none() -> None:
     (_,), batch = table.scheduled({"a": 4})
     assert (batch.num_computed.tolist(), batch.num_tokens.tolist()) == ([2], [6])
     assert table.tokens_at([request], np.zeros(4, np.int64), np.arange(2, 6)).tolist() == [3, 4, 5, 8]
+
+
+def test_tokens_that_another_stage_has_sampled_come_with_the_step() -> None:
+    """A decode, one that was not in the step before, and a prompt chunk, whose tokens are known."""
+    known = {name: Known(name, [1, 2, 3, 4, 5], blocks=[block]) for block, name in enumerate("abc")}
+    table = table_with(*known.values())
+    cached = CachedRequestData(
+        req_ids=["a", "b", "c"],
+        resumed_req_ids={"b"},
+        new_token_ids=[[8], [4, 5], [3, 4]],
+        all_token_ids={"b": [1, 2, 3, 4, 5, 6, 7]},
+        new_block_ids=[None, ([7],), None],
+        num_computed_tokens=[5, 3, 2],
+        num_output_tokens=[1, 2, 0],
+    )
+    table.update(step_output({"a": 1, "b": 2, "c": 2}, cached=cached))
+    table.check_integrity()
+    assert [table.requests[name].output_token_ids for name in "abc"] == [[8], [6, 7], []]
+    _, batch = table.scheduled({"a": 1, "b": 2, "c": 2})
+    assert batch.num_tokens.tolist() == [6, 7, 5]
+    # the stage that has sampled them knows them already
+    table.update(step_output({"a": 1, "b": 2, "c": 2}, cached=cached))
+    assert [table.requests[name].output_token_ids for name in "abc"] == [[8], [6, 7], []]
+
+
+def test_a_token_that_the_scheduler_does_not_send_is_an_error() -> None:
+    table = table_with(Known("a", [1, 2, 3], blocks=[5]))
+    cached = CachedRequestData(["a"], set(), [[8]], {}, [None], [3], [2])
+    with pytest.raises(ValueError, match="request a: the scheduler sent 1 new tokens, expected 2"):
+        table.update(step_output({"a": 1}, cached=cached))
 
 
 def test_the_last_token_of_the_longest_request_needs_no_place() -> None:

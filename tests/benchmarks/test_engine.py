@@ -19,7 +19,7 @@ from benchmarks import engine
 from benchmarks.engine import OURS, PEER, main, make_sides, measure, report, table
 from benchmarks.engine_result import Row
 from benchmarks.engine_side import EngineSide, SideFailed
-from benchmarks.engine_workloads import WORKLOADS, Workload
+from benchmarks.engine_workloads import USUAL, Workload
 
 FAKE = Path(__file__).with_name("fake_worker.py")
 SMALL = (Workload("small", 2, 4, 3, goal=1.5), Workload("large", 3, 8, 2, goal=2.0))
@@ -82,7 +82,7 @@ def test_the_peer_is_optional(sides: list[EngineSide]) -> None:
     assert all(row.ratio(OURS, PEER) is None and row.figure(PEER) is None for row in rows)
     assert list(facts) == [OURS]
     cells = [list(column.cells) for column in table(rows).columns]
-    assert cells[2] == cells[3] == ["-", "-", "-"]
+    assert cells[2] == cells[3] == cells[4] == ["-", "-", "-"]
 
 
 def test_an_idle_worker_is_stopped_and_an_ended_one_is_gone(journal: Path) -> None:
@@ -146,13 +146,13 @@ def test_agreement_counts_up_to_the_first_difference() -> None:
 
 
 def test_workloads_are_those_of_the_table_and_reproducible() -> None:
-    assert [(w.requests, w.prompt_tokens, w.output_tokens) for w in WORKLOADS] == [
+    assert [(w.requests, w.prompt_tokens, w.output_tokens) for w in USUAL] == [
         (4, 1024, 1),
         (1, 32, 64),
         (16, 64, 64),
         (16, 512, 32),
     ]
-    for workload in WORKLOADS:
+    for workload in USUAL:
         prompts = workload.prompts(0)
         assert [len(prompt) for prompt in prompts] == [workload.prompt_tokens] * workload.requests
         assert prompts == workload.prompts(0) != workload.prompts(1)
@@ -163,7 +163,7 @@ def test_both_sides_get_the_same_engine(tmp_path: Path) -> None:
     ours, peer = make_sides(tmp_path, Path("peer/python"))
     assert {**peer.engine_args, "enforce_eager": None} == {**ours.engine_args, "enforce_eager": None}
     assert peer.engine_args["enforce_eager"] is False
-    assert ours.engine_args["enable_prefix_caching"] is False
+    assert ours.engine_args["enable_prefix_caching"] is True
     assert ours.environment["THP_MEM_ALLOC_ENABLE"] == peer.environment["THP_MEM_ALLOC_ENABLE"] == "1"
     bound = peer.environment["VLLM_CPU_OMP_THREADS_BIND"].split(",")
     assert int(ours.environment["OMP_NUM_THREADS"]) == len(bound) == len(os.sched_getaffinity(0))
@@ -174,7 +174,7 @@ def test_report_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     row = Row("small", tokens=14, goal=1.5)
     row.add(OURS, 0.5, [[1, 2]])
     row.add(PEER, 1.0, [[1, 2]])
-    args = argparse.Namespace(model=tmp_path, repeats=1, json=tmp_path / "bench.json")
+    args = argparse.Namespace(model=tmp_path, dtype="bfloat16", repeats=1, json=tmp_path / "bench.json")
     report([row], {OURS: {"ready": True, "vllm": "0.32.0"}, PEER: {"ready": True, "vllm": "0.32.0"}}, args)
     out = capsys.readouterr().out
     assert "2.00x" in out

@@ -77,7 +77,7 @@ def test_a_difference_in_a_part_is_seen(part: str, field: str) -> None:
 def test_the_order_of_shared_blocks_is_no_difference() -> None:
     plan = a_plan()
     assert plan.shared is not None
-    blocks, lo, hi, groups = plan.shared
+    blocks, lo, hi, groups, _ = plan.shared
     count = len(blocks)
     turned = [(rows, count - end, count - begin) for rows, begin, end in groups[::-1]]
     shared = plan.shared._replace(blocks=blocks[::-1], lo=lo[:, ::-1], hi=hi[:, ::-1], groups=turned)

@@ -18,7 +18,7 @@ from tests.observability.records import HEADER, mixed_steps, write_log
 from vllm_gaudi_ucm.cli import main
 from vllm_gaudi_ucm.cli.demo import demo
 from vllm_gaudi_ucm.cli.demo import engine as demo_engine
-from vllm_gaudi_ucm.cli.demo.engine import Answer, DemoError, check_model, serve
+from vllm_gaudi_ucm.cli.demo.engine import Answer, DemoError, check_model, check_workers, serve
 from vllm_gaudi_ucm.cli.demo.load import build_load
 from vllm_gaudi_ucm.cli.demo.report import LINE, DemoResult, answer_text, throughput_text
 
@@ -91,7 +91,8 @@ def test_the_command_prints_one_json_object(
 ) -> None:
     engine = FakeEngine()
 
-    def start(folder: Path, log: Path, seed: int, level: str) -> FakeEngine:
+    def start(folder: Path, log: Path, seed: int, level: str, workers: int) -> FakeEngine:
+        assert workers == 1
         write_log(log, mixed_steps(30))
         return engine
 
@@ -144,6 +145,14 @@ def test_an_unusable_model_names_what_was_found(model: Path, config: str, says: 
     (model / "config.json").write_text(config)
     with pytest.raises(DemoError, match=f"--model: .*{says}"):
         check_model(model)
+
+
+def test_workers_must_be_able_to_share_the_heads(smollm2: Path) -> None:
+    """The demo model has 9 heads and 3 KV heads."""
+    for workers in (1, 3, 9):
+        check_workers(smollm2, workers)
+    with pytest.raises(ValueError, match="--tensor-parallel-size is 2, expected a number that 9 heads"):
+        demo.run(arguments("--model", smollm2, "--tensor-parallel-size", "2"))
 
 
 def test_the_context_is_capped(model: Path) -> None:

@@ -12,24 +12,42 @@ from typing import Any
 
 import pytest
 
+from tests.warm_process import WarmProcess
 from vllm_gaudi_ucm import PLATFORM_CLASS
+from vllm_gaudi_ucm.cli import main
 
 pytestmark = pytest.mark.slow  # starts processes
 
 COLUMNS = {"section", "name", "status", "found", "expected", "advice"}
 
 
-def doctor(*options: str, **variables: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and JSON of the doctor under the given variables, and no other of vLLM's."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | variables
-    command = [sys.executable, "-m", "vllm_gaudi_ucm.cli.main", "doctor", "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert "Traceback" not in done.stderr
-    report = json.loads(done.stdout)
+def environment(variables: dict[str, str]) -> dict[str, str]:
+    """The given variables, and no other of vLLM's."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | variables
+
+
+def checked(code: int, printed: str, errors: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of a doctor."""
+    assert "Traceback" not in errors
+    report = json.loads(printed)
     assert report["schema"] == 1
-    assert report["ok"] is (done.returncode == 0)
+    assert report["ok"] is (code == 0)
     assert all(set(check) == COLUMNS for check in report["checks"])
-    return done.returncode, report
+    return code, report
+
+
+def diagnose(printed: str, options: tuple[str, ...]) -> None:
+    """What the command line does, in a process that has imported what it needs. printed: a file for stdout."""
+    with open(printed, "w") as file:
+        os.dup2(file.fileno(), 1)
+    sys.exit(main.main(["doctor", "--json", *options]))
+
+
+def doctor(folder: Path, *options: str, **variables: str) -> tuple[int, dict[str, Any]]:
+    """A doctor under the given variables."""
+    printed, log = folder / "printed.json", folder / "log.txt"
+    process = WarmProcess(diagnose, (str(printed), options), log=log, env=environment(variables), cwd=folder)
+    return checked(process.finish(120), printed.read_text(), log.read_text())
 
 
 def row(report: dict[str, Any], name: str) -> dict[str, str]:
@@ -56,7 +74,11 @@ def rivals(folder: Path) -> None:
 
 
 def test_healthy_machine() -> None:
-    code, report = doctor(VLLM_GAUDI_UCM_DEVICE="auto")
+    """By its own command line."""
+    command = [sys.executable, "-m", "vllm_gaudi_ucm.cli.main", "doctor", "--json"]
+    variables = environment({"VLLM_GAUDI_UCM_DEVICE": "auto"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
+    code, report = checked(done.returncode, done.stdout, done.stderr)
     failed = [check for check in report["checks"] if check["status"] == "fail"]
     assert failed == []
     assert code == 0
@@ -69,8 +91,8 @@ def test_healthy_machine() -> None:
     assert row(report, "ucm.ucm_sparse_method")["section"] == "sparse"
 
 
-def test_unknown_device() -> None:
-    code, report = doctor(VLLM_GAUDI_UCM_DEVICE="bogus")
+def test_unknown_device(tmp_path: Path) -> None:
+    code, report = doctor(tmp_path, VLLM_GAUDI_UCM_DEVICE="bogus")
     assert code == 1
     assert report["device"] is None
     assert "found 'bogus', expected one of auto, hpu, cuda, cpu" in row(report, "register()")["found"]
@@ -80,7 +102,7 @@ def test_unknown_device() -> None:
 def test_hpu_without_its_software(tmp_path: Path) -> None:
     config = tmp_path / "ucm.yaml"
     config.write_text("cpu: {threads: 0}\n")
-    code, report = doctor("--config", str(config), VLLM_GAUDI_UCM_DEVICE="hpu")
+    code, report = doctor(tmp_path, "--config", str(config), VLLM_GAUDI_UCM_DEVICE="hpu")
     assert code == 1
     register = row(report, "register()")
     assert register["status"] == "fail"
@@ -93,7 +115,7 @@ def test_hpu_without_its_software(tmp_path: Path) -> None:
 
 def test_rival_plugins(tmp_path: Path) -> None:
     rivals(tmp_path)
-    code, report = doctor(VLLM_GAUDI_UCM_DEVICE="cpu", PYTHONPATH=str(tmp_path))
+    code, report = doctor(tmp_path, VLLM_GAUDI_UCM_DEVICE="cpu", PYTHONPATH=str(tmp_path))
     assert code == 1
     competition = row(report, "active plugins")
     assert (competition["status"], competition["found"]) == ("fail", "gaudi_ucm, active")
@@ -107,15 +129,15 @@ def test_rival_plugins(tmp_path: Path) -> None:
 
 def test_rival_left_out_by_vllms_filter(tmp_path: Path) -> None:
     rivals(tmp_path)
-    code, report = doctor(VLLM_GAUDI_UCM_DEVICE="cpu", PYTHONPATH=str(tmp_path), VLLM_PLUGINS="gaudi_ucm")
+    code, report = doctor(tmp_path, VLLM_GAUDI_UCM_DEVICE="cpu", PYTHONPATH=str(tmp_path), VLLM_PLUGINS="gaudi_ucm")
     assert row(report, "active plugins")["found"] == "gaudi_ucm"
     assert row(report, "other plugin active of rival-active 1.2")["found"] == "left out by VLLM_PLUGINS"
     assert row(report, "platform of vLLM")["found"] == PLATFORM_CLASS
     assert code == 0
 
 
-def test_plugin_left_out_by_vllms_filter() -> None:
-    code, report = doctor(VLLM_GAUDI_UCM_DEVICE="cpu", VLLM_PLUGINS="other")
+def test_plugin_left_out_by_vllms_filter(tmp_path: Path) -> None:
+    code, report = doctor(tmp_path, VLLM_GAUDI_UCM_DEVICE="cpu", VLLM_PLUGINS="other")
     assert code == 1
     allowed = row(report, "VLLM_PLUGINS")
     assert (allowed["status"], allowed["found"]) == ("fail", "'other'")
@@ -123,7 +145,7 @@ def test_plugin_left_out_by_vllms_filter() -> None:
     assert row(report, "platform of vLLM")["status"] == "fail"
 
 
-def test_vllm_told_to_take_its_own_cpu_platform() -> None:
-    code, report = doctor(VLLM_GAUDI_UCM_DEVICE="cpu", VLLM_TARGET_DEVICE="cpu")
+def test_vllm_told_to_take_its_own_cpu_platform(tmp_path: Path) -> None:
+    code, report = doctor(tmp_path, VLLM_GAUDI_UCM_DEVICE="cpu", VLLM_TARGET_DEVICE="cpu")
     assert code == 1
     assert "unset VLLM_TARGET_DEVICE" in row(report, "platform of vLLM")["advice"]

@@ -56,7 +56,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> type[FakeProbe]:
 
 
 def test_pretty_report(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run(argparse.Namespace(json=False, config=None, store=None)) == 0
+    assert doctor.run(argparse.Namespace(json=False, config=None, store=None, tensor_parallel_size=1)) == 0
     out = capsys.readouterr().out
     assert all(
         word in out
@@ -73,7 +73,8 @@ def test_pretty_report(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str
 
 
 def test_pretty_report_of_a_problem(quick: type[FakeProbe], capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run(argparse.Namespace(json=False, config='{"cpu": {"treads": 3}}', store=None)) == 1
+    asked = argparse.Namespace(json=False, config='{"cpu": {"treads": 3}}', store=None, tensor_parallel_size=1)
+    assert doctor.run(asked) == 1
     out = capsys.readouterr().out
     assert "1 of " in out
     assert "ucm.cpu.threads" in out
@@ -97,7 +98,7 @@ def test_no_section_can_crash_the_doctor(
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(doctor, broken, crash)
-    assert doctor.run(argparse.Namespace(json=True, config=None, store=None)) == 1
+    assert doctor.run(argparse.Namespace(json=True, config=None, store=None, tensor_parallel_size=1)) == 1
     assert "RuntimeError: unforeseen" in capsys.readouterr().out
 
 
@@ -145,7 +146,7 @@ def test_matrix_unit(monkeypatch: pytest.MonkeyPatch, why_not: str, wanted: bool
 
 def test_each_operation_has_a_row_with_its_implementation_and_the_others() -> None:
     rows = {row.name: row for row in machine.implementation_checks(UcmConfig(), "hpu")}
-    assert set(rows) == {"unified_attention", "kv_cache", "block_selection"}
+    assert set(rows) == {"unified_attention", "kv_cache", "block_selection", "mixture_of_experts"}
     assert all(row.status == "ok" for row in rows.values())
     assert rows["unified_attention"].found.startswith("hpu; cpu: it is for cpu; ")
     assert rows["kv_cache"].found.startswith("reference; native: it is for cpu")

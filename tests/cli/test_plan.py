@@ -72,6 +72,22 @@ def test_bare_limits_fill_the_memory(capsys: pytest.CaptureFixture[str]) -> None
     assert 0.8 * memory["usable"] < memory["total"] <= memory["usable"]
 
 
+def test_devices_share_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory, shapes and times are of one device; what they spend on adding up is named."""
+    one, four = plan(capsys), plan(capsys, "--tensor-parallel-size", 4)
+    assert one["devices"]["reduction_share"] == {"decode": 0.0, "largest": 0.0}
+    assert four["devices"]["kv_heads"] == 2
+    assert four["memory_bytes"]["weights"] == one["memory_bytes"]["weights"] / 4
+    assert four["limits"]["num_blocks"] > 4 * one["limits"]["num_blocks"]
+    assert 0 < four["devices"]["reduction_share"]["largest"] < four["devices"]["reduction_share"]["decode"] < 1
+    assert cli.main(["plan", "--tensor-parallel-size", "4", "--pipeline-parallel-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "devices   8: 4 share each layer, 2 stages" in shown
+    assert "of a step of 64 decodes" in shown
+    assert cli.main(["plan", "--tensor-parallel-size", "3"]) != 0
+    assert "--tensor-parallel-size is 3" in capsys.readouterr().err
+
+
 def test_steps_are_divided_by_their_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """As a server does it; every bucket says what its attention takes."""
     sizes = ("--max-model-len", 131072, "--max-graphs", 8)
@@ -158,14 +174,20 @@ def served(
 ) -> tuple[BucketSet, Steps | None, GraphsConfig]:
     """What a server on a Gaudi 2 with the limits of the mix `agentic` chooses."""
     graphs = resolve_config({"ucm": {"graphs": options}}).graphs
-    model = SimpleNamespace(max_model_len=16384, hf_text_config=SimpleNamespace(to_dict=lambda: SMALL_MODEL))
+    model = SimpleNamespace(
+        max_model_len=16384, use_mla=False, hf_text_config=SimpleNamespace(to_dict=lambda: SMALL_MODEL)
+    )
     scheduler = SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=48)
-    engine: Any = SimpleNamespace(scheduler_config=scheduler, model_config=model)
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
+    engine: Any = SimpleNamespace(scheduler_config=scheduler, model_config=model, parallel_config=parallel)
     device: Any = GAUDI2
     selected = 0 if choices is None else choices.max_selected_blocks
     limits = server_limits(engine, 128, num_blocks, contiguous, graphs.max_shared_blocks, selected)
     remainders = remainder_shapes(limits, choices)
-    return *choose_buckets(graphs, engine, limits, device, 0 if remainders is None else len(remainders.keys)), graphs
+    num_remainders, live, rows = 0 if remainders is None else len(remainders.keys), 0, 1
+    if choices is not None:
+        live, rows = choices.room_for_live_blocks, choices.max_rows
+    return *choose_buckets(graphs, engine, limits, device, num_remainders, live, rows), graphs
 
 
 SERVER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -286,6 +308,19 @@ def test_what_does_not_fit_exits_with_1_or_says_why(log: Path, capsys: pytest.Ca
     assert "needs --log or --mix" in capsys.readouterr().err
 
 
+def test_a_server_with_slots_for_tokens_is_planned(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes count ranges of blocks: those of a request are one for each strip, and some more."""
+    blocks = plan(capsys, "--num-blocks", 1001, "--max-model-len", 4096)
+    ranges = plan(capsys, "--num-blocks", 1001, "--max-model-len", 4096, "--granularity", "token")
+    assert ranges["limits"]["strip"] == 64
+    most = [max(shape[3] for shape in value["forward"]) for value in (blocks, ranges)]
+    assert most == [1000, 2000]
+    assert max(shape[2] for shape in ranges["forward"]) == 4096 // 64 + 16
+    for argv in (["--log", str(log)], ["--mix", "chat"]):
+        assert cli.main(["plan", *argv, "--granularity", "token"]) == 2
+        assert "--granularity is 'token'" in capsys.readouterr().err
+
+
 def test_a_server_with_a_sparse_method_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     value = plan(capsys, "--max-selected-blocks", 512, "--max-graphs", 48)
     assert value["limits"]["max_selected_blocks"] == 512
@@ -325,6 +360,28 @@ def test_graphs_for_remainders_are_planned(tmp_path: Path, capsys: pytest.Captur
     assert value["skeleton_seconds"]["low"] > without["skeleton_seconds"]["low"]
 
 
+@pytest.mark.parametrize("more", [(), ("--partial-loads",)], ids=["alone", "with remainders"])
+def test_graphs_for_verifications_are_planned(
+    more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With drafts, as the server has them: steps whose requests verify them with chosen blocks."""
+    limits = ("--max-num-batched-tokens", 4096, "--max-num-seqs", 48, "--max-model-len", 16384, "--num-blocks", 3400)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL))
+    argv = (*limits, "--model", tmp_path, "--max-graphs", 40, "--sparse", json.dumps(PARTIAL_LOADS), *more)
+    without, value = plan(capsys, *argv), plan(capsys, *argv, "--num-speculative-tokens", 4)
+    sizes = ServerSizes(16384, 48, 5, 128, 3400, static=True, remainder_rows=128 if more else 0)
+    choices = selection_limits(BlockOptions(), sizes)
+    buckets, _, _ = served(3400, choices=choices, max_graphs=40)
+    assert value["forward"] == [shape.to_list() for shape in buckets.forward]
+    assert value["graphs"] <= 40
+    remainders = remainder_shapes(buckets.limits, choices)
+    assert value["tails"] == ([] if remainders is None else [shape.to_list() for shape in remainders.shapes])
+    assert bool(value["tails"]) == bool(more)
+    in_full = {shape.query_len for shape in buckets.forward if shape.phase.startswith("cs") and shape.selected_blocks}
+    assert 48 * 5 in in_full, "no bucket for the verification of 4 drafts of every request"
+    assert value["forward"] != without["forward"]
+
+
 def test_what_is_said_of_graphs_for_remainders(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps of a log that ran in one need no bucket."""
     sparse = json.dumps(PARTIAL_LOADS)
@@ -349,6 +406,8 @@ def test_what_is_said_of_graphs_for_remainders(log: Path, tmp_path: Path, capsys
     ("argv", "said"),
     [
         (["--partial-loads"], "--partial-loads needs --sparse"),
+        (["--num-speculative-tokens", "2"], "--num-speculative-tokens needs --sparse"),
+        (["--num-speculative-tokens", "-1"], "--num-speculative-tokens is -1, expected 0 or more"),
         (["--sparse", "{}"], "ucm_sparse_method is None"),
         (["--sparse", '{"ucm_sparse_method": "GSA"}', "--partial-loads"], "memory_mode.enabled of --sparse is false"),
         (["--sparse", json.dumps(PARTIAL_LOADS), "--max-selected-blocks", "9"], "leave one out"),

@@ -104,6 +104,7 @@ def test_a_file_gives_the_other_options(tmp_path: Path) -> None:
         "lock_duration": 5,
         "base_method": "ESA",
         "sparse_ratio": 0.2,
+        "sparse_steps": "always",
     }
 
 

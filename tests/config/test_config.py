@@ -17,6 +17,7 @@ SECTIONS = " or ".join(
     for name in (
         "attention",
         "cpu",
+        "distributed",
         "graphs",
         "kv_cache",
         "memory_mode",
@@ -39,6 +40,8 @@ BLOCK_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
         ["max", "MEAN", None],
         'one of "mean", "minmax", "box_mean", "hash"',
     ),
+    "sparse_steps": (["auto", "always"], ["never", None, True], 'one of "auto", "always"'),
+    "scores_over_ranks": (["all", "per_rank"], ["none", None, True], 'one of "all", "per_rank"'),
 }
 PREFETCH_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
     "prefetch_workers": ([1, 4, 64], [0, 65, "4", True], "integer, 1 to 64"),
@@ -95,12 +98,14 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.cpu.compact_weights": ([True, False], [1, "no", None], "true or false"),
     "ucm.cpu.matrix_unit": ([True, False], [0, "off", None], "true or false"),
     "ucm.cpu.native_graphs": ([True, False], [1, "on", None], "true or false"),
+    "ucm.distributed.check_ranks": ([True, False], [1, "on", None], "true or false"),
     "ucm.scheduler.admission": (
         ["greedy", "exact", "predicted"],
         ["fcfs", True, None],
         'one of "greedy", "exact", "predicted"',
     ),
-    "ucm.scheduler.confidence": ([0.5, 0.999], [0.4, 1.0, "0.9"], "number, 0.5 to 0.999"),
+    "ucm.scheduler.async_scheduling": (["auto", True, False], [1, "on", None], '"auto" or true or false'),
+    "ucm.scheduler.preemption_rate": ([0.001, 1.0], [0.0, 1.1, "0.1"], "number, above 0 and at most 1"),
     "ucm.scheduler.least_output": ([0, 512], [-1, 1.5, None], "integer, at least 0"),
     "ucm.kv_cache.granularity": (["block", "token"], ["slot", 1, None], 'one of "block", "token"'),
     "ucm.kv_cache.max_total_token_num": ([None], [0, 1.5, True], "integer, at least 1 or null"),

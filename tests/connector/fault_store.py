@@ -16,6 +16,7 @@ class FaultStore(KvStore):
 
     load_seconds, lookup_seconds: what a call takes. fails, raises: loads miss although lookups hit, or raise.
     lost: keys that alone fail. refuses: nothing is saved. hangs: calls wait until it is cleared.
+    asked: keys of the last look-up, in a prompt's order; `saved` has the order in which threads happened to save.
     """
 
     def __init__(self) -> None:
@@ -28,12 +29,14 @@ class FaultStore(KvStore):
         self.loaded: list[bytes] = []
         self.saved: list[bytes] = []
         self.looked_up = 0
+        self.asked: list[bytes] = []
         self._lock = threading.Lock()
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         time.sleep(self.lookup_seconds)
         with self._lock:
             self.looked_up += 1
+            self.asked = list(keys)
             if self.lookup_raises:
                 raise OSError("the store is gone")
             return [key in self.blocks for key in keys]

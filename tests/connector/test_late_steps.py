@@ -70,7 +70,7 @@ def load(loads: BlockLoads) -> None:
     end = time.monotonic() + 10
     while not loads.finished(set()) and time.monotonic() < end:
         loads.wait(0.1)
-    assert loads.take_loaded() == {TARGET}
+    assert loads.take_ordered() == {TARGET}
 
 
 def connector() -> list[float]:

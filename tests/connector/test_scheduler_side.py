@@ -48,7 +48,7 @@ class Side:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, offload: Any = None, **changes: Any) -> None:
         self.store = FaultStore()
         monkeypatch.setattr("vllm_gaudi_ucm.connector.setup.open_store", lambda options, block_bytes: self.store)
-        setup = make_setup(folder, **changes)
+        self.setup = setup = make_setup(folder, **changes)
         # what prefetches for waiting requests are planned by
         setup.vllm_config.scheduler_config = SimpleNamespace(max_num_seqs=4)  # type: ignore[misc]
         self.side = SchedulerSide(setup, lambda request_id: list(range(100, 200)), offload=offload)
@@ -172,7 +172,8 @@ def test_a_failed_load_is_not_tried_again_and_its_blocks_are_saved_again(sides: 
     assert matched(side, request) == 64
     side.side.admitted(request, [1, 2, 3, 4, 5], 64)
     side.side.metadata(scheduled())
-    side.side.loaded({"second"}, {3})
+    side.side.lost({3}, [])
+    side.side.loaded({"second"})
     assert side.side.matched_tokens(request, 0) == 0
     assert [save.block_id for save in side.side.metadata(scheduled(second=70)).saves] == [102]
 

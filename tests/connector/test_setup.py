@@ -34,6 +34,10 @@ def make_setup(folder: Path, **changes: Any) -> ConnectorSetup:
         "role": "kv_both",
         "options": {},
         "executor": "uni",
+        "rank": 0,
+        "tp": 1,
+        "pp": 1,
+        "draft_heads": None,
         **changes,
     }
     folder.mkdir(exist_ok=True)
@@ -45,6 +49,9 @@ def make_setup(folder: Path, **changes: Any) -> ConnectorSetup:
         max_model_len=512,
         trust_remote_code=False,
         seed=0,
+        use_mla=False,
+        get_total_num_kv_heads=lambda: 2,
+        get_total_num_hidden_layers=lambda: 5,
         **dict.fromkeys(set(MODEL_FIELDS) - {"dtype", "revision"}),
     )
     transfer = KVTransferConfig(
@@ -52,13 +59,23 @@ def make_setup(folder: Path, **changes: Any) -> ConnectorSetup:
         kv_role=given["role"],
         kv_connector_extra_config={"store": {"kind": "memory"}, **given["options"]},
     )
+    drafts = None
+    if given["draft_heads"] is not None:
+        draft_model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: given["draft_heads"])
+        drafts = SimpleNamespace(method="draft_model", draft_model_config=draft_model)
     config: Any = SimpleNamespace(
         model_config=model,
         load_config=LoadConfig(),
-        speculative_config=None,
+        speculative_config=drafts,
         additional_config={"ucm": given["ucm"]},
         kv_transfer_config=transfer,
-        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, distributed_executor_backend=given["executor"]),
+        parallel_config=SimpleNamespace(
+            rank=given["rank"],
+            tensor_parallel_size=given["tp"],
+            pipeline_parallel_size=given["pp"],
+            world_size=given["tp"] * given["pp"],
+            distributed_executor_backend=given["executor"],
+        ),
     )
     spec = FullAttentionSpec(
         block_size=given["block_size"], num_kv_heads=given["heads"], head_size=8, dtype=given["kv_dtype"]
@@ -77,6 +94,8 @@ def make_setup(folder: Path, **changes: Any) -> ConnectorSetup:
         {"layers": ("0", "1", "2")},
         {"revision": "v2"},
         {"hf": {"rms_norm_eps": 1e-3}},
+        {"tp": 2},
+        {"pp": 2},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -41,7 +41,7 @@ def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "synchronize", forbidden)
     monkeypatch.setattr(torch.accelerator, "empty_cache", forbidden)
     device = get_device("cpu")
-    assert device.torch_device(3) == torch.device("cpu")
+    assert device.torch_device() == torch.device("cpu")
     assert device.name()
     device.synchronize()
     device.empty_cache()
@@ -109,15 +109,23 @@ def test_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
     monkeypatch.setattr(torch, "manual_seed", lambda seed: calls.append(f"seed {seed}"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(f"device {index}"))
+    monkeypatch.setattr(cuda, "_taken", 0)
     device = get_device("cuda")
-    assert device.torch_device(2) == torch.device("cuda", 2)
+    assert device.torch_device() == torch.device("cuda", 0)
+    device.take(2)
+    assert device.torch_device() == torch.device("cuda", 2)
+    device.enter_thread()
+    with pytest.raises(ValueError, match="worker 4 of this machine needs a GPU of its own, 3 are visible"):
+        device.take(3)
     assert device.name() == "Some GPU"
     memory = device.memory()
     assert (memory.free, memory.total) == (3, 8)
     device.synchronize()
     device.empty_cache()
     device.seed_all(5)
-    assert calls == ["synchronize", "empty_cache", "seed 5"]
+    assert calls == ["device 2", "device 2", "synchronize", "empty_cache", "seed 5"]
 
 
 @pytest.mark.parametrize("call", [HpuDevice().torch_device, HpuDevice().memory, HpuDevice().name])
@@ -128,7 +136,7 @@ def test_hpu_without_software_says_what_is_missing(call: object) -> None:
 
 ON_SIMULATOR = """
 import torch
-from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.device import cuda, get_device
 device = get_device("hpu")
 assert not hasattr(torch, "hpu"), "making the object must not start the card"
 assert device.torch_device() == torch.device("hpu")

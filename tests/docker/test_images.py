@@ -175,6 +175,27 @@ def test_servers_differ_in_what_they_must() -> None:
     assert set(services["gaudi"]["build"]["args"]) <= declared
 
 
+def test_a_ray_cluster_has_the_image_of_the_server_and_what_it_needs() -> None:
+    """docker/ray.yaml: valid commands of Ray and vLLM, in the image of Gaudi with the extra `ray`."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    services = yaml.safe_load((DOCKER / "ray.yaml").read_text())["services"]
+    assert set(services) == {"head", "worker"}
+    for name, service in services.items():
+        assert service["profiles"] == [name]
+        assert service["image"] == COMPOSE["services"]["gaudi"]["image"]
+        assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        assert service["build"]["args"] == COMPOSE["services"]["gaudi"]["build"]["args"]
+        assert {"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"} <= set(service["environment"])
+        assert service["entrypoint"] == ["bash", "-euc"]
+    assert any(",ray]" in text for text in texts("Dockerfile.gaudi", "RUN") if "pip install" in text)
+    (command,) = services["head"]["command"]
+    arguments = command.split("exec vllm serve ")[1].replace("${CARDS:-8}", "8").split()
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    assert (parsed.host, parsed.distributed_executor_backend, parsed.tensor_parallel_size) == ("127.0.0.1", "ray", 8)
+
+
 def test_prometheus_and_grafana_find_each_other() -> None:
     scraped = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"]
     assert scraped == [{"targets": ["server:8000"]}]

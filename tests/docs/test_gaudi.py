@@ -20,6 +20,7 @@ def section(title: str) -> str:
 
 
 def test_every_open_question_has_the_probes_that_answer_it() -> None:
+    """covers: F10"""
     rows = re.findall(r"^\| (\d+) \| (.+?) \| ([\d, ]+) \|$", section("Open questions"), re.M)
     found = {int(number): (text, [int(probe) for probe in probes.split(",")]) for number, text, probes in rows}
     expected = {
@@ -38,11 +39,15 @@ def test_probes_that_the_text_names_exist() -> None:
     assert set(named) <= BY_NUMBER.keys()
 
 
-def test_every_figure_is_labelled() -> None:
+def test_every_figure_is_labelled_with_its_source_and_date() -> None:
+    """covers: F10"""
     table = section("Tuning").rsplit("\n\n", 1)[-1]
     rows = [line.split("|") for line in table.strip().splitlines()[2:]]
     assert len(rows) >= 4
-    assert all(row[2].strip() in LABELS for row in rows)
+    for _, figure, label, source, date, _ in rows:
+        assert label.strip() in LABELS, figure
+        assert source.strip(), figure
+        assert re.fullmatch(r"20\d\d-\d\d|each table says", date.strip()), figure
 
 
 def test_it_says_what_was_not_tried() -> None:

@@ -21,3 +21,11 @@ class BrokenConnector(PairConnector):
     def get_block_ids_with_load_errors(self) -> set[int]:
         lost, self._lost = self._lost, set()
         return lost
+
+
+class BrokenOnOneRank(BrokenConnector):
+    """Only the first of several workers says so."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        lost = super().get_block_ids_with_load_errors()
+        return lost if self._vllm_config.parallel_config.rank == 0 else set()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import make_config, make_model
+from tests.warm_context import WarmContext
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,6 +18,9 @@ def in_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
+        # three collections before a freeze that tests do not want: see tests/import_heap.py
+        patch.setattr("vllm.v1.engine.core.freeze_gc_heap", lambda: None)
+        patch.setattr("vllm.v1.executor.multiproc_executor.get_mp_context", WarmContext)
         yield
         from vllm.distributed import cleanup_dist_env_and_memory, model_parallel_is_initialized
 
@@ -30,17 +32,6 @@ def in_process() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "llama", make_config("llama"))
-
-
-@pytest.fixture(scope="session")
-def tiny_text_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Path:
-    """A tiny random model that speaks the demo model's vocabulary."""
-    demo = AutoConfig.from_pretrained(smollm2)
-    ids = {name: getattr(demo, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
-    folder = make_model(tmp_path_factory.mktemp("models") / "text", make_config("llama", **ids))
-    for file in [*smollm2.glob("tokenizer*"), *smollm2.glob("chat_template*")]:
-        shutil.copy(file, folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

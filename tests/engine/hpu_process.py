@@ -44,7 +44,8 @@ def run_on_card(
     Fails the test with the process's last lines where it raises.
     """
     mode = {"PT_HPU_LAZY_MODE": "1", FORK: "1"} if lazy else {}
-    hpu = {"PYTHONPATH": str(ROOT / "tests/sim_hpu"), "VLLM_GAUDI_UCM_DEVICE": "hpu", **mode}
+    path = os.pathsep.join((str(ROOT / "tests/sim_hpu"), os.environ["PYTHONPATH"]))
+    hpu = {"PYTHONPATH": path, "VLLM_GAUDI_UCM_DEVICE": "hpu", **mode}
     return run_apart(scenario, folder, {**hpu, **(env or {})}, **arguments)
 
 

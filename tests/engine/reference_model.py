@@ -17,8 +17,11 @@ class ReferenceModel:
     One forward per prompt gives the check for all its tokens, and their logprobs.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def __init__(self, folder: Path, attention: str | None = None) -> None:
+        """attention: one of the kernels of Transformers; None: its choice."""
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attention
+        )
         self.model.eval()
 
     @torch.inference_mode()

@@ -174,7 +174,7 @@ def test_the_blocks_of_a_draft_model_move_too(tiny_llama: Path, wanted: list[Ans
 @pytest.mark.parametrize("static", [False, True], ids=["true shapes", "static"])
 def test_summaries_move_with_their_blocks(tiny_llama: Path, wanted: list[Answer], static: bool) -> None:
     """With a budget of all blocks tokens are those of dense attention; with a small one those without compaction."""
-    options = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
+    options = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
     graphs = {"graphs": {**STATIC, "max_graphs": 24}} if static else {}
     for ratio in (1.0,) if static else (1.0, 0.3):
         sparse = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {**options, "sparse_ratio": ratio}}}

@@ -79,7 +79,7 @@ class Attending(nn.Module):
 
 @pytest.fixture
 def attending(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
-    monkeypatch.setattr(regions, "Attention", Attending)
+    monkeypatch.setattr(regions, "AttentionLayerBase", Attending)
     return Attending
 
 

@@ -32,7 +32,7 @@ OUTPUTS = 24
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 64}
 STATIC = {"mode": "eager", "max_graphs": 16, "warm_up": "full", "recipe_check": "fail"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-GSA = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
+GSA = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
 
 
 def transfer(store: dict[str, Any], **options: Any) -> KVTransferConfig:
@@ -119,15 +119,14 @@ def test_a_draft_models_blocks_are_loaded_with_the_targets(
     assert second[1].cached_tokens == 144
 
 
-def test_the_second_start_of_a_server_skips_the_prompts(smollm2: Path, tmp_path: Path) -> None:
-    """Texts of a real model: shared prefixes, whole blocks and not. The phase log shows what was not computed."""
+def test_the_second_start_of_a_server_skips_the_prompts(tiny_text_model: Path, tmp_path: Path) -> None:
+    """Texts: shared prefixes, whole blocks and not. The phase log shows what was not computed."""
     common = story(20, 1)
     texts = [story(30, 5), f"{common} {SHORT[0]}", f"{common} {SHORT[1]}", SHORT[2], common]
     options: dict[str, Any] = {
         "skip_tokenizer_init": False,
         "max_model_len": 640,
         "block_size": 32,
-        "kv_cache_memory_bytes": 256 << 20,
         "max_num_batched_tokens": 256,
     }
     answers, computed, hits = [], [], []
@@ -135,7 +134,7 @@ def test_the_second_start_of_a_server_skips_the_prompts(smollm2: Path, tmp_path:
         log = tmp_path / f"phases-{start}.jsonl"
         config = transfer(file_store(tmp_path))
         with Engine(
-            smollm2, {"phase_log": str(log)}, kv_transfer_config=config, enable_prefix_caching=False, **options
+            tiny_text_model, {"phase_log": str(log)}, kv_transfer_config=config, enable_prefix_caching=False, **options
         ) as engine:
             answers.append(engine.greedy(texts, 8))
         computed.append(sum(record.tokens for record in read_phase_log(log)[1]))
@@ -149,7 +148,7 @@ def test_the_second_start_of_a_server_skips_the_prompts(smollm2: Path, tmp_path:
 def on_card(model: str, blocks: str) -> dict[str, Any]:
     """Two servers on the simulated card over one folder, and the card's counts when warm and in the end."""
     found: dict[str, Any] = {"answers": [], "counts": []}
-    graphs = {"mode": "auto", "warm_up": "full", "max_graphs": 16}
+    graphs = {"mode": "auto", "warm_up": "full", "max_graphs": 5}
     for _ in range(2):
         config = transfer(file_store(Path(blocks)))
         options = {**OPTIONS, "num_gpu_blocks_override": 80}

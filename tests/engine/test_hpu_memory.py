@@ -91,7 +91,7 @@ def start_with_remainders(model: str) -> dict[str, Any]:
     options = {**OPTIONS, "kv_transfer_config": transfer({"kind": "memory"})}
     config = {
         "ucm_sparse_method": "ESA",
-        "ucm_sparse_config": {"ESA": {"min_tokens": 32, "min_blocks": 2}},
+        "ucm_sparse_config": {"ESA": {"sparse_steps": "always", "min_tokens": 32, "min_blocks": 2}},
         "memory_mode": {"enabled": True},
         "graphs": {"warm_up": "full", "max_graphs": GRAPHS_WITH_TAILS, "skeleton": SKELETON},
     }

@@ -23,10 +23,10 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 4 << 20,
     "max_logprobs": 5,
 }
-GRAPHS = {"warm_up": "full", "max_graphs": 8}
+GRAPHS = {"warm_up": "full", "max_graphs": 5}
 
-# Of one greedy or random row per request; each is a batch of its own.
-ON_DEVICE: dict[str, dict[str, Any]] = {
+# Of one greedy or random row per request; each is a batch of its own, and nothing of it runs on the host.
+CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     "logprobs": {"temperature": 0.0, "logprobs": 3},
@@ -34,9 +34,14 @@ ON_DEVICE: dict[str, dict[str, Any]] = {
     "top-k": {"temperature": 0.9, "top_k": 1},
     "top-p": {"temperature": 0.9, "top_p": 1e-6},
     "min-p": {"temperature": 0.9, "min_p": 1.0},
+    "seed": {"temperature": 1.0, "seed": 7},
+    "seed and top-p": {"temperature": 1.3, "seed": 8, "top_p": 0.9, "repetition_penalty": 1.2},
+    "random": {"temperature": 1.0},
+    "logit bias": {"temperature": 0.0, "logit_bias": {5: 40.0, 6: -100.0}, "presence_penalty": 1.0},
+    "allowed tokens": {"temperature": 0.0, "allowed_token_ids": [5, 9, 31, 32, 64]},
+    "min tokens": {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": list(range(0, 128, 2))},
 }
-ON_HOST: dict[str, dict[str, Any]] = {"seed": {"temperature": 1.0, "seed": 7}}
-CASES = ON_DEVICE | ON_HOST
+REFUSED_BESIDE_DRAFTS = {"min-p", "logit bias"}  # by vLLM
 
 
 def steps(engine: Engine, params: dict[str, Any], reads: Any = lambda: 0) -> tuple[list[list[int]], list[int]]:
@@ -62,7 +67,7 @@ def sample_all(model: str, log: str, ucm: dict[str, Any], options: dict[str, Any
 
         names = ("compiled_graphs", "compilations", "eager_fallbacks", "copied_bytes")
         started = {name: getattr(card, name) for name in names}
-        refused = {"min-p"} if "speculative_config" in options else set()  # by vLLM
+        refused = REFUSED_BESIDE_DRAFTS if "speculative_config" in options else set()
         cases = [name for name in CASES if name not in refused]
         found = {name: steps(engine, CASES[name], lambda: card.host_reads) for name in cases}
         return {"found": found, "started": started, "ended": {name: getattr(card, name) for name in names}}
@@ -85,7 +90,7 @@ def test_sampling_in_regions(tiny_llama: Path, tmp_path: Path) -> None:
     assert set(found["logprobs"][1]) == {2}
     lines = records(log)
     assert [line["host_reads"] for line in lines] == [reads for _, counted in found.values() for reads in counted]
-    assert {name for line in lines for name in line.get("host_stages", ())} == {"sampling: seed"}
+    assert not {name for line in lines for name in line.get("host_stages", ())}
 
 
 DRAFTED: dict[str, dict[str, Any]] = {
@@ -103,9 +108,9 @@ def test_drafts_in_regions(method: str, tiny_llama: Path, tmp_path: Path) -> Non
     assert run.result["ended"] == run.result["started"]
     found = run.result["found"]
     with Engine(tiny_llama, **OPTIONS) as engine:
-        for name in found.keys() - ON_HOST:  # drafts change which numbers a seed gives
+        for name in found:
             assert found[name][0] == steps(engine, CASES[name])[0], name
     lines = records(log)
     assert [line["host_reads"] for line in lines] == [reads for _, counted in found.values() for reads in counted]
     stages = {name for line in lines for name in line.get("host_stages", ())}
-    assert stages == {"sampling: seed", "acceptance of drafts", *(["drafts by n-grams"] if method == "ngram" else [])}
+    assert stages == {"acceptance of drafts", *(["drafts by n-grams"] if method == "ngram" else [])}

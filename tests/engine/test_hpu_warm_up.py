@@ -38,8 +38,9 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 7, "top_k": 20},
 ]
 ROUNDS = 3
-MAX_GRAPHS = 20
+MAX_GRAPHS, SKELETON = 14, 2
 GAP = 2.0
+IDLE = {"warm_up": "idle", "max_graphs": MAX_GRAPHS, "skeleton": SKELETON}
 THREAD = "ucm-warm-up"
 
 
@@ -108,7 +109,7 @@ class StepWatch:
 def serve_in_gaps(model: str) -> dict[str, Any]:
     """Bursts of requests while `MAX_GRAPHS` graphs are warmed in the gaps between them."""
     watch = StepWatch()
-    with Engine(Path(model), {"graphs": {"warm_up": "idle", "max_graphs": MAX_GRAPHS}}, **OPTIONS) as engine:
+    with Engine(Path(model), {"graphs": IDLE}, **OPTIONS) as engine:
         static = engine.runner.static
         assert static is not None
         bursts, cold = [], []
@@ -133,7 +134,7 @@ def serve_in_gaps(model: str) -> dict[str, Any]:
 
 def shut_down_early(model: str) -> dict[str, Any]:
     """An engine that is still warming when it ends."""
-    with Engine(Path(model), {"graphs": {"warm_up": "idle", "max_graphs": MAX_GRAPHS}}, **OPTIONS) as engine:
+    with Engine(Path(model), {"graphs": IDLE}, **OPTIONS) as engine:
         static = engine.runner.static
         assert static is not None
         warming = any(thread.name == THREAD for thread in threading.enumerate())
@@ -195,7 +196,7 @@ def test_requests_never_wait_for_the_rest(served: Finished, tiny_llama: Path) ->
 
 
 def test_serving_starts_long_before_the_end_of_the_warm_up(served: Finished) -> None:
-    """After 4 of 20 graphs, and what is compiled once for all; of 64 graphs it is a tenth. covers: B6"""
+    """After 3 of 14 graphs, and what is compiled once for all; of 64 graphs it is a tenth. covers: B6"""
     found = served.result["gaps"]
     assert 0 < found["skeleton_us"] <= 0.35 * found["full_us"]
 

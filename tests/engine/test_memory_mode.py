@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 pytestmark = pytest.mark.slow  # starts engines
 
-WINDOWS = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
+WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
 PROMPTS = [tokens(count) for count in (20, 130, 200, 260)] + [COMMON + tokens(60), COMMON + tokens(61)]
 
 

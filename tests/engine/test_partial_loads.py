@@ -256,7 +256,8 @@ def test_records_of_summaries_that_are_gone(tiny_llama: Path, fault_store: Fault
         served = Served(engine)
         stored_prompt(served)
         counts, totals = served.worker.load_counts, served.watched.offload.totals
-        records = fault_store.saved[20:]
+        blocks, records = fault_store.asked[:20], fault_store.asked[20:]
+        assert set(fault_store.saved) == {*blocks, *records}
         assert len(records) == served.worker.saver.counts().records > 1
         fault_store.delete(records[:1])
         served.scheduler.known.discard(records)
@@ -275,7 +276,7 @@ def test_blocks_that_cannot_be_loaded(tiny_llama: Path, fault_store: FaultStore)
     with Engine(tiny_llama, ucm(), **OPTIONS, kv_transfer_config=transfer({"kind": "memory"})) as engine:
         served = Served(engine)
         stored_prompt(served)
-        fault_store.lost = {fault_store.saved[18]}
+        fault_store.lost = {fault_store.asked[18]}
         check_finite(served.watched.generate([PROMPT], 20))
         assert served.worker.load_counts.loaded_blocks == 19
         assert served.worker.load_counts.failed_blocks == 2

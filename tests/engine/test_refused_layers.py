@@ -9,43 +9,17 @@ import pytest
 from transformers import AutoConfig
 from vllm.model_executor.layers.attention import (
     Attention,
-    ChunkedLocalAttention,
     CrossAttention,
     EncoderOnlyAttention,
     MLAAttention,
 )
-from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.models.transformers.moe import TransformersMoERunner
 
 from tests.engine.serving import Engine
-from tests.engine.tiny_models import VOCAB, make_model
+from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.model_runner import ServedLayers
-
-
-def test_alibi(tmp_path: Path) -> None:
-    """covers: A18"""
-    config = AutoConfig.for_model("bloom", hidden_size=64, n_head=4, n_layer=2, vocab_size=VOCAB, seq_length=512)
-    with pytest.raises(UnsupportedFeatureError, match="ALiBi"):
-        Engine(make_model(tmp_path, config))
-
-
-def test_soft_cap(tmp_path: Path) -> None:
-    """Gemma 2 with full attention in every layer still caps its attention logits. covers: A18"""
-    config = AutoConfig.for_model(
-        "gemma2",
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=VOCAB,
-        sliding_window=None,
-        layer_types=["full_attention", "full_attention"],
-    )
-    with pytest.raises(UnsupportedFeatureError, match="soft cap"):
-        Engine(make_model(tmp_path, config))
 
 
 def test_attention_in_both_directions(tmp_path: Path) -> None:
@@ -70,7 +44,8 @@ def test_attention_in_both_directions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [ChunkedLocalAttention, CrossAttention, EncoderOnlyAttention, MLAAttention, MambaMixer2, MoERunner]
+    "kind",
+    [CrossAttention, EncoderOnlyAttention, MLAAttention, MambaMixer2, TransformersMoERunner],
 )
 def test_layers_of_other_kinds(kind: type[Any]) -> None:
     """Every one of them enters itself there while its model is built. covers: A18"""

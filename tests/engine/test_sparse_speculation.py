@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 70,
 }
 STATIC = {"mode": "eager", "recipe_check": "fail", "max_graphs": 20, "warm_up": "full"}
-WINDOWS = {"min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
+WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 LOCK = {"checkpoint_interval": 4, "lock_duration": 12}
 
 

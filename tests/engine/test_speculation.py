@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
 STATIC = {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 14, "warm_up": "full"}}
 
 # a sparse method whose choice is everything: tokens are those of dense attention
-CHOICE = {"sparse_ratio": 1.0, "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
+CHOICE = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 ALL_BLOCKS = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": CHOICE}}
 
 

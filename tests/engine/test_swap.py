@@ -34,11 +34,13 @@ ARRIVALS = [3 * index for index in range(len(PROMPTS))]
 LENGTH = 50
 # a cache of 22 blocks, where a request has up to 9 and prompts come in chunks
 SMALL: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 23}
+# of all requests: each look at all slots costs time, and the default has half a million of them
+ROOMY = 4 << 20
 NAN = float("nan")
 
 
 def preemption(mode: str, **more: Any) -> dict[str, Any]:
-    return {"preemption": {"mode": mode, **more}}
+    return {"preemption": {"mode": mode, "host_memory": ROOMY, **more}}
 
 
 class Poisoned(Engine):
@@ -148,7 +150,14 @@ def test_static_shapes(tiny_llama: Path, wanted: list[Answer]) -> None:
 @pytest.mark.parametrize("static", [False, True], ids=["true shapes", "static"])
 def test_a_sparse_method(tiny_llama: Path, wanted: list[Answer], static: bool) -> None:
     """With a budget of all blocks; blocks that come back are summarised again."""
-    windows = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2, "sparse_ratio": 1.0}
+    windows = {
+        "sparse_steps": "always",
+        "min_tokens": 32,
+        "local_window_sz": 1,
+        "init_window_sz": 1,
+        "min_blocks": 2,
+        "sparse_ratio": 1.0,
+    }
     ucm = {**preemption("swap"), "ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": windows}}
     if static:
         ucm["graphs"] = {"mode": "eager", "max_graphs": 12}

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 60,
 }
 STATIC = {"mode": "eager", "recipe_check": "fail", "max_graphs": 12, "warm_up": "full"}
-WINDOWS = {"min_tokens": 48, "local_window_sz": 1, "min_blocks": 2, "sparse_ratio": 0.5}
+WINDOWS = {"sparse_steps": "always", "min_tokens": 48, "local_window_sz": 1, "min_blocks": 2, "sparse_ratio": 0.5}
 MAX_TOKENS = 20
 
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 VOCAB = 256
 MAX_POSITIONS = 512
-_COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _LLAMA_LIKE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -40,12 +40,57 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "max_position_embeddings": MAX_POSITIONS,
     },
+    "mixtral": {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2_moe": {
+        **_LLAMA_LIKE,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        # the second layer has a plain MLP
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        **_LLAMA_LIKE,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {**_LLAMA_LIKE, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    # the routing of DeepSeek V3
+    "glm4_moe": {
+        **_LLAMA_LIKE,
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+    },
+    # without experts: every layer has the dense MLP
+    "deepseek_v2": {
+        **_LLAMA_LIKE,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 1,
+    },
     "gpt2": {"n_embd": 64, "n_inner": 128, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS},
 }
 
 
 def make_config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(model_type, **{**_COMMON, **FAMILIES[model_type], **changes})
+    return AutoConfig.for_model(model_type, **{**COMMON, **FAMILIES[model_type], **changes})
 
 
 def make_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
@@ -62,5 +107,8 @@ def make_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype = torc
                 weight.normal_(std=embedding if "embed" in name or "wte" in name or "wpe" in name else 0.2)
             else:
                 weight.normal_(std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     model.to(dtype).save_pretrained(folder)
     return folder

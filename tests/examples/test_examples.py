@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.server import OFFLINE, Server, start_server
+from tests.warm_process import WarmProcess
 from vllm_gaudi_ucm.graphs.strategies.file import read_bucket_file
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,22 @@ def run(name: str, *arguments: str, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
+
+
+def run_warm(name: str, *arguments: str, folder: Path) -> str:
+    """The same from a process that has imported vLLM, whose engine forks: that an engine's process imports the program
+    again, others show."""
+    own = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    env = {**own, **OFFLINE, "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    log = folder / "printed.txt"
+    process = WarmProcess(run_program, (str(EXAMPLES / name), *arguments), log=log, env=env, cwd=folder)
+    assert process.finish(SECONDS) == 0, log.read_text()[-6000:]
+    return log.read_text()
+
+
+def run_program(*command: str) -> None:
+    sys.argv = [*command]
+    runpy.run_path(command[0], run_name="__main__")
 
 
 @pytest.fixture
@@ -78,7 +96,7 @@ def test_own_sparse_method(smollm2: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_own_store(smollm2: Path, tmp_path: Path) -> None:
-    printed = run("own_store.py", "--model", str(smollm2), folder=tmp_path)
+    printed = run_warm("own_store.py", "--model", str(smollm2), folder=tmp_path)
     stored = dict(re.findall(r"^(first|again): (\d+) of 284 tokens were stored$", printed, re.M))
     assert stored == {"first": "0", "again": "272"}
 

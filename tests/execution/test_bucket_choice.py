@@ -31,8 +31,9 @@ DEVICE = CpuDevice()
 
 def engine_config(max_num_batched_tokens: int = 64, max_num_seqs: int = 8, max_model_len: int = 256) -> Any:
     scheduler = SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-    model = SimpleNamespace(max_model_len=max_model_len, hf_text_config=make_config("llama"))
-    return SimpleNamespace(scheduler_config=scheduler, model_config=model)
+    model = SimpleNamespace(max_model_len=max_model_len, use_mla=False, hf_text_config=make_config("llama"))
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
+    return SimpleNamespace(scheduler_config=scheduler, model_config=model, parallel_config=parallel)
 
 
 VLLM = engine_config()

@@ -31,19 +31,34 @@ HIDDEN, VOCABULARY = 3, 5
 class Model:
     """Hidden states are (token, position, slot), logits their sum plus the column's number."""
 
+    stage = None
+    window = None
+    latent = None
+    has_logits = True
+
     def __init__(self) -> None:
         self.metadata: UnifiedAttentionMetadata | None = None
 
-    def hidden(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: UnifiedAttentionMetadata | None
-    ) -> torch.Tensor:
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: UnifiedAttentionMetadata | None,
+        received: None = None,
+    ) -> dict[str, torch.Tensor]:
         self.metadata = metadata
         slots = positions if metadata is None else metadata.slots
-        return torch.stack([token_ids, positions, slots], 1).double()
+        return {"hidden_states": torch.stack([token_ids, positions, slots], 1).double()}
+
+    def received(self, rows: int, device: torch.device) -> None:
+        """All layers are here."""
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         hidden = hidden if rows is None else hidden[rows]
         return hidden.sum(1, keepdim=True).float() + torch.arange(VOCABULARY)
+
+    def write_logits(self, out: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor) -> None:
+        out.copy_(self.logits(hidden, rows))
 
 
 class Server:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.attention import get_attention_context
 
@@ -14,9 +15,21 @@ from tests.batch.batches import Request, lay_out
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.execution.decoder import Decoder, StepMetadata, step_metadata
-from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors
+from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 
 ROWS = torch.zeros(2, dtype=torch.int64)
+
+
+class OperatorNames(TorchDispatchMode):
+    """Names of torch's operators, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def metadata_of(computed: int) -> UnifiedAttentionMetadata:
@@ -38,6 +51,19 @@ def found_by_layers(metadata: StepMetadata, names: list[str]) -> list[UnifiedAtt
     model.compute_logits = lambda hidden: hidden  # type: ignore[attr-defined]
     Decoder(cast(Any, model), config).hidden(ROWS, ROWS, metadata)
     return found
+
+
+def test_logits_are_cast_where_they_are_written() -> None:
+    """The same float32 bits as logits that are returned; between the product and the buffer there is one copy."""
+    hidden, weight = torch.randn(3, 8).bfloat16(), torch.randn(8, 5).bfloat16()
+    model = SimpleNamespace(compute_logits=lambda rows: rows @ weight)
+    decoder = Decoder(cast(Any, model), VllmConfig())
+    out, rows = torch.full((2, 5), torch.nan), torch.tensor([2, 0])
+    with OperatorNames() as seen:
+        decoder.write_logits(out, hidden, rows)
+    assert seen.names == ["aten.index_select.default", "aten.mm.default", "aten.copy_.default"]
+    assert torch.equal(out, (hidden[rows] @ weight).float())
+    assert torch.equal(decoder.logits(hidden, rows), out)
 
 
 def test_layers_of_one_group_find_the_same() -> None:

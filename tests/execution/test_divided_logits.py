@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi_ucm.execution.bucketed_execution import DividedLogits
+from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
 
 BUCKETS = (2, 5, 12)
 WIDTH = 3

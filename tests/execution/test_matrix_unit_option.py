@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
@@ -13,19 +14,31 @@ from vllm_gaudi_ucm.runner import model_runner
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 
 
+class _Decoder:
+    windows = ()
+    shares_caches = False
+
+    def connect(self, *_: object) -> None:
+        """There is no stage beside it."""
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_option_has_its_effect(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(model_runner, "get_model", lambda vllm_config: nn.Module())
     monkeypatch.setattr(model_runner, "load_draft_model", lambda config: None)
-    monkeypatch.setattr(model_runner, "Decoder", lambda model, config: model)
+    monkeypatch.setattr(model_runner, "Decoder", lambda model, config, stage: _Decoder())
     monkeypatch.setattr(model_runner, "pack_linear_layers", lambda *_: seen.append(matrix_unit.in_use()) or (0, 0))
     runner = object.__new__(ModelRunner)
     compilation = SimpleNamespace(static_forward_context={})
-    runner._vllm_config = SimpleNamespace(compilation_config=compilation)  # type: ignore[assignment]
+    model = SimpleNamespace(hf_text_config=SimpleNamespace())
+    config = SimpleNamespace(compilation_config=compilation, model_config=model)
+    runner._vllm_config = config  # type: ignore[assignment]
     runner._config = resolve_config({"ucm": {"cpu": {"matrix_unit": wanted}}})
     runner._device = SimpleNamespace(kind="cpu")  # type: ignore[assignment]
     runner.kind = "off"
+    runner._stage = None
+    runner._tensors_on = torch.device("cpu")
     with matrix_unit.using(not wanted):
         runner.load_model()
         assert seen == [wanted and matrix_unit.available()]

@@ -9,7 +9,8 @@ from tests.batch.batches import Request, lay_out
 from tests.execution.test_bucket_tensors import server_limits, step_shape
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
-from vllm_gaudi_ucm.execution.step_tensors import STEP_TENSORS, StepTensor, TrueShapeTensors
+from vllm_gaudi_ucm.execution.step_tensors import STEP_TENSORS, StepTensor
+from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 
 CPU = torch.device("cpu")
 ADAPTERS = np.array([5, 3, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.ops.native import library
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
-DECODER: Any = None
+DECODER: Any = SimpleNamespace(specs=[], window=None)
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "native"])

@@ -15,20 +15,35 @@ from tests.ops.batch import Batch
 from tests.ops.oracle import IMPLEMENTATIONS, assert_matches
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.batch.sharing import UniquePlan
-from vllm_gaudi_ucm.execution.step_tensors import SLICE_READ_LIMIT, ContiguousPa, StepInputs, TrueShapeTensors
+from vllm_gaudi_ucm.batch.window import WHOLE, Window
+from vllm_gaudi_ucm.execution.step_tensors import StepInputs
+from vllm_gaudi_ucm.execution.true_shape_tensors import SLICE_READ_LIMIT, ContiguousPa, TrueShapeTensors
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, is_bounded
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec, PerHead
 
 CPU = torch.device("cpu")
 CHOICES: list[ContiguousPa] = [True, False, "auto"]
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
-def run_step(step: Step, contiguous_pa: ContiguousPa, causal_slice: int, seed: int = 0) -> Batch:
-    """Stages a step over caches that hold NaN wherever no request has a token, block 0 included."""
-    plan = plan_batch(step.batch_input(), step.block_size, causal_slice)
+WINDOWS = (
+    st.none()
+    | st.builds(Window, st.integers(1, 40), st.booleans(), st.just(False))
+    | st.just(Window(WHOLE, by_distance=True))
+)
+
+
+def run_step(
+    step: Step, contiguous_pa: ContiguousPa, causal_slice: int, seed: int = 0, window: Window | None = None
+) -> Batch:
+    """Stages a step over caches that hold NaN wherever no request has a token, block 0 included.
+
+    Under a window also in all blocks that no row sees. With distances the layer has slopes.
+    """
+    plan = plan_batch(step.batch_input(), step.block_size, causal_slice, window=window)
     by_token = isinstance(step, TokenStep)
     staged = TrueShapeTensors(CPU, contiguous_pa, by_token=by_token).stage(plan, np.arange(plan.num_rows))[0]
     random = torch.Generator().manual_seed(seed)
@@ -49,21 +64,34 @@ def run_step(step: Step, contiguous_pa: ContiguousPa, causal_slice: int, seed: i
     key_cache, value_cache = caches
     write_kv(key, value, key_cache.flatten(0, 1), value_cache.flatten(0, 1), staged.slots)
     seen: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    used = set()
     for request, position in rows:
-        block, offset = torch.tensor([step.place(request, p) for p in range(position + 1)]).T
+        first = 0 if window is None else int(window.first_seen(np.array([position]))[0])
+        places = [step.place(request, p) for p in range(first, position + 1)]
+        used |= set(places)
+        block, offset = torch.tensor(places).T
         seen.append((expected[0][block, offset], expected[1][block, offset]))
-    return Batch(query, key, value, key_cache, value_cache, staged.slots, staged.parts, AttentionSpec(DIM**-0.5), seen)
+    if window is not None:
+        for block, offset in np.ndindex(step.num_blocks, step.block_size):
+            if (block, offset) not in used:
+                key_cache[block, offset] = value_cache[block, offset] = float("nan")
+    slopes = window is not None and window.by_distance
+    spec = AttentionSpec(DIM**-0.5, is_local=window is not None and not slopes, has_slopes=slopes)
+    per_head = PerHead(slopes=torch.rand(HEADS, generator=random) if slopes else None)
+    tensors = (query, key, value, key_cache, value_cache, staged.slots, staged.parts)
+    return Batch(*tensors, spec, seen, per_head=per_head)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @settings(max_examples=150)
-@given(step=steps(), contiguous_pa=st.sampled_from(CHOICES), causal_slice=st.sampled_from([1, 5, 512]))
+@given(step=steps(), contiguous_pa=st.sampled_from(CHOICES), causal_slice=st.sampled_from([1, 5, 512]), window=WINDOWS)
 def test_every_row_gets_attention_over_its_own_past(
-    implementation: str, step: Step, contiguous_pa: ContiguousPa, causal_slice: int
+    implementation: str, step: Step, contiguous_pa: ContiguousPa, causal_slice: int, window: Window | None
 ) -> None:
-    """covers: A1 A2 A3 A5 A9 A10 A19"""
-    batch = run_step(step, contiguous_pa, causal_slice)
-    assert_matches(batch, implementation, prepared=True)
+    """Or over what a window leaves of it. covers: A1 A2 A3 A5 A9 A10 A19"""
+    batch = run_step(step, contiguous_pa, causal_slice, window=window)
+    if ATTENTION.make(implementation).supports(batch.spec):
+        assert_matches(batch, implementation, prepared=True)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 280
-ON_CARD = {"VLLM_GAUDI_UCM_DEVICE": "hpu", "PYTHONPATH": str(ROOT / "tests/sim_hpu")}
+ON_CARD = {"VLLM_GAUDI_UCM_DEVICE": "hpu", "PYTHONPATH": f"{ROOT / 'tests/sim_hpu'}:{ROOT / 'tests/children'}"}
 ON_CPU = {"VLLM_GAUDI_UCM_DEVICE": "cpu"}
 
 

@@ -95,7 +95,12 @@ def test_it_runs_to_its_end_whatever_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_writes_what_ran(tmp_path: Path, number: signal.Signals) -> None:
     planted = ROOT / "tests/first_hour/planted"
-    env = {**os.environ, **ON_CPU, "PYTHONPATH": f"{planted}:{ROOT}", "PLANTED_FAULT": "hang_in_probes"}
+    env = {
+        **os.environ,
+        **ON_CPU,
+        "PYTHONPATH": f"{planted}:{ROOT}:{ROOT / 'tests/children'}",
+        "PLANTED_FAULT": "hang_in_probes",
+    }
     command = [sys.executable, "-m", "vllm_gaudi_ucm.cli.main", "first-hour", "--only", "4,19,23", "--output", "report"]
     log = tmp_path / "log"
     with log.open("w") as errors:

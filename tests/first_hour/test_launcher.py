@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.open_files import open_files
 from vllm_gaudi_ucm.first_hour import launcher
 from vllm_gaudi_ucm.first_hour.launcher import run_apart
 from vllm_gaudi_ucm.first_hour.result import Ending
@@ -105,12 +105,12 @@ def test_no_process_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def refuse(*args: Any, **named: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     monkeypatch.setattr(launcher.subprocess, "Popen", refuse)
     ending = run(tmp_path, "")
     assert ending.status == 1
     assert "Cannot allocate memory" in ending.log
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 def test_a_probe_does_not_outlive_the_command(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,57 @@ def test_figures_of_a_model_come_from_its_config() -> None:
     assert ModelSpec.from_hf_config(gpt2) == ModelSpec(12, 768, 3072, 12, 12, 64, 50257, 2, 2)
 
 
+def test_three_layers_of_four_have_chunks() -> None:
+    """Llama 4: with rotary positions; dense layers have another size than experts."""
+    llama4 = {**LLAMA_CONFIG, "model_type": "llama4_text", "attention_chunk_size": 8192, "intermediate_size_mlp": 16384}
+    for types in ({}, {"no_rope_layers": [1, 1, 1, 0] * 8}, {"no_rope_layers": []}):
+        model = ModelSpec.from_hf_config({**llama4, **types})
+        assert (model.window_layers, model.window, model.intermediate) == (24, 8192, 16384)
+    assert model.block_layers == 8
+
+
+def test_a_latent_is_cached_once_for_all_heads() -> None:
+    """DeepSeek V2 Lite's attention: 27 layers of 512 + 64 elements; two devices keep the same ones."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    config = {**LLAMA_CONFIG, "model_type": "deepseek_v2", "num_hidden_layers": 27, "num_attention_heads": 16, **sizes}
+    model = ModelSpec.from_hf_config({**config, "hidden_size": 2048, "q_lora_rank": None})
+    assert model.kv_bytes_per_token == model.shard(2).kv_bytes_per_token == 27 * 576 * 2
+    attention = model.layer_weights - 3 * 2048 * model.intermediate
+    assert attention == 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048
+    # others cache what they make of theirs
+    assert ModelSpec.from_hf_config({**config, "model_type": "minicpm3", "num_key_value_heads": 16}).latent is None
+    decode = Bucket("--u", 1, 0, 1000, 0)
+    costs = [CostModel(DEVICES["h200"], one, 64) for one in (model, replace(model, latent=None, kv_heads=16))]
+    assert costs[0].forward(decode) < costs[1].forward(decode) / 5
+
+
+def test_a_device_has_its_part_of_a_model() -> None:
+    """Sizes that all parts make up are those of the whole, but for KV heads that several devices keep."""
+    part = LLAMA_8B.shard(4, 2)
+    assert part == ModelSpec(16, 4096, 3584, 8, 2, 128, 32064, tensor=4)
+    assert 8 * part.weight_bytes == LLAMA_8B.weight_bytes + 4096 * 128256 * 2  # each stage is counted with a head
+    assert 8 * part.kv_bytes_per_token == LLAMA_8B.kv_bytes_per_token
+    assert LLAMA_8B.shard(16).kv_heads == 1
+    assert LLAMA_8B.shard(1) == LLAMA_8B
+    for tensor, pipeline, option in ((3, 1, "tensor"), (0, 1, "tensor"), (64, 1, "tensor"), (1, 33, "pipeline")):
+        with pytest.raises(ValueError, match=f"--{option}-parallel-size is"):
+            LLAMA_8B.shard(tensor, pipeline)
+
+
+def test_devices_that_share_layers_add_up_their_results() -> None:
+    """Around a ring, twice a layer: each sends 2 (n - 1) / n of the hidden states."""
+    device = DEVICES["gaudi3"]
+    alone, cost = CostModel(device, LLAMA_8B, 128), CostModel(device, LLAMA_8B.shard(4), 128)
+    assert alone.reduction_seconds(100) == 0
+    sent = 1.5 * 100 * 4096 * 2
+    assert cost.reduction_seconds(100) == pytest.approx(64 * (device.launch_seconds + sent / device.link))
+    # a long step is faster on four devices than on one, by less than four times
+    prompt = Bucket("c--", 8192, 0, 0, 1)
+    assert 2 < alone.step(prompt) / cost.step(prompt) < 4
+    # of a step of one row the launches of reductions are most
+    assert cost.reduction_seconds(1) / cost.forward(Bucket("--u", 1, 0, 8, 0)) > 0.3
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -94,7 +146,9 @@ def test_figures_of_a_model_come_from_its_config() -> None:
         ({"vocab_size": "many"}, "vocab_size"),
         ({"num_key_value_heads": 0}, "num_key_value_heads"),
         ({"torch_dtype": "int4"}, "dtype"),
-        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"num_local_experts": 8}, "num_experts_per_tok"),
+        ({"num_local_experts": "8", "num_experts_per_tok": 2}, "num_local_experts"),
+        ({"num_local_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, expected at most the 8"),
     ],
 )
 def test_a_config_without_cost_model_names_the_key(change: dict[str, Any], named: str) -> None:
@@ -105,3 +159,78 @@ def test_a_config_without_cost_model_names_the_key(change: dict[str, Any], named
 def test_an_unknown_device_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="gaudi2, gaudi3, h200, cpu"):
         device_spec("gaudi9")
+
+
+# Qwen3-30B-A3B
+A3B = {
+    **LLAMA_CONFIG,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def test_a_mixture_keeps_all_experts_and_reads_some() -> None:
+    """30 billion weights; a row reads 8 of 128 experts, many rows all of them; the embedding is no part of either."""
+    model = ModelSpec.from_hf_config(A3B)
+    assert model.weight_bytes / model.dtype_bytes == pytest.approx(30.2e9, rel=0.01)
+    cost = CostModel(DEVICES["h200"], model, 128)
+    one, few, many = (cost.forward(Bucket("--u", rows, 0, rows, 0)) for rows in (1, 16, 1024))
+    active = 48 * (2048 * 128 * 72 + 8 * 3 * 2048 * 768) * 2 / 4.8e12
+    assert one == pytest.approx(active, rel=0.1)
+    assert 5 * one < few < 11 * one
+    assert many > 0.9 * model.weight_bytes / 4.8e12
+    # on two devices half of everything but attention of KV heads, and the head
+    assert model.shard(2).weight_bytes == pytest.approx(model.weight_bytes / 2, rel=0.01)
+    assert model.shard(1, 2).weight_bytes == pytest.approx(model.weight_bytes / 2, rel=0.02)
+
+
+# gpt-oss-20b
+GPT_OSS = {
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+def test_quantised_experts_are_written_out() -> None:
+    """Two bytes for each weight. 90 groups of 32 are 23 on each of four devices, of which the last pads two."""
+    model = ModelSpec.from_hf_config(GPT_OSS)
+    assert model.weight_bytes == pytest.approx(2 * 20.3e9, rel=0.01)
+    part = model.shard(4).experts
+    assert part is not None
+    assert part.inner == 736
+
+
+@pytest.mark.parametrize(
+    ("change", "layers", "shared"),
+    [
+        ({"mlp_only_layers": [0, 3]}, 46, 0),
+        ({"decoder_sparse_step": 2}, 24, 0),
+        ({"decoder_sparse_step": None, "first_k_dense_replace": 3}, 45, 0),
+        ({"shared_expert_intermediate_size": 5632}, 48, 5632),
+        ({"n_shared_experts": 2}, 48, 1536),
+        ({"decoder_sparse_step": None, "moe_layer_freq": [0, 1]}, 48, 0),
+        ({"decoder_sparse_step": None, "interleave_moe_layer_step": 2, "model_type": "llama4_text"}, 24, 768),
+    ],
+)
+def test_which_layers_have_experts(change: dict[str, Any], layers: int, shared: int) -> None:
+    model = ModelSpec.from_hf_config({**A3B, **change})
+    assert model.experts is not None
+    assert (model.experts.layers, model.experts.shared) == (layers, shared)

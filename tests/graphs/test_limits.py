@@ -7,7 +7,7 @@ from hypothesis import given
 
 from tests.graphs.shapes import ODD_LIMITS, SPARSE_LIMITS, limits
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.shapes.limits import SPARE_RANGES, Limits, LimitsError, default_shared_blocks, strip_size
 
 
 def test_the_shared_axis_holds_many_cached_prompts() -> None:
@@ -77,3 +77,23 @@ def test_an_impossible_limit_is_named(name: str) -> None:
     sizes = dict.fromkeys(["max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks"], 8)
     with pytest.raises(LimitsError, match=name):
         Limits(**{**sizes, name: 0})
+
+
+def test_slots_for_tokens_have_a_range_for_each_strip() -> None:
+    """Of a request, and of the cache; the shared axis holds those of one request at least."""
+    within = Limits(2048, 64, 4096, 128, 1001, contiguous=False, strip=strip_size(128))
+    assert within.blocks_per_request == 4096 // 64 + SPARE_RANGES
+    assert within.max_unique_blocks == within.max_context_blocks == 2000
+    assert default_shared_blocks(4096, 128, 64) == 80
+    assert default_shared_blocks(32768, 128, 64) == 512 + SPARE_RANGES
+    tiny = Limits(8, 1, 256, 16, 3, contiguous=False, strip=8)
+    assert tiny.max_unique_blocks == tiny.blocks_per_request == 32 + SPARE_RANGES
+    with pytest.raises(LimitsError, match="the ranges of one request of 4096 tokens"):
+        Limits(2048, 64, 4096, 128, 1001, contiguous=False, strip=64, max_shared_blocks=79)
+    with pytest.raises(LimitsError, match="limit strip is 129"):
+        Limits(2048, 64, 4096, 128, 1001, strip=129)
+
+
+@pytest.mark.parametrize(("block_size", "size"), [(128, 64), (16, 8), (2, 1), (1, 1), (24, 12), (27, 9), (7, 1)])
+def test_blocks_are_made_of_strips(block_size: int, size: int) -> None:
+    assert strip_size(block_size) == size

@@ -271,8 +271,8 @@ def test_a_strategy_from_outside() -> None:
         assert resolve_value({"graphs": {"strategy": "mine"}}).graphs.strategy == "mine"
         with pytest.raises(UcmConfigError, match='"mine"'):
             resolve_value({"graphs": {"strategy": "min"}})
-        ours = build_buckets("mine", BucketRequest(LIMITS, COST))
-    assert sorted(ours.forward) == sorted(build_buckets("linear", BucketRequest(LIMITS, COST)).forward)
+        ours = build_buckets("mine", BucketRequest(LIMITS, COST, 16))
+    assert sorted(ours.forward) == sorted(build_buckets("linear", BucketRequest(LIMITS, COST, 16)).forward)
     with pytest.raises(UcmConfigError, match="strategy"):
         resolve_value({"graphs": {"strategy": "mine"}})
 

@@ -16,14 +16,14 @@ BLOCKS, TOKENS = 5, 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make_caches(fill: float | None = None) -> dict[str, KvPair]:
+def make_caches(fill: float | None = None, dtype: torch.dtype = torch.bfloat16) -> dict[str, KvPair]:
     """Two layers of one shape and a third, of a draft model say, whose values are narrower than its keys."""
     caches = {}
     with torch.inference_mode():
         for name, heads, sizes in (("a", 2, (3, 3)), ("b", 2, (3, 3)), ("draft", 3, (3, 1))):
             shapes = [(BLOCKS * TOKENS, heads, size) for size in sizes]
             rows = [torch.randn(shape) if fill is None else torch.full(shape, fill) for shape in shapes]
-            caches[name] = KvPair(*(one.to(DEVICE, torch.bfloat16) for one in rows))
+            caches[name] = KvPair(*(one.to(DEVICE, dtype) for one in rows))
     return caches
 
 
@@ -55,13 +55,14 @@ def in_thread(blocks: DeviceBlocks, block_id: int, block: memoryview) -> None:
 
 
 @pytest.mark.parametrize("is_native", [True, False])
-def test_a_block_moves_between_caches(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_block_moves_between_caches(is_native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """covers: D7. To its place in every tensor, and no other block changes."""
     if not is_native:
         monkeypatch.setattr(native, "can_swap", lambda sources, targets: False)
-    source, target = make_caches(), make_caches(fill=torch.nan)
+    source, target = make_caches(dtype=dtype), make_caches(fill=torch.nan, dtype=dtype)
     reader, writer = make_blocks(source), make_blocks(target)
-    assert reader.block_bytes == writer.block_bytes == 2 * TOKENS * (2 * 12 + 12)
+    assert reader.block_bytes == writer.block_bytes == dtype.itemsize * TOKENS * (2 * 12 + 12)
     moved = {3: 1, 0: 4}
     buffers = {block: reader.allocate(reader.block_bytes) for block in moved}
     reader.read(list(buffers.items()))
@@ -69,8 +70,8 @@ def test_a_block_moves_between_caches(is_native: bool, monkeypatch: pytest.Monke
         in_thread(writer, place, buffers[block])
     for found, expected in zip(tensors(target), tensors(source), strict=True):
         for block, place in moved.items():
-            assert torch.equal(found[place], expected[block])
-        assert found[[0, 2, 3]].isnan().all()
+            assert torch.equal(found[place].float(), expected[block].float())
+        assert found[[0, 2, 3]].float().isnan().all()
 
 
 def test_stored_bytes_are_layers_keys_and_values_tokens_heads() -> None:

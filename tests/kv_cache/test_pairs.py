@@ -12,13 +12,14 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from tests.engine.hpu_process import run_on_card
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK, allocate_kv_cache, dummy_kv_cache
-from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import KvPair, LatentRows, in_blocks
 
 BLOCKS, BLOCK_SIZE = 5, 4
 
@@ -79,6 +80,15 @@ def check(found: dict[str, list[dict[str, Any]]], device: str) -> None:
             }
             assert rows == expected
     assert list(found) == list(SPECS)
+
+
+def test_keys_that_hold_their_values_are_one_tensor() -> None:
+    """Of multi-head latent attention; the bytes of a page are theirs alone."""
+    specs = {"0": MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=36, dtype=torch.bfloat16)}
+    (cache,) = dummy_kv_cache(specs, torch.device("cpu")).values()
+    assert isinstance(cache, LatentRows)
+    assert cache.key.shape == (BLOCK_SIZE, 1, 36)
+    assert in_blocks(cache, BLOCK_SIZE).key.shape == (1, BLOCK_SIZE, 1, 36)
 
 
 @pytest.mark.parametrize(

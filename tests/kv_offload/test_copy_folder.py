@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.kv_offload.test_copies import block, wait_for
 from tests.kv_offload.test_prefetch import config_of
+from tests.open_files import open_files
 from vllm_gaudi_ucm.kv_offload import copies as copy_folder
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.options.errors import UcmConfigError
@@ -139,8 +139,8 @@ def test_nothing_is_left_of_an_engine_that_did_not_start(tmp_path: Path, monkeyp
         raise OSError("no threads")
 
     monkeypatch.setattr("vllm_gaudi_ucm.runner.sparse_setup.CopyStore", broken)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with pytest.raises(OSError, match="no threads"):
         copies_in(tmp_path / "kv")
     assert places(tmp_path / "kv") == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before

@@ -15,7 +15,7 @@ from vllm_gaudi_ucm.kv_offload.scheduler_side import STEPS_UNDER_WAY
 from vllm_gaudi_ucm.protocol.attachments import attach_report
 from vllm_gaudi_ucm.scheduler.scheduler import UcmScheduler
 
-WINDOWS = {"min_tokens": 20, "sparse_ratio": 0.2, "min_blocks": 4}
+WINDOWS = {"sparse_steps": "always", "min_tokens": 20, "sparse_ratio": 0.2, "min_blocks": 4}
 
 
 def scheduler_of(

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from vllm import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from vllm.v1.request import Request
 
+from tests.memory.histories import LONGEST, Histories, make_request, make_vllm_manager
 from vllm_gaudi_ucm.memory.free_runs import FreeRuns
 from vllm_gaudi_ucm.memory.partial_hits import PartialHits
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
@@ -21,29 +16,20 @@ from vllm_gaudi_ucm.scheduler.setup import BlockRules
 
 BLOCK = 4
 NUM_BLOCKS = 24
-LONGEST = 40
 
 
 def make_manager(num_blocks: int, caching: bool, partial: bool) -> BlockManager:
     """vLLM's manager, with compaction."""
-    init_none_hash(sha256)
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-    manager = KVCacheManager(config, LONGEST + BLOCK, BLOCK, BLOCK, enable_caching=caching)
+    manager = make_vllm_manager(num_blocks, BLOCK, LONGEST + BLOCK, caching)
     totals = MemoryTotals()
     hits = PartialHits(BLOCK, lambda request: None, False, totals) if partial else None
     return BlockManager.of(manager, BlockRules(None, hits, None, True, totals))
 
 
-def make_request(request_id: str, prompt: list[int]) -> Request:
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    return Request(request_id, prompt, SamplingParams(max_tokens=LONGEST), None, block_hasher=hasher)
-
-
 @settings(
     max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )
-class Pool(RuleBasedStateMachine):
+class Pool(Histories):
     """covers: A20, A21."""
 
     @initialize(caching=st.booleans(), partial=st.booleans())
@@ -81,7 +67,7 @@ class Pool(RuleBasedStateMachine):
     def allocate(self, common: int, own: list[int]) -> None:
         """The common start makes requests share blocks, and parts of blocks where that is on."""
         self.count += 1
-        request = make_request(f"r{self.count}", [0, 1, 2, 0, 1, 1, 2, 2, 0, 1, 2, 1][:common] + own)
+        request = make_request(f"r{self.count}", [0, 1, 2, 0, 1, 1, 2, 2, 0, 1, 2, 1][:common] + own, BLOCK)
         self._admit(request)
 
     def _admit(self, request: Request) -> None:
@@ -106,19 +92,8 @@ class Pool(RuleBasedStateMachine):
                 return self._end(request)
             self._run(request, 1)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), again=st.booleans())
-    def end(self, data: st.DataObject, again: bool) -> None:
-        """It ends, is aborted, or is preempted and begins again."""
-        request = self.live[data.draw(st.sampled_from(sorted(self.live)))]
-        self._end(request)
-        if again:
-            request.num_computed_tokens = 0
-            self._admit(request)
-
     def _end(self, request: Request) -> None:
-        self.manager.free(request)
-        del self.live[request.request_id]
+        super()._end(request)
         self.pinned = {block for block in self.pinned if self.pool.blocks[block].ref_cnt}
 
     @precondition(lambda self: self.live)

@@ -226,6 +226,26 @@ def test_a_rate_follows_the_latest_steps_with_prompts() -> None:
     cost.step_ends()  # of a step that was never timed
 
 
+def test_steps_in_flight_end_in_their_order() -> None:
+    """Two stages: a step begins before the one before it has ended, and takes the time through both."""
+    clock = Clock()
+    cost = SwapCost(BLOCK, BLOCK_BYTES, clock)
+    for tokens, prompt in ((100, 100), (6, 0)):
+        cost.step_begins(tokens, prompt)
+        clock.now += 1.0
+    for tokens, prompt in ((100, 90), (6, 0)) * 20:
+        cost.step_ends()
+        cost.step_begins(tokens, prompt)
+        clock.now += 1.0
+    assert cost.rates.prefill == pytest.approx(50)
+
+
+def test_the_slowest_worker_counts() -> None:
+    """In each direction."""
+    others = iter([3_000_000_000, 1_000_000_000])
+    assert LinkSpeed(5e9, 5e8).slowest(lambda own: min(own, next(others))) == LinkSpeed(3e9, 5e8)
+
+
 def test_auto_swaps_until_it_knows() -> None:
     found, _, cost = swaps(always=False)
     found.preempted(request("a", 9, 8), [block(1), block(2)])

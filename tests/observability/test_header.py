@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.cli.buckets.cost_options import LIMIT_NAMES, OPTIONAL_LIMITS, limits_of
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.execution.bucket_choice import server_limits
+from vllm_gaudi_ucm.platform import worker as worker_module
 from vllm_gaudi_ucm.platform.worker import UcmWorker
 
 ENGINE: Any = SimpleNamespace(
@@ -30,14 +32,17 @@ def header_of(kind: str, **ucm: Any) -> dict[str, Any]:
         _ucm=resolve_config({"ucm": ucm}),
         _device=SimpleNamespace(name=lambda: "GAUDI2", kind="cpu"),
     )
-    blocks: Any = SimpleNamespace(
-        num_blocks=100, kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))]
-    )
-    return UcmWorker._describe(worker, blocks)
+    blocks: Any = SimpleNamespace(num_blocks=100, kv_cache_groups=[])
+    with pytest.MonkeyPatch.context() as patch:
+        # there are no layers
+        patch.setattr(worker_module, "kv_groups", lambda *_: (KvGroup(0, 16, None, ("layer",)),))
+        return UcmWorker._describe(worker, blocks)
 
 
 def read_limits(header: dict[str, Any]) -> Any:
-    options = argparse.Namespace(device="cpu", **dict.fromkeys((*LIMIT_NAMES, *OPTIONAL_LIMITS)))
+    options = argparse.Namespace(
+        device="cpu", model=None, **dict.fromkeys((*LIMIT_NAMES, *OPTIONAL_LIMITS, "granularity"))
+    )
     return limits_of(options, header, "the log")
 
 
@@ -61,8 +66,20 @@ def test_at_true_shapes_a_step_may_have_any_shared_blocks_and_read_a_slice(conti
 @pytest.mark.parametrize("kind", ["off", "hpu_graph"])
 def test_a_sparse_server_says_how_many_blocks_its_steps_may_choose(kind: str) -> None:
     header = header_of(
-        kind, ucm_sparse_method="GSA", ucm_sparse_config={"GSA": {"min_tokens": 32, "sparse_ratio": 0.5}}
+        kind,
+        ucm_sparse_method="GSA",
+        ucm_sparse_config={"GSA": {"min_tokens": 32, "sparse_ratio": 0.5}},
     )
     # of 16 blocks 8, of which 3 are sinks and window; 8 requests
     assert header["max_selected_blocks"] == 8 * 5
     assert read_limits(header).max_selected_blocks == 40
+
+
+@pytest.mark.parametrize("kind", ["off", "hpu_graph"])
+def test_a_server_with_slots_for_tokens_counts_ranges(kind: str) -> None:
+    header = header_of(kind, kv_cache={"granularity": "token"})
+    assert header["strip"] == 8
+    limits = read_limits(header)
+    assert limits.blocks_per_request == 256 // 8 + 16
+    if kind != "off":
+        assert limits == server_limits(ENGINE, 16, 100, False, None, by_token=True)

@@ -70,6 +70,24 @@ def test_what_the_host_did(tmp_path: Path) -> None:
     assert "host" not in summary_text(PhaseSummary([step(0)]))
 
 
+def test_what_was_done_with_blocks(tmp_path: Path) -> None:
+    """Written where there is any, and summed up."""
+    path = tmp_path / "phases.jsonl"
+    swapped = replace(step(1), copied_blocks=2, swapped_out_blocks=7, swapped_in_blocks=5)
+    moved = replace(step(2), moved_blocks=3, copied_blocks=1)
+    write_log(path, [step(0), swapped, moved])
+    assert read_phase_log(path)[1] == [step(0), swapped, moved]
+    _, ordinary, line, _ = path.read_text().splitlines()
+    assert "blocks" not in ordinary
+    assert line.endswith(',"copied_blocks":2,"swapped_out_blocks":7,"swapped_in_blocks":5}')
+    summary = PhaseSummary([step(0), swapped, moved])
+    sums = {"copied_blocks": 3, "moved_blocks": 3, "swapped_out_blocks": 7, "swapped_in_blocks": 5}
+    assert {name: summary.to_json()[name] for name in sums} == sums
+    assert "blocks before steps: copied 3, moved 3, swapped out 7, swapped in 5" in summary_text(summary)
+    assert "before steps" not in summary_text(PhaseSummary([step(0)]))
+    assert not {*sums} & {*PhaseSummary([step(0)]).to_json()}
+
+
 def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "phases.jsonl"
     true, padded = Bucket("cs-", 1024, 2, 0, 7), Bucket("csu", 2048, 4, 8, 16)

@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     SharedPart,
     UniquePart,
 )
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Request:
 
 
 # How the caches lie in memory: each dense, views with holes between blocks, or each value behind its key with tokens or
-# heads outermost in a block (vLLM's layouts LBNHC and LBHNC).
-Memory = Literal["dense", "holes", "pairs by token", "pairs by head"]
+# heads outermost in a block (vLLM's layouts LBNHC and LBHNC), or values that are the first elements of keys.
+Memory = Literal["dense", "holes", "pairs by token", "pairs by head", "in keys"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Batch:
     requests: list[Request] = field(default_factory=list)
     first_row: list[int] = field(default_factory=list)
     tables: list[list[int]] = field(default_factory=list)
+    per_head: PerHead = NOTHING_PER_HEAD
 
 
 def requests_strategy(block_size: int) -> st.SearchStrategy[list[Request]]:
@@ -132,8 +133,10 @@ def build(requests: list[Request], shape: Shape) -> Batch:
     def randn(*size: int) -> Tensor:
         return torch.randn(*size, generator=random).to(shape.dtype)
 
+    in_keys = shape.memory == "in keys"
     query = randn(total, shape.heads, shape.dim)
     key, value = randn(total, shape.kv_heads, shape.dim), randn(total, shape.kv_heads, shape.value_dim)
+    value = key[..., : shape.value_dim] if in_keys else value
     for tensor in (query, key, value):
         tensor[rows:] = shape.poison
     slots = torch.zeros(total, dtype=torch.int64)
@@ -151,7 +154,8 @@ def build(requests: list[Request], shape: Shape) -> Batch:
         filled.update(old)
         for old_block, old_offset in old:
             key_cache[old_block, old_offset] = randn(shape.kv_heads, shape.dim)
-            value_cache[old_block, old_offset] = randn(shape.kv_heads, shape.value_dim)
+            if not in_keys:
+                value_cache[old_block, old_offset] = randn(shape.kv_heads, shape.value_dim)
         span = slice(first, first + request.new)
         key_cache[block[request.cached :], offset[request.cached :]] = key[span]
         value_cache[block[request.cached :], offset[request.cached :]] = value[span]
@@ -165,7 +169,7 @@ def build(requests: list[Request], shape: Shape) -> Batch:
             seen.append((keys[visible], values[visible]))
     seen += [None] * shape.pads
     parts = _parts(requests, tables, num_blocks, shape, total, random)
-    spec = AttentionSpec(shape.dim**-0.5)
+    spec = AttentionSpec(shape.dim**-0.5, values_in_keys=in_keys)
     return Batch(query, key, value, key_cache, value_cache, slots, parts, spec, seen, requests, first_row, tables)
 
 
@@ -188,6 +192,9 @@ def _caches(num_blocks: int, shape: Shape) -> tuple[Tensor, Tensor]:
     dims = [shape.dim, shape.value_dim]
     if shape.memory == "pairs by token":
         pairs = _poison(num_blocks, shape.block_size, shape.kv_heads, sum(dims), shape=shape)
+    elif shape.memory == "in keys":
+        key_cache = _poison(num_blocks, shape.block_size, shape.kv_heads, shape.dim, shape=shape)
+        return key_cache, key_cache[..., : shape.value_dim]
     elif shape.memory == "pairs by head":
         pairs = _poison(num_blocks, shape.kv_heads, shape.block_size, sum(dims), shape=shape).transpose(1, 2)
     else:

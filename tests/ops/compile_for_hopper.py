@@ -1,5 +1,7 @@
 """Compiles the CUDA kernels for compute capability 9.0 where there is no GPU; prints each with its shared memory.
 
+Machine code that reads what it never wrote is an error.
+
 usage: python -m tests.ops.compile_for_hopper bfloat16|float32
 """
 
@@ -9,13 +11,27 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.ops.batch import Batch, Request, Shape, build
+from tests.ops.local import Features, with_features
+from tests.ops.quantised import random_weight
+from tests.ops.sass import never_written
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
+from vllm_gaudi_ucm.ops.kv_cache.api import E4M3
 from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
-from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts, cuda_plan
+from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
+from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes
+from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
+from vllm_gaudi_ucm.ops.rotary.cuda import cuda_rotate
+from vllm_gaudi_ucm.ops.row_noise.cuda import cuda_noise
+from vllm_gaudi_ucm.ops.silu_and_mul.cuda import cuda_gate
+from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_parts, cuda_plan
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
 
@@ -36,24 +52,115 @@ def compile_instead_of_launching(found: dict[str, int]) -> None:
     """Every launch from here on compiles its kernel, and notes bytes of shared memory by name."""
     driver.set_active(Hopper())
     plain: Any = JITFunction.run
+    read: set[str] = set()
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
         kernel = plain(self, *arguments, grid=grid, warmup=True, **named)
+        if kernel.hash not in read:
+            read.add(kernel.hash)
+            assert not never_written(kernel.asm["cubin"]), (self.fn.__name__, never_written(kernel.asm["cubin"]))
         found[self.fn.__name__] = max(found.get(self.fn.__name__, 0), kernel.metadata.shared)
 
     JITFunction.run = run  # type: ignore[method-assign]
 
 
-def attend(requests: list[Request], dtype: torch.dtype, block_size: int = 128) -> Batch:
+def attend(
+    requests: list[Request],
+    dtype: torch.dtype,
+    block_size: int = 128,
+    wanted: Features | None = None,
+    dim: int = 128,
+    narrow: bool = False,
+) -> Batch:
     """Also what only a Hopper does: kernels that start before the one ahead of them has ended."""
     cuda_plan.multiprocessors = lambda device: 132
     cuda_plan.starts_early = cuda_parts.starts_early = lambda device: True  # type: ignore[assignment]
-    shape = Shape(32, 8, 128, 128, block_size, dtype, poison=0.0, memory="pairs by token")
+    shape = Shape(32, 8, dim, dim, block_size, dtype, poison=0.0, memory="pairs by token")
+    batch = with_features(build(requests, shape), wanted or Features(), block_size)
+    if narrow:
+        batch.key_cache, batch.value_cache = batch.key_cache.to(E4M3), batch.value_cache.to(E4M3)
+    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
+    plan = ATTENTION.make("cuda").plan(batch.parts, shape.block_size)
+    assert ATTENTION.make("cuda").attend(
+        *tensors, plan, batch.spec, torch.empty_like(batch.query), per_head=batch.per_head
+    )
+    return batch
+
+
+def attend_small(dtype: torch.dtype) -> None:
+    """New tokens of heads with small values: their kernels are where ptxas lost addresses."""
+    shape = Shape(6, 6, 48, 32, 128, dtype, poison=0.0, memory="dense")
+    batch = build([Request(0, 26)], shape)
+    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
+    plan = ATTENTION.make("cuda").plan(batch.parts, shape.block_size)
+    assert ATTENTION.make("cuda").attend(*tensors, plan, batch.spec, batch.query.new_empty(*batch.query.shape[:2], 32))
+
+
+def attend_latents(dtype: torch.dtype) -> None:
+    """A step with all parts of a model of DeepSeek's sizes."""
+    shape = Shape(128, 1, 576, 512, 64, dtype, poison=0.0, memory="in keys")
+    requests = [Request(600, 1, prefix=2), Request(700, 3, prefix=2), Request(400, 2, chosen=frozenset({0, 1}))]
     batch = build(requests, shape)
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
     plan = ATTENTION.make("cuda").plan(batch.parts, shape.block_size)
-    assert ATTENTION.make("cuda").attend(*tensors, plan, batch.spec, torch.empty_like(batch.query))
-    return batch
+    assert ATTENTION.make("cuda").attend(*tensors, plan, batch.spec, batch.query.new_empty(*batch.query.shape[:2], 512))
+
+
+def around_attention(dtype: torch.dtype) -> None:
+    """The kernels of a decoder layer beside attention, for every form of them."""
+    hidden, gates = torch.empty(2, 4096, dtype=dtype), torch.empty(2, 2 * 14336, dtype=dtype)
+    cuda_rms_norm(hidden, hidden[0], 1e-5, hidden.clone(), in_place=True)
+    cuda_rms_norm(hidden.view(2, 32, 128), hidden[0, :128], 1e-5, variance_size=64, plus_one=True)
+    table = torch.empty(8, 128, dtype=dtype)
+    for is_neox in (True, False):
+        cuda_rotate(hidden, hidden[:, :1024], torch.zeros(2, dtype=torch.int64), table, 128, is_neox)
+    cuda_gate(gates, "silu")
+    cuda_gate(gates, "gelu")
+    cuda_gate(gates, "gelu_tanh")
+    cuda_noise(torch.zeros(2, dtype=torch.int32), torch.zeros(151936, dtype=torch.int32))
+
+
+def quantised(dtype: torch.dtype) -> None:
+    """Products with few rows and with many, of each kind of codes."""
+    for codes, block, bits in (
+        (torch.float8_e4m3fn, (128, 128), 8),
+        (torch.int8, (1, 256), 8),
+        (torch.uint8, (1, 128), 4),
+        (torch.uint8, (1, 32), 4),
+    ):
+        weight = random_weight(256, 256, block, codes, bits)
+        product, layer = CudaCodes(weight), nn.Module()
+        for name, tensor in product.pack(weight).items():
+            setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+        for rows in (1, 200) if dtype.itemsize < 4 else (1,):
+            product.multiply(torch.empty(rows, 256, dtype=dtype), layer, None)
+
+
+def select(dtype: torch.dtype) -> None:
+    """Summaries, scores, ranking and hand-over of two requests with a verification; every covered kind."""
+    cuda, ids = BLOCK_SELECTION.make("cuda"), torch.zeros(300, dtype=torch.int64)
+    keys, query = torch.zeros(9, 128, 8, 128, dtype=dtype), torch.zeros(10, 32, 128, dtype=dtype)
+    for kind in (SummaryKind.MEAN, SummaryKind.MINMAX, SummaryKind.BOX_MEAN):
+        summaries = torch.zeros(kind.shape(*keys.shape), dtype=dtype)
+        assert cuda.write(keys, ids[:2], summaries, kind)
+        scores = cuda.scores(query, summaries, ids, ids, ids[:3], ids[:3], 5, 0.1, kind)
+        assert scores is not None
+    fresh = cuda.choose(scores, ids, 3, 256, 77)
+    assert fresh is not None
+    table, per_span = torch.zeros(3 * 256 + 1, dtype=torch.int64), 4 * [ids[:3]]
+    cuda.take_choice(fresh, fresh.clone(), *per_span, 256, table, 154, ids[:2])
+    cuda.keep_or_replace(fresh, fresh, *per_span[:3], 256)
+
+
+def experts(dtype: torch.dtype) -> None:
+    """Few pairs, which stand apart, and numbers of them for every size of tile; gates with and without biases."""
+    w13, w2 = torch.empty(8, 1536, 2048, dtype=dtype), torch.empty(8, 2048, 768, dtype=dtype)
+    biases = w13[:, :, 0].contiguous(), w2[:, :, 0].contiguous()
+    gpt_oss = MoeSpec(interleaved=True, alpha=1.702, beta=1.0, limit=7.0, bias=True)
+    for rows in (1, 64, 128, 256, 4096):
+        x, ids = torch.empty(rows, 2048, dtype=dtype), torch.zeros(rows, 2, dtype=torch.int64)
+        spec, added = (gpt_oss, biases) if rows == 64 else (MoeSpec(), ())
+        MOE.make("cuda").compute(x, ids, torch.ones(rows, 2), ExpertWeights(w13, w2, *added), spec)
 
 
 def main(dtype: torch.dtype) -> None:
@@ -61,11 +168,29 @@ def main(dtype: torch.dtype) -> None:
     found: dict[str, int] = {}
     compile_instead_of_launching(found)
     attend([Request(40, 1)], dtype, block_size=64)
-    attend([Request(600, 1)], dtype)
-    batch = attend([Request(600, 1, prefix=2), Request(700, 3, prefix=2), Request(400, 1, chosen=chosen)], dtype)
+    if dtype.itemsize < 4:
+        # the same kernels as below, where they have the step alone: what multiplies float32 takes long to compile
+        attend([Request(600, 1)], dtype)
+    everything = [Request(600, 1, prefix=2), Request(700, 3, prefix=2), Request(400, 1, chosen=chosen)]
+    batch = attend(everything, dtype)
+    if dtype.itemsize < 4:
+        # a cache of 8-bit floats
+        attend(everything, dtype, narrow=True)
+        # as in a step of many rows
+        cuda_attend.CONTINUED = 1
+        attend(everything, dtype)
+        local = Features(300, cap=30.0, sinks=True)
+        attend([Request(600, 1, prefix=2), Request(700, 3, prefix=2)], dtype, wanted=local)
+        attend([Request(600, 1), Request(700, 3)], dtype, dim=512)
+    attend_small(dtype)
+    attend_latents(dtype)
     rows = batch.key_cache.flatten(0, 1), batch.value_cache.flatten(0, 1)
     kv_cache.write(batch.key, batch.value, *rows, batch.slots)
     kv_cache.copy([batch.key_cache], [batch.value_cache], torch.zeros(1, 2, dtype=torch.int64))
+    around_attention(dtype)
+    select(dtype)
+    quantised(dtype)
+    experts(dtype)
     for name, shared in found.items():
         print(name, shared)
 

@@ -37,8 +37,12 @@ def oracle(batch: Batch) -> np.ndarray:
             scores = keys[:, kv_head] @ query[head] * batch.spec.scale
             if (cap := batch.spec.logits_soft_cap) is not None:
                 scores = cap * np.tanh(scores / cap)
-            weights = np.exp(scores - scores.max())
-            result[row, head] = weights @ values[:, kv_head] / weights.sum()
+            if batch.per_head.slopes is not None:
+                scores = scores - float(batch.per_head.slopes[head]) * np.arange(len(scores))[::-1]
+            weights, total = np.exp(scores - scores.max()), 0.0
+            if batch.per_head.sinks is not None:
+                total = np.exp(float(batch.per_head.sinks[head]) - scores.max())
+            result[row, head] = weights @ values[:, kv_head] / (total + weights.sum())
     return result
 
 
@@ -53,6 +57,12 @@ def budget(batch: Batch, expected: np.ndarray) -> float:
         scores = (batch.query[row][:, None] * keys.transpose(0, 1)).sum(-1) * batch.spec.scale
         if (cap := batch.spec.logits_soft_cap) is not None:
             scores = cap * torch.tanh(scores / cap)
+        if batch.per_head.slopes is not None:
+            away = torch.arange(scores.shape[-1] - 1, -1, -1)
+            scores = (scores - batch.per_head.slopes[:, None] * away).to(scores.dtype)
+        if batch.per_head.sinks is not None:
+            scores = torch.cat((scores, batch.per_head.sinks[:, None].to(scores.dtype)), -1)
+            values = torch.cat((values, torch.zeros_like(values[:1])))
         plain = (torch.softmax(scores, -1)[..., None] * values.transpose(0, 1)).sum(1)
         error = max(error, float(np.abs(plain.double().numpy() - expected[row]).max()))
         largest = max(largest, float(values.abs().max()))
@@ -72,7 +82,13 @@ def attend(
     ready = prepare(parts, batch.key_cache.shape[1], implementation=implementation) if prepared else parts
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
     returned = unified_attention(
-        *tensors, ready, batch.spec, out, implementation=implementation, selected_blocks=selected_blocks
+        *tensors,
+        ready,
+        batch.spec,
+        out,
+        implementation=implementation,
+        selected_blocks=selected_blocks,
+        per_head=batch.per_head,
     )
     assert returned is out
     return out.cpu()
@@ -80,7 +96,7 @@ def attend(
 
 def on_gpu(batch: Batch) -> Batch:
     """The batch with all tensors on the GPU, strides as they were."""
-    names = ("query", "key", "value", "key_cache", "value_cache", "slots", "parts")
+    names = ("query", "key", "value", "key_cache", "value_cache", "slots", "parts", "per_head")
     return replace(batch, **{name: _on_gpu(getattr(batch, name)) for name in names})
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, prepare_spans, write_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, projection
-from vllm_gaudi_ucm.ops.block_selection.implementation import PreparedSpans
+from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared
 
 KINDS = tuple(SummaryKind)
 
@@ -51,14 +51,14 @@ class Candidates:
         *,
         summaries: Tensor | None = None,
         implementation: str = "reference",
-        prepared: PreparedSpans | None = None,
+        prepared: Prepared | None = None,
     ) -> Tensor:
         """Of summaries of the candidates alone, all others being whatever they are."""
         summaries = self.summaries(kind) if summaries is None else summaries
         rest = (self.blocks, self.spans, self.first_rows, self.num_rows, self.max_rows, self.scale)
         return block_scores(self.query, summaries, *rest, kind, implementation=implementation, prepared=prepared)
 
-    def prepare(self, implementation: str) -> PreparedSpans | None:
+    def prepare(self, implementation: str) -> Prepared | None:
         rows = self.spans, self.first_rows, self.num_rows, self.max_rows
         return prepare_spans(*rows, self.num_rows, self.num_rows, 1, implementation=implementation)
 

@@ -1,4 +1,4 @@
-"""Sliding windows and soft caps: the reference against a float64 oracle, and what is refused."""
+"""Windows, chunks, soft caps, sinks and slopes in every implementation: a float64 oracle, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,102 +7,144 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.batch import Batch, Request, Shape, build, requests_strategy
-from tests.ops.oracle import assert_matches
+from tests.ops.local import LONG, Features, features, with_features
+from tests.ops.oracle import IMPLEMENTATIONS, assert_matches, attend, examples
 from tests.ops.test_unified_attention import COMMON, MIXED, shapes
-from vllm_gaudi_ucm.ops.unified_attention.api import unified_attention
+from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
-from vllm_gaudi_ucm.ops.unified_attention.parts import SharedPart
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec, PerHead
 
 
-def windowed(plain: Batch, window: int, block_size: int) -> Batch:
-    """The batch for a layer with a window: ranges begin where the window of each row does, and less is seen."""
-    owner = [index for index, request in enumerate(plain.requests) for _ in range(request.new)]
-    position = [request.cached + row for request in plain.requests for row in range(request.new)]
-
-    def first_seen(row: int, block: int) -> int:
-        """In the tokens of a block that the row's request has."""
-        return max(0, position[row] - window + 1 - plain.tables[owner[row]].index(block) * block_size)
-
-    shared, unique = plain.parts.shared, plain.parts.unique
-    if shared is not None:
-        rows = len(plain.seen)
-        lo, hi = shared.lo[shared.row_spans].clone(), shared.hi[shared.row_spans].clone()
-        for row in range(len(owner)):
-            for column, block in enumerate(shared.blocks.tolist()):
-                if hi[row, column]:
-                    lo[row, column] = first_seen(row, block)
-        shared = SharedPart(shared.blocks, torch.arange(rows), lo, hi, shared.groups)
-    if unique is not None:
-        lo = unique.lo.clone()
-        for entry, row in enumerate(unique.rows.tolist()):
-            if unique.hi[entry]:
-                lo[entry] = first_seen(row, entry if unique.blocks is None else int(unique.blocks[entry]))
-        unique = unique._replace(lo=lo)
-    seen = [None if pair is None else (pair[0][-window:], pair[1][-window:]) for pair in plain.seen]
-    parts = plain.parts._replace(shared=shared, unique=unique)
-    return replace(plain, parts=parts, seen=seen, spec=replace(plain.spec, sliding_window=window))
+def of_layer(requests: list[Request], shape: Shape, wanted: Features, size: float = 1.0) -> Batch:
+    """size: of the queries, so that scores reach a soft cap."""
+    batch = build(requests, shape)
+    batch.query *= size
+    return with_features(batch, wanted, shape.block_size)
 
 
-@given(shape=shapes(), window=st.integers(1, 24), data=st.data())
-@COMMON
-def test_a_window_equals_its_definition(shape: Shape, window: int, data: st.DataObject) -> None:
-    requests = data.draw(requests_strategy(shape.block_size))
-    assert_matches(windowed(build(requests, shape), window, shape.block_size), "reference")
+def computed(batch: Batch, implementation: str) -> bool:
+    return ATTENTION.make(implementation).supports(batch.spec)
 
 
-@pytest.mark.parametrize("cap", [0.5, 2.0, 50.0])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@given(shape=shapes(), wanted=features(slopes=True), data=st.data())
+@settings(COMMON, max_examples=examples(100))
+def test_any_layer_equals_its_definition(
+    implementation: str, shape: Shape, wanted: Features, data: st.DataObject
+) -> None:
+    """Everything outside of the windows is NaN. covers: A1, A2, A9, A19"""
+    batch = of_layer(data.draw(requests_strategy(shape.block_size)), shape, wanted, 4.0)
+    if computed(batch, implementation):
+        assert_matches(batch, implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_soft_cap_equals_its_definition(cap: float, dtype: torch.dtype, window: int | None) -> None:
-    """Of scores that are far beyond the cap, with a window and without one."""
-    batch = build(MIXED, Shape(dtype=dtype))
-    batch.query *= 8
-    batch.spec = replace(batch.spec, logits_soft_cap=cap)
-    assert_matches(batch if window is None else windowed(batch, window, 4), "reference")
+@pytest.mark.parametrize(
+    "wanted",
+    [Features(20, sinks=True), Features(16), Features(16, chunked=True), Features(1), Features(24, cap=2.0)],
+    ids=str,
+)
+def test_longer_than_the_window(implementation: str, dtype: torch.dtype, wanted: Features) -> None:
+    """Chunks behind their window, windows that begin within blocks, and rows that see new tokens alone."""
+    shape = Shape(heads=4, kv_heads=2, dim=32, value_dim=32, block_size=16, dtype=dtype)
+    long = [replace(request, cached=request.cached + request.prefix * 16) for request in LONG]
+    batch = of_layer(long, shape, wanted, 4.0 if wanted.cap else 1.0)
+    if computed(batch, implementation):
+        assert_matches(batch, implementation, prepared=True)
 
 
-def test_a_soft_cap_reaches_selected_blocks() -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_many_rows_of_a_chunk(implementation: str) -> None:
+    """More rows than a tile of any implementation has, of a window that is shorter, behind a context."""
+    requests = [Request(70, 150), Request(200, 1)] if implementation == "cuda" else [Request(300, 400), Request(900, 1)]
+    shape = Shape(heads=2, kv_heads=1, dim=32, value_dim=32, block_size=16, pads=0)
+    assert_matches(of_layer(requests, shape, Features(70, sinks=True)), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 256, 512])
+def test_head_sizes(implementation: str, dim: int) -> None:
+    requests = [Request(9, 1, prefix=2), Request(8, 3, prefix=2), Request(0, 5)]
+    assert_matches(build(requests, Shape(heads=2, kv_heads=1, dim=dim, value_dim=dim)), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_sink_is_all_that_a_row_sees(implementation: str) -> None:
+    """Pads, and a step of nothing else."""
+    batch = of_layer([], Shape(pads=3), Features(sinks=True))
+    assert not attend(batch, implementation).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("logit", [-200.0, 0.0, 200.0])
+def test_sinks_of_extreme_size(implementation: str, logit: float) -> None:
+    """Far below the scores a sink is nothing, far above them it leaves nothing."""
+    batch = of_layer(MIXED, Shape(), Features(sinks=True))
+    batch.per_head = PerHead(torch.full((4,), logit))
+    assert_matches(batch, implementation)
+    plain = attend(build(MIXED, Shape()), implementation)
+    if logit < 0:
+        torch.testing.assert_close(attend(batch, implementation), plain)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_soft_cap_and_sinks_reach_selected_blocks(implementation: str) -> None:
     batch = build([Request(14, 1, chosen=frozenset({0, 2})), Request(9, 3, chosen=frozenset({1}))], Shape())
     batch.query *= 8
-    batch.spec = replace(batch.spec, logits_soft_cap=1.5)
-    assert_matches(batch, "reference")
+    batch = with_features(batch, Features(cap=1.5, sinks=True), 4)
+    if computed(batch, implementation):
+        assert_matches(batch, implementation)
 
 
-def test_what_only_the_reference_computes_is_its_work() -> None:
-    batch = build(MIXED, Shape(poison=0.0))
-    batch.spec = replace(batch.spec, logits_soft_cap=2.0)
-    assert_matches(batch, "auto")
-    others = [name for name in ATTENTION.names() if name != "reference"]
-    assert not any(ATTENTION.make(name).supports(batch.spec) for name in others)
-    for name in ("cpu", "hpu"):
-        tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
-        with pytest.raises(
-            ValueError, match=rf"'{name}' cannot be used here \(it does not compute logits_soft_cap=2.0"
-        ):
-            unified_attention(*tensors, batch.parts, batch.spec, implementation=name)
+def test_what_an_implementation_does_not_compute_the_next_one_does(caplog: pytest.LogCaptureFixture) -> None:
+    """With one line in the log, and not for layers that it computes."""
+    slopes, cap = AttentionSpec(0.25, has_slopes=True), AttentionSpec(0.25, logits_soft_cap=2.0)
+    for name in ("cpu", "native", "hpu", "cuda"):
+        assert not ATTENTION.make(name).supports(slopes)
+        assert ATTENTION.make(name).supports(AttentionSpec(0.25, is_local=True, has_sinks=True))
+    assert not ATTENTION.make("cpu").supports(cap)
+    assert choose_implementation("auto", "hpu", [AttentionSpec(0.25), cap]) == "hpu"
+    assert not caplog.records
+    assert choose_implementation("auto", "hpu", [AttentionSpec(0.25), slopes, slopes]) == "reference"
+    (record,) = caplog.records
+    assert "'hpu' does not compute all layers of this model, so 'reference' computes them" in record.message
+    with pytest.raises(ValueError, match=r"'cpu' cannot be used here \(it does not compute logits_soft_cap=2.0"):
+        choose_implementation("cpu", "cpu", [cap])
 
 
-def test_a_window_with_a_selected_part_is_refused() -> None:
-    batch = build([Request(14, 1, chosen=frozenset({0}))], Shape())
+def call(batch: Batch, **change: Any) -> None:
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
-    with pytest.raises(ValueError, match="found a selected part with a sliding window"):
-        unified_attention(*tensors, batch.parts, replace(batch.spec, sliding_window=4))
+    per_head = change.pop("per_head", batch.per_head)
+    unified_attention(*tensors, batch.parts, replace(batch.spec, **change), per_head=per_head)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"sliding_window": 0}, "sliding_window is 0, expected at least 1"),
-        ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0, expected a positive number"),
-        ({"logits_soft_cap": float("inf")}, "logits_soft_cap is inf"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AttentionSpec(0.25, **change)
+def test_parts_and_tensors_that_are_not_those_of_the_layer() -> None:
+    chosen = build([Request(14, 1, chosen=frozenset({0}))], Shape())
+    with pytest.raises(ValueError, match="a selected part with is_local=True, expected none"):
+        call(chosen, is_local=True)
+    local = of_layer(MIXED, Shape(), Features(5, sinks=True))
+    with pytest.raises(ValueError, match=r"found the parts of a window, expected spec\.is_local"):
+        call(local, is_local=False)
+    with pytest.raises(ValueError, match=r"per_head\.sinks is None, but spec\.has_sinks is True"):
+        call(local, per_head=PerHead())
+    with pytest.raises(ValueError, match=r"per_head.sinks has shape \(3,\), expected \(4,\)"):
+        call(local, per_head=PerHead(torch.zeros(3)))
+    with pytest.raises(ValueError, match=r"parts\.positions is None, expected positions for"):
+        call(local, is_local=False, has_slopes=True)
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, float("inf")])
+def test_a_cap_that_makes_no_sense_is_refused(cap: float) -> None:
+    with pytest.raises(ValueError, match=f"logits_soft_cap is {cap}, expected a positive number"):
+        AttentionSpec(0.25, logits_soft_cap=cap)
     assert AttentionSpec(0.25).is_plain
+
+
+def test_slopes_beside_a_window_are_refused() -> None:
+    with pytest.raises(ValueError, match="found slopes beside a window"):
+        AttentionSpec(0.25, is_local=True, has_slopes=True)

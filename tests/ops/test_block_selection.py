@@ -63,7 +63,7 @@ def test_scores_equal_their_definition(kind: SummaryKind, implementation: str, f
             assert found[entries].sum().item() == pytest.approx(1, abs=1e-5)
     assert not found[found.shape[0] - case.pads :].any(), "a pad has no score"
     prepared = candidates.prepare(implementation)
-    assert (prepared is not None) == (implementation == "hpu")
+    assert (prepared is not None) == (implementation in ("hpu", "cuda"))
     assert_scores(candidates.scores(kind, implementation=implementation, prepared=prepared), found.double().numpy())
 
 

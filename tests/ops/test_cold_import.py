@@ -38,6 +38,7 @@ ROOMS = (
     "vllm_gaudi_ucm.ops.block_selection.impl.reference",
     "vllm_gaudi_ucm.ops.unified_attention.api",
     "vllm_gaudi_ucm.ops.host_memory.api",
+    "vllm_gaudi_ucm.ops.mem_state.api",
     "vllm_gaudi_ucm.ops.native.library",
     "vllm_gaudi_ucm.ops.packed_linear.api",
     "vllm_gaudi_ucm.ops.rms_norm.api",

@@ -33,11 +33,17 @@ def bfloat16(outputs: int, inputs: int) -> Tensor:
     return torch.randn(outputs, inputs).bfloat16().float()
 
 
-MAKERS = {Form.AFFINE4: four_bits, Form.SYMMETRIC8: eight_bits, Form.BFLOAT16: bfloat16}
-BYTES = {Form.AFFINE4: 0.5 + 8 / GROUP, Form.SYMMETRIC8: 1 + 4 / GROUP, Form.BFLOAT16: 2}
+def float16(outputs: int, inputs: int) -> Tensor:
+    return torch.randn(outputs, inputs).half().float()
 
 
-@pytest.mark.parametrize("form", Form)
+# the matrix unit multiplies bfloat16, so weights of float16 stay as they are beside it
+FORMS = [form for form in Form if form is not Form.FLOAT16 or not matrix_unit.in_use()]
+MAKERS = {Form.AFFINE4: four_bits, Form.SYMMETRIC8: eight_bits, Form.BFLOAT16: bfloat16, Form.FLOAT16: float16}
+BYTES = {Form.AFFINE4: 0.5 + 8 / GROUP, Form.SYMMETRIC8: 1 + 4 / GROUP, Form.BFLOAT16: 2, Form.FLOAT16: 2}
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_the_form_is_found_and_smaller(form: Form) -> None:
     weight = MAKERS[form](192, 96)
     found = find_compact(weight)
@@ -46,7 +52,7 @@ def test_the_form_is_found_and_smaller(form: Form) -> None:
     assert found.nbytes == weight.numel() * BYTES[form]
 
 
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("place", [(0, 0), (2100, 31), (-1, -1)])
 def test_one_value_that_does_not_fit_is_enough(form: Form, place: tuple[int, int]) -> None:
     """Also behind the sample, and in another chunk than the first."""
@@ -70,7 +76,7 @@ def test_shapes_and_values_of_no_form(weight: Tensor) -> None:
     torch.testing.assert_close(packed_linear(x, pack(weight, compact=True)), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 16, NATIVE_ROWS])
 def test_equals_float64(form: Form, threads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +98,7 @@ def test_equals_float64(form: Form, threads: int, rows: int, monkeypatch: pytest
     assert ((found.double() - exact).abs() <= budget).all()
 
 
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("form", FORMS)
 def test_as_many_rows_as_are_multiplied_at_once_and_one_more(form: Form) -> None:
     """Without oneDNN's copy a prompt is multiplied in pieces of 1024 rows; the error is no larger than oneDNN's."""
     torch.manual_seed(1)
@@ -114,7 +120,7 @@ def test_a_copy_for_onednn_is_kept_where_panels_leave_the_cache(inputs: int) -> 
     assert (packed.tensor is None) == (kernels.ucm_lanes() >= ALONE_LANES and inputs <= ALONE_INPUTS)
 
 
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("outputs", [48, 16, 80])
 def test_panels_of_other_widths(form: Form, outputs: int) -> None:
     weight, x = MAKERS[form](outputs, 64), torch.randn(5, 64)

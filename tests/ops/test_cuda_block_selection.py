@@ -16,7 +16,14 @@ from tests.ops.oracle import CUDA_RUNS, examples
 from tests.ops.selection import Candidates, Case, build, expected_scores
 from tests.ops.test_block_selection import COMMON, assert_scores, cases
 from tests.ops.test_block_selection_choice import SCORES
-from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, keep_or_replace
+from vllm_gaudi_ucm.ops.block_selection.api import (
+    block_scores,
+    choose_blocks,
+    keep_or_replace,
+    prepare_spans,
+    take_choice,
+    write_summaries,
+)
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl import cuda
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
@@ -43,6 +50,9 @@ def test_scores_equal_their_definition(kind: SummaryKind, case: Case) -> None:
     candidates = build(case)
     found = scores(candidates, kind)
     assert_scores(found, expected_scores(candidates, kind))
+    on_device = moved(candidates)
+    prepared = on_device.scores(kind, implementation="cuda", prepared=on_device.prepare("cuda"))
+    assert torch.equal(prepared.cpu(), found)
     assert not found[found.shape[0] - case.pads :].any(), "a pad has no score"
 
 
@@ -58,9 +68,9 @@ def test_more_candidates_than_programs_look_at_at_once(kind: SummaryKind, monkey
 
 def test_the_rows_of_a_long_prompt_are_a_grid_that_cuda_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of a prompt may choose blocks, too: 8192 rows of 64 heads, in lines of four."""
-    from vllm_gaudi_ucm.ops.block_selection.impl.triton import selection as kernels
+    from vllm_gaudi_ucm.ops.block_selection.impl.triton import scores as kernels
 
-    launches = {name: Launches() for name in ("estimate_blocks", "span_sums", "block_shares")}
+    launches = {name: Launches() for name in ("estimate_boxes", "find_candidates", "span_sums", "block_shares")}
     for name, kernel in launches.items():
         monkeypatch.setattr(kernels, name, kernel)
     query, summaries = torch.empty(8192, 64, 8, device="meta"), torch.empty(9, 2, 8, 8, device="meta")
@@ -128,7 +138,7 @@ def test_choice_equals_the_reference(data: st.DataObject, num_spans: int, width:
 
 @pytest.mark.parametrize("width", [63, 64, 65, 300])
 def test_a_choice_among_many(width: int) -> None:
-    """covers: C13. More blocks than a program ranks, few distinct scores."""
+    """covers: C13. More blocks than a program ranks, few distinct scores; spans one behind the other, or mixed up."""
     random = torch.Generator().manual_seed(width)
     numbers = torch.randint(0, 20, (3 * width,), generator=random).to(DEVICE).bfloat16()
     places = torch.randperm(3 * width, generator=random).to(DEVICE)
@@ -136,6 +146,10 @@ def test_a_choice_among_many(width: int) -> None:
         choose_blocks(numbers, places, 3, width, 40, implementation=name) for name in ("cuda", "reference")
     )
     assert torch.equal(found, expected)
+    in_order, ones = torch.arange(3 * width, device=DEVICE), torch.ones(3, dtype=torch.int64, device=DEVICE)
+    prepared = prepare_spans(in_order // width, ones, ones, 1, ones, ones, 40, implementation="cuda")
+    found = choose_blocks(numbers, in_order, 3, width, 40, implementation="cuda", prepared=prepared)
+    assert torch.equal(found, choose_blocks(numbers, in_order, 3, width, 40, implementation="reference"))
 
 
 @given(data=st.data(), spans=st.integers(0, 4), most=st.integers(0, 40), width=st.integers(1, 12))
@@ -155,3 +169,95 @@ def test_keep_or_replace_equals_the_reference(data: st.DataObject, spans: int, m
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", COVERED)
+@pytest.mark.parametrize("block_size", [8, 40])
+def test_summaries_equal_the_reference_and_pads_are_not_written(kind: SummaryKind, block_size: int) -> None:
+    """Blocks in any order, block sizes that are no power of two, a cache strided as pairs of keys and values."""
+    candidates = build(Case(block_size=block_size, dim=24))
+    pairs = torch.stack((candidates.key_cache, torch.full_like(candidates.key_cache, float("nan"))), dim=3)
+    keys = pairs.to(DEVICE)[:, :, :, 0]
+    assert not keys.is_contiguous()
+    blocks = candidates.blocks.to(DEVICE)
+    real = blocks[blocks > 0]
+    found, expected = (torch.full(kind.shape(*keys.shape), float("nan"), device=DEVICE) for _ in range(2))
+    write_summaries(keys, blocks, found, kind, implementation="cuda")
+    write_summaries(keys, real, expected, kind, implementation="reference")
+    assert found[real].isfinite().all()
+    torch.testing.assert_close(found, expected, equal_nan=True, atol=2e-6, rtol=1e-5)
+
+
+def test_pads_alone_write_no_summary() -> None:
+    """Most steps fill no block; the keys of the dummy block are anything."""
+    keys = torch.full((3, 16, 2, 16), float("nan"), device=DEVICE)
+    summaries = torch.ones(SummaryKind.BOX_MEAN.shape(*keys.shape), device=DEVICE)
+    write_summaries(
+        keys, torch.zeros(4, dtype=torch.int64, device=DEVICE), summaries, SummaryKind.BOX_MEAN, implementation="cuda"
+    )
+    assert torch.equal(summaries, torch.ones_like(summaries))
+
+
+@pytest.mark.parametrize("kind", COVERED)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_broken_key_breaks_its_summary(kind: SummaryKind, bad: float) -> None:
+    """covers: A9. Its block then comes first."""
+    candidates = moved(build(Case()))
+    candidates.key_cache[candidates.blocks[2], 3] = bad
+    summaries = torch.zeros(kind.shape(*candidates.key_cache.shape), device=DEVICE)
+    write_summaries(candidates.key_cache, candidates.blocks, summaries, kind, implementation="cuda")
+    found = candidates.scores(kind, summaries=summaries, implementation="cuda")
+    assert found[2] == 1
+    others = torch.cat((found[:2], found[3:]))
+    assert others.isfinite().all()
+    assert (others < 1).sum() == len(others) - 1, "a span of one candidate gives it all"
+
+
+@given(data=st.data(), counts=st.lists(st.integers(0, 9), min_size=1, max_size=4), most=st.integers(9, 20))
+@settings(COMMON, max_examples=examples(60))
+def test_a_choice_is_handed_over_as_the_operations_one_by_one_do(
+    data: st.DataObject, counts: list[int], most: int
+) -> None:
+    """covers: C13. Any mode, stored rankings with holes, pads of the choice, spans that share the last row."""
+    spans, width, table_rows = len(counts), 24, 6
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    rows = torch.randperm(table_rows - 1, generator=random)[:spans]
+    slots = torch.where(torch.tensor(counts) > 0, rows, table_rows - 1)
+    stored = torch.randint(-1, width, (table_rows, most), generator=random)
+    fresh = torch.stack([torch.randperm(width, generator=random)[:most] for _ in counts])
+    fresh[:, -1] = -1
+    if data.draw(st.booleans()):
+        stored[slots] = fresh
+        stored[:, 1] = stored[:, 0]
+    modes = torch.tensor([data.draw(st.integers(0, 2)) for _ in counts])
+    thresholds = torch.tensor([data.draw(st.integers(0, 6)) for _ in counts])
+    block_table = torch.randint(1, 99, (spans * width + 1,), generator=random)
+    of_spans = torch.tensor(counts), modes, thresholds
+    ranking, kept, replaced = keep_or_replace(stored[slots], fresh, *of_spans, width, implementation="reference")
+    owners = torch.arange(spans).repeat_interleave(torch.tensor(counts))
+    ranks = torch.cat([torch.arange(count) for count in counts]).long()
+    ids = block_table[owners * width + ranking[owners, ranks].clamp(min=0)]
+    pads = data.draw(st.integers(0, 20))
+    table, checks = stored.clone().to(DEVICE), torch.tensor([3, 4], device=DEVICE)
+    tensors = (fresh, table, slots, *of_spans)
+    chosen, found = take_choice(
+        *(one.to(DEVICE) for one in tensors[:1]), table, *(one.to(DEVICE) for one in tensors[2:]), width,
+        block_table.to(DEVICE), len(ids) + pads, checks, implementation="cuda",
+    )  # fmt: skip
+    assert torch.equal(chosen.cpu(), ranking)
+    assert torch.equal(found.cpu(), torch.cat((ids, torch.zeros(pads, dtype=torch.int64))))
+    assert checks.tolist() == [3 + int(kept.sum()), 4 + int(replaced.sum())]
+    real = torch.tensor(counts) > 0
+    assert torch.equal(table.cpu()[slots[real]], ranking[real])
+    others = [row for row in range(table_rows - 1) if row not in slots.tolist()]
+    assert torch.equal(table.cpu()[others], stored[others])
+
+
+def test_what_a_hand_over_refuses() -> None:
+    ids = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    fresh, table = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE), torch.zeros(9, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"take_choice: stored is torch.int64 \(2, 4\)"):
+        take_choice(fresh, ids.new_zeros(2, 4), *4 * [ids], 4, table, 0, ids, implementation="cuda")
+    strided = ids.new_zeros(3, 2).T
+    with pytest.raises(ValueError, match=r"take_choice: fresh has strides .*, expected a contiguous tensor"):
+        take_choice(strided, fresh, *4 * [ids], 4, table, 0, ids, implementation="cuda")

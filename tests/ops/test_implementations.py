@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.ops.batch import Batch, Request, Shape, build
+from tests.ops.local import Features, with_features
 from tests.ops.oracle import assert_matches
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.execution.graph_kind import graph_kind
@@ -25,7 +26,7 @@ from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 from vllm_gaudi_ucm.options.errors import UcmConfigError
 
 REQUESTS = [Request(5, 1), Request(4, 3, prefix=1), Request(0, 4)]
-WINDOW = AttentionSpec(0.25, sliding_window=3)
+SLOPED = AttentionSpec(0.25, has_slopes=True)
 FILE = '''
 from vllm_gaudi_ucm.ops.unified_attention.impl.reference import ReferenceAttention
 
@@ -93,14 +94,16 @@ def test_one_from_outside_by_name(calls: list[int]) -> None:
 
 
 def test_what_it_does_not_support_is_refused_by_name_and_left_to_others(calls: list[int]) -> None:
-    batch = build(REQUESTS, Shape(poison=0.0))
-    with pytest.raises(ValueError, match=r"'outside' .* \(it does not compute sliding_window=3\), .* or 'reference'"):
-        unified_attention(*_tensors(batch), batch.parts, WINDOW, implementation="outside")
+    batch = with_features(build(REQUESTS, Shape(poison=0.0)), Features(slopes=True), 4)
+    heads = batch.per_head
+    with pytest.raises(ValueError, match=r"'outside' .* \(it does not compute has_slopes=True\), .* or 'reference'"):
+        unified_attention(*_tensors(batch), batch.parts, SLOPED, implementation="outside", per_head=heads)
     ready = prepare(batch.parts, 4, implementation="outside")
-    with pytest.raises(ValueError, match=r"'outside' does not compute sliding_window=3, prepare .* for 'reference'"):
-        unified_attention(*_tensors(batch), ready, WINDOW)
-    found = unified_attention(*_tensors(batch), batch.parts, WINDOW)
-    assert torch.equal(found, unified_attention(*_tensors(batch), batch.parts, WINDOW, implementation="reference"))
+    with pytest.raises(ValueError, match=r"'outside' does not compute has_slopes=True, prepare .* for 'reference'"):
+        unified_attention(*_tensors(batch), ready, SLOPED, per_head=heads)
+    arguments = (*_tensors(batch), batch.parts, SLOPED)
+    found = unified_attention(*arguments, per_head=heads)
+    assert torch.equal(found, unified_attention(*arguments, implementation="reference", per_head=heads))
     assert not calls
 
 
@@ -125,11 +128,11 @@ def test_where_nothing_fits_every_reason_is_named() -> None:
     some: Implementations[Implementation[AttentionSpec]] = Implementations("some_operation", "tests.no_packages")
     some.register("gaudi", OnlyGaudi)
     some.register("host", HostOnly)
-    assert some.choose("auto", "cpu", WINDOW).name == "host"
+    assert some.choose("auto", "cpu", SLOPED).name == "host"
     with pytest.raises(
         ValueError,
-        match=r"some_operation: no implementation of sliding_window=3 on hpu: gaudi \(it "
-        r"does not compute sliding_window=3\), host \(it reads tensors on the host.*\)",
+        match=r"some_operation: no implementation of has_slopes=True on hpu: gaudi \(it "
+        r"does not compute has_slopes=True\), host \(it reads tensors on the host.*\)",
     ):
-        some.choose("auto", "hpu", WINDOW, captured=True)
+        some.choose("auto", "hpu", SLOPED, captured=True)
     assert some.explain("cpu") == {"gaudi": "it is for hpu", "host": ""}

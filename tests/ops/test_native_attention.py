@@ -86,7 +86,7 @@ def test_cost_follows_what_is_seen() -> None:
     requests = [Request(40, 1), Request(12, 6), Request(0, 9)]
     jobs = native_jobs.make_jobs(build(requests, Shape(pads=3)).parts, 4)
     pairs = 0
-    for row_lo, row_hi, range_lo, range_hi, first in jobs.jobs.tolist():
+    for row_lo, row_hi, range_lo, range_hi, first, _ in jobs.jobs.tolist():
         ranges, rows = jobs.ranges[range_lo:range_hi], jobs.rows[row_lo:row_hi, 0]
         pairs += len(rows) * int((ranges[:, 2] - ranges[:, 1]).sum())
         pairs += int((rows - first + 1).sum()) if first >= 0 else 0

@@ -29,7 +29,13 @@ def cache(tmp_path: Path) -> Path:
 
 
 @needs_compiler
-def test_builds_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builds_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a source that is compiled in no time; `test_native_variants.py` builds the kernels."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("one", "two"):
+        (source / f"{name}.cpp").write_text(f'extern "C" int {name}() {{ return 1; }}\n')
+    monkeypatch.setattr(build, "SOURCE", source)
     first = build.build(cache)
     assert [path.name for path in cache.iterdir()] == [first.name], "nothing but the library is left"
     monkeypatch.setattr(build, "run", lambda commands, work: pytest.fail(f"compiled again: {commands}"))

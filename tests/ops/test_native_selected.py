@@ -96,7 +96,7 @@ def test_a_request_is_one_job() -> None:
         Request(26, 5, chosen=frozenset({1, 4}), dropped=frozenset({2})),
     ]
     jobs = native_jobs.make_jobs(build(requests, Shape(pads=1)).parts, 4)
-    found = [(row_hi - row_lo, span_hi - span_lo) for row_lo, row_hi, span_lo, span_hi, _ in jobs.jobs.tolist()]
+    found = [(row_hi - row_lo, span_hi - span_lo) for row_lo, row_hi, span_lo, span_hi, *_ in jobs.jobs.tolist()]
     assert sorted(found) == [(1, 7), (5, 6)]
     assert jobs.partials == 0
 

@@ -172,3 +172,19 @@ def test_a_weight_that_fits_every_format_proves_none(monkeypatch: pytest.MonkeyP
 def test_rows_of_any_shape(shape: tuple[int, ...]) -> None:
     weight, x = torch.randn(64, 32), torch.randn(shape)
     torch.testing.assert_close(packed_linear(x, pack(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(192, 64), (60, 33)])
+@pytest.mark.parametrize("rows", [0, 1, 5, 70])
+def test_float16_is_multiplied_in_fp32(outputs: int, inputs: int, rows: int) -> None:
+    """Exact weights, sums in fp32, and one rounding; also where no panels fit, and of more dimensions."""
+    torch.manual_seed(rows)
+    weight, x, bias = torch.randn(outputs, inputs).half(), torch.randn(rows, inputs).half(), torch.randn(outputs).half()
+    assert can_pack(weight)
+    packed = pack(weight)
+    found = packed_linear(x, packed, bias)
+    assert found.dtype == torch.float16
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-3)
+    assert torch.equal(packed_linear(x.view(rows, 1, inputs), packed, bias).view(rows, outputs), found)
+    assert packed.is_fp32 != bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -59,7 +59,7 @@ def pad(batch: Batch, pads: Pads, content: float) -> Batch:
     total = batch.query.shape[0] + pads.rows
     tensors = [_rows(tensor, pads.rows, content) for tensor in (batch.query, batch.key, batch.value)]
     query, key, value = tensors
-    causal, shared, unique, selected = batch.parts
+    causal, shared, unique, selected, _ = batch.parts
     parts = AttentionParts(
         _pad_causal(causal, total, pads) if causal or "c" in pads.phase else None,
         _pad_shared(shared, total, len(batch.requests), pads) if shared or "s" in pads.phase else None,

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.ops.packed_linear.packing import Form, Panels
 
 needs_tiles = pytest.mark.skipif(not matrix_unit.available(), reason=matrix_unit.why_not() or "there is one")
 EPSILON = torch.finfo(torch.float32).eps
-FORMS = (*Form, None)  # None: of those in fewer bits, so fp32 panels
+FORMS = (Form.BFLOAT16, Form.AFFINE4, Form.SYMMETRIC8, None)  # None: of those in fewer bits, so fp32 panels
 NAN = float("nan")
 
 
@@ -54,6 +54,12 @@ def every_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Tensor, "new_empty", lambda self, *size: self.new_full(torch.Size(size[0] if len(size) == 1 else size), NAN)
     )
+
+
+@needs_tiles
+def test_weights_of_float16_have_no_codes() -> None:
+    """They would lose bits in products of bfloat16."""
+    assert pack(MAKERS[Form.FLOAT16](64, 96), compact=True).compact is None
 
 
 @needs_tiles

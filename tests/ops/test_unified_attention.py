@@ -139,3 +139,11 @@ def _copy_contexts(plain: Batch, moved: Batch, order: list[int]) -> None:
 def test_a_step_without_rows_or_parts(implementation: str) -> None:
     assert attend(build([], Shape(pads=0)), implementation).shape == (0, 4, 16)
     assert not attend(build([], Shape(pads=3)), implementation).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_a_part_of_keys(implementation: str, dtype: torch.dtype) -> None:
+    """Multi-head latent attention: one KV head for all, whose keys are longer than its values."""
+    shape = Shape(heads=6, kv_heads=1, dim=40, value_dim=32, dtype=dtype, memory="in keys")
+    assert_matches(build(MIXED, shape), implementation, prepared=True)

@@ -86,7 +86,8 @@ def test_every_requirement_has_an_upper_bound(content: dict[str, str]) -> None:
 
 def test_extras(content: dict[str, str]) -> None:
     metadata = HeaderParser().parsestr(content["<dist-info>/METADATA"])
-    assert set(metadata.get_all("Provides-Extra") or []) == {"hpu", "demo", "speculation", "redis", "docs", "test"}
+    extras = {"hpu", "demo", "speculation", "ray", "redis", "docs", "test"}
+    assert set(metadata.get_all("Provides-Extra") or []) == extras
     for_hpu = [r for r in requirements(content) if r.marker is not None and r.marker.evaluate({"extra": "hpu"})]
     assert for_hpu == []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from tests.engine.model_classes import import_class
 from tests.engine.tiny_models import FAMILIES, make_config
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
+from vllm_gaudi_ucm.envs import LOCAL_ENGINES, local_engines
 from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.combinations import refuse_device_ids
 from vllm_gaudi_ucm.platform.features import most_experts
 from vllm_gaudi_ucm.platform.platform import UcmPlatform
+from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +47,15 @@ def start(model: Path, **options: Any) -> Any:
 
 
 FLAGS: list[tuple[str, str, dict[str, Any]]] = [
-    ("tensor parallelism", "--tensor-parallel-size 2", {"tensor_parallel_size": 2}),
-    ("pipeline parallelism", "--pipeline-parallel-size 2", {"pipeline_parallel_size": 2}),
-    ("data parallelism", "--data-parallel-size 2", {"data_parallel_size": 2}),
+    (
+        "pipeline parallelism, for which vLLM schedules drafts of a request before it has the token that they follow "
+        "(take --tensor-parallel-size)",
+        "--speculative-config",
+        {
+            "pipeline_parallel_size": 2,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+        },
+    ),
     ("LoRA", "--enable-lora", {"enable_lora": True}),
     (
         "the speculative method ngram_gpu",
@@ -87,9 +98,10 @@ FLAGS: list[tuple[str, str, dict[str, Any]]] = [
             ),
         },
     ),
-    ("dtype fp8", "--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8"}),
+    ("dtype fp8_e5m2", "--kv-cache-dtype fp8_e5m2", {"kv_cache_dtype": "fp8_e5m2"}),
     ("prompt embeddings", "--enable-prompt-embeds", {"enable_prompt_embeds": True}),
-    ("quantised weights (fp8)", "--quantization", {"quantization": "fp8"}),
+    ("quantised while they are loaded (fp8)", "--quantization fp8", {"quantization": "fp8"}),
+    ("quantised while they are loaded (fp8_per_tensor)", "--quantization", {"quantization": "fp8_per_tensor"}),
     ("weight offloading", "--cpu-offload-gb", {"cpu_offload_gb": 1}),
     ("pooling models", "--runner", {"runner": "pooling"}),
 ]
@@ -105,12 +117,9 @@ def test_flags(llama: Path, feature: str, flag: str, options: dict[str, Any]) ->
 
 
 MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("sliding-window attention", "MistralForCausalLM", "mistral", {"sliding_window": 64}),
     ("encoder-decoder models", "WhisperForConditionalGeneration", "whisper", {}),
     ("pooling models", "BertModel", "bert", {}),
     ("recurrent state", "MambaForCausalLM", "mamba", {}),
-    ("multi-head latent attention", "DeepseekV2ForCausalLM", "deepseek_v2", {}),
-    ("sliding-window attention", "GptOssForCausalLM", "gpt_oss", {}),
 ]
 
 
@@ -120,7 +129,7 @@ def test_models(tmp_path: Path, feature: str, architecture: str, model_type: str
     if model_type in FAMILIES:
         save_config(tmp_path, architecture, model_type, **changes)
     else:
-        save_foreign_config(tmp_path, architecture, model_type)
+        save_foreign_config(tmp_path, architecture, model_type, **changes)
     with pytest.raises(UnsupportedFeatureError, match="not support") as error:
         start(tmp_path)
     assert feature in str(error.value)
@@ -135,28 +144,34 @@ def save_foreign_config(folder: Path, architecture: str, model_type: str, **chan
 
 
 NO_WINDOW = {"sliding_window": None}
-MOE_MODELS: list[tuple[str, str, dict[str, Any]]] = [
+MIXTURES: list[tuple[str, str, dict[str, Any]]] = [
     ("MixtralForCausalLM", "mixtral", NO_WINDOW),
     ("Qwen2MoeForCausalLM", "qwen2_moe", {}),
     ("Qwen3MoeForCausalLM", "qwen3_moe", {}),
-    ("DeepseekV2ForCausalLM", "deepseek_v2", {}),
-    ("GptOssForCausalLM", "gpt_oss", {}),
-    ("GraniteMoeForCausalLM", "granitemoe", {}),
     ("OlmoeForCausalLM", "olmoe", {}),
-    ("PhiMoEForCausalLM", "phimoe", NO_WINDOW),
-    ("JambaForCausalLM", "jamba", {}),
-    ("DbrxForCausalLM", "dbrx", {}),
-    ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", {}),
+    ("GraniteMoeForCausalLM", "granitemoe", {}),
 ]
 
 
-@pytest.mark.parametrize(("architecture", "model_type", "changes"), MOE_MODELS, ids=[m[1] for m in MOE_MODELS])
+@pytest.mark.parametrize(("architecture", "model_type", "changes"), MIXTURES, ids=[m[1] for m in MIXTURES])
 def test_mixture_of_experts(tmp_path: Path, architecture: str, model_type: str, changes: dict[str, Any]) -> None:
-    """covers: A18"""
+    """Served, shared out as tensors or as whole experts; what would move experts is refused. covers: A18"""
     save_foreign_config(tmp_path, architecture, model_type, **changes)
-    with pytest.raises(UnsupportedFeatureError, match=r"mixture-of-experts models \(\d+ experts\)") as error:
-        start(tmp_path)
-    assert str(tmp_path) in str(error.value)
+    start(tmp_path)
+    start(tmp_path, enable_expert_parallel=True, tensor_parallel_size=2)
+
+
+def test_what_mixtures_of_experts_lack(tmp_path: Path) -> None:
+    """covers: A18"""
+    save_foreign_config(tmp_path, "MixtralForCausalLM", "mixtral", **NO_WINDOW)
+    asked: dict[str, dict[str, Any]] = {
+        r"data parallelism of mixtures of experts \(take --tensor-parallel-size": {"data_parallel_size": 2},
+        r"the kernels triton of experts \(asked for by --moe-backend triton\)": {"moe_backend": "triton"},
+        r"the chosen experts in outputs .*--enable-return-routed-experts": {"enable_return_routed_experts": True},
+    }
+    for says, options in asked.items():
+        with pytest.raises(UnsupportedFeatureError, match=says):
+            start(tmp_path, **options)
 
 
 def test_one_expert_or_none_is_no_mixture(tmp_path: Path) -> None:
@@ -181,11 +196,21 @@ def test_where_configurations_say_their_experts(experts: int, values: dict[str, 
     assert most_experts(make_config("llama", **values)) == experts
 
 
-def test_chunked_local_attention(tmp_path: Path) -> None:
-    """covers: A18"""
-    save_config(tmp_path, "LlamaForCausalLM", "llama", attention_chunk_size=64)
-    with pytest.raises(UnsupportedFeatureError, match="chunked local attention"):
-        start(tmp_path)
+@pytest.mark.parametrize("engines", [1, 2])
+def test_devices_by_their_ids(llama: Path, monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
+    """A CPU has none; what vLLM notes for each of several engines is no such flag."""
+    monkeypatch.setenv(LOCAL_ENGINES, "")  # restored afterwards
+    config = start(llama, data_parallel_size=engines)
+    assert local_engines() == engines
+    if engines > 1:
+        config.parallel_config.assigned_physical_gpu_ids = [1]
+        refuse_device_ids(config, "cpu")
+    config.parallel_config.assigned_physical_gpu_ids = list(range(engines))
+    with pytest.raises(UnsupportedFeatureError, match="leave the flag out"):
+        refuse_device_ids(config, "cpu")
+    with pytest.raises(UnsupportedFeatureError, match="HABANA_VISIBLE_MODULES"):
+        refuse_device_ids(config, "hpu")
+    refuse_device_ids(config, "cuda")
 
 
 def test_sleep_mode_is_refused_by_vllm_itself(llama: Path) -> None:
@@ -193,18 +218,41 @@ def test_sleep_mode_is_refused_by_vllm_itself(llama: Path) -> None:
         start(llama, enable_sleep_mode=True)
 
 
-def test_a_quantised_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantisation", "refused"),
+    [
+        (
+            {"quant_method": "auto-round", "bits": 4, "group_size": 64, "data_type": "int", "sym": True},
+            r"quantised by Intel's tools \(inc\)",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": []},
+            r"quantised weights \(modelopt\)",
+        ),
+        # of gpt-oss alone it is read
+        ({"quant_method": "mxfp4"}, r"quantised weights \(mxfp4\)"),
+    ],
+)
+def test_a_quantised_model(tmp_path: Path, quantisation: dict[str, Any], refused: str) -> None:
     """covers: A18"""
-    quantisation = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
     model = save_config(tmp_path, "LlamaForCausalLM", "llama", quantization_config=quantisation)
-    with pytest.raises(UnsupportedFeatureError, match=r"quantised weights \(.*awq.*\)"):
-        start(model, dtype="float16")
+    with pytest.raises(UnsupportedFeatureError, match=refused):
+        start(model, dtype="bfloat16")
+
+
+def test_ranges_of_intels_compressor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: A18"""
+    monkeypatch.setenv("QUANT_CONFIG", "maxabs.json")
+    with pytest.raises(UnsupportedFeatureError, match=r"measured ranges \(asked for by QUANT_CONFIG\)"):
+        start(llama)
 
 
 def test_one_error_names_everything(llama: Path) -> None:
     with pytest.raises(UnsupportedFeatureError, match="not support") as error:
-        start(llama, tensor_parallel_size=2, enable_lora=True, enable_prompt_embeds=True)
-    for name in ("tensor parallelism", "LoRA", "prompt embeddings", "--tensor-parallel-size 2", "--enable-lora"):
+        start(
+            llama, kv_offloading_size=1.0, kv_offloading_backend="lmcache", enable_lora=True, enable_prompt_embeds=True
+        )
+    for name in ("KV offloading backend", "LoRA", "prompt embeddings", "--kv-offloading-backend", "--enable-lora"):
         assert name in str(error.value)
 
 
@@ -229,11 +277,20 @@ def test_what_slots_for_tokens_exclude(llama: Path, feature: str, options: dict[
     assert feature in str(error.value)
 
 
-def test_graphs_beside_slots_for_tokens(llama: Path) -> None:
-    """covers: A18"""
+@pytest.mark.parametrize(("block_size", "tile"), [(None, 128), (1, 128), (32, 32)])
+def test_slots_for_tokens_at_static_shapes_come_in_strips_of_our_scheduler(
+    llama: Path, block_size: int | None, tile: int
+) -> None:
+    """However often vLLM copies its configuration, and once the engine has set its own block size."""
     ucm = {"kv_cache": {"granularity": "token"}, "graphs": {"mode": "eager"}}
-    with pytest.raises(ValueError, match=r"ucm.graphs.mode: .*'eager'.*granularity 'token'"):
-        start(llama, additional_config={"ucm": ucm})
+    config = start(llama, additional_config={"ucm": ucm}, block_size=block_size)
+    config.cache_config.block_size = 1
+    UcmPlatform.check_and_update_config(config)
+    assert tile_of_slots(pickle.loads(pickle.dumps(config))) == tile
+    assert config.scheduler_config.scheduler_cls == "vllm_gaudi_ucm.scheduler.scheduler.UcmScheduler"
+    assert tile_of_slots(start(llama, **BY_TOKEN)) is None
+    with pytest.raises(UnsupportedFeatureError, match="granularity 'token' at static shapes with a scheduler of your"):
+        start(llama, additional_config={"ucm": ucm}, scheduler_cls="somebody.Scheduler")
 
 
 def test_slots_are_counted_without_the_null_slot(llama: Path) -> None:
@@ -244,6 +301,75 @@ def test_slots_are_counted_without_the_null_slot(llama: Path) -> None:
     assert config.cache_config.num_gpu_blocks_override == 4097
 
 
+def test_what_several_workers_exclude(llama: Path) -> None:
+    """covers: A18 D9"""
+    ours: dict[str, Any] = {
+        "kv_connector": "UcmConnector",
+        "kv_connector_module_path": "vllm_gaudi_ucm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": {"kind": "memory"}},
+    }
+    child = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [ours]},
+    }
+    for config in (ours, child):
+        with pytest.raises(ValueError, match=r'store\.kind.*"memory" with 2 workers.*"file" or "redis"'):
+            start(llama, tensor_parallel_size=2, kv_transfer_config=KVTransferConfig(**config))
+    ours["kv_connector_extra_config"] = {"store": {"kind": "redis"}}
+    gsa: dict[str, Any] = {"ucm_sparse_method": "GSA"}
+    offloaded = {**gsa, "memory_mode": {"enabled": True}}
+    for ucm in ({}, gsa, offloaded, {"preemption": {"mode": "swap"}}):
+        start(llama, tensor_parallel_size=2, additional_config={"ucm": ucm})
+    for ucm in ({}, gsa, offloaded):
+        connector = KVTransferConfig(**ours)
+        start(llama, tensor_parallel_size=2, additional_config={"ucm": ucm}, kv_transfer_config=connector)
+    for ucm in ({}, gsa):
+        start(llama, tensor_parallel_size=2, additional_config={"ucm": ucm}, kv_offloading_size=1.0)
+    with pytest.raises(UnsupportedFeatureError, match=r"ucm.memory_mode with 2 pipeline stages"):
+        start(llama, pipeline_parallel_size=2, additional_config={"ucm": offloaded})
+
+
+def test_what_pipeline_stages_exclude(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """covers: A18. Two layers: stages of one each, or of three in all where the partition says so."""
+
+    def transfer(*names: str) -> KVTransferConfig:
+        children: list[dict[str, Any]] = [
+            {"kv_connector": name, "kv_connector_module_path": MODULES[name], "kv_role": "kv_both"} for name in names
+        ]
+        for child in children:
+            if child["kv_connector"] == "UcmConnector":
+                child["kv_connector_extra_config"] = {"store": {"kind": "redis"}}
+        if len(children) == 1:
+            return KVTransferConfig(**children[0])
+        extra = {"connectors": children}
+        return KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+
+    two: dict[str, Any] = {"pipeline_parallel_size": 2}
+    start(llama, **two, additional_config={"ucm": {"preemption": {"mode": "auto"}, "ucm_sparse_method": "KVStar"}})
+    start(llama, **two, kv_transfer_config=transfer("UcmConnector"))
+    start(llama, **two, kv_transfer_config=transfer("OffloadingConnector", "UcmConnector"))
+    start(llama, **two, kv_offloading_size=1.0)
+    for names in (("PairConnector",), ("UcmConnector", "PairConnector")):
+        with pytest.raises(
+            UnsupportedFeatureError, match=r"PairConnector with 2 pipeline stages.*--kv-transfer-config"
+        ):
+            start(llama, **two, kv_transfer_config=transfer(*names))
+    monkeypatch.setattr("vllm.envs.VLLM_PP_LAYER_PARTITION", "2,0")
+    unequal = r"OffloadingConnector with stages of 2, 0 layers.*UcmConnector does not.*VLLM_PP_LAYER_PARTITION or "
+    with pytest.raises(UnsupportedFeatureError, match=f"{unequal}--kv-offloading-size"):
+        start(llama, **two, kv_offloading_size=1.0)
+    with pytest.raises(UnsupportedFeatureError, match=f"{unequal}--kv-transfer-config"):
+        start(llama, **two, kv_transfer_config=transfer("OffloadingConnector"))
+    start(llama, **two, kv_transfer_config=transfer("UcmConnector"))
+
+
+MODULES = {
+    "UcmConnector": "vllm_gaudi_ucm.connector",
+    "OffloadingConnector": "vllm_gaudi_ucm.connector.offloading_connector",
+    "PairConnector": "tests.engine.pair_connector",
+}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 SPECULATION: list[tuple[str, dict[str, Any]]] = [
     ("the speculative method suffix", {"method": "suffix", "num_speculative_tokens": 2}),
@@ -270,13 +396,31 @@ def test_speculative_decoding_that_is_refused(
 
 def test_draft_models_that_are_refused(llama: Path, tmp_path: Path) -> None:
     """covers: A18"""
-    window = save_config(tmp_path / "window", "MistralForCausalLM", "mistral", sliding_window=64)
     words = save_config(tmp_path / "words", "LlamaForCausalLM", "llama", vocab_size=300)
-    for model, feature in ((window, "sliding-window attention of a draft model"), (words, "another vocabulary")):
+    some = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
+    window = save_config(tmp_path / "window", "Qwen2ForCausalLM", "qwen2", **some)
+    latent = save_config(tmp_path / "latent", "DeepseekV2ForCausalLM", "deepseek_v2")
+    for model, feature in (
+        (window, "sliding-window attention in some layers of a qwen2 of a draft model"),
+        (words, "another vocabulary"),
+        (latent, "a draft model of another kind of attention"),
+    ):
         options = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
         with pytest.raises((UnsupportedFeatureError, ValueError), match=r"not support|vocabulary") as error:
             start(llama, speculative_config=options)
         assert feature in str(error.value) or "same vocabulary size" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["OffloadingConnector", "PairConnector"])
+def test_connectors_beside_latents(tmp_path: Path, name: str) -> None:
+    """covers: A18"""
+    model = save_config(tmp_path, "DeepseekV2ForCausalLM", "deepseek_v2")
+    config = KVTransferConfig(kv_connector=name, kv_connector_module_path=MODULES[name], kv_role="kv_both")
+    refused = pytest.raises(
+        UnsupportedFeatureError, match=r"PairConnector beside multi-head latent .*take UcmConnector"
+    )
+    with nullcontext() if name == "OffloadingConnector" else refused:
+        start(model, kv_transfer_config=config)
 
 
 def test_custom_logits_processors_beside_drafts(llama: Path) -> None:
@@ -305,12 +449,11 @@ def test_a_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
     start(save_config(tmp_path, "Qwen2ForCausalLM", "qwen2", sliding_window=64, use_sliding_window=False))
 
 
-def test_a_window_that_is_switched_on_is_refused(tmp_path: Path) -> None:
-    model = save_config(
-        tmp_path, "Qwen2ForCausalLM", "qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=0
-    )
-    with pytest.raises(UnsupportedFeatureError, match="sliding-window attention"):
-        start(model)
+def test_windows_that_vllm_does_not_implement_are_refused(tmp_path: Path) -> None:
+    start(save_config(tmp_path / "all", "MistralForCausalLM", "mistral", sliding_window=64))
+    some = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
+    with pytest.raises(UnsupportedFeatureError, match="sliding-window attention in some layers of a qwen2"):
+        start(save_config(tmp_path / "some", "Qwen2ForCausalLM", "qwen2", **some))
 
 
 def test_an_unknown_option_of_ours_stops_the_start(llama: Path) -> None:
@@ -319,13 +462,10 @@ def test_an_unknown_option_of_ours_stops_the_start(llama: Path) -> None:
 
 
 LAYER_ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
-    ("ALiBi", {"alibi_slopes": [0.5, 0.25]}),
-    ("sliding-window attention", {"sliding_window": 64}),
-    ("logits soft cap", {"logits_soft_cap": 30.0}),
-    ("sinks", {"sinks": torch.zeros(2)}),
+    ("ALiBi beside a sliding window", {"alibi_slopes": [0.5, 0.25], "sliding_window": 64}),
     ("attention type", {"attn_type": "encoder_only"}),
-    ("KV sharing", {"kv_sharing_target_layer_name": "layer.0"}),
-    ("KV cache dtype", {"kv_cache_dtype": "fp8"}),
+    ("8-bit floats", {"kv_sharing_target_layer_name": "layer.0", "kv_cache_dtype": "fp8"}),
+    ("KV cache dtype", {"kv_cache_dtype": "fp8_e5m2"}),
     ("new_idea", {"new_idea": 1}),
 ]
 
@@ -340,6 +480,13 @@ def test_what_only_a_layer_asks_for(feature: str, arguments: dict[str, Any]) -> 
 def test_a_plain_layer_is_accepted() -> None:
     layer = UnifiedAttentionImpl(4, 16, 0.25, 2, None, None, "auto", None)
     assert (layer.num_heads, layer.num_kv_heads, layer.head_size) == (4, 2, 16)
+    assert layer.spec.is_plain
+
+
+def test_a_layer_with_more_is_accepted() -> None:
+    layer = UnifiedAttentionImpl(2, 16, 0.25, None, None, 64, "auto", 30.0, sinks=torch.zeros(2))
+    assert str(layer.spec) == "logits_soft_cap=30.0, is_local=True, has_sinks=True"
+    assert UnifiedAttentionImpl(2, 16, 0.25, None, [0.5, 0.25], logits_soft_cap=0.0).spec.has_slopes
 
 
 def test_another_attention_backend_is_refused() -> None:
@@ -384,3 +531,29 @@ def test_our_connector_brings_our_scheduler(llama: Path, caplog: pytest.LogCaptu
     config = start(llama, kv_transfer_config=KVTransferConfig(**transfer), scheduler_cls=theirs)
     assert config.scheduler_config.scheduler_cls == theirs
     assert "nothing is prefetched for requests that wait" in caplog.text
+
+
+ONE_TABLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("ucm.scheduler.admission", {"scheduler": {"admission": "exact"}}, {}),
+    ("ucm.preemption.mode swap or auto", {"preemption": {"mode": "swap"}}, {}),
+    ("ucm.kv_cache.compaction", {"kv_cache": {"compaction": True}}, {}),
+    ("ucm.kv_cache.partial_hits", {"kv_cache": {"partial_hits": True}}, {}),
+    ("pipeline stages", {}, {"pipeline_parallel_size": 2}),
+    ("a KV connector", {}, {"kv_offloading_size": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("feature", "ucm", "options"), ONE_TABLE, ids=[name for name, *_ in ONE_TABLE])
+def test_what_knows_one_block_table_switches_the_hybrid_manager_off(
+    llama: Path, feature: str, ucm: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """And the flag that asks for it is not ignored."""
+    additional = {"additional_config": {"ucm": ucm}, **options}
+    assert start(llama, **additional).scheduler_config.disable_hybrid_kv_cache_manager is True
+    with pytest.raises(UnsupportedFeatureError, match="--no-disable-hybrid-kv-cache-manager") as refused:
+        start(llama, disable_hybrid_kv_cache_manager=False, **additional)
+    assert f"several KV-cache groups with {feature}" in str(refused.value)
+
+
+def test_the_hybrid_manager_is_on(llama: Path) -> None:
+    assert start(llama).scheduler_config.disable_hybrid_kv_cache_manager is False

@@ -70,7 +70,7 @@ def test_only_an_engine_that_has_closed_everything_ends_at_once(
     assert engine_process.is_engine_process() is is_engine
     worker: Any = object.__new__(UcmWorker)
     worker.model_runner = None
-    engine_process.leave_heap_to_the_system(lambda: worker._is_closed)
+    engine_process.leave_heap_to_the_system(lambda: worker._status)
     for end in registered:
         end()
     assert not statuses
@@ -82,6 +82,23 @@ def test_only_an_engine_that_has_closed_everything_ends_at_once(
     for end in registered:
         end()
     assert statuses == [0] * (is_engine and error is SystemExit)
+
+
+@pytest.mark.parametrize(("error", "status"), [(SystemExit(1), 1), (SystemExit(), 0), (None, 0), (OSError(), 0)])
+def test_a_worker_tells_by_its_status_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: int
+) -> None:
+    """vLLM's executor has the errors that it catches already; one that ends the process is for its monitor."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", "VllmWorker-1")
+    worker: Any = object.__new__(UcmWorker)
+    worker.model_runner = None
+    with contextlib.suppress(SystemExit, OSError):
+        try:
+            if error is not None:
+                raise error
+        finally:
+            worker.shutdown()
+    assert worker._status == status
 
 
 def test_a_users_own_handler_stays() -> None:

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_gaudi_ucm.ops.block_selection.impl import reference
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
-from vllm_gaudi_ucm.sampling.stages.penalties import TokenRows, split_tokens
-from vllm_gaudi_ucm.sampling.static_sampling import RandomRows, draw, draw_from_top
+from vllm_gaudi_ucm.ops.row_noise.api import token_mixes
+from vllm_gaudi_ucm.sampling.stages.token_choice import RandomRows, draw, draw_from_top
+from vllm_gaudi_ucm.sampling.stages.token_counts import CountedRows, count_tokens, read_lines, write_lines
 
 
 class IntegerWheres(TorchDispatchMode):
@@ -30,9 +31,13 @@ class IntegerWheres(TorchDispatchMode):
 
 
 def penalties() -> list[Any]:
-    tokens = torch.tensor([[5, 6, 7, 9], [8, 3, 3, 9]], dtype=torch.int32)
-    rows = TokenRows(tokens, torch.tensor([2, 1]), torch.tensor([3, 1]))
-    return [found.tolist() for found in split_tokens(rows, torch.arange(4).unsqueeze(0), 100)]
+    """Two lines of three tokens and one of pads; a token is counted in one of them."""
+    table = torch.tensor([[1, 4, 0], [0, 3, 0], [0, 0, 0]], dtype=torch.int32)
+    rows = CountedRows(torch.tensor([1, 2, 0]), torch.tensor([2, 2, 0]), torch.tensor([1, 0, 0], dtype=torch.int32))
+    lines = count_tokens(table, rows)
+    write_lines(table, rows.lines, lines)
+    assert table.tolist() == [[1, 4, 0], [0, 3, 2], [0, 0, 0]]
+    return [found.tolist() for found in read_lines(lines)]
 
 
 def choice() -> list[Any]:
@@ -53,7 +58,8 @@ def tokens() -> list[Any]:
     rows = RandomRows(
         torch.tensor([0.0, 1.0]), torch.tensor([3, 3]), torch.tensor([2.0, 2.0]), torch.tensor([0.0, 0.1])
     )
-    found = [run(logits, rows, torch.ones_like(logits), False)[0].tolist() for run in (draw, draw_from_top)]
+    keys, mixes = torch.tensor([5, 7], dtype=torch.int32), torch.from_numpy(token_mixes(3))
+    found = [run(logits, rows, keys, mixes, False)[0].tolist() for run in (draw, draw_from_top)]
     assert found[0] == found[1]
     return found[0]
 
@@ -61,7 +67,7 @@ def tokens() -> list[Any]:
 @pytest.mark.parametrize(
     ("compute", "expected"),
     [
-        (penalties, [[[5, 6, 100, 100], [8, 100, 100, 100]], [[100, 100, 7, 100], [100, 100, 100, 100]]]),
+        (penalties, [[[0, 1, 1], [0, 0, 0], [0, 2, 0]], [[False, True, False], [False] * 3, [True, False, False]]]),
         (choice, [[2, 0], [1, -1]]),
         (kept, [[[1, 2], [2, 3], [2, -1]], [True, False, False], [False, True, False]]),
         (tokens, [1, 0]),

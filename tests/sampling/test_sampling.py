@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest
-from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
+from vllm_gaudi_ucm.sampling.sampling import SamplingBatch, VllmSampler
 
 VOCAB = 32
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def sampling_batch(max_num_seqs: int = 16) -> SamplingBatch:
     """Only what the sampler's batch and vLLM's processors read of the configuration."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
-            get_vocab_size=lambda: VOCAB, logits_processors=None, is_diffusion=False, max_model_len=64
+            get_vocab_size=lambda: VOCAB, logits_processors=None, is_diffusion=False, max_model_len=64, seed=0
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         speculative_config=None,
@@ -77,15 +77,15 @@ def live(name: str, params: SamplingParams) -> LiveRequest:
 def sample(batch: SamplingBatch, logits: dict[str, torch.Tensor]) -> dict[str, tuple[int, list[float]]]:
     """One step of the sampler: token and logprobs per request, written back as the runner does."""
     rows = torch.stack([logits[request_id] for request_id in batch.req_ids])
-    found = Sampler()(rows, batch.metadata)
-    tokens = found.sampled_token_ids.flatten().tolist()
+    found = VllmSampler("raw_logprobs", False).sample(rows, batch, None)
+    tokens = [token for (token,) in found.tokens]
     results = {}
     for slot, request in enumerate(batch.slots):
         wanted = request.sampling_params.logprobs
         scores: list[float] = []
         if wanted is not None:
-            assert found.logprobs_tensors is not None
-            scores = found.logprobs_tensors.logprobs[slot, : wanted + 1].tolist()
+            assert found.logprobs is not None
+            scores = found.logprobs.logprobs[slot, : wanted + 1].tolist()
         results[request.request_id] = (tokens[slot], scores)
         request.output_token_ids.append(tokens[slot])
     return results
@@ -94,7 +94,7 @@ def sample(batch: SamplingBatch, logits: dict[str, torch.Tensor]) -> dict[str, t
 @settings(max_examples=40)
 @given(st.integers(0, 1 << 30))
 def test_a_request_samples_as_if_it_were_alone(seed: int) -> None:
-    """Min-p, bias, minimum length, penalties, bad words, allowed tokens, generators: all follow the request through
+    """Min-p, bias, minimum length, penalties, bad words, allowed tokens, seeds: all follow the request through
     every change of slots. covers: A6 D7
     """
     rng = random.Random(seed)
@@ -157,11 +157,11 @@ def test_a_request_with_a_reused_id_starts_anew() -> None:
     new = live("a", SamplingParams(temperature=0.0, logit_bias={2: 100.0}))
     batch.sync([new])
     assert sample(batch, {"a": logits})["a"][0] == 2
-    assert new.generator is None
+    assert new.noise_seed is None
     assert new.output_token_ids == [2]
 
 
-def test_a_generator_survives_steps_without_a_slot() -> None:
+def test_a_seed_survives_steps_without_a_slot() -> None:
     """A preempted request goes on where it was; it does not start its seed again."""
     params = SamplingParams(temperature=1.0, seed=11)
     logits = torch.zeros(VOCAB)
@@ -179,12 +179,17 @@ def test_a_generator_survives_steps_without_a_slot() -> None:
     assert len(set(tokens)) > 1
 
 
-def test_seeded_requests_leave_the_global_generator_alone() -> None:
-    batch = sampling_batch()
-    batch.sync([live("a", SamplingParams(temperature=1.0, seed=3))])
+def test_requests_leave_the_global_generator_alone() -> None:
+    """Those without a seed get one of the engine's, in the order in which they come: each worker draws the same."""
     torch.manual_seed(0)
-    sample(batch, {"a": torch.zeros(VOCAB)})
-    # vLLM fills its noise from the global generator only where some request has no seed
+    seeds = []
+    for _ in range(2):
+        batch = sampling_batch()
+        batch.sync([live("a", SamplingParams(temperature=1.0)), live("b", SamplingParams(temperature=1.0))])
+        sample(batch, {"a": torch.zeros(VOCAB), "b": torch.zeros(VOCAB)})
+        seeds.append([request.noise_seed for request in batch.slots])
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 2
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
 
 
@@ -213,7 +218,7 @@ def test_min_tokens_ends_with_its_count() -> None:
 def test_all_logprobs_of_the_vocabulary() -> None:
     batch = sampling_batch()
     batch.sync([live("a", SamplingParams(temperature=0.0, logprobs=-1))])
-    found = Sampler()(torch.randn(1, VOCAB), batch.metadata)
+    found = Sampler()(torch.randn(1, VOCAB), batch.vllm_metadata)
     assert found.logprobs_tensors is not None
     assert found.logprobs_tensors.logprobs.shape == (1, VOCAB + 1)
     assert found.logprobs_tensors.logprobs[0, 1:].exp().sum() == pytest.approx(1.0)

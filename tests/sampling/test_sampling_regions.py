@@ -22,15 +22,23 @@ from tests.sampling.sampling_twins import (
     poisoned_logits,
     random_grammar,
 )
-from vllm_gaudi_ucm.execution.bucketed_execution import put_rows, take_rows
+from vllm_gaudi_ucm.execution.divided_logits import put_rows, take_rows
 from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
-from vllm_gaudi_ucm.sampling.stages.grammar_mask import mask_logits
+from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
+from vllm_gaudi_ucm.sampling.stages.logit_bias import add_biases
 from vllm_gaudi_ucm.sampling.stages.penalties import penalised
+from vllm_gaudi_ucm.sampling.stages.row_transfer import put_row, take_row
+from vllm_gaudi_ucm.sampling.stages.token_choice import draw, draw_from_top
+from vllm_gaudi_ucm.sampling.stages.token_counts import write_lines
+from vllm_gaudi_ucm.sampling.stages.token_mask import mask_logits
 from vllm_gaudi_ucm.sampling.stages.top_logprobs import score_tokens
-from vllm_gaudi_ucm.sampling.static_sampling import draw, draw_from_top, likeliest_tokens
 
 REGIONS: tuple[Callable[..., Any], ...] = (
     mask_logits,
+    add_biases,
+    take_row,
+    put_row,
+    write_lines,
     penalised,
     likeliest_tokens,
     draw,
@@ -62,6 +70,9 @@ def any_params(rng: random.Random) -> SamplingParams:
         frequency_penalty=rng.choice([0.0, -1.0]),
         repetition_penalty=rng.choice([1.0, 1.8]),
         logprobs=rng.choice([None, 0, 3, WIDTH]),
+        seed=rng.choice([None, 4]),
+        logit_bias=rng.choice([None, {4: 9.0, 5: -100.0}]),
+        allowed_token_ids=rng.choice([None, list(range(0, VOCAB, 3))]),
         max_tokens=20,
     )
 
@@ -76,14 +87,13 @@ def test_regions_sample_as_vllm_does(mode: str, backend: str) -> None:
     for rows in BUCKETS:
         twins.static.warm(rows)
     warm = entries()
-    assert warm == dict.fromkeys(warm, len(BUCKETS))
+    # a new line of token counts is written alone, whatever the bucket
+    assert warm == {name: len(BUCKETS) + (name == "write_lines") for name in warm}
     compiler.skip_guards()
     rng, weights = random.Random(5), torch.Generator().manual_seed(5)
-    torch.manual_seed(5)
     for _ in range(25):
         for name in twins.names:
             twins.remove(name)
-        # random rows draw the same noise as vLLM's where there are no pads
         count = rng.choice(BUCKETS)
         names = [
             twins.add(any_params(rng), [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))]) for _ in range(count)
@@ -102,7 +112,7 @@ def test_a_stage_is_one_graph_without_breaks() -> None:
     torch._dynamo.utils.counters.clear()
     compiler = StaticCompiler("aot_eager")
     Twins(engine_config(), region=compiler.step_region).static.warm(4)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(REGIONS)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(REGIONS) + 1  # a single line of token counts
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -118,9 +128,14 @@ def test_divided_logits_are_put_in_place() -> None:
 
 @torch.inference_mode()
 def test_noise_is_new_in_each_call() -> None:
-    """It is drawn outside of the regions."""
+    """At each position of a request, and for each request."""
     twins = Twins(engine_config(), region=StaticCompiler("aot_eager").step_region)
     twins.sync([twins.add(SamplingParams(temperature=1.0)) for _ in range(MAX_ROWS)])
     logits = torch.zeros(MAX_ROWS, VOCAB)
-    drawn = {tuple(token for (token,) in twins.static.sample(logits, twins.batch, None).tokens) for _ in range(5)}
-    assert len(drawn) == 5
+    drawn = []
+    for _ in range(5):
+        drawn.append(tuple(token for (token,) in twins.static.sample(logits, twins.batch, None).tokens))
+        for request in twins.batch.slots:
+            request.output_token_ids.append(3)
+    assert len({*drawn}) == 5
+    assert len({*drawn[0]}) > 1

@@ -29,8 +29,8 @@ from vllm_gaudi_ucm.scheduler.scheduler import UcmAsyncScheduler, UcmScheduler
 from vllm_gaudi_ucm.sparse.methods.kvstar import KVStar
 
 SELECT, REUSE, CHECK = SelectionMode
-GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"min_tokens": 20}}}
-KVSTAR = {"ucm_sparse_method": "KVStar", "ucm_sparse_config": {"KVStar": {"min_tokens": 20}}}
+GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {"sparse_steps": "always", "min_tokens": 20}}}
+KVSTAR = {"ucm_sparse_method": "KVStar", "ucm_sparse_config": {"KVStar": {"sparse_steps": "always", "min_tokens": 20}}}
 
 
 def scheduler_of(folder: Path, ucm: dict[str, Any], **sizes: Any) -> Any:
@@ -63,7 +63,7 @@ def test_prefetch_options_without_a_store_are_named(tmp_path: Path, caplog: pyte
     """covers: C4. The defaults say nothing; KVStar's base method counts, too."""
     scheduler_of(tmp_path, GSA)
     assert "do nothing" not in caplog.text
-    options = {"min_tokens": 20, "prefetch_workers": 2, "prefetch_ahead": 0}
+    options = {"sparse_steps": "always", "min_tokens": 20, "prefetch_workers": 2, "prefetch_ahead": 0}
     for ucm in (
         {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": options}},
         {"ucm_sparse_method": "KVStar", "ucm_sparse_config": {"KVStar": options}},

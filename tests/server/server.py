@@ -35,7 +35,8 @@ def serve_command(*arguments: str) -> list[str]:
 def serve(arguments: list[str]) -> None:
     """What that command line does, in a process that has imported what it needs."""
     sys.argv = ["vllm", "serve", *arguments]
-    importlib.import_module("vllm.entrypoints.cli.main").main()
+    command = importlib.import_module("vllm.entrypoints.cli.main")
+    command.main()
 
 
 def environment() -> dict[str, str]:

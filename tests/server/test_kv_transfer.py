@@ -61,14 +61,17 @@ def wait_saved(server: Server, at_least: int) -> None:
     assert eventually(lambda: blocks(server, "saved") >= at_least, 20), server.log_tail()
 
 
-def test_two_servers_share_a_redis_server(smollm2: Path, tmp_path: Path) -> None:
+def test_two_servers_share_a_redis_server(tiny_text_model: Path, tmp_path: Path) -> None:
     """covers: D1 D4. One finds what the other has computed; when Redis is killed both go on, and answer the same."""
     needs_redis()
     (tmp_path / "redis").mkdir()
     redis = RedisServer(tmp_path / "redis")
     store = {"kind": "redis", "url": redis.url, "deadline": 2.0}
     try:
-        with serving(smollm2, tmp_path / "one", store) as one, serving(smollm2, tmp_path / "two", store) as two:
+        with (
+            serving(tiny_text_model, tmp_path / "one", store) as one,
+            serving(tiny_text_model, tmp_path / "two", store) as two,
+        ):
             first = answer(one)
             assert blocks(one, "loaded") == 0
             wait_saved(one, 10)
@@ -85,12 +88,12 @@ def test_two_servers_share_a_redis_server(smollm2: Path, tmp_path: Path) -> None
         redis.kill()
 
 
-def test_the_second_start_finds_what_the_first_has_stored(smollm2: Path, tmp_path: Path) -> None:
+def test_the_second_start_finds_what_the_first_has_stored(tiny_text_model: Path, tmp_path: Path) -> None:
     """covers: D3. A folder outlasts its server; nothing of the prompt but its end is computed again."""
     store = {"kind": "file", "path": str(tmp_path / "kv"), "deadline": 10.0}
-    with serving(smollm2, tmp_path / "first", store) as server:
+    with serving(tiny_text_model, tmp_path / "first", store) as server:
         first = answer(server)
         wait_saved(server, 10)
-    with serving(smollm2, tmp_path / "second", store) as server:
+    with serving(tiny_text_model, tmp_path / "second", store) as server:
         assert answer(server) == first
         assert eventually(lambda: blocks(server, "loaded") >= 10), server.log_tail()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.server.server import environment, serve_command
+from tests.server.server import environment, serve
+from tests.warm_process import WarmProcess
 
 pytestmark = pytest.mark.slow  # starts servers of its own
 
@@ -22,14 +22,13 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refused_at_start(smollm2: Path, tmp_path: Path, case: str) -> None:
+def test_refused_at_start(tiny_text_model: Path, tmp_path: Path, case: str) -> None:
     """covers: A18"""
     options, words = CASES[case]
-    command = serve_command(str(smollm2), "--host", "127.0.0.1", "--dtype", "float32", "--port", "0", *options)
-    ended = subprocess.run(
-        command, check=False, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180
-    )
-    assert ended.returncode not in (0, None)
-    last = ended.stderr.strip().splitlines()[-8:]
+    arguments = [str(tiny_text_model), "--host", "127.0.0.1", "--dtype", "float32", "--port", "0", *options]
+    log = tmp_path / "log"
+    process = WarmProcess(serve, (arguments,), log=log, env=environment(), cwd=tmp_path)
+    assert process.finish(180) != 0
+    last = log.read_text(errors="replace").strip().splitlines()[-8:]
     for word in words:
         assert any(word in line for line in last), f"{word!r} is not in the last lines:\n" + "\n".join(last)

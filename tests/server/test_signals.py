@@ -17,6 +17,8 @@ from vllm_gaudi_ucm.vllm_api.engine_process import GRACE_SECONDS, POLL_SECONDS
 
 pytestmark = pytest.mark.slow  # starts servers of its own
 
+# a request that a tiny model computes for longer than a test waits
+LONG = ("--max-model-len", "8192")
 TERMINATED = 128 + signal.SIGTERM
 # vLLM gives an engine 5 s that it cannot be asked in; the rest is for a machine that does something else as well
 SECONDS = 20
@@ -51,9 +53,9 @@ def everything_ends(server: Server, signal_number: int, seconds: float = SECONDS
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_sigterm_while_it_starts(smollm2: Path, tmp_path: Path, moment: str) -> None:
+def test_sigterm_while_it_starts(tiny_text_model: Path, tmp_path: Path, moment: str) -> None:
     """vLLM lost the signal while the server waited for the engine, and went on to serve. covers: F12"""
-    server = start_server(smollm2, tmp_path, ready=False)
+    server = start_server(tiny_text_model, tmp_path, ready=False)
     try:
         server.wait_log(moment)
         assert everything_ends(server, signal.SIGTERM) == TERMINATED
@@ -63,9 +65,9 @@ def test_sigterm_while_it_starts(smollm2: Path, tmp_path: Path, moment: str) -> 
         server.kill()
 
 
-def test_killed_while_its_engine_imports(smollm2: Path, tmp_path: Path) -> None:
+def test_killed_while_its_engine_imports(tiny_text_model: Path, tmp_path: Path) -> None:
     """The engine would wait five minutes for an answer of the server, before it has any worker. covers: F12"""
-    server = start_server(smollm2, tmp_path, ready=False, cold=True)
+    server = start_server(tiny_text_model, tmp_path, ready=False, cold=True)
     try:
         server.wait_log("Asynchronous scheduling is off")
         process = psutil.Process(server.process.pid)
@@ -80,12 +82,12 @@ def test_killed_while_its_engine_imports(smollm2: Path, tmp_path: Path) -> None:
         server.kill()
 
 
-def test_killed_in_the_middle_of_a_step(smollm2: Path, tmp_path: Path) -> None:
+def test_killed_in_the_middle_of_a_step(tiny_text_model: Path, tmp_path: Path) -> None:
     """The engine ends with it, and aborts what it was computing. covers: F12"""
-    server = start_server(smollm2, tmp_path)
+    server = start_server(tiny_text_model, tmp_path, *LONG)
 
     def ask() -> None:
-        body = {"model": MODEL_NAME, "prompt": "Count: 1 2 3", "max_tokens": 1900, "ignore_eos": True}
+        body = {"model": MODEL_NAME, "prompt": "Count: 1 2 3", "max_tokens": 8000, "ignore_eos": True}
         with httpx.Client(timeout=60) as client, pytest.raises(httpx.TransportError):
             client.post(f"{server.url}/v1/completions", json=body)
 
@@ -100,7 +102,7 @@ def test_killed_in_the_middle_of_a_step(smollm2: Path, tmp_path: Path) -> None:
         everything_ends(server, signal.SIGKILL)
         assert time.monotonic() - begin < POLL_SECONDS + GRACE_SECONDS + 3
         log = server.log()
-        assert f"Process {server.process.pid}, which started this engine, is gone" in log
+        assert f"Process {server.process.pid}, which started EngineCore, is gone" in log
         assert "attention work:" in log, "no summary of the phases at exit"
     finally:
         server.kill()

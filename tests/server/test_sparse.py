@@ -15,7 +15,14 @@ from vllm_gaudi_ucm.observability.phase_log import read_phase_log
 
 pytestmark = pytest.mark.slow  # starts servers of its own
 
-KVSTAR = {"min_tokens": 128, "sparse_ratio": 0.3, "min_blocks": 2, "local_window_sz": 1, "checkpoint_interval": 4}
+KVSTAR = {
+    "sparse_steps": "always",
+    "min_tokens": 128,
+    "sparse_ratio": 0.3,
+    "min_blocks": 2,
+    "local_window_sz": 1,
+    "checkpoint_interval": 4,
+}
 PROMPT = " ".join(f"{number} times two is {2 * number}." for number in range(1, 60))
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
 

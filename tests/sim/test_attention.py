@@ -60,7 +60,9 @@ def test_prompts_alone_go_through_fused_sdpa(
     """covers: A2 A9 A11. Nothing to merge, so the kernel's missing log-sum-exp is not needed; else it is not used."""
     calls = count_calls(monkeypatch, "FUSED_SDPA")
     assert_matches(build(PROMPTS, Shape(dtype=torch.bfloat16, loose=loose, poison=poison, pads=5)), "hpu")
-    assert calls[0] > 0
+    # expanded latents: keys are longer than values, and the kernel knows one size
+    assert_matches(build(PROMPTS, Shape(kv_heads=4, value_dim=8, dtype=torch.bfloat16, poison=poison)), "hpu")
+    assert calls[0] > 1
     calls[0] = 0
     assert_matches(build(MIXED, Shape(dtype=torch.bfloat16, loose=loose, poison=poison)), "hpu")
     assert_matches(build(PROMPTS, Shape(loose=loose, poison=poison)), "hpu")

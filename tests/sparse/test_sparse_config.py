@@ -98,16 +98,25 @@ def test_every_problem_of_every_section() -> None:
     prefix = "ucm.ucm_sparse_config"
     assert problems(
         GSA={"sparse_rato": 1.0, "min_blocks": 0},
-        ESA={"reuse_steps": 2},
+        ESA={"reuse_layers": 2},
         KVStar={"lock_duration": 0, "min_bloks": 3},
         Newest={"weight": "2"},
     ) == [
         "GSA.min_blocks: found 0, expected integer, at least 1",
         f"GSA.sparse_rato: found an unknown key, expected {prefix}.GSA.sparse_ratio {nearest}",
-        "ESA.reuse_steps: found an unknown key, expected "
+        "ESA.reuse_layers: found an unknown key, expected "
         + " or ".join(
             f"{prefix}.ESA.{name}"
-            for name in ("init_window_sz", "local_window_sz", "min_blocks", "min_tokens", "sparse_ratio", "summary")
+            for name in (
+                "init_window_sz",
+                "local_window_sz",
+                "min_blocks",
+                "min_tokens",
+                "scores_over_ranks",
+                "sparse_ratio",
+                "sparse_steps",
+                "summary",
+            )
         ),
         "KVStar.lock_duration: found 0, expected integer, at least 1",
         f"KVStar.min_bloks: found an unknown key, expected {prefix}.KVStar.min_blocks {nearest}",

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm import SamplingParams
-from vllm.v1.sample.sampler import Sampler
 
 from tests.batch.scheduling import Known, new_request, step_output
 from tests.sampling.sampling_twins import VOCAB, engine_config
@@ -56,21 +55,37 @@ class FakeModel:
         self.calls.append(len(rows))
         return torch.stack([random_logits(self._contexts[row]) for row in rows.tolist()])
 
+    def likeliest(self, rows: NDArray[np.int64]) -> torch.Tensor | None:
+        """All at once, with a row of garbage behind."""
+        self.calls.append(len(rows))
+        found = [int(random_logits(self._contexts[row]).argmax()) for row in rows.tolist()]
+        return torch.tensor([*found, -5])
+
 
 class World:
     """A request table with its sampler, stepped by hand.
 
     Args:
         at_once: see StepLogits.
+        likeliest: steps of greedy requests alone are verified without logits, as an engine does.
         sampler: instead of vLLM's.
+        seed: of the engine, which requests without one draw theirs by.
     """
 
-    def __init__(self, at_once: bool = True, sampler: TokenSampler | None = None, mode: str = "raw_logprobs") -> None:
+    def __init__(
+        self,
+        at_once: bool = True,
+        sampler: TokenSampler | None = None,
+        mode: str = "raw_logprobs",
+        likeliest: bool = False,
+        seed: int = 0,
+    ) -> None:
         self.table = RequestTable(8, MAX_MODEL_LEN, BLOCK_SIZE)
-        self.batch = SamplingBatch(engine_config(mode), CPU)
+        self.batch = SamplingBatch(engine_config(mode, seed=seed), CPU)
         self.calls: list[int] = []
         self._at_once = at_once
-        sampler = sampler or VllmSampler(Sampler(cast(Any, mode)))
+        self._likeliest = likeliest
+        sampler = sampler or VllmSampler(cast(Any, mode), False)
         self._verification = Verification(SlotSampler(self.batch, sampler, self.table, lambda logits: None))
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> LiveRequest:
@@ -96,7 +111,7 @@ class World:
             last_rows.append(len(contexts) - 1)
         step = StepDrafts({name: tokens for name, tokens in drafts.items() if tokens}, {})
         model = FakeModel(contexts)
-        logits = StepLogits(cast(Any, model), step, self._at_once)
+        logits = StepLogits(cast(Any, model), step, self._at_once, self._likeliest and self.batch.wants_likeliest)
         names = self.batch.req_ids
         logits.compute(self.batch.slots, np.array(last_rows, np.int64))
         sampled = self._verification.sample(logits, step, grammar(drafts))

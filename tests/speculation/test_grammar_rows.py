@@ -9,7 +9,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 
 from tests.batch.scheduling import step_output
 from vllm_gaudi_ucm.sampling.sampling import Grammar
-from vllm_gaudi_ucm.sampling.stages.grammar_mask import bitmask_of
+from vllm_gaudi_ucm.sampling.stages.token_mask import bitmask_of
 from vllm_gaudi_ucm.speculation.verification import grammar_at
 
 # rows of a: 0 to 2, of b: 3, of c: 4 to 6 (padded drafts have rows, too)

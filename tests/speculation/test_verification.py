@@ -43,6 +43,30 @@ def test_tokens_up_to_the_first_other_one(at_once: bool, accepted: int) -> None:
     assert world.calls == ([4] if at_once else [1] * (accepted + 1))
 
 
+@pytest.mark.parametrize("accepted", range(4))
+def test_greedy_requests_alone_take_one_call(accepted: int) -> None:
+    """And their slots stay as they are; one that wants more of the logits sends all of them the other way."""
+    expected = plain_tokens([1, 2, 3], GREEDY, 4)
+    drafts = list(expected[:3])
+    if accepted < 3:
+        drafts[accepted] = (drafts[accepted] + 1) % VOCAB
+    world = World(likeliest=True)
+    world.add("without", [9], GREEDY)
+    request = world.add("a", [1, 2, 3], GREEDY)
+    names, sampled = world.step({"a": drafts})
+    assert dict(zip(names, sampled.tokens, strict=True))["a"] == expected[: accepted + 1]
+    assert request.output_token_ids == expected[: accepted + 1]
+    assert sampled.logprobs is None
+    assert world.calls == [5]
+    assert [slot.request_id for slot in world.batch.slots] == names
+    for params in PARAMS[1:]:
+        other = World(at_once=False, likeliest=True)
+        other.add("a", [1, 2, 3], GREEDY)
+        other.add("b", [1, 2, 3], params)
+        other.step({"a": drafts})
+        assert other.calls[0] == 2, params
+
+
 PARAMS = [
     GREEDY,
     SamplingParams(temperature=1.0, seed=5),
@@ -55,12 +79,13 @@ PARAMS = [
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.randoms(use_true_random=False), st.booleans())
-def test_any_drafts_give_the_tokens_of_no_drafts(rng: random.Random, at_once: bool) -> None:
+@given(st.randoms(use_true_random=False), st.booleans(), st.booleans())
+def test_any_drafts_give_the_tokens_of_no_drafts(rng: random.Random, at_once: bool, all_greedy: bool) -> None:
     """Many requests side by side, drafts right for a random while: seeds, penalties and min_tokens go on exactly."""
-    chosen = [(f"request-{i}", [rng.randrange(VOCAB) for _ in range(3)], rng.choice(PARAMS)) for i in range(4)]
+    params_of = [GREEDY] if all_greedy else PARAMS
+    chosen = [(f"request-{i}", [rng.randrange(VOCAB) for _ in range(3)], rng.choice(params_of)) for i in range(4)]
     expected = {name: plain_tokens(prompt, params, 24) for name, prompt, params in chosen}
-    world = World(at_once)
+    world = World(at_once, likeliest=True)
     for name, prompt, params in chosen:
         world.add(name, prompt, params)
     for _ in range(4):
@@ -120,8 +145,8 @@ def test_unseeded_sampling_with_drafts_keeps_the_distribution() -> None:
     second = torch.softmax(random_logits([*prompt, draft]), -1)
     counts = torch.zeros(2, VOCAB)
     rounds = 800
-    for _ in range(rounds // 8):
-        world = World()
+    for round_ in range(rounds // 8):
+        world = World(seed=round_)
         for i in range(8):
             world.add(f"request-{i}", prompt, SamplingParams(temperature=1.0))
         _, sampled = world.step({name: [draft] for name in world.table.requests})

@@ -36,7 +36,7 @@ def changed(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Namespace)])
 def test_every_field_is_in_the_key(name: str) -> None:
-    """covers: D1, D2, D9. Model, revision, dtypes, sizes, rank, and the sparse policy."""
+    """covers: D1, D2, D9. Model, revision, dtypes, sizes, and the sparse policy."""
     other = replace(NAMESPACE, **{name: changed(getattr(NAMESPACE, name))})
     assert other.digest() != DIGEST
     assert other.digest() == replace(other).digest()
@@ -47,21 +47,30 @@ def test_fields_do_not_run_into_each_other() -> None:
     assert (
         replace(NAMESPACE, model="a", revision="bc").digest() != replace(NAMESPACE, model="ab", revision="c").digest()
     )
-    assert replace(NAMESPACE, tp_rank=1, tp_size=2).digest() != replace(NAMESPACE, tp_rank=2, tp_size=1).digest()
+    assert replace(NAMESPACE, tp_size=1, pp_size=2).digest() != replace(NAMESPACE, tp_size=2, pp_size=1).digest()
 
 
 def test_keys_are_the_same_in_every_process_and_version() -> None:
     """A change here means that nothing stored before is found again: raise FORMAT_VERSION with it."""
     keys = chain_keys(DIGEST, None, [1, 2, 3, 4], 4, [[("cache_salt", "x")]])
-    assert DIGEST.hex() == "c1fbda4448d90c837975775767a6670de538a894aa602e9f0122aae4ddb140cd"
-    assert keys[0].hex() == "d7f27cfc3a36438e10a5b8e30f1fd56d4671d59de80fb6177a9e119a31500e72"
+    assert DIGEST.hex() == "0abad45bafd84a4ab4514ff728d3268d42690f94475a08be4ae683a354271714"
+    assert keys[0].hex() == "03248f9fcfc839a0060efecf537612c9446b07e6a776936448379be953538faf"
 
 
-def test_blocks_of_format_2_are_not_found() -> None:
-    """Their values lay between their keys: read as blocks of today they would be wrong without a word."""
-    before = replace(NAMESPACE, format_version=2)
-    assert before.digest().hex() == "dd6f1e6996a0d83d30e1245cd98d5faa79b229bd1ff520f75e956e333ed7e181"
-    assert not set(chain_keys(before.digest(), None, range(8), 4)) & set(chain_keys(DIGEST, None, range(8), 4))
+@pytest.mark.parametrize(
+    "before",
+    [
+        "dd6f1e6996a0d83d30e1245cd98d5faa79b229bd1ff520f75e956e333ed7e181",
+        "c1fbda4448d90c837975775767a6670de538a894aa602e9f0122aae4ddb140cd",
+    ],
+    ids=["format 2", "format 3"],
+)
+def test_blocks_of_earlier_formats_are_not_found(before: str) -> None:
+    """These were the digest of this namespace. In format 2 values lay between their keys: read as blocks of today they
+    would be wrong without a word."""
+    earlier = bytes.fromhex(before)
+    assert earlier not in {replace(NAMESPACE, format_version=version).digest() for version in range(10)}
+    assert not set(chain_keys(earlier, None, range(8), 4)) & set(chain_keys(DIGEST, None, range(8), 4))
 
 
 @given(tokens, st.integers(1, 5))

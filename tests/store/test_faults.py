@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import itertools
 import logging
 import os
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.open_files import open_files
 from tests.store.blocks import BLOCK_BYTES, block, holds, key, loaded
 from tests.store.fault_injector import FaultInjector, read_only
 from vllm_gaudi_ucm.store.base import HEADER_BYTES, seal
@@ -71,8 +71,7 @@ def test_an_error_at_every_call_of_the_system(
     """covers: F7. Free, used and reserved make up the capacity after each error, and afterwards everything works."""
     faults = FaultInjector(monkeypatch, code)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    gc.collect()
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for at in itertools.count():
         path = tmp_path / str(at)
         medium = full_medium(path)
@@ -89,8 +88,7 @@ def test_an_error_at_every_call_of_the_system(
         check_after_recovery(medium, path, what)
     assert at > 0
     del medium
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_files() - before
 
 
 def check_after_recovery(medium: FileMedium, path: Path, what: str) -> None:

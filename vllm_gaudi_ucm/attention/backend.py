@@ -6,14 +6,18 @@ The runner builds the metadata (execution/step_tensors.py); nothing here looks a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from vllm_gaudi_ucm.attention.cache_scales import CacheScales
+from vllm_gaudi_ucm.batch.window import WHOLE, Window
 from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
-from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
+from vllm_gaudi_ucm.kv_cache.tile import DEFAULT_BLOCK_SIZE
+from vllm_gaudi_ucm.ops.kv_cache.api import E4M3, narrow, write_kv
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec, PerHead
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.attention import (
     AttentionBackend,
@@ -23,25 +27,25 @@ from vllm_gaudi_ucm.vllm_api.attention import (
     AttentionMetadataBuilder,
     AttentionType,
     MultipleOf,
+    chunk_of,
 )
 from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheLayout, KVCacheSpec
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.attention.groups import GroupStep
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, LayerSelector
-
-# 128 tokens: Gaudi's vectors are 128 bf16 wide (gaudi-api.md), and fewer blocks make planning cheaper everywhere
-DEFAULT_BLOCK_SIZE = 128
 
 
 @dataclass(frozen=True)
 class UnifiedAttentionMetadata(AttentionMetadata):
-    """One step's attention, the same for every layer.
+    """One step's attention, the same for every layer of a KV-cache group.
 
     slots: int64 [rows], where the new K and V go. parts: what the rows see, prepared once per step.
     sparse: the worker side of a sparse method, whose hooks run around the attention of each layer.
     summary_blocks: int64 [n], blocks that are full and to be summarised.
     selection: the choices of the step; None: every request is dense.
+    new_tokens: the causal part, which `parts` is without then; None: `parts` is everything. See `LatentSizes.divides`.
     """
 
     slots: torch.Tensor
@@ -49,21 +53,23 @@ class UnifiedAttentionMetadata(AttentionMetadata):
     sparse: UcmSparseBase | None = None
     summary_blocks: torch.Tensor | None = None
     selection: LayerSelection | None = None
+    new_tokens: PreparedParts | None = None
 
 
 class UnifiedAttentionBackend(AttentionBackend):
     """Registered as CUSTOM: vLLM resolves an out-of-tree backend by this name only."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"
 
-    @staticmethod
-    def get_impl_cls() -> type[UnifiedAttentionImpl]:
-        return UnifiedAttentionImpl
+    @classmethod
+    def get_impl_cls(cls) -> type[UnifiedAttentionImpl]:
+        chunk = chunk_of(cls)
+        return UnifiedAttentionImpl if chunk is None else _attention_in_chunks(chunk)
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
@@ -90,7 +96,12 @@ class UnifiedAttentionBackend(AttentionBackend):
 
 
 class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
-    """Attention of one layer. Refuses by name what it does not compute."""
+    """Attention of one layer. Refuses by name what it does not compute.
+
+    chunk: tokens of the chunks of which rows see their own alone (Llama 4); see `chunk_of`.
+    """
+
+    chunk: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -106,13 +117,16 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         **others: Any,
     ) -> None:
+        narrow_cache = kv_cache_dtype.startswith("fp8")
         asked = {
-            "ALiBi": alibi_slopes is not None,
-            "sliding-window attention": sliding_window is not None,
-            "attention logits soft cap": bool(logits_soft_cap),
+            "ALiBi beside a sliding window": alibi_slopes is not None and sliding_window is not None,
+            "ALiBi beside chunked local attention": alibi_slopes is not None and self.chunk is not None,
+            "a sliding window beside chunked local attention": sliding_window is not None and self.chunk is not None,
+            # the scales are the other layer's
+            "keys and values of another layer in 8-bit floats (leave --kv-cache-dtype out)": (
+                kv_sharing_target_layer_name is not None and narrow_cache
+            ),
             f"attention type {attn_type!r}": attn_type != AttentionType.DECODER,
-            "KV sharing between layers": kv_sharing_target_layer_name is not None,
-            "attention sinks": others.get("sinks") is not None,
             f"KV cache dtype {kv_cache_dtype!r}": kv_cache_dtype
             not in UnifiedAttentionBackend.supported_kv_cache_dtypes,
             **{f"attention argument {name!r}": value is not None for name, value in others.items() if name != "sinks"},
@@ -123,13 +137,46 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)  # vLLM's name
-        self.spec = AttentionSpec(self.scale)
+        self.sliding_window = sliding_window
+        self._sinks: torch.Tensor | None = others.get("sinks")
+        self._slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.spec = AttentionSpec(
+            self.scale,
+            # 0 stands for none
+            logits_soft_cap or None,
+            is_local=sliding_window is not None or self.chunk is not None,
+            has_sinks=self._sinks is not None,
+            has_slopes=self._slopes is not None,
+        )
+        self._per_head = PerHead(self._sinks, self._slopes)
+        # the keys and values of its new tokens are those of another layer, which has written them
+        self.shares = kv_sharing_target_layer_name is not None
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self._layer_index = 0
         self._selector: LayerSelector | None = None
         self._kv_cache: KvPair | None = None
         self._views: KvPair
+        self._group: GroupStep | None = None
+
+    @property
+    def window(self) -> Window | None:
+        """How far back rows see; None: over all of their contexts."""
+        if self.chunk is not None:
+            return Window(self.chunk, chunked=True)
+        by_distance = self.spec.has_slopes
+        if self.sliding_window is None and not by_distance:
+            return None
+        return Window(self.sliding_window or WHOLE, by_distance=by_distance)
+
+    def join(self, group: GroupStep | None) -> None:
+        """Once the KV cache is there: the layer reads the step of this group; None: there is one group."""
+        self._group = group
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Of vLLM's loader: sinks have their values now, in the dtype of the model."""
+        sinks = None if self._sinks is None else self._sinks.detach().float()
+        self._per_head = PerHead(sinks, self._slopes)
 
     def be_sparse(self, layer_index: int, selector: LayerSelector | None) -> None:
         """Once the KV cache is there. layer_index: among the model's layers, for hooks of a method.
@@ -156,11 +203,39 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         """
         if attn_metadata is None:
             return output.zero_()
+        if self._group is not None:
+            attn_metadata = self._group.metadata
+        scales = None
+        if self.shares:
+            written = (kv_cache.key, kv_cache.value)
+            key, value = (rows.index_select(0, attn_metadata.slots).to(query.dtype) for rows in written)
+        elif kv_cache.key.dtype != E4M3:
+            written = write_kv(key, value, kv_cache.key, kv_cache.value, attn_metadata.slots)
+        else:
+            scales = CacheScales.of(layer, query.dtype)
+            query, key, value = scales.divide(query, key, value)
+            narrowed = narrow(key), narrow(value)
+            written = write_kv(*narrowed, kv_cache.key, kv_cache.value, attn_metadata.slots)
+        key_cache, value_cache = self._in_blocks(kv_cache, written, attn_metadata.parts.block_size)
+        found = self._attend(query, key, value, key_cache, value_cache, attn_metadata, output)
+        return found if scales is None else scales.restore(found, key.shape[1])
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        attn_metadata: UnifiedAttentionMetadata,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention, and the hooks of a sparse method around it."""
         sparse, parts = attn_metadata.sparse, attn_metadata.parts
-        written = write_kv(key, value, kv_cache.key, kv_cache.value, attn_metadata.slots)
-        key_cache, value_cache = self._in_blocks(kv_cache, written, parts.block_size)
         if sparse is None:
-            return unified_attention(query, key, value, key_cache, value_cache, parts, self.spec, out=output)
+            return unified_attention(
+                query, key, value, key_cache, value_cache, parts, self.spec, out=output, per_head=self._per_head
+            )
         # for methods that ask: a compiled region that read it would be one for each layer
         index = self._layer_index
         if self._selector is not None:
@@ -172,7 +247,16 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
             if chosen is None and selection.dense_parts is not None:
                 parts = selection.dense_parts
         found = unified_attention(
-            query, key, value, key_cache, value_cache, parts, self.spec, out=place, selected_blocks=chosen
+            query,
+            key,
+            value,
+            key_cache,
+            value_cache,
+            parts,
+            self.spec,
+            out=place,
+            selected_blocks=chosen,
+            per_head=self._per_head,
         )
         finished = sparse.attention_finished(index, found)
         # vLLM's layer reads what it gave
@@ -186,3 +270,9 @@ class UnifiedAttentionImpl(AttentionImpl[UnifiedAttentionMetadata]):
         if self._kv_cache is not kv_cache:
             self._kv_cache, self._views = kv_cache, in_blocks(written, block_size)
         return self._views
+
+
+@cache
+def _attention_in_chunks(chunk: int) -> type[UnifiedAttentionImpl]:
+    """vLLM makes the object, and tells it nothing of chunks: the class knows them."""
+    return type("ChunkedAttentionImpl", (UnifiedAttentionImpl,), {"chunk": chunk})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
@@ -9,9 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.batch.block_use import Room, fitting_groups
 from vllm_gaudi_ucm.batch.selection_plan import SelectionInput, SelectionPlan, plan_selection
 from vllm_gaudi_ucm.batch.sharing import CachedContexts, SharedPlan, UniquePlan, divide_pairs
 from vllm_gaudi_ucm.batch.token_runs import run_pairs, run_slots
+from vllm_gaudi_ucm.batch.window import Window, WindowPlan, blocks_before
 
 NO_REMAINDERS: NDArray[np.int64] = np.zeros(0, np.int64)
 """Of a step in which no request has more rows that choose together than an ordinary graph holds."""
@@ -24,12 +27,14 @@ class BatchInput(NamedTuple):
     num_tokens: tokens known of the request (prompt and outputs); a request yields logits once all of them are computed.
     block_tables: [requests, width] physical block ids; entries that the tokens above do not reach are undefined. With a
         slot for each token they are runs of slots, [requests, width, 3] of `TokenTable`.
+    others: block tables of the other KV-cache groups.
     """
 
     num_computed: NDArray[np.int32]
     num_scheduled: NDArray[np.int32]
     num_tokens: NDArray[np.int32]
     block_tables: NDArray[np.int32]
+    others: tuple[NDArray[np.int32], ...] = ()
 
     @property
     def has_token_tables(self) -> bool:
@@ -38,14 +43,27 @@ class BatchInput(NamedTuple):
 
     def take(self, index: NDArray[np.int64]) -> BatchInput:
         """The entries of these requests."""
-        return BatchInput(*(array[index] for array in self))
+        computed, scheduled, tokens, tables, *others = (array[index] for array in (*self[:4], *self.others))
+        return BatchInput(computed, scheduled, tokens, tables, tuple(others))
 
 
 class CausalPlan(NamedTuple):
-    """Row ranges of the requests with more than one new token, cut in slices `(query_lo, query_hi, key_lo, key_hi)`."""
+    """Row ranges of the requests with more than one new token, cut in slices `(query_lo, query_hi, key_lo, key_hi)`.
+
+    first_rows: int64 [rows], under a window: the first row of its request that a row sees.
+    """
 
     groups: NDArray[np.int32]
     slices: list[tuple[int, int, int, int]]
+    first_rows: NDArray[np.int64] | None = None
+
+    def pairs(self) -> int:
+        """Row i of a request's n new rows sees i + 1 of them, or what is left of these under a window."""
+        if self.first_rows is not None:
+            rows = np.flatnonzero(self.groups >= 0)
+            return int((rows + 1 - self.first_rows[rows]).sum())
+        sizes = np.bincount(self.groups[self.groups >= 0])
+        return int((sizes * (sizes + 1) // 2).sum())
 
 
 class UnifiedPlan(NamedTuple):
@@ -57,6 +75,7 @@ class UnifiedPlan(NamedTuple):
     positions, slots: [rows] position in the sequence; slot in the cache (block id * block size + offset).
     num_single: rows [0, num_single) are the single rows.
     logits_requests, logits_rows: requests (indices into the BatchInput) that yield a token, and their rows.
+    others: the same rows in the other KV-cache groups, which differ in slots, causal slices, shared and unique blocks.
     """
 
     requests: NDArray[np.int64]
@@ -71,6 +90,7 @@ class UnifiedPlan(NamedTuple):
     logits_requests: NDArray[np.int64]
     logits_rows: NDArray[np.int64]
     selection: SelectionPlan | None = None
+    others: tuple[UnifiedPlan, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -78,7 +98,11 @@ class UnifiedPlan(NamedTuple):
 
 
 def plan_batch(
-    batch: BatchInput, block_size: int, causal_slice: int = 512, selection: SelectionInput | None = None
+    batch: BatchInput,
+    block_size: int,
+    causal_slice: int = 512,
+    selection: SelectionInput | None = None,
+    window: Window | None = None,
 ) -> UnifiedPlan:
     """Classifies a step's rows and cached blocks.
 
@@ -92,6 +116,8 @@ def plan_batch(
         block_size: tokens per cache block.
         causal_slice: query rows per causal slice.
         selection: what a sparse method chooses among; those blocks are neither shared nor unique.
+        window: how far back the rows see; not together with a selection, nor with a slot for each token. Blocks that no
+            row sees are not read from the tables. A step from which it hides nothing is planned as if there were none.
     """
     many = batch.num_scheduled > 1
     num_single = len(many) - int(np.count_nonzero(many))
@@ -114,12 +140,17 @@ def plan_batch(
         None if selection is None else plan_selection(selection, requests, query_start, batch.block_tables, block_size)
     )
     left_out = None if selection is None else selection.left_out()
+    within = None
+    if window is not None and window.hides_from(positions):
+        if selection is not None or batch.has_token_tables:
+            raise ValueError("plan_batch: found a window with a selection or token tables, expected blocks alone")
+        within = WindowPlan.of(window, computed, positions, row_requests, query_start)
     if batch.has_token_tables:
         pairs = run_pairs(context, requests, batch.block_tables, block_size)
         shared, unique = divide_pairs(pairs, num_single, query_start)
     else:
-        cached = CachedContexts(context, requests, batch.block_tables, query_start, num_single, block_size, left_out)
-        shared, unique = cached.plan()
+        cached = CachedContexts(context, requests, batch.block_tables, query_start, num_single, block_size)
+        shared, unique = cached._replace(left_out=left_out, window=within).plan()
     yields = computed + new >= batch.num_tokens[requests]
     return UnifiedPlan(
         requests=requests,
@@ -128,7 +159,7 @@ def plan_batch(
         positions=positions,
         slots=slots,
         num_single=num_single,
-        causal=_plan_causal(num_single, row_requests, query_start, causal_slice),
+        causal=_plan_causal(num_single, row_requests, query_start, causal_slice, within),
         shared=shared,
         unique=unique,
         logits_requests=requests[yields],
@@ -138,7 +169,11 @@ def plan_batch(
 
 
 def _plan_causal(
-    num_single: int, row_requests: NDArray[np.int64], query_start: NDArray[np.int64], causal_slice: int
+    num_single: int,
+    row_requests: NDArray[np.int64],
+    query_start: NDArray[np.int64],
+    causal_slice: int,
+    window: WindowPlan | None,
 ) -> CausalPlan | None:
     bounds = query_start[num_single:].tolist()
     if len(bounds) == 1:
@@ -149,8 +184,8 @@ def _plan_causal(
     for start, stop in pairwise(bounds):
         for lo in range(start, stop, causal_slice):
             hi = min(lo + causal_slice, stop)
-            slices.append((lo, hi, start, hi))
-    return CausalPlan(groups, slices)
+            slices.append((lo, hi, start if window is None else int(window.first_rows[lo]), hi))
+    return CausalPlan(groups, slices, None if window is None else window.first_rows)
 
 
 # Each appended block costs a few copies and a search; planning anew costs as much as about this many.
@@ -158,7 +193,7 @@ MAX_APPENDED = 8
 
 
 class SteadyPlanner:
-    """`plan_batch` with a memory of one step.
+    """`plan_batch` with a memory of one step, or of as many as there are batches in flight at once.
 
     A step is steady if every request has one new token, one token more computed than in the step before, and the same
     blocks but for appended ones. This is checked against the arrays, never assumed; any other step is planned anew.
@@ -167,25 +202,34 @@ class SteadyPlanner:
     Args:
         block_size: tokens per cache block.
         causal_slice: query rows per causal slice.
+        batches: in flight, of other requests each, which take turns.
+        window: how far back the rows see.
     """
 
-    def __init__(self, block_size: int, causal_slice: int = 512) -> None:
+    def __init__(
+        self, block_size: int, causal_slice: int = 512, batches: int = 1, window: Window | None = None
+    ) -> None:
         self._block_size = block_size
         self._causal_slice = causal_slice
-        self._decode: _SteadyDecode | None = None
+        self._window = window
+        self._decodes: deque[_SteadyDecode | None] = deque([None] * batches)
 
     def plan(self, batch: BatchInput, selection: SelectionInput | None = None) -> UnifiedPlan:
-        """What `plan_batch(batch, block_size, causal_slice, selection)` returns."""
-        decode, self._decode = self._decode, None
-        if selection is not None or batch.has_token_tables:
-            # which blocks compete changes from step to step, and so do the runs of a token table
-            return plan_batch(batch, self._block_size, self._causal_slice, selection)
+        """What `plan_batch(batch, block_size, causal_slice, selection, window)` returns."""
+        decode = self._decodes.popleft()
+        self._decodes.append(None)
+        window = self._window
+        hides = window is not None and window.hides_from(batch.num_computed + batch.num_scheduled - np.int64(1))
+        if selection is not None or batch.has_token_tables or hides:
+            # which blocks compete changes from step to step, and so do the runs of a token table and the first tokens
+            # of windows
+            return plan_batch(batch, self._block_size, self._causal_slice, selection, window)
         plan = None if decode is None else decode.advance(batch)
         if plan is None:
             plan = plan_batch(batch, self._block_size, self._causal_slice)
             only_decodes = 0 < plan.num_single == plan.num_rows == len(plan.logits_rows)
             decode = _SteadyDecode(plan, batch.block_tables.copy(), self._block_size) if only_decodes else None
-        self._decode = decode
+        self._decodes[-1] = decode
         return plan
 
 
@@ -291,17 +335,17 @@ def _insert(array: NDArray, at: Sequence[int], values: NDArray) -> NDArray:
 
 
 def divide_batch(
-    batch: BatchInput, block_size: int, max_shared_blocks: int, alone: Collection[int] = ()
+    batch: BatchInput, block_size: int, room: Room, alone: Collection[int] = (), window: Window | None = None
 ) -> list[NDArray[np.int64]]:
-    """Indices of requests that fit one step each: one group, unless contexts have too many shared blocks, or a request
-    has to run `alone` (indices into the batch).
+    """Indices of requests that fit one step each: one group, unless contexts have too many shared blocks or ranges, or
+    a request has to run `alone` (indices into the batch).
 
     Requests keep their order: vLLM lets a request find blocks in the cache that one scheduled before it fills in the
     same step, and those that use the same blocks mostly stay together. Each group takes as many as fit; a request alone
     always does (`Limits` makes sure).
     """
     if not len(alone):
-        return _divide_by_blocks(batch, block_size, max_shared_blocks)
+        return _divide(batch, block_size, room, window)
     apart, groups = set(alone), []
     # a request that runs alone is a run of its own, whatever its neighbours are
     for number, run in groupby(range(len(batch.num_scheduled)), lambda index: index if index in apart else -1):
@@ -309,49 +353,44 @@ def divide_batch(
         if number in apart:
             groups.append(index)
         else:
-            groups += [index[group] for group in _divide_by_blocks(batch.take(index), block_size, max_shared_blocks)]
+            groups += [index[group] for group in _divide(batch.take(index), block_size, room, window)]
     return groups
 
 
-def _divide_by_blocks(batch: BatchInput, block_size: int, max_shared_blocks: int) -> list[NDArray[np.int64]]:
+def _divide(batch: BatchInput, block_size: int, room: Room, window: Window | None) -> list[NDArray[np.int64]]:
     everything = np.arange(len(batch.num_scheduled))
+    contexts = _contexts(batch, block_size, window)
+    if not batch.has_token_tables:
+        room = room._replace(ranges=len(contexts.keys))
+    if len(contexts.keys) <= min(room):
+        return [everything]
+    several = np.repeat(batch.num_scheduled > 1, contexts.counts)
+    keys, users = np.unique(contexts.keys, return_counts=True)
+    shared_blocks = int(((users > 1) | np.isin(keys, contexts.keys[several])).sum())
+    if shared_blocks <= room.shared_blocks and len(keys) <= room.ranges:
+        return [everything]
+    parts = np.split(contexts.keys, contexts.counts.cumsum()[:-1])
+    return [np.array(group) for group in fitting_groups(parts, batch.num_scheduled, room)]
+
+
+class _Contexts(NamedTuple):
+    """keys: [pairs] blocks of the cached contexts, or first slots of ranges, request by request; counts: of each."""
+
+    keys: NDArray[np.integer]
+    counts: NDArray[np.int64]
+
+
+def _contexts(batch: BatchInput, block_size: int, window: Window | None) -> _Contexts:
     tokens = batch.num_computed + (batch.num_scheduled == 1)
+    if batch.has_token_tables:
+        requests = np.arange(len(tokens))
+        pairs = run_pairs(tokens.astype(np.int64), requests, batch.block_tables, block_size)
+        return _Contexts(pairs.key, np.bincount(pairs.request, minlength=len(tokens)))
     num_blocks = -(-tokens // block_size)
-    if int(num_blocks.sum()) <= max_shared_blocks:
-        return [everything]
-    if _shared_blocks(batch, num_blocks) <= max_shared_blocks:
-        return [everything]
-    groups: list[list[int]] = [[]]
-    use = _Use(set(), set())
-    for index in everything.tolist():
-        blocks = set(batch.block_tables[index, : num_blocks[index]].tolist())
-        rows = int(batch.num_scheduled[index])
-        shared = use.newly_shared(blocks, rows)
-        if groups[-1] and len(use.shared) + len(shared) > max_shared_blocks:
-            groups.append([])
-            use = _Use(set(), set())
-            shared = use.newly_shared(blocks, rows)
-        groups[-1].append(index)
-        use.shared.update(shared)
-        use.any.update(blocks)
-    return [np.array(group) for group in groups]
-
-
-class _Use(NamedTuple):
-    """Blocks that the requests of a group use: any of them, and those that more than one row does."""
-
-    any: set[int]
-    shared: set[int]
-
-    def newly_shared(self, blocks: set[int], rows: int) -> set[int]:
-        """The blocks that become shared once a request of `rows` rows uses `blocks`, too."""
-        return (blocks if rows > 1 else blocks & self.any) - self.shared
-
-
-def _shared_blocks(batch: BatchInput, num_blocks: NDArray[np.int32]) -> int:
-    """Distinct blocks that more than one row uses: all of a request with several rows, and those of two requests."""
     column = np.arange(batch.block_tables.shape[1])
-    used = batch.block_tables[column < num_blocks[:, None]]
-    several = np.repeat(batch.num_scheduled > 1, num_blocks)
-    blocks, counts = np.unique(used, return_counts=True)
-    return int(((counts > 1) | np.isin(blocks, used[several])).sum())
+    used = column < num_blocks[:, None]
+    if window is not None:
+        before = blocks_before(window.first_seen(batch.num_computed.astype(np.int64)), tokens, block_size)
+        used &= column >= before[:, None]
+        num_blocks = num_blocks - before
+    return _Contexts(batch.block_tables[used], num_blocks)

@@ -10,16 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
+from vllm_gaudi_ucm.batch.block_table import BlockTable
+from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.batch.token_table import TokenTable
 
 if TYPE_CHECKING:
-    import torch
     from vllm.sampling_params import SamplingParams
 
     from vllm_gaudi_ucm.vllm_api.steps import CachedRequestData, LogprobsTensors, NewRequestData, SchedulerOutput
 
 # A preempted request keeps its row until it is resumed or finished, so more requests than max_num_seqs can be live.
 GROWTH = 2
+
+UNKNOWN_TOKEN = -1
+"""Stands in `output_token_ids` for a token that is sampled, and that only the device knows yet."""
 
 
 @dataclass(eq=False)
@@ -31,7 +35,7 @@ class LiveRequest:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     output_token_ids: list[int] = field(default_factory=list)
-    generator: torch.Generator | None = None
+    noise_seed: int | None = None
     prompt_logprobs: LogprobsTensors | None = None
     prompt_scored: bool = False
 
@@ -40,9 +44,9 @@ class LiveRequest:
         """Whether its prompt is still to be scored."""
         return self.sampling_params.prompt_logprobs is not None and not self.prompt_scored
 
-    def seed(self, generator: torch.Generator) -> None:
-        """A generator of its own, for as long as it lives."""
-        self.generator = generator
+    def seed(self, noise_seed: int) -> None:
+        """What its random tokens depend on beside their positions, for as long as it lives: across preemption, too."""
+        self.noise_seed = noise_seed
 
     def begin_scores(self, scores: LogprobsTensors) -> None:
         """Room for the scores of its prompt."""
@@ -63,20 +67,43 @@ class RequestTable:
         max_model_len: tokens of the longest request.
         block_size: tokens per cache block.
         by_token: each token has a slot of its own, and `block_size` slots are what operations read as a block.
+        groups: of the KV cache, the first one's block size is `block_size`; none stands for one with all layers.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, *, by_token: bool = False) -> None:
-        width = 0 if by_token else -(-max_model_len // block_size)
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        *,
+        by_token: bool = False,
+        groups: Sequence[KvGroup] = (),
+    ) -> None:
         self._block_size = block_size
         self._tokens = TokenTable(max_num_seqs, block_size) if by_token else None
+        # by number, in vLLM's lists of block ids
+        self._tables = {
+            group.number: BlockTable(max_num_seqs, 0 if by_token else -(-max_model_len // group.block_size))
+            for group in groups or (KvGroup(0, block_size),)
+        }
+        self._first = next(iter(self._tables.values()))
+        self._others = tuple(self._tables[group.number] for group in groups[1:])
         self.max_model_len = max_model_len
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.block_tables = np.zeros((max_num_seqs, width), np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
         self.requests: dict[str, LiveRequest] = {}
         self._free_rows = list(range(max_num_seqs))[::-1]
+
+    @property
+    def block_tables(self) -> NDArray[np.int32]:
+        """[rows, width] physical block ids, of the first group."""
+        return self._first.blocks
+
+    @property
+    def num_blocks(self) -> NDArray[np.int32]:
+        """[rows] blocks that each row has, in the first group."""
+        return self._first.num_blocks
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Applies what the scheduler says of finished, new, running and resumed requests, in this order.
@@ -97,7 +124,8 @@ class RequestTable:
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
         num_scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(requests))
         num_computed = self.num_computed[rows]
-        return requests, BatchInput(num_computed, num_scheduled, self.num_tokens[rows], self.tables(rows))
+        others = tuple(table.of(rows) for table in self._others)
+        return requests, BatchInput(num_computed, num_scheduled, self.num_tokens[rows], self.tables(rows), others)
 
     def tables(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """Of some rows of this table, as a BatchInput has them."""
@@ -121,7 +149,8 @@ class RequestTable:
     def tokens_at(
         self, requests: Sequence[LiveRequest], index: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Token ids of rows given as (index into requests, position)."""
+        """Token ids of rows given as (index into requests, position). -1 - s is the token of slot s of the step before,
+        which only the device knows yet."""
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
         return self.token_ids[rows[index], positions].astype(np.int64)
 
@@ -133,6 +162,33 @@ class RequestTable:
             self.token_ids[request.row, position] = token_id
         self.num_tokens[request.row] += 1
         request.output_token_ids.append(token_id)
+
+    def append_unknown(self, request: LiveRequest, slot: int) -> int:
+        """A token has been sampled in this slot, and only the device knows it yet. Returns its place in the outputs."""
+        index = len(request.output_token_ids)
+        self.append_token(request, UNKNOWN_TOKEN)
+        position = len(request.prompt_token_ids) + index
+        if position < self.max_model_len:
+            self.token_ids[request.row, position] = -1 - slot
+        return index
+
+    def learn(self, request: LiveRequest, index: int, token_id: int) -> None:
+        """The token at this place in the outputs has come. Nothing becomes of one that its request does not wait for:
+        it has ended meanwhile, or was sent again."""
+        outputs = request.output_token_ids
+        is_live = self.requests.get(request.request_id) is request
+        if not is_live or index >= len(outputs) or outputs[index] != UNKNOWN_TOKEN:
+            return
+        outputs[index] = token_id
+        position = len(request.prompt_token_ids) + index
+        if position < self.max_model_len:
+            self.token_ids[request.row, position] = token_id
+
+    def sends_again(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether the scheduler sends all tokens of a request that is live: what is unknown of it must be known."""
+        return bool(scheduler_output.scheduled_cached_reqs.resumed_req_ids) or any(
+            new.req_id in self.requests for new in scheduler_output.scheduled_new_reqs
+        )
 
     def blocks(self, request_id: str, count: int) -> NDArray[np.int32]:
         """[count] physical ids of a request's first blocks."""
@@ -183,11 +239,11 @@ class RequestTable:
         self.num_tokens[row] = len(tokens)
         self.num_computed[row] = new.num_computed_tokens
         self._clear_blocks(row)
-        self._append_blocks(row, new.block_ids[0])
+        self._append_blocks(row, new.block_ids)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
-        for request_id, block_ids, num_computed, num_outputs in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        for index, (request_id, block_ids, num_computed, num_outputs) in enumerate(
+            zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True)
         ):
             request = self.requests[request_id]
             row = request.row
@@ -196,23 +252,46 @@ class RequestTable:
                 # a connector's load within the step has failed: the scheduler has thrown away what the step gave
                 del request.output_token_ids[num_outputs:]
                 self.num_tokens[row] = len(request.prompt_token_ids) + num_outputs
+            elif num_outputs > len(request.output_token_ids) and cached.new_token_ids:
+                self._learn(request, num_outputs, cached, index)
             if request_id in cached.resumed_req_ids:
                 self._clear_blocks(row)
             if block_ids is not None:
-                self._append_blocks(row, block_ids[0])
+                self._append_blocks(row, block_ids)
+
+    def _learn(self, request: LiveRequest, num_outputs: int, cached: CachedRequestData, index: int) -> None:
+        """Takes tokens that another worker has sampled, the last stage of a pipeline.
+
+        The scheduler sends those that the step computes, or all of a request that was not in the step before.
+        """
+        known = len(request.prompt_token_ids) + len(request.output_token_ids)
+        missing = num_outputs - len(request.output_token_ids)
+        every = cached.all_token_ids.get(request.request_id)
+        if every is not None:
+            tokens = every[known:]
+        else:
+            tokens = cached.new_token_ids[index][max(0, known - cached.num_computed_tokens[index]) :]
+        if len(tokens) < missing:
+            raise ValueError(
+                f"request {request.request_id}: the scheduler sent {len(tokens)} new tokens, expected {missing}, which "
+                "another stage has sampled; report this as a defect of the plugin"
+            )
+        for token in tokens[:missing]:
+            self.append_token(request, token)
 
     def _clear_blocks(self, row: int) -> None:
-        self.num_blocks[row] = 0
+        for table in self._tables.values():
+            table.clear(row)
         if self._tokens is not None:
             self._tokens.clear(row)
 
-    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+    def _append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """block_ids: of each group, by its number."""
         if self._tokens is not None:
-            self._tokens.append(row, block_ids)
+            self._tokens.append(row, block_ids[0])
             return
-        start = self.num_blocks[row]
-        self.block_tables[row, start : start + len(block_ids)] = block_ids
-        self.num_blocks[row] += len(block_ids)
+        for number, table in self._tables.items():
+            table.append(row, block_ids[number])
 
     def _remove(self, request_id: str) -> None:
         """Frees a row. An unknown id is a request that ended before this worker ever saw it."""
@@ -222,8 +301,9 @@ class RequestTable:
         # nothing of this request may reach the row's next owner
         self.token_ids[request.row] = 0
         self._clear_blocks(request.row)
-        self.block_tables[request.row] = 0
-        self.num_tokens[request.row] = self.num_blocks[request.row] = self.num_computed[request.row] = 0
+        for table in self._tables.values():
+            table.blocks[request.row] = 0
+        self.num_tokens[request.row] = self.num_computed[request.row] = 0
         self._free_rows.append(request.row)
 
     def _take_row(self) -> int:
@@ -233,9 +313,11 @@ class RequestTable:
 
     def _grow(self) -> None:
         size = len(self.num_tokens)
-        for name in ("token_ids", "block_tables", "num_blocks", "num_tokens", "num_computed"):
+        for name in ("token_ids", "num_tokens", "num_computed"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros((size * (GROWTH - 1), *array.shape[1:]), array.dtype)]))
+        for table in self._tables.values():
+            table.grow(size * GROWTH)
         if self._tokens is not None:
             self._tokens.grow(size * GROWTH)
         self._free_rows = list(range(size, size * GROWTH))[::-1]

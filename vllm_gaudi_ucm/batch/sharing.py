@@ -7,27 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.batch.context_pairs import ContextPairs, context_pairs
+from vllm_gaudi_ucm.batch.window import WindowPlan
+
 # A block id and the number of a pair share one 64-bit sorting key.
 PAIR_BITS = 32
 PAIR_MASK = (1 << PAIR_BITS) - 1
-
-
-class ContextPairs(NamedTuple):
-    """What the cached contexts have of blocks, request by request in flat order, in the order of the context.
-
-    request: int64 [pairs] position of the request in flat order.
-    key: int [pairs] physical block id; with a slot for each token the first slot that is seen, in tiles of `tile`. The
-        block id is `key // tile`. No request has a key twice.
-    hi: int32 [pairs] the request sees tokens [key % tile, hi) of the block.
-    """
-
-    request: NDArray[np.int64]
-    key: NDArray[np.integer]
-    hi: NDArray[np.int32]
-    tile: int = 1
-
-    def take(self, index: NDArray[np.int64]) -> ContextPairs:
-        return ContextPairs(self.request.take(index), self.key.take(index), self.hi.take(index), self.tile)
 
 
 class SharedPairs(NamedTuple):
@@ -38,41 +23,6 @@ class SharedPairs(NamedTuple):
 
     pair: NDArray[np.int64]
     key: NDArray[np.int64]
-
-
-def context_pairs(
-    context: NDArray[np.int64],
-    requests: NDArray[np.int64],
-    block_tables: NDArray[np.int32],
-    block_size: int,
-    skip: int = 0,
-    left_out: NDArray[np.bool_] | None = None,
-) -> ContextPairs:
-    """Expands contexts into blocks. Nothing is read of a block table beyond its request's context.
-
-    Args:
-        context: [requests] cached tokens that the rows of a request see, in flat order.
-        requests: [requests] row of `block_tables` of each request in flat order.
-        block_tables: [requests, width] physical block ids.
-        block_size: tokens per cache block.
-        skip: leading blocks to leave out; every context has them in full.
-        left_out: [requests, width] blocks to leave out, in the order of `block_tables`.
-    """
-    context = context - skip * block_size
-    num_blocks = -(-context // block_size)
-    end = num_blocks.cumsum()
-    request = np.arange(len(context)).repeat(num_blocks)
-    # gathering by flat index costs the pairs in use, where a mask would cost requests x width
-    first = requests * block_tables.shape[1] + skip - (end - num_blocks)
-    place = first.repeat(num_blocks) + np.arange(len(request))
-    block = block_tables.take(place)
-    hi = np.full(len(request), block_size, np.int32)
-    last, tokens = end - 1, context - (num_blocks - 1) * block_size
-    if np.count_nonzero(context) < len(context):  # a context without a block has no last one
-        last, tokens = last[context > 0], tokens[context > 0]
-    hi[last] = tokens
-    pairs = ContextPairs(request, block, hi)
-    return pairs if left_out is None else pairs.take((~left_out.take(place)).nonzero()[0])
 
 
 def shared_pairs(pairs: ContextPairs, num_single: int) -> SharedPairs:
@@ -111,14 +61,42 @@ class SharedPlan(NamedTuple):
     blocks: int64 [blocks] physical block ids, in the order of first use by the flat requests, except that the blocks of
         a group stand together.
     lo, hi: int32 [requests, blocks] the rows of a request see tokens [lo, hi) of a block; hi 0: they do not use it.
+        Under a window lo may be below 0, and is that of the request's first row.
     groups: `(rows, block_lo, block_hi)`: exactly the rows that use `blocks[block_lo:block_hi]`. No two groups have the
         same rows.
+    rise: int64 [rows], under a window: a row sees tokens from `lo + rise` on. None: from lo on.
     """
 
     blocks: NDArray[np.int64]
     lo: NDArray[np.int32]
     hi: NDArray[np.int32]
     groups: list[Group]
+    rise: NDArray[np.int64] | None = None
+
+    @property
+    def first_tokens(self) -> NDArray[np.int32]:
+        """int32 [blocks] the first token that is seen of a block: the same for all requests that use it."""
+        found: NDArray[np.int32] = self.lo.max(axis=0)
+        return found
+
+    def pairs(self, row_requests: NDArray[np.int64]) -> int:
+        """(row, token) products. row_requests: [rows] of a plan.
+
+        Group by group: the table of requests and blocks is sparse where many requests have blocks of their own.
+        """
+        found = 0
+        for rows, begin, end in self.groups:
+            requests, num_rows = row_requests[rows[:1]], np.array([len(rows)])
+            if self.rise is not None:
+                requests, num_rows = row_requests[rows], np.ones(len(rows), np.int64)
+                lo = np.maximum(self.lo[requests, begin:end] + self.rise[rows, None], 0)
+                found += int(np.maximum(self.hi[requests, begin:end] - lo, 0).sum())
+                continue
+            if row_requests[rows[-1]] != requests[0]:  # rows ascend
+                requests, num_rows = np.unique(row_requests[rows], return_counts=True)
+            seen = self.hi[requests, begin:end] - self.lo[requests, begin:end]
+            found += int(seen.sum(axis=1) @ num_rows)
+        return found
 
 
 class _Blocks(NamedTuple):
@@ -168,6 +146,8 @@ def plan_shared(
     if pairs.tile > 1:
         lo.reshape(-1)[places] = key % pairs.tile
         blocks //= pairs.tile
+    if pairs.lo is not None:
+        lo.reshape(-1)[places] = pairs.lo.take(pair)
     return SharedPlan(blocks, lo, hi, groups)
 
 
@@ -271,12 +251,19 @@ def with_common_prefix(
 
 
 class UniquePlan(NamedTuple):
-    """Cached blocks that exactly one row uses; that row is always a single row."""
+    """Cached blocks that exactly one row uses; that row is always a single row.
+
+    lo: below 0 only where distances count, see `Window`.
+    """
 
     blocks: NDArray[np.int64]
     rows: NDArray[np.int64]
     lo: NDArray[np.int32]
     hi: NDArray[np.int32]
+
+    def pairs(self) -> int:
+        """(row, token) products."""
+        return int((self.hi - np.maximum(self.lo, 0)).sum())
 
 
 def plan_unique(pairs: ContextPairs, shared: SharedPairs) -> UniquePlan | None:
@@ -292,6 +279,8 @@ def plan_unique(pairs: ContextPairs, shared: SharedPairs) -> UniquePlan | None:
     if pairs.tile > 1:
         lo[:] = blocks % pairs.tile
         blocks //= pairs.tile
+    if pairs.lo is not None:
+        lo = pairs.lo
     return UniquePlan(blocks, pairs.request, lo, pairs.hi)
 
 
@@ -314,6 +303,7 @@ class CachedContexts(NamedTuple):
     num_single: requests [0, num_single) have one row, the others more.
     block_size: tokens per cache block.
     left_out: bool [requests, width] blocks of `block_tables` that are attended by choice (or not at all), if any.
+    window: of the rows, if it hides anything from one of them.
     """
 
     context: NDArray[np.int64]
@@ -323,13 +313,23 @@ class CachedContexts(NamedTuple):
     num_single: int
     block_size: int
     left_out: NDArray[np.bool_] | None = None
+    window: WindowPlan | None = None
 
     def plan(self) -> CachedParts:
+        if self.window is not None:
+            return self._plan_in_window(self.window)
         return self._plan_behind_prefix() or self._plan_all()
 
     def _plan_all(self) -> CachedParts:
         pairs = context_pairs(self.context, self.requests, self.block_tables, self.block_size, left_out=self.left_out)
         return divide_pairs(pairs, self.num_single, self.query_start)
+
+    def _plan_in_window(self, window: WindowPlan) -> CachedParts:
+        pairs = context_pairs(self.context, self.requests, self.block_tables, self.block_size, lowest=window.lowest)
+        shared, unique = divide_pairs(pairs, self.num_single, self.query_start)
+        if unique is not None and not window.by_distance:
+            unique = unique._replace(lo=np.maximum(unique.lo, 0))
+        return None if shared is None else shared._replace(rise=window.rise), unique
 
     def _plan_behind_prefix(self) -> CachedParts | None:
         """Blocks at the head of all contexts are shared by all rows: they take no part in the search for shared ones.

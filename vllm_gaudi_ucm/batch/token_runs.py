@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.sharing import ContextPairs
+from vllm_gaudi_ucm.batch.context_pairs import ContextPairs
 from vllm_gaudi_ucm.batch.token_table import BEGIN
 
 

@@ -22,8 +22,8 @@ class PreemptionConfig(Section):
     )
     host_memory: ByteSize = Field(
         default=4 << 30,
-        description="With `swap` and `auto`: most bytes of host memory for blocks, taken as they are needed; "
-        "page-locked where the device copies faster from such. When it is full, requests are computed again.",
+        description="With `swap` and `auto`: most bytes of host memory for blocks, of all workers together, taken as "
+        "needed; page-locked where the device copies faster from such. When it is full, requests are computed again.",
         json_schema_extra={NOTE: BYTES_NOTE},
     )
 

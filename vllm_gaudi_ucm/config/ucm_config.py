@@ -15,6 +15,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from vllm_gaudi_ucm.config.distributed_config import DistributedConfig
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig, strategy_section
 from vllm_gaudi_ucm.config.kv_cache_config import KvCacheConfig
 from vllm_gaudi_ucm.config.preemption_config import PreemptionConfig
@@ -154,7 +155,7 @@ class CpuConfig(Section):
     )
     compact_weights: bool = Field(
         default=True,
-        description="Keep packed weights whose values fit in fewer bits (bfloat16, or 4 or 8 bits and a scale for "
+        description="Keep packed weights whose values fit in fewer bits (16, or 4 or 8 bits and a scale for "
         "every 32 inputs) in those too, for steps of few rows; in those alone where the CPU has a matrix unit or "
         "AVX-512. No value changes; takes up to half of the weights' memory more, or as much less.",
     )
@@ -176,11 +177,13 @@ class UcmConfig(Section):
     phase_log: Path | None = Field(
         default=None,
         strict=False,
-        description="JSON-lines file that gets one line for every step: its phase tuple, sizes and milliseconds.",
+        description="JSON-lines file that gets one line for every step: its phase tuple, sizes and milliseconds. With "
+        "data parallelism engine 0 writes it, engine 1 `NAME.1.jsonl`, and so on.",
     )
     attention: AttentionConfig = Field(default=AttentionConfig(), description="Unified Attention.")
     graphs: GraphsConfig = Field(default=GraphsConfig(), description="Static shapes and captured graphs.")
     cpu: CpuConfig = Field(default=CpuConfig(), description="The CPU as the reference device.")
+    distributed: DistributedConfig = Field(default=DistributedConfig(), description="Several workers of one engine.")
     scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="Which waiting requests begin.")
     kv_cache: KvCacheConfig = Field(default=KvCacheConfig(), description="Which blocks of the KV cache requests get.")
     preemption: PreemptionConfig = Field(

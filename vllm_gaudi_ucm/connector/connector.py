@@ -23,7 +23,7 @@ from vllm_gaudi_ucm.vllm_api.kv_transfer import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.kv_cache.pair import KvPair
+    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
@@ -45,7 +45,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._setup = ConnectorSetup.of(vllm_config, kv_cache_config)
-        self._caches: dict[str, KvPair] = {}
+        self._caches: dict[str, LayerCache] = {}
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         # with KV offload our scheduler and our runner open the sides, once there is what they need of it
@@ -107,8 +107,9 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, UcmWorkerMetadata):
             report = UcmWorkerMetadata()
-        self._scheduler.failed(connector_output.failed_recving or set(), report.late)
-        self._scheduler.loaded(connector_output.finished_recving or set(), connector_output.invalid_block_ids)
+        self._scheduler.lost(connector_output.invalid_block_ids, report.late)
+        self._scheduler.failed(connector_output.failed_recving or set())
+        self._scheduler.loaded(connector_output.finished_recving or set())
         self._scheduler.unsaved(report.unsaved)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -140,7 +141,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side = WorkerSide(self._setup, self._caches, selection, options)
         return self.worker_side.stored_copies()
 
-    def register_kv_caches(self, kv_caches: dict[str, KvPair]) -> None:  # type: ignore[override]  # our runner's
+    def register_kv_caches(self, kv_caches: dict[str, LayerCache]) -> None:  # type: ignore[override]  # our runner's
         self._caches = kv_caches
         if not self._setup.offloads:
             self.worker_side = WorkerSide(self._setup, kv_caches)
@@ -167,12 +168,12 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> UcmWorkerMetadata | None:
         return self._worker.report()
 
-    def take_loaded_block_ids(self) -> set[int]:
-        """Blocks that were loaded since the last call; our runner asks, other connectors do not say."""
-        return self._worker.loads.take_loaded()
+    def take_ordered_block_ids(self) -> set[int]:
+        """Blocks of loads that were ordered since the last call; our runner asks, other connectors do not say."""
+        return self._worker.loads.take_ordered()
 
     def take_summarised_block_ids(self) -> set[int]:
-        """Those among the loaded blocks whose summaries came with them."""
+        """Those among the ordered blocks whose summaries come with them."""
         return self._worker.loads.take_summarised()
 
     def wait_for_load(self, seconds: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.store.base import KvStore
+from vllm_gaudi_ucm.store.shards import ShardLookups
 
 logger = plugin_logger(__name__)
 
@@ -55,7 +56,9 @@ class LookupThread:
         clock: seconds.
     """
 
-    def __init__(self, store: KvStore, deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: KvStore | ShardLookups, deadline: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._store = store
         self._deadline = deadline
         self._clock = clock

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
-    from vllm_gaudi_ucm.kv_cache.pair import KvPair
+    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorRole
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class PairWorker(OffloadingConnectorWorker):
     """The worker's side: two regions of memory for each layer."""
 
-    def register_kv_caches(self, kv_caches: Mapping[str, KvPair]) -> None:  # type: ignore[override]
+    def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:  # type: ignore[override]
         self._init_worker(as_pages(kv_caches, self.kv_cache_config))
 
 
@@ -40,7 +40,7 @@ class OffloadingConnector(VllmOffloadingConnector):
             self.connector_worker = PairWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
 
 
-def as_pages(kv_caches: Mapping[str, KvPair], config: KVCacheConfig) -> CanonicalKVCaches:
+def as_pages(kv_caches: Mapping[str, LayerCache], config: KVCacheConfig) -> CanonicalKVCaches:
     """Keys and values as int8 [blocks, bytes of a block], in the order of the groups' layers."""
     tensors: list[CanonicalKVCacheTensor] = []
     groups: list[list[CanonicalKVCacheRef]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.connector.metadata import BlockSave, RecordSave
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 @dataclass
 class RequestState:
     """may_be_sparse: as it said when it came; the next input of a session may say otherwise, and changes nothing.
-    is_closed: nothing is loaded for it any more. saved: blocks that were sent, or found. is_whole: its next load
-    leaves nothing in the store. has_records: the summaries of its prompt were offered."""
+    is_closed: nothing is loaded for it any more. lost: blocks of its load that a worker did not get. is_late: its load
+    was late for a worker. saved: blocks that were sent, or found. is_whole: its next load leaves nothing in the store.
+    has_records: the summaries of its prompt were offered."""
 
     request: Request
     keys: RequestKeys
@@ -29,6 +30,8 @@ class RequestState:
     lookup: Lookup | None = None
     is_closed: bool = False
     loading: BlockLoad | None = None
+    lost: set[int] = field(default_factory=set)
+    is_late: bool = False
     saved: int = 0
     is_whole: bool = False
     has_records: bool = False
@@ -51,14 +54,31 @@ class RequestState:
     def begin_load(self, load: BlockLoad) -> None:
         """Loaded once: what does not come is computed, and not asked for again."""
         self.is_closed, self.lookup, self.loading = True, None, load
+        self.lost, self.is_late = set(), False
 
-    def end_load(self, all_came: bool) -> None:
-        """Where all blocks came it may load again, after a preemption."""
-        self.is_closed, self.loading = not all_came, None
+    def lose(self, block_ids: set[int]) -> None:
+        """A worker did not get some of these blocks; others may be loading still."""
+        if self.loading is not None:
+            self.lost |= block_ids.intersection(self.loading.block_ids)
 
-    def begin_anew(self, is_late: bool) -> None:
+    def miss_deadline(self) -> None:
+        """Its load was late for a worker."""
+        self.is_late = True
+
+    def end_load(self) -> list[bytes]:
+        """Every worker has ended it. Where all blocks came it may load again, after a preemption.
+
+        Returns the keys of blocks that a worker did not get: all of them compute these.
+        """
+        assert self.loading is not None, "none has begun"
+        blocks = zip(self.loading.keys, self.loading.block_ids, strict=True)
+        lost = [key for key, block_id in blocks if block_id in self.lost]
+        self.is_closed, self.loading = bool(lost), None
+        return lost
+
+    def begin_anew(self) -> None:
         """A partial load has failed: the next one is whole, or there is none where time is up."""
-        self.is_whole, self.is_closed, self.loading = True, is_late, None
+        self.is_whole, self.is_closed, self.loading = True, self.is_late, None
 
 
 class RequestKeys:

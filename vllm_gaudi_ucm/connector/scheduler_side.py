@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -61,7 +61,7 @@ class SchedulerSide:
         self._loads: list[BlockLoad] = []
         self.known = KnownKeys()
         self.counts = LookupCounts()
-        self.store = setup.open_store()
+        self.store = setup.open_lookups()
         self._lookups = LookupThread(self.store, setup.options.lookup_deadline)
         batch_size = setup.vllm_config.scheduler_config.max_num_seqs
         self._waiting = WaitingPrefetch(
@@ -247,28 +247,33 @@ class SchedulerSide:
         lookups = (counts.requests, counts.timeouts, counts.hit_blocks, counts.missed_blocks)
         return UcmMetadata(loads, saves, records, plan, lookups)
 
-    def failed(self, request_ids: set[str], late: Collection[str]) -> None:
+    def lost(self, block_ids: set[int], late: Iterable[str]) -> None:
+        """A worker did not get these blocks, and for the partial loads of these requests its time was up. Of several
+        workers one may say so while others still load: what becomes of a request is decided once all have ended."""
+        if block_ids:
+            for state in self._states.values():
+                state.lose(block_ids)
+        for request_id in self._states.keys() & late:
+            self._states[request_id].miss_deadline()
+
+    def failed(self, request_ids: set[str]) -> None:
         """Of these requests blocks were left in the store, and of the others not all have come: they begin anew, and
-        load whole, or, where time is up (`late`), compute."""
+        load whole, or, where time is up, compute."""
         for request_id in request_ids:
             state = self._states.get(request_id)
             if state is None or state.loading is None:
                 continue
             # stored again once they are computed again
             self.known.discard(record.key for record in state.loading.records)
-            state.begin_anew(request_id in late)
+            state.begin_anew()
 
-    def loaded(self, request_ids: set[str], invalid_block_ids: set[int]) -> None:
+    def loaded(self, request_ids: set[str]) -> None:
         """The loads of these requests have ended. One that got all its blocks may load again, after a preemption."""
         for request_id in request_ids:
             state = self._states.get(request_id)
-            if state is None or state.loading is None:
-                continue
-            blocks = zip(state.loading.keys, state.loading.block_ids, strict=True)
-            lost = [key for key, block_id in blocks if block_id in invalid_block_ids]
-            # computed now, and then saved again
-            self.known.discard(lost)
-            state.end_load(not lost)
+            if state is not None and state.loading is not None:
+                # computed now, and then saved again
+                self.known.discard(state.end_load())
 
     def unsaved(self, keys: list[bytes]) -> None:
         """The worker could not store these blocks."""

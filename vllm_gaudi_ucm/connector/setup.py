@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, connector_prefetch, resolve_config
+from vllm_gaudi_ucm.connector.engine_shards import engine_shards
 from vllm_gaudi_ucm.connector.forward_inputs import forward_inputs
 from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
@@ -16,6 +17,7 @@ from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.prefetch.options import EngineOptions
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import lasting_kinds, open_store
+from vllm_gaudi_ucm.store.shards import Shard, ShardLookups, ShardStore
 from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, layer_specs
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ _NO_PART_OF_KV = set(EngineOptions.model_fields)
 
 @dataclass(frozen=True)
 class ConnectorSetup:
-    """Of one engine; `layers` in the order in which a stored block holds them."""
+    """Of one engine; `layers` in the order in which a stored block holds them: a worker's own, in the scheduler those
+    of the first worker."""
 
     vllm_config: VllmConfig
     options: ConnectorOptions
@@ -52,8 +55,25 @@ class ConnectorSetup:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block with all its layers, without padding."""
-        return sum(spec.unpadded_page_size_bytes for spec in self.layers.values())
+        """Of what one worker holds of a block with all its layers, without padding."""
+        return sum(self._layer_bytes)
+
+    @property
+    def _layer_bytes(self) -> list[int]:
+        return [spec.unpadded_page_size_bytes for spec in self.layers.values()]
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """What each worker holds of a block, by rank. Empty with one worker, which holds all of it."""
+        if self.vllm_config.parallel_config.world_size == 1:
+            return ()
+        return engine_shards(self.vllm_config, self._layer_bytes)
+
+    @property
+    def worker_saves(self) -> bool:
+        """In a worker: whether it saves what the step's message says. Of workers that hold the same, the first does."""
+        rank = self.vllm_config.parallel_config.rank
+        return not self.shards or self.shards.index(self.shards[rank]) == rank
 
     @property
     def loads(self) -> bool:
@@ -85,7 +105,23 @@ class ConnectorSetup:
         return self.block_bytes // bytes_per_block
 
     def open_store(self) -> KvStore:
-        return open_store(self.options.store, self.block_bytes)
+        """For a worker. Its keys are those of whole blocks."""
+        store = open_store(self.options.store, self.block_bytes)
+        if not self.shards:
+            return store
+        shard = self.shards[self.vllm_config.parallel_config.rank]
+        if shard.block_bytes != self.block_bytes:
+            raise RuntimeError(
+                f"UcmConnector: this worker has {self.block_bytes} bytes of a block, expected {shard.block_bytes}"
+            )
+        return ShardStore(store, shard)
+
+    def open_lookups(self) -> KvStore | ShardLookups:
+        """For the scheduler, which asks for whole blocks."""
+        if not self.shards:
+            return open_store(self.options.store, self.block_bytes)
+        sizes = {shard.block_bytes for shard in self.shards}
+        return ShardLookups({size: open_store(self.options.store, size) for size in sizes}, self.shards)
 
     @cached_property
     def dense_namespace(self) -> Namespace:
@@ -112,8 +148,8 @@ class ConnectorSetup:
             layers=len(self.layers),
             kv_heads=spec.num_kv_heads,
             head_sizes=(spec.head_size, spec.head_size_v),
-            tp_rank=vllm_config.parallel_config.rank,
             tp_size=vllm_config.parallel_config.tensor_parallel_size,
+            pp_size=vllm_config.parallel_config.pipeline_parallel_size,
             layout=f"layer k|v token head {_digest(shapes)}",
         )
 

@@ -82,9 +82,9 @@ class ConnectorOptions(Section):
 
 logger = plugin_logger(__name__)
 
-OURS = "UcmConnector"
-_MULTI, _OFFLOADING_CONNECTOR = "MultiConnector", "OffloadingConnector"
-_OFFLOADING = {"spec_name": "UcmOffloadingSpec", "spec_module_path": "vllm_gaudi_ucm.connector.offloading_spec"}
+OURS, OFFLOADING = "UcmConnector", "OffloadingConnector"
+_MULTI = "MultiConnector"
+_OFFLOADING_SPEC = {"spec_name": "UcmOffloadingSpec", "spec_module_path": "vllm_gaudi_ucm.connector.offloading_spec"}
 _MODULE, _OFFLOADING_MODULE = "kv_connector_module_path", "vllm_gaudi_ucm.connector.offloading_connector"
 
 
@@ -104,7 +104,7 @@ class ConfiguredConnector(NamedTuple):
     def needs_one_tensor(self) -> bool:
         """Whether it is one of vLLM's own that reads a layer's keys and values from one tensor, as all do but one, of
         which we have our own form."""
-        return self.module is None and self.name not in (None, OURS, _OFFLOADING_CONNECTOR)
+        return self.module is None and self.name not in (None, OURS, OFFLOADING)
 
 
 def configured_connectors(config: KVTransferConfig | None) -> Iterator[ConfiguredConnector]:
@@ -156,7 +156,7 @@ def complete_transfer_config(vllm_config: VllmConfig) -> None:
 
         # vLLM names the connector of --kv-offloading-size in this once the platform has seen the configuration
         vllm_config.kv_transfer_config = KVTransferConfig(
-            kv_connector_module_path=_OFFLOADING_MODULE, kv_connector_extra_config=dict(_OFFLOADING)
+            kv_connector_module_path=_OFFLOADING_MODULE, kv_connector_extra_config=dict(_OFFLOADING_SPEC)
         )
     config = vllm_config.kv_transfer_config
     if config is None:
@@ -173,9 +173,9 @@ def complete_transfer_config(vllm_config: VllmConfig) -> None:
             logger.info("kv_load_failure_policy is %r: the option load_failure of %s says so", policy, OURS)
             config.kv_load_failure_policy = policy
     for one in found:
-        if one.name != _OFFLOADING_CONNECTOR:
+        if one.name != OFFLOADING:
             continue
         if one.module is None:
             one.set_module(_OFFLOADING_MODULE)
         if "spec_name" not in one.extra:
-            one.extra.update(_OFFLOADING)
+            one.extra.update(_OFFLOADING_SPEC)

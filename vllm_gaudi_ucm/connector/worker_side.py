@@ -28,7 +28,7 @@ from vllm_gaudi_ucm.store.base import KvStore
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
-    from vllm_gaudi_ucm.kv_cache.pair import KvPair
+    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.prefetch.engine import PrefetchHandle
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection
@@ -59,7 +59,11 @@ class _Load:
 
 
 class BlockLoads:
-    """In the worker. Each `take_` gives what has come since its last call.
+    """In the worker. Each `take_` gives what is new since its last call.
+
+    Which blocks a load writes, and which get their summaries with it, is said when it is ordered: that travels with the
+    step's message, and several workers know the same of every block, whichever of them has its part, and when. Nobody
+    reads such a block before the load is over on all workers; what did not come, all of them compute, and write.
 
     Args:
         engine: loads; the caller's to stop.
@@ -76,7 +80,7 @@ class BlockLoads:
         self._deadline = deadline
         self._loads: dict[str, _Load] = {}
         self._invalid: set[int] = set()
-        self._written: set[int] = set()
+        self._ordered: set[int] = set()
         self._summarised: set[int] = set()
         self._failed: set[str] = set()
         self._late: list[str] = []
@@ -108,6 +112,9 @@ class BlockLoads:
         )
         self.counts.requests += 1
         self._loads[load.request_id] = _Load(handle, load, records)
+        self._ordered.update(block_ids)
+        for record in load.records:
+            self._summarised.update(block_id for block_id in record.block_ids if block_id)
 
     def finished(self, ended: set[str]) -> set[str]:
         """Requests whose load has ended: nothing writes to their blocks any more. Cancels loads of `ended` ones."""
@@ -126,7 +133,6 @@ class BlockLoads:
         counts, outcome = self.counts, load.handle.outcome
         self._engine.forget(request_id)
         if not load.is_wanted:
-            # its blocks are freed now, and must not count as loaded for the next request that gets them
             counts.cancelled += 1
             return
         counts.timeouts += outcome is PrefetchOutcome.TIMEOUT
@@ -144,14 +150,12 @@ class BlockLoads:
         counts.loaded_blocks += len(order.block_ids) - len(lost)
         counts.failed_blocks += len(lost)
         self._invalid |= {order.block_ids[index] for index in lost}
-        self._written |= {block_id for index, block_id in enumerate(order.block_ids) if index not in lost}
         self._take_records(load)
 
     def _take_records(self, load: _Load) -> None:
         for index, record in enumerate(load.order.records):
             assert self._summaries is not None, "the scheduler's side has the same options"
             self._summaries.write(load.records[index], record.rows, record.block_ids)
-            self._summarised.update(block_id for block_id in record.block_ids if block_id)
 
     def take_failed(self) -> set[str]:
         """Requests that have to begin anew."""
@@ -159,7 +163,7 @@ class BlockLoads:
         return failed
 
     def take_summarised(self) -> set[int]:
-        """Loaded blocks whose summaries have come with them."""
+        """Those among the ordered blocks whose summaries come with them."""
         summarised, self._summarised = self._summarised, set()
         return summarised
 
@@ -168,10 +172,10 @@ class BlockLoads:
         invalid, self._invalid = self._invalid, set()
         return invalid
 
-    def take_loaded(self) -> set[int]:
-        """Blocks that were loaded."""
-        written, self._written = self._written, set()
-        return written
+    def take_ordered(self) -> set[int]:
+        """Blocks that loads write which were ordered."""
+        ordered, self._ordered = self._ordered, set()
+        return ordered
 
     def take_late(self) -> list[str]:
         """Those among the failed requests whose time is up."""
@@ -228,7 +232,7 @@ class WorkerSide:
     def __init__(
         self,
         setup: ConnectorSetup,
-        caches: Mapping[str, KvPair],
+        caches: Mapping[str, LayerCache],
         selection: BlockSelection | None = None,
         method: BlockOptions | None = None,
     ) -> None:
@@ -254,6 +258,7 @@ class WorkerSide:
         self.loads = BlockLoads(self.engine, blocks, options.load_deadline, self._summaries)
         waiting = SaveQueue(options.save_queue, options.patience(device.kind), STEPS)
         self.saver = BlockSaver(self.store, blocks, waiting, options.save_workers)
+        self._saves = setup.worker_saves
         self._metrics: WorkerMetrics | None = None
         self._leaves_out_saves = self._is_closed = False
 
@@ -265,7 +270,8 @@ class WorkerSide:
 
     def start_loads(self, metadata: UcmMetadata) -> None:
         """Before the step, also one without tokens."""
-        self.saver.expect(len(metadata.saves) + len(metadata.records))
+        if self._saves:
+            self.saver.expect(len(metadata.saves) + len(metadata.records))
         apply_plan(self.engine, metadata.prefetch)
         if self._metrics is not None:
             self._metrics.lookups = metadata.lookups
@@ -274,6 +280,8 @@ class WorkerSide:
 
     def save(self, metadata: UcmMetadata) -> None:
         """After the step: the blocks are full now, and may be written by the next one."""
+        if not self._saves:
+            return
         if self._leaves_out_saves:
             keys = [save.key for save in metadata.saves] + [record.key for record in metadata.records]
             for key in keys:

@@ -32,7 +32,13 @@ class Device(Protocol):
     def dist_backend(self) -> str:
         """The torch.distributed backend between such devices."""
 
-    def torch_device(self, index: int = 0) -> "torch.device":
+    def take(self, index: int) -> None:
+        """Makes one of the visible devices that of this process, before anything else is asked of it.
+
+        index: of this worker among those on this machine. Makes collectives between such devices known to torch, too.
+        """
+
+    def torch_device(self) -> "torch.device":
         """The torch device tensors are made on."""
 
     def name(self) -> str:

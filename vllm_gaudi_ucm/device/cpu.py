@@ -26,8 +26,11 @@ class CpuDevice:
     dist_backend = "gloo"
     pins_host_memory = False
 
-    def torch_device(self, index: int = 0) -> torch.device:
-        """There is one CPU device: the index is not part of it."""
+    def take(self, index: int) -> None:
+        """All workers share the CPU."""
+
+    def torch_device(self) -> torch.device:
+        """There is one CPU device."""
         return torch.device("cpu")
 
     def name(self) -> str:

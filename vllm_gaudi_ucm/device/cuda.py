@@ -9,6 +9,8 @@ import torch
 from vllm_gaudi_ucm.device.base import Fence, Memory
 
 _own = threading.local()
+_taken = 0
+"""Of the process, which drives one GPU: its index among the visible ones."""
 
 
 class CudaDevice:
@@ -18,9 +20,24 @@ class CudaDevice:
     dist_backend = "nccl"
     pins_host_memory = True
 
-    def torch_device(self, index: int = 0) -> torch.device:
-        """The GPU with that index among the visible ones."""
-        return torch.device("cuda", index)
+    def take(self, index: int) -> None:
+        """The GPU with that index among the visible ones.
+
+        Raises ValueError where there are fewer.
+        """
+        global _taken
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise ValueError(
+                f"worker {index + 1} of this machine needs a GPU of its own, {count} are visible; "
+                "lower --tensor-parallel-size or --pipeline-parallel-size, or show more in CUDA_VISIBLE_DEVICES"
+            )
+        _taken = index
+        torch.cuda.set_device(index)
+
+    def torch_device(self) -> torch.device:
+        """The GPU of this process."""
+        return torch.device("cuda", _taken)
 
     def name(self) -> str:
         """The driver's name of the GPU."""
@@ -43,8 +60,8 @@ class CudaDevice:
         torch.manual_seed(seed)
 
     def enter_thread(self) -> None:
-        """A new thread begins with GPU 0, which is the one GPU that a worker sees."""
-        torch.cuda.set_device(0)
+        """A new thread begins with GPU 0."""
+        torch.cuda.set_device(_taken)
 
     def fence(self) -> Fence:
         """An event in the thread's current stream."""

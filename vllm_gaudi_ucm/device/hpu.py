@@ -28,8 +28,16 @@ class HpuDevice:
     dist_backend = "hccl"
     pins_host_memory = False
 
-    def torch_device(self, index: int = 0) -> torch.device:
-        """One process drives one card, chosen by HABANA_VISIBLE_MODULES: the index is not part of it."""
+    def take(self, index: int) -> None:
+        """The driver gives each process a free card of those in HABANA_VISIBLE_MODULES.
+
+        Importing `hccl` makes that backend known to torch.
+        """
+        bridge()
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+
+    def torch_device(self) -> torch.device:
+        """One process drives one card, whose index is no part of the name."""
         bridge()
         return torch.device("hpu")
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.execution.step_memory import StepMemory, as_served
-from vllm_gaudi_ucm.graphs.cost.specs import DEVICES, DeviceSpec, ModelSpec, device_spec
+from vllm_gaudi_ucm.graphs.cost.specs import DEFAULT_SPECS, DEVICES, DeviceSpec, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError, strip_size
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.batch.window import Window
     from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
 
 logger = plugin_logger(__name__)
-
-# Whose peaks stand for a device that has no entry of its own.
-DEFAULT_SPECS = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
 
 
 def server_limits(
@@ -41,10 +39,15 @@ def server_limits(
     max_shared_blocks: int | None,
     max_selected_blocks: int = 0,
     memory: StepMemory | None = None,
+    *,
+    by_token: bool = False,
+    window: Window | None = None,
 ) -> Limits:
     """The largest step that vLLM's scheduler makes with this configuration; raises LimitsError where none fits.
 
     max_shared_blocks: None stands for `default_shared_blocks`, or as many of them as `memory` allows.
+    by_token: each token has a slot of its own, so that ranges of blocks are counted.
+    window: how far back rows see; None: whole contexts.
     """
     scheduler = vllm_config.scheduler_config
     limits = Limits(
@@ -56,6 +59,8 @@ def server_limits(
         contiguous=contiguous,
         max_shared_blocks=max_shared_blocks,
         max_selected_blocks=max_selected_blocks,
+        strip=strip_size(block_size) if by_token else 0,
+        window=0 if window is None else window.tokens,
     )
     return as_served(limits, memory)
 
@@ -74,11 +79,25 @@ def cost_model(vllm_config: VllmConfig, device: Device, block_size: int) -> Cost
 
 
 def _model_spec(vllm_config: VllmConfig) -> ModelSpec:
-    return ModelSpec.from_hf_config(vllm_config.model_config.hf_text_config.to_dict())
+    """Of the part that this worker has; parts are alike but for what a division leaves."""
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
+    config = model.hf_text_config.to_dict()
+    if not model.use_mla and config.get("kv_lora_rank"):
+        # VLLM_MLA_DISABLE: keys and values of each head are cached
+        config |= {"kv_lora_rank": None, "head_dim": model.get_head_size()}
+    spec = ModelSpec.from_hf_config(config)
+    return spec.shard(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
 
 
 def choose_buckets(
-    graphs: GraphsConfig, vllm_config: VllmConfig, limits: Limits, device: Device, num_remainders: int = 0
+    graphs: GraphsConfig,
+    vllm_config: VllmConfig,
+    limits: Limits,
+    device: Device,
+    num_remainders: int = 0,
+    live_blocks: int = 0,
+    rows_each: int = 1,
 ) -> tuple[BucketSet, Steps | None]:
     """The buckets, and the steps of `ucm.graphs.trace` where there is one.
 
@@ -86,6 +105,7 @@ def choose_buckets(
     Logs a warning where `max_graphs` leaves the largest bucket alone, which every step then takes.
 
     num_remainders: graphs for prompt remainders, which are a part of `max_graphs`.
+    live_blocks, rows_each: of a sparse request, see BucketRequest.
 
     Raises:
         ValueError: a file that is missing, malformed or made for other limits, or a strategy without its file.
@@ -98,7 +118,7 @@ def choose_buckets(
     name = strategy_name(graphs)
     strategy = STRATEGIES.get(name)(**graphs.strategy_options.model_dump())
     most = most_buckets(graphs.max_graphs, name, num_remainders)
-    request = BucketRequest(limits, cost, most, graphs.buckets, usage)
+    request = BucketRequest(limits, cost, most, graphs.buckets, usage, live_blocks=live_blocks, rows_each=rows_each)
     buckets = strategy.choose(request)
     if len(buckets.forward) == 1:
         _check_max_graphs(graphs.max_graphs, strategy.least_graphs(request), name, request.limits, num_remainders)

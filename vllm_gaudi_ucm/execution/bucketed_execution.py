@@ -9,18 +9,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.attention.groups import LayerGroups
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, divide_batch
-from vllm_gaudi_ucm.execution.decoder import step_metadata
+from vllm_gaudi_ucm.batch.block_use import Room
+from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.execution.decoder import HIDDEN, grouped_metadata, step_metadata
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.graph_manager import (
     BucketTensors,
-    Compile,
     ForwardGraphs,
     Stage,
     cut_copies,
     cut_views,
-    uncompiled,
 )
+from vllm_gaudi_ucm.execution.group_tensors import held_by_groups, step_table
+from vllm_gaudi_ucm.execution.handover import Handover
 from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs, true_shape
 from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFunction
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
@@ -30,7 +33,9 @@ from vllm_gaudi_ucm.ops.unified_attention.api import plan_of
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
-    from vllm_gaudi_ucm.execution.decoder import Decoder
+    from vllm_gaudi_ucm.distributed.stage import StageTensors
+    from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
+    from vllm_gaudi_ucm.execution.decoder import Decoder, StepMetadata
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
@@ -52,6 +57,10 @@ def is_remainder(plan: UnifiedPlan, most_rows: int) -> bool:
     return plan.selection is not None and bool((plan.selection.num_rows > most_rows).any())
 
 
+# Logits of more rows at once would take more memory than one product with the output head saves time.
+MOST_VERIFIED = 512
+
+
 class BucketedExecution:
     """See Execution. Forward graphs are found by (phase, q, s, u), logits graphs by their rows alone.
 
@@ -64,6 +73,8 @@ class BucketedExecution:
     The remainder of a prompt that was loaded in part has graphs of its own; `remainders` are their shapes, None where
     no prompt is loaded in part.
 
+    A stage of a pipeline receives before a replay, and sends behind it; logits are the last stage's.
+
     Args:
         decoder: the model.
         ready: the buckets, and which of them are warm.
@@ -75,6 +86,9 @@ class BucketedExecution:
         sparse: a sparse method, where one is on.
         implementation: of attention, one that may run while a graph is captured.
         compiler: of the decoder's regions; None: they are not compiled.
+        carried: tokens that the host may not know yet when a step is staged; None: it knows all.
+        rows_each: rows of a request whose tokens are verified in a step, its drafts and one more.
+        groups: of the KV cache; None: one with all layers.
     """
 
     def __init__(
@@ -89,7 +103,11 @@ class BucketedExecution:
         sparse: SparseWorker | None = None,
         implementation: str = "reference",
         compiler: StaticCompiler | None = None,
+        carried: CarriedTokens | None = None,
+        rows_each: int = 1,
+        groups: LayerGroups | None = None,
     ) -> None:
+        self._carried = carried
         cut = cut_views if compiler is None else compiler.region(cut_copies)
         plan = None if compiler is None else plan_of(implementation)
         self._plan = None if compiler is None or plan is None else compiler.region(plan)
@@ -99,21 +117,31 @@ class BucketedExecution:
             sparse.compile(compiler.region)
         self._implementation = implementation
         self._decoder = decoder
+        self._handover = None if decoder.stage is None else Handover(decoder, decoder.stage, device)
         self._stage = stage
         choices = None if sparse is None else sparse.limits
         self._selects = choices is not None
         limits: Limits = ready.buckets.limits if self._selects else ready.buckets.limits.dense
         self._block_size, self._contiguous = limits.block_size, limits.contiguous
-        self._most_shared_blocks = ready.buckets.limits.most_shared_blocks
+        self._groups = groups or LayerGroups((KvGroup(0, limits.block_size, decoder.window),))
+        kv_groups = self._groups.groups
+        table = step_table(kv_groups)
+        self._room = Room(ready.buckets.limits.most_shared_blocks, ready.buckets.limits.max_context_blocks)
 
         def graphs(limits: Limits, choices: SelectionLimits | None) -> ForwardGraphs:
-            inputs = BucketTensors(limits, causal_slice, device, pin_memory, choices, cut=cut)
+            inputs = BucketTensors(
+                limits, causal_slice, device, pin_memory, choices, table, cut, kv_groups, rows_each=rows_each
+            )
             return ForwardGraphs(inputs, make_runner, self._compute, stage)
 
         self._ordinary = graphs(limits, choices)
         self._hidden, self._logits = _outputs(decoder, limits, device)
         self._logits_runner = make_runner(self._run_logits)
         self._logits_graphs: dict[int, Replay] = {}
+        self._rows_each = rows_each
+        self._likeliest = torch.zeros(_likeliest_room(limits, rows_each), dtype=torch.int64, device=device)
+        self._likeliest_runner = make_runner(self._run_likeliest)
+        self._likeliest_graphs: dict[int, Replay] = {}
         self.remainders = remainder_shapes(limits, choices)
         self._remainders: ForwardGraphs | None = None
         if self.remainders is not None and choices is not None:
@@ -132,20 +160,40 @@ class BucketedExecution:
         return self._logits.shape[1]
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
-        return divide_batch(batch, self._block_size, self._most_shared_blocks, remainders.tolist())
+        first, *others = self._groups.groups
+        divisions = divide_batch(batch, first.block_size, self._room, remainders.tolist(), first.window)
+        for group, tables in zip(others, batch.others, strict=True):
+            most = group.most_blocks
+            if most is not None and most * len(batch.num_scheduled) <= self._room.shared_blocks:
+                continue
+            # mostly not divided further: what is shared in one group is shared in the others
+            whole = batch._replace(block_tables=tables, others=())
+            parts = (
+                (index, divide_batch(whole.take(index), group.block_size, self._room, window=group.window))
+                for index in divisions
+            )
+            divisions = [index[part] for index, found in parts for part in found]
+        return divisions
 
     def stage(
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
     ) -> StepShape:
         true = true_shape(plan, self._unique_blocks(plan))
         self._graphs = self._graphs_of(plan)
-        padded = self._lookup(true)
+        needed = held_by_groups(true, plan, self._groups.groups) if plan.others else true
+        padded = self._lookup(needed)
         self._graphs.fill(padded.forward, plan, token_ids, summary_blocks)
         self._shape = StepShape(true, padded, remainder=self._graphs is not self._ordinary)
         return self._shape
 
     def forward(self) -> None:
+        if self._handover is None:
+            self._graphs.replay()
+            return
+        rows = self._shape.padded.query_len
+        self._handover.receive(rows)
         self._graphs.replay()
+        self._handover.send(rows)
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         if not len(rows):
@@ -155,6 +203,15 @@ class BucketedExecution:
         with self._stage("logits"):
             self._logits_graphs[bucket]()
         return self._logits[:bucket]
+
+    def likeliest(self, rows: NDArray[np.int64]) -> torch.Tensor | None:
+        found = min((size for size in self._likeliest_graphs if size >= len(rows)), default=None)
+        if found is None or not len(rows):
+            return None
+        self._ordinary.inputs.fill_logits_rows(found, rows)
+        with self._stage("likeliest tokens"):
+            self._likeliest_graphs[found]()
+        return self._likeliest[:found]
 
     def logits_bucket(self, count: int) -> int:
         """Rows of the cheapest warm logits graph for `count` rows."""
@@ -167,27 +224,47 @@ class BucketedExecution:
         """Captures and executes the graph of a bucket over pads, which read and write the dummy block only."""
         if not self._selects:
             shape = shape.with_selected(0)
+        if self._handover is not None:
+            self._handover.reserve(shape.query_len)
         self._ordinary.warm(shape)
         self._shape = StepShape(shape.step(0), shape.step(0))
 
     def warm_remainder(self, shape: ForwardShape) -> None:
         """Captures and executes the graph of one of `remainders`."""
         assert self._remainders is not None, "no graphs for prompt remainders where no prompt is loaded in part"
+        if self._handover is not None:
+            self._handover.reserve(shape.query_len)
         self._remainders.warm(shape)
 
     def warm_logits(self, rows: int) -> torch.Tensor:
-        """Captures and executes the graph of `rows` logits rows; returns the logits, float32 [rows, vocabulary]."""
+        """Captures and executes the graph of `rows` logits rows; returns the logits, float32 [rows, vocabulary].
+
+        Without the last layer there is no graph, and the logits have no columns.
+        """
+        if not self._decoder.has_logits:
+            return self._logits[:rows]
         chosen = self._ordinary.inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
         with self._stage("logits"):
             self._logits_graphs[rows] = self._logits_runner.capture((chosen,))
+        self._warm_likeliest(rows * self._rows_each)
         return self._logits[:rows]
+
+    def _warm_likeliest(self, rows: int) -> None:
+        """The graph of as many verifications as a logits graph has rows, but for those of very many."""
+        if rows > len(self._likeliest):
+            return
+        chosen = self._ordinary.inputs.fill_logits_rows(rows, np.zeros(rows, np.int64))
+        with self._stage("likeliest tokens"):
+            self._likeliest_graphs[rows] = self._likeliest_runner.capture((chosen,))
 
     def refill(self) -> None:
         """Every tensor that outlives a step anew, after a warm-up that computed nothing."""
         for graphs in filter(None, (self._ordinary, self._remainders)):
             graphs.inputs.refill()
-        self._hidden.zero_()
-        self._logits.zero_()
+        if self._handover is not None:
+            self._handover.refill()
+        for tensor in (self._hidden, self._logits, self._likeliest):
+            tensor.zero_()
 
     def _graphs_of(self, plan: UnifiedPlan) -> ForwardGraphs:
         return (
@@ -214,16 +291,33 @@ class BucketedExecution:
             inputs.summary_blocks,
             inputs.selection,
             plan=self._plan,
+            latent=self._decoder.latent,
         )
         if self._sparse is not None:
             self._sparse.begin_forward(metadata.selection)
-        hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata)
+        every = grouped_metadata(metadata, inputs, self._groups, self._implementation, self._plan)
+        found = self._run(inputs, every)
         if self._sparse is not None:
             self._sparse.end_forward(metadata.selection)
-        self._hidden[: len(hidden)].copy_(hidden)
+        if self._decoder.has_logits:
+            hidden = found[HIDDEN]
+            self._hidden[: len(hidden)].copy_(hidden)
+
+    def _run(self, inputs: StepInputs, metadata: StepMetadata) -> StageTensors:
+        rows, handover = len(inputs.token_ids), self._handover
+        if handover is None:
+            token_ids = inputs.token_ids if self._carried is None else self._carried.fill_in(inputs.token_ids)
+            return self._decoder.run(token_ids, inputs.positions, metadata)
+        found = self._decoder.run(inputs.token_ids, inputs.positions, metadata, handover.received(rows))
+        handover.leave(rows, found)
+        return found
 
     def _run_logits(self, rows: torch.Tensor) -> None:
-        self._logits[: len(rows)].copy_(self._decoder.logits(self._hidden, rows))
+        self._decoder.write_logits(self._logits[: len(rows)], self._hidden, rows)
+
+    def _run_likeliest(self, rows: torch.Tensor) -> None:
+        logits = self._decoder.logits(self._hidden, rows)
+        self._likeliest[: len(rows)].copy_(logits.argmax(-1))
 
     def _unique_blocks(self, plan: UnifiedPlan) -> int:
         if plan.unique is None:
@@ -231,97 +325,23 @@ class BucketedExecution:
         return int(plan.unique.blocks.max()) + 1 if self._contiguous else len(plan.unique.blocks)
 
 
+def _likeliest_room(limits: Limits, rows_each: int) -> int:
+    """Rows of the largest graph of likeliest tokens; 0 without drafts."""
+    return min(limits.max_num_seqs * rows_each, MOST_VERIFIED) if rows_each > 1 else 0
+
+
 def _outputs(decoder: Decoder, limits: Limits, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Buffers of the largest step: hidden states [rows, hidden size] and logits float32 [requests, vocabulary].
+    """Buffers of the largest step: hidden states [rows, hidden size] and logits float32 [requests, vocabulary]; both
+    without columns where the last layer is elsewhere.
 
     One row through the model tells the sizes; some models have other ones than their configuration says.
     """
     one = torch.zeros(1, dtype=torch.int64, device=device)
-    hidden = decoder.hidden(one, one, None)
+    if not decoder.has_logits:
+        return torch.zeros((limits.max_num_batched_tokens, 0)), torch.zeros((limits.max_num_seqs, 0))
+    hidden = decoder.run(one, one, None, decoder.received(1, device))[HIDDEN]
     logits = decoder.logits(hidden)
     return (
         hidden.new_zeros((limits.max_num_batched_tokens, hidden.shape[1])),
         logits.new_zeros((limits.max_num_seqs, logits.shape[1])),
     )
-
-
-def put_rows(whole: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-    """In place: `whole` has storage of its own, and nothing but this writes it."""
-    whole.index_copy_(0, places, rows)
-
-
-def take_rows(whole: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return whole.index_select(0, places)
-
-
-class DividedLogits:
-    """One buffer with a row for each slot, and one more for the padding of the parts; one more buffer for each draft.
-
-    Args:
-        execution: whose logits they are.
-        device: where they are.
-        stage: entered around device work.
-        region: makes regions of it.
-    """
-
-    def __init__(
-        self, execution: BucketedExecution, device: torch.device, stage: Stage, region: Compile = uncompiled
-    ) -> None:
-        self._stage = stage
-        self._put_rows, self._take_rows = region(put_rows), region(take_rows)
-        self._execution = execution
-        self._whole = [torch.zeros(execution.max_logits + 1, execution.logits_width, device=device)]
-        self._host = torch.zeros(execution.max_logits, dtype=torch.int64)
-        self._places: dict[int, torch.Tensor] = {}
-
-    def reserve(self, num_drafts: int) -> None:
-        """Allocates the buffers of `num_drafts` drafts per request. Call it before warm-up."""
-        self._whole += [torch.zeros_like(self._whole[0]) for _ in range(num_drafts)]
-
-    def put(self, logits: torch.Tensor, slots: NDArray[np.int64], count: int, position: int = 0) -> torch.Tensor:
-        """Copies a part's rows [at least len(slots), vocabulary] to their slots.
-
-        position: of the drafts; 0 is the last certain token.
-
-        Returns the rows of all slots, `count` of them and padding up to a bucket, as far as they were put.
-        """
-        self._copy(logits, slots, self._whole[position])
-        return self._whole[position][: self._execution.logits_bucket(count)]
-
-    def take(self, slots: NDArray[np.int64], position: int) -> torch.Tensor:
-        """The rows of some slots, in this order, and padding up to a bucket: [at least len(slots), vocabulary]."""
-        return self._select(slots, self._execution.logits_bucket(len(slots)), self._whole[position])
-
-    def warm(self, logits: torch.Tensor) -> None:
-        """Executes the copies once for this number of rows; they write padding only."""
-        self._copy(logits, np.zeros(0, np.int64), self._whole[0])
-        if len(self._whole) > 1 and len(logits):
-            self._select(np.zeros(0, np.int64), len(logits), self._whole[0])
-
-    def refill(self) -> None:
-        """See BucketedExecution."""
-        for tensor in (*self._whole, *self._places.values()):
-            tensor.zero_()
-
-    def _copy(self, logits: torch.Tensor, slots: NDArray[np.int64], whole: torch.Tensor) -> None:
-        if not len(logits):
-            return
-        places = self._stage_places(slots, len(logits))
-        with self._stage("divided logits"):
-            self._put_rows(whole, places, logits)
-
-    def _select(self, slots: NDArray[np.int64], rows: int, whole: torch.Tensor) -> torch.Tensor:
-        places = self._stage_places(slots, rows)
-        with self._stage("divided logits, drafts"):
-            found: torch.Tensor = self._take_rows(whole, places)
-            return found
-
-    def _stage_places(self, slots: NDArray[np.int64], rows: int) -> torch.Tensor:
-        """int64 [rows] on the device: the slots and, behind them, the row of the padding."""
-        self._host[: len(slots)] = torch.from_numpy(slots)
-        self._host[len(slots) : rows] = len(self._whole[0]) - 1
-        places = self._places.get(rows)
-        if places is None:
-            places = self._places[rows] = torch.zeros(rows, dtype=torch.int64, device=self._whole[0].device)
-        places.copy_(self._host[:rows])
-        return places

@@ -2,56 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import nn
 
-from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl, UnifiedAttentionMetadata
+from vllm_gaudi_ucm.attention.groups import GroupedMetadata, LayerGroups
+from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentSizes
 from vllm_gaudi_ucm.execution.regions import compile_regions
+from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.unified_attention.api import Plan, prepare
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
-from vllm_gaudi_ucm.vllm_api.model import Attention, set_forward_context
+from vllm_gaudi_ucm.vllm_api.distributed import IntermediateTensors
+from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, set_forward_context
+from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.batch.window import Window
+    from vllm_gaudi_ucm.distributed.stage import Stage, StageTensors
+    from vllm_gaudi_ucm.execution.step_tensors import StepInputs
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
-    from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+    from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
     from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 logger = plugin_logger(__name__)
 
-StepMetadata = UnifiedAttentionMetadata | dict[str, UnifiedAttentionMetadata]
-"""Attention of one step: of all layers in one KV-cache group, or by layer name, each with that of its group."""
+StepMetadata = UnifiedAttentionMetadata | GroupedMetadata
+"""Attention of one step: of all layers in one KV-cache group, or of each group."""
+
+HIDDEN = "hidden_states"
+"""The name of what the last stage has."""
+
+
+def _modules(model: DecoderModel) -> Iterator[nn.Module]:
+    return model.modules() if isinstance(model, nn.Module) else iter(())
 
 
 class DecoderModel(Protocol):
-    """What a step needs of a vLLM model: token ids to hidden states [rows, hidden size], and these to logits."""
+    """What a step needs of a vLLM model: token ids to hidden states [rows, hidden size], and these to logits.
+
+    One that is a stage of a pipeline takes and returns `IntermediateTensors`, unless it is the first or the last.
+    """
 
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: None, inputs_embeds: None
-    ) -> torch.Tensor: ...
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None,
+        inputs_embeds: None,
+    ) -> torch.Tensor | IntermediateTensors: ...
+
+    def make_empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors: ...
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None: ...
 
 
 class Decoder:
-    """A model with the context that its attention layers read."""
+    """A model with the context that its attention layers read.
 
-    def __init__(self, model: DecoderModel, vllm_config: VllmConfig) -> None:
+    Args:
+        model: vLLM's.
+        vllm_config: the engine's.
+        stage: which of the model's layers are here; None: all.
+    """
+
+    def __init__(self, model: DecoderModel, vllm_config: VllmConfig, stage: Stage | None = None) -> None:
         self.model = model
-        self._forward: Callable[..., torch.Tensor] = model
-        self._head = self._logits
+        self.stage = stage
+        self._forward: Callable[..., StageTensors] = self._run_model
+        self._head: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = self._logits
         self._vllm_config = vllm_config
+        self._has_experts = any(isinstance(module, RoutedExperts) for module in _modules(model))
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the model's last layer is here."""
+        return self.stage is None or self.stage.is_last
 
     @property
     def num_layers(self) -> int:
-        """Layers with attention."""
-        return sum(isinstance(module, Attention) for module in cast(nn.Module, self.model).modules())
+        """Layers with attention that are here."""
+        return sum(isinstance(module, AttentionLayerBase) for module in cast(nn.Module, self.model).modules())
+
+    @cached_property
+    def latent(self) -> LatentSizes | None:
+        """Where all layers are of latent attention, alike."""
+        layers = [layer for layer in cast(nn.Module, self.model).modules() if isinstance(layer, AttentionLayerBase)]
+        sizes = {layer.sizes if isinstance(layer, LatentAttention) else None for layer in layers}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def specs(self) -> list[AttentionSpec]:
+        """What the layers with attention that are here compute."""
+        return [impl.spec for impl in self._attention()]
+
+    @property
+    def windows(self) -> list[Window | None]:
+        """How far back rows see in the layers that are here, each once: whole contexts (None), then the widest."""
+        found = dict.fromkeys(impl.window for impl in self._attention())
+        return sorted(found, key=lambda window: 0 if window is None else 1 / window.tokens)
+
+    @property
+    def window(self) -> Window | None:
+        """How far back rows see in the first KV-cache group."""
+        return next(iter(self.windows), None)
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether layers read the keys and values of others."""
+        return any(impl.shares for impl in self._attention())
+
+    def _attention(self) -> list[UnifiedAttentionImpl]:
+        layers = cast(nn.Module, self.model).modules()
+        return [cast(UnifiedAttentionImpl, layer.impl) for layer in layers if isinstance(layer, AttentionLayerBase)]
 
     def compile(self, compiler: StaticCompiler) -> None:
         """From now on layers and output head run compiled, once for each set of shapes.
@@ -70,27 +143,80 @@ class Decoder:
             self._forward = compiler.region(self._run_model)
         else:
             logger.info("%d layers of %s are one compiled region", layers, type(self.model).__name__)
-        self._head = compiler.region(self._head)
+        self._head = compiler.region(self._wide_logits)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: StepMetadata | None) -> torch.Tensor:
-        """[rows, hidden size]. Without metadata nothing is attended (a memory measurement)."""
-        with set_forward_context(metadata, self._vllm_config, num_tokens=len(token_ids), slot_mapping={}):
-            return self._forward(
-                input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
-            )
+        """[rows, hidden size], where all layers are here."""
+        return self.run(token_ids, positions, metadata)[HIDDEN]
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: StepMetadata | None,
+        received: StageTensors | None = None,
+    ) -> StageTensors:
+        """What the layers that are here hand on, [rows, hidden size] each; `HIDDEN` of the last stage.
+
+        Without metadata nothing is attended (a memory measurement). received: of the stage before; maybe written.
+        """
+        if isinstance(metadata, GroupedMetadata):
+            metadata.begin()
+        padded = self._padded_rows(metadata)
+        with set_forward_context(
+            metadata, self._vllm_config, num_tokens=len(token_ids), slot_mapping={}, is_padding=padded
+        ):
+            return self._forward(token_ids, positions, received)
+
+    def _padded_rows(self, metadata: StepMetadata | None) -> torch.Tensor | None:
+        """bool [rows], for layers with experts: what fills a bucket up writes to the first slot of the dummy block."""
+        if metadata is None or not self._has_experts:
+            return None
+        step = metadata.groups[0] if isinstance(metadata, GroupedMetadata) else metadata
+        return step.slots == DUMMY_BLOCK
+
+    def received(self, rows: int, device: torch.device) -> StageTensors | None:
+        """Zeros in place of what the stage before hands on; None on the first stage."""
+        return None if self.stage is None or self.stage.is_first else self.between(rows, device)
+
+    def between(self, rows: int, device: torch.device) -> StageTensors:
+        """Zeros as one stage hands them to the next."""
+        dtype = cast(torch.dtype, self._vllm_config.model_config.dtype)
+        return self.model.make_empty_intermediate_tensors(rows, dtype, device).tensors
+
+    @torch.inference_mode()
+    def connect(self, device: torch.device) -> None:
+        """Makes the connections between the stages, where there are several; see Stage."""
+        if self.stage is None:
+            return
+        one = torch.zeros(1, dtype=torch.int64, device=device)
+        found = self.run(one, one, None, self.received(1, device))
+        self.stage.connect(found, self.between(1, device))
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [rows, vocabulary], of some rows of the hidden states or of all: what vLLM's sampler and grammar
         masks compute in."""
-        return self._head(hidden, rows)
+        return self._head(hidden, rows).float()
 
-    def _run_model(self, **inputs: torch.Tensor | None) -> torch.Tensor:
-        return self.model(**inputs)  # type: ignore[arg-type]  # as `hidden` calls it
+    def write_logits(self, out: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor) -> None:
+        """The same, written to `out`: what casts them is the copy."""
+        out.copy_(self._head(hidden, rows))
+
+    def _run_model(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, received: StageTensors | None
+    ) -> StageTensors:
+        given = None if received is None else IntermediateTensors(received)
+        found = self.model(input_ids=token_ids, positions=positions, intermediate_tensors=given, inputs_embeds=None)
+        return found.tensors if isinstance(found, IntermediateTensors) else {HIDDEN: found}
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         logits = self.model.compute_logits(hidden if rows is None else hidden.index_select(0, rows))
-        assert logits is not None, "a model on one device has all its logits"
-        return logits.float()
+        assert logits is not None, "logits are gathered on every worker that asks for them"
+        return logits
+
+    def _wide_logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        """A compiled region casts what it computes."""
+        return self._logits(hidden, rows).float()
 
 
 def step_metadata(
@@ -104,11 +230,21 @@ def step_metadata(
     *,
     reused: bool = False,
     plan: Plan | None = None,
+    room: torch.Tensor | None = None,
+    latent: LatentSizes | None = None,
 ) -> UnifiedAttentionMetadata:
     """Prepares a step's parts for the layers of one KV-cache group, for dense layers too where there are any.
 
-    See UnifiedAttentionMetadata, LayerSelection and `prepare` for the arguments.
+    latent: where all of them are of latent attention. See UnifiedAttentionMetadata, LayerSelection and `prepare` for
+    the other arguments.
     """
+    new_tokens = None
+    if latent is not None and sparse is None and latent.divides(parts):
+        new_tokens = prepare(AttentionParts(parts.causal), block_size, implementation=implementation, plan=plan)
+        if new_tokens.implementation.gives_log_sums:
+            parts = parts._replace(causal=None)
+        else:
+            new_tokens = None
     prepared = prepare(parts, block_size, implementation=implementation, plan=plan)
     choices = None
     if selection is not None:
@@ -116,7 +252,26 @@ def step_metadata(
         if sparse is not None and sparse.has_dense_layers:
             whole = parts._replace(selected=selection.candidates_part(block_size))
             dense_parts = prepare(whole, block_size, implementation=implementation, plan=plan)
-        choices = LayerSelection(selection, dense_parts, reused, at_once=prepared.implementation.name == "native")
-    if sparse is None:
-        return UnifiedAttentionMetadata(slots, prepared, summary_blocks=summary_blocks, selection=choices)
+        at_once = prepared.implementation.name == "native"
+        choices = LayerSelection(selection, dense_parts, reused, at_once, room)
+    # layers that have nothing to summarise or choose are those of a dense server, and as fast
+    if sparse is None or (choices is None and summary_blocks is None and not sparse.watches_layers):
+        return UnifiedAttentionMetadata(slots, prepared, None, summary_blocks, choices, new_tokens)
     return UnifiedAttentionMetadata(slots, prepared, sparse.method, summary_blocks, choices)
+
+
+def grouped_metadata(
+    first: UnifiedAttentionMetadata,
+    inputs: StepInputs,
+    groups: LayerGroups,
+    implementation: str,
+    plan: Plan | None = None,
+) -> StepMetadata:
+    """The metadata of all groups; `first`, which a sparse method and summaries are in, is that of the first one."""
+    if not inputs.groups:
+        return first
+    others = (
+        step_metadata(one.slots, one.parts, group.block_size, implementation, None, plan=plan)
+        for one, group in zip(inputs.groups, groups.groups[1:], strict=True)
+    )
+    return GroupedMetadata((first, *others), groups.steps)

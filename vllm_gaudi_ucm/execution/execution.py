@@ -47,5 +47,11 @@ class Execution(Protocol):
         Valid until the next call. Takes at most `max_logits` rows.
         """
 
+    def likeliest(self, rows: NDArray[np.int64]) -> torch.Tensor | None:
+        """int64 [at least len(rows)] the likeliest token after each of these rows of the step; None: ask `logits`.
+
+        What follows the rows is garbage. Takes more rows than `logits` where requests verify drafts.
+        """
+
     @property
     def max_logits(self) -> int: ...

@@ -11,36 +11,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.execution.bucket_parts import BucketParts
+from vllm_gaudi_ucm.execution.group_names import Parts, of_group
+from vllm_gaudi_ucm.execution.group_tensors import ONE_GROUP
+from vllm_gaudi_ucm.execution.step_sizes import Sizes
 from vllm_gaudi_ucm.execution.step_tensors import (
     NO_BLOCKS,
     STEP_TENSORS,
-    Parts,
-    Sizes,
     StepArrays,
     StepInputs,
     StepTensor,
     added_names,
 )
-from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape, phase_string
-from vllm_gaudi_ucm.ops.unified_attention.parts import (
-    AttentionParts,
-    CausalPart,
-    CausalSlice,
-    CausalTiles,
-    SharedGroup,
-    SharedPart,
-    UniquePart,
-)
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
+    from vllm_gaudi_ucm.batch.kv_group import KvGroup
     from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFunction
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
-
-# Rows that Gaudi's matrix engine multiplies at once.
-SHORTEST_SLICE = 128
 
 Stage = Callable[[str], AbstractContextManager[object]]
 """A region of device work that becomes one recipe; the label names it in reports. `nullcontext` where none is cut."""
@@ -121,24 +111,70 @@ class _Layout:
                 whole[...] = pad
 
 
+class _HostBuffer:
+    """Where one step is written, and copied from.
+
+    A copy from pinned memory is queued behind whatever the device still has to do, and the host goes on.
+
+    size: int64 entries. pinned: on the host of `device`; a copy from other memory has ended when it returns.
+    """
+
+    def __init__(self, size: int, device: torch.device, pinned: bool) -> None:
+        self.tensor = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        self.array: NDArray[np.int64] = self.tensor.numpy()
+        self.layouts: dict[ForwardShape, _Layout] = {}
+        self._copied = torch.Event(device) if pinned else None
+
+    def await_copy(self) -> None:
+        """Before the buffer is written."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copy_to(self, flat: torch.Tensor) -> None:
+        """Copies the first entries, as many as `flat` has."""
+        flat.copy_(self.tensor[: len(flat)], non_blocking=self._copied is not None)
+        if self._copied is not None:
+            self._copied.record()
+
+
+class _HostBuffers:
+    """Buffers that take turns: a step is written while the copy of the one before is still queued.
+
+    One is enough where the host waits for each copy.
+    """
+
+    def __init__(self, size: int, device: torch.device, pinned: bool) -> None:
+        self.all = [_HostBuffer(size, device, pinned) for _ in range(2 if pinned else 1)]
+
+    def next(self) -> _HostBuffer:
+        """The one that was copied longest ago; it may be written."""
+        buffer = self.all.pop(0)
+        self.all.append(buffer)
+        buffer.await_copy()
+        return buffer
+
+
 class BucketTensors:
-    """One host buffer for all, one flat device tensor per forward shape and one per number of logits rows.
+    """Host buffers for all, one flat device tensor per forward shape and one per number of logits rows.
 
     A step fills the whole tensor of its bucket: real values first, then pads, which point at the dummy block, at no
     group and at an entry that sees nothing, so no value of an earlier step is ever read. A graph gets the flat tensor
     and cuts it itself (`split`): copying into a part of a larger tensor would be a recipe of its own on Gaudi.
 
     A copy from a pinned buffer is queued behind whatever the device still has to do: the graph of the step before, if
-    the host has not waited for that step (prompt chunks that yield no token). The buffer is not written before that.
+    the host has not waited for that step (asynchronous scheduling, prompt chunks that yield no token). So buffers take
+    turns, those of steps and those of logits rows, and none is written before its last copy has ended.
 
     Args:
         limits: of the steps; `contiguous` decides whether the unique part reads a slice of the cache or gathers.
         causal_slice: rows per slice of the causal part.
         device: where the model runs.
-        pin_memory: whether the host buffer is pinned, so that the host goes on while it is copied.
+        pin_memory: whether host buffers are pinned, so that the host goes on while they are copied.
         choices: sizes of the choices of a sparse method, where one is on.
         table: what a step has.
         cut: `cut_views`, or `cut_copies` as a compiled region.
+        groups: of the KV cache; `table` is what a step of these has.
+        rows_each: rows of a request that may be asked for at once.
     """
 
     def __init__(
@@ -150,24 +186,21 @@ class BucketTensors:
         choices: SelectionLimits | None = None,
         table: Sequence[StepTensor] = STEP_TENSORS,
         cut: Callable[[torch.Tensor, Places], list[torch.Tensor]] = cut_views,
+        groups: Sequence[KvGroup] = ONE_GROUP,
+        rows_each: int = 1,
     ) -> None:
         self._cut = cut
         self._limits = limits
-        self._max_decode_rows = limits.max_decode_rows
         self._choices = choices
-        self._causal_slice = causal_slice
+        self._parts = BucketParts(limits, causal_slice, device, groups)
+        self._num_groups = len(groups)
         self._device = device
         self._table = [entry for entry in table if entry.only != "true shape"]
         self._added = added_names(table)
         largest = Sizes(limits.maximum.forward.with_prompt_tiles(1), limits, choices)
-        size = max(_Layout(self._table, largest).size, limits.max_num_seqs)
-        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pin_memory)
-        self._array: NDArray[np.int64] = self._host.numpy()
-        # the end of the last copy; without pinned memory a copy has ended when it returns
-        self._copied = torch.Event(device) if pin_memory else None
-        self._zero = torch.zeros(1, dtype=torch.int64, device=device)
-        self._row_numbers = torch.arange(limits.max_num_batched_tokens, device=device)
-        self._layouts: dict[ForwardShape, _Layout] = {}
+        size = _Layout(self._table, largest).size
+        self._steps = _HostBuffers(size, device, pin_memory)
+        self._logits_rows = _HostBuffers(limits.max_num_seqs * rows_each, device, pin_memory)
         self._flat: dict[ForwardShape | int, torch.Tensor] = {}
 
     def fill(
@@ -179,100 +212,54 @@ class BucketTensors:
     ) -> torch.Tensor:
         """Copies a step into the flat tensor of its bucket's shape, which must dominate it, and returns that."""
         block_ids = plan.unique.blocks if self._limits.contiguous and plan.unique is not None else None
-        layout = self._layout(shape)
-        self._wait_for_copy()
+        buffer = self._steps.next()
+        layout = self._layout(shape, buffer)
         layout.fill(StepArrays(plan, token_ids, summary_blocks, shape, block_ids))
-        return self._copy(shape, layout.size)
+        return self._copy(buffer, shape, layout.size)
 
     def fill_pads(self, shape: ForwardShape) -> torch.Tensor:
         """The flat tensor of a shape with pads only: warm-up executes the graph and touches no request's cache."""
-        layout = self._layout(shape)
-        self._wait_for_copy()
+        buffer = self._steps.next()
+        layout = self._layout(shape, buffer)
         layout.fill_pads()
-        return self._copy(shape, layout.size)
+        return self._copy(buffer, shape, layout.size)
 
     def fill_logits_rows(self, logits: int, rows: NDArray[np.int64]) -> torch.Tensor:
         """int64 [logits]: rows of the step that ran last, at most `logits`; pads repeat row 0."""
-        self._wait_for_copy()
-        self._array[: len(rows)] = rows
-        self._array[len(rows) : logits] = 0
-        return self._copy(logits, logits)
+        buffer = self._logits_rows.next()
+        buffer.array[: len(rows)] = rows
+        buffer.array[len(rows) : logits] = 0
+        return self._copy(buffer, logits, logits)
 
     def split(self, flat: torch.Tensor, shape: ForwardShape) -> StepInputs:
         """The tensors in a flat one; their phase is the shape's, or it is an error."""
-        layout = self._layout(shape)
+        layout = self._layout(shape, self._steps.all[0])
         tensors = dict(zip(layout.names, self._cut(flat, layout.places), strict=True))
-        parts = AttentionParts(
-            causal=self._causal(shape, tensors) if "groups" in tensors else None,
-            shared=self._shared(shape, tensors) if "shared_hi" in tensors else None,
-            unique=self._unique(shape, tensors) if "unique_hi" in tensors else None,
-        )
+        parts, *others = (self._parts.of(k, shape, of_group(tensors, k)) for k in range(self._num_groups))
         phase = phase_string(*(part is not None for part in parts[:3]))
         if phase != shape.phase:
             raise ValueError(f"bucket {list(shape)}: its tensors make the phase {phase!r}")
-        return StepInputs.of(tensors, parts, self._choices if shape.selected_blocks else None, self._added)
+        return StepInputs.of(tensors, parts, self._choices if shape.selected_blocks else None, self._added, others)
 
     def refill(self) -> None:
         """Every tensor on the device anew, after a warm-up that computed nothing."""
-        self._zero.zero_()
-        self._row_numbers.copy_(torch.arange(len(self._row_numbers)))
+        self._parts.refill()
         for flat in self._flat.values():
             flat.zero_()
 
-    def _copy(self, key: ForwardShape | int, size: int) -> torch.Tensor:
+    def _copy(self, buffer: _HostBuffer, key: ForwardShape | int, size: int) -> torch.Tensor:
         flat = self._flat.get(key)
         if flat is None:
             flat = self._flat[key] = torch.zeros(size, dtype=torch.int64, device=self._device)
-        flat.copy_(self._host[:size], non_blocking=self._copied is not None)
-        if self._copied is not None:
-            self._copied.record()
+        buffer.copy_to(flat)
         return flat
 
-    def _wait_for_copy(self) -> None:
-        """Before the host buffer is written."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def _layout(self, shape: ForwardShape) -> _Layout:
-        found = self._layouts.get(shape)
+    def _layout(self, shape: ForwardShape, buffer: _HostBuffer) -> _Layout:
+        found = buffer.layouts.get(shape)
         if found is None:
             sizes = Sizes(shape, self._limits, self._choices)
-            found = self._layouts[shape] = _Layout(self._table, sizes, self._array)
+            found = buffer.layouts[shape] = _Layout(self._table, sizes, buffer.array)
         return found
-
-    def _causal(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> CausalPart:
-        """Which rows are one request's is data: a slice sees as many rows before it as a request has at most."""
-        q, step, longest = shape.query_len, self._causal_slice, self._limits.max_model_len
-        if q > longest:
-            # packed prompts: all rows of a slice look back as far as its first, so short slices waste less
-            step = min(step, max(SHORTEST_SLICE, longest // 4))
-        before = longest - 1
-        slices = (
-            CausalSlice(lo, min(lo + step, q), max(0, lo - before), min(lo + step, q)) for lo in range(0, q, step)
-        )
-        tiles = None
-        if "tiles" in tensors:
-            rows, levels = prompt_tiles.TILE_ROWS, prompt_tiles.levels(q, shape.causal_reach)
-            tiles = CausalTiles(tensors["tiles"][0], tensors["tiles"][1], rows, levels)
-        return CausalPart(tensors["groups"], tuple(slices), tiles)
-
-    def _shared(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> SharedPart:
-        hi = tensors["shared_hi"]
-        everything = SharedGroup(self._row_numbers[: shape.query_len], 0, shape.shared_blocks)
-        return SharedPart(
-            tensors["shared_blocks"], tensors["row_spans"], self._zero.expand(hi.shape), hi, (everything,), True
-        )
-
-    def _unique(self, shape: ForwardShape, tensors: dict[str, torch.Tensor]) -> UniquePart:
-        hi = tensors["unique_hi"]
-        return UniquePart(
-            blocks=None if self._limits.contiguous else tensors["unique_blocks"],
-            rows=tensors["unique_rows"],
-            lo=self._zero.expand(hi.shape),
-            hi=hi,
-            num_rows=min(shape.query_len, self._max_decode_rows),
-            from_first=True,
-        )
 
 
 class ForwardGraphs:

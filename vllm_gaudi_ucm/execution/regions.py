@@ -1,19 +1,27 @@
 """A model in regions that are compiled one by one: each decoder layer, and what stands before and behind them.
 
-All layers of one class share a region, hence one graph for each bucket: compiling costs the same whatever the number
-of layers. Nothing that differs between layers may be a Python value; see `NamelessAttention` for their names.
+All layers that hold the same kinds of weights share a region, hence one graph for each bucket: compiling costs the same
+whatever the number of layers. Nothing that differs between layers may be a Python value; see `NamelessAttention` for
+their names.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from vllm_gaudi_ucm.vllm_api.model import Attention, RMSNorm, VocabParallelEmbedding, forget_names
+from vllm_gaudi_ucm.vllm_api.model import (
+    AttentionLayerBase,
+    PPMissingLayer,
+    RMSNorm,
+    VocabParallelEmbedding,
+    forget_names,
+)
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
@@ -24,8 +32,8 @@ TENSOR_ARGUMENTS = frozenset({"positions", "position_ids", "hidden_states", "res
 SMALL_REGIONS = (VocabParallelEmbedding, RMSNorm, nn.LayerNorm, nn.Embedding)
 
 
-def layer_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """The model's decoder layers: its outermost lists of modules that all hold attention.
+def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
+    """The model's decoder layers: its outermost lists of modules that all hold attention, without other stages'.
 
     Raises:
         ValueError: the layers cannot be compiled one by one; the message says why.
@@ -36,11 +44,12 @@ def layer_lists(model: nn.Module) -> list[nn.ModuleList]:
     if not lists or outside:
         raise ValueError(f"attention outside of a list of layers: {', '.join(outside) or 'all of it'}")
     for layers in lists:
-        for kind in {type(layer) for layer in layers}:
+        for kind in {type(layer) for layer in _present(layers)}:
             others = [name for name in _required(kind) if name not in TENSOR_ARGUMENTS]
             if others:
                 raise ValueError(f"{kind.__name__}.forward takes {', '.join(others)}, which may be no tensors")
-    return [layers for layers in lists if not any(id(layers) in _inside(other) for other in lists)]
+    outermost = (layers for layers in lists if not any(id(layers) in _inside(other) for other in lists))
+    return [_present(layers) for layers in outermost]
 
 
 def compile_regions(model: nn.Module, compiler: StaticCompiler) -> int:
@@ -55,9 +64,14 @@ def compile_regions(model: nn.Module, compiler: StaticCompiler) -> int:
     forget_names(model)
     layers = [layer for each in lists for layer in each]
     inside = {id(module) for layer in layers for module in layer.modules()}
-    run_layer, run_part = compiler.region(_run_layer), compiler.region(_run_part)
+    run_layers: dict[object, Callable[..., Any]] = {}
+    run_part = compiler.region(_run_part)
     for layer in layers:
-        layer.forward = _layer_call(run_layer, layer)
+        held = _weights_held(layer)
+        if held not in run_layers:
+            number = len(run_layers)
+            run_layers[held] = compiler.region(_own_copy(_run_layer, number) if number else _run_layer)
+        layer.forward = _layer_call(run_layers[held], layer)
     for module in model.modules():
         if isinstance(module, SMALL_REGIONS) and id(module) not in inside:
             module.forward = _part_call(run_part, module)  # type: ignore[method-assign]
@@ -66,6 +80,21 @@ def compile_regions(model: nn.Module, compiler: StaticCompiler) -> int:
 
 def _run_layer(layer: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
     return type(layer).forward(layer, **inputs)
+
+
+def _weights_held(layer: nn.Module) -> tuple[object, ...]:
+    """Names and dtypes of a layer's weights: those that are quantised in another way are another graph."""
+    return type(layer), *((name, weight.dtype) for name, weight in layer.named_parameters())
+
+
+def _own_copy(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The same code as another object, of which torch.compile keeps graphs apart.
+
+    Those of one object are told apart by guards, and which of them are left out later (`StaticCompiler.skip_guards`)
+    supposes that modules have the same parameters.
+    """
+    name = f"{function.__name__}_{number}"
+    return FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
 def _run_part(module: nn.Module, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
@@ -90,11 +119,17 @@ def _part_call(region: Callable[..., Any], module: nn.Module) -> Callable[..., A
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return isinstance(module, Attention)
+    return isinstance(module, AttentionLayerBase)
+
+
+def _present(modules: nn.ModuleList) -> list[nn.Module]:
+    """Without what stands for layers of other stages of a pipeline."""
+    return [module for module in modules if not isinstance(module, PPMissingLayer)]
 
 
 def _are_layers(modules: nn.ModuleList) -> bool:
-    return len(modules) > 0 and all(any(_is_attention(part) for part in module.modules()) for module in modules)
+    layers = _present(modules)
+    return bool(layers) and all(any(_is_attention(part) for part in layer.modules()) for layer in layers)
 
 
 def _required(kind: type[nn.Module]) -> Iterator[str]:

@@ -34,7 +34,13 @@ def step_bytes(shape: ForwardShape, model: ModelSpec, block_size: int, selected_
         selected_rows=selected_rows,
         max_look_back=None if reach == ALL_TILES else reach * TILE_ROWS,
     )
-    return attention_bytes(sizes)
+    latent = model.latent
+    if latent is None or not sizes.causal:
+        return attention_bytes(sizes)
+    # prompts alone are computed with the keys of each head
+    key = latent.nope + latent.rotary
+    expanded = replace(sizes, kv_heads=model.heads, dim=key, shared=0, unique=0, selected=0)
+    return max(attention_bytes(sizes), attention_bytes(expanded))
 
 
 @dataclass(frozen=True)
@@ -71,5 +77,6 @@ def as_served(limits: Limits, memory: StepMemory | None) -> Limits:
     """Where nothing says how many shared blocks the largest bucket has, the default, as far as `memory` allows it."""
     if limits.max_shared_blocks is not None:
         return limits
-    limits = replace(limits, max_shared_blocks=default_shared_blocks(limits.max_model_len, limits.block_size))
+    shared = default_shared_blocks(limits.max_model_len, limits.block_size, limits.strip)
+    limits = replace(limits, max_shared_blocks=shared)
     return limits if memory is None else memory.bound(limits)

@@ -7,7 +7,7 @@ input is one entry.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -17,18 +17,23 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.batch.row_tiles import row_tiles
-from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
+from vllm_gaudi_ucm.execution.group_names import Parts, group_suffix, parts_of_others
+from vllm_gaudi_ucm.execution.step_sizes import (
+    Sizes,
+    of_causal_rows,
+    of_first_tokens,
+    of_rows,
+    of_shared_blocks,
+    of_shared_lo,
+    of_tiles,
+    of_unique_blocks,
+    of_unique_lo,
+)
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, is_bounded, levels
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
-    CausalPart,
-    CausalSlice,
-    SharedGroup,
-    SharedPart,
-    UniquePart,
 )
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
@@ -39,15 +44,8 @@ from vllm_gaudi_ucm.sparse.selection.selection_tensors import (
     pad_values,
 )
 
-ContiguousPa = Literal["auto"] | bool
-
-Parts = tuple[str | None, ...]
-
 NO_BLOCKS: NDArray[np.int64] = np.zeros(0, np.int64)
 NO_GROUP = -1
-# Reading an unused block costs as much as reading one in use; gathering copies each block once (a read and a
-# write) before it is read. So the slice wins while it covers at most about three blocks for each one in use.
-SLICE_READ_LIMIT = 3.0
 
 
 class StepArrays(NamedTuple):
@@ -67,7 +65,7 @@ class StepArrays(NamedTuple):
     def parts(self) -> Parts:
         """What the step has; see StepTensor."""
         plan = self.plan
-        return (
+        common = (
             "rows",
             None if plan.unique is None else "gathered unique" if self.block_ids is None else "unique",
             None if plan.causal is None else "causal",
@@ -75,19 +73,7 @@ class StepArrays(NamedTuple):
             "summaries" if len(self.summary_blocks) else None,
             None if plan.selection is None else "selection",
         )
-
-
-class Sizes(NamedTuple):
-    """What sizes and pads in a bucket follow from. choices: of a sparse method, where one is on."""
-
-    shape: ForwardShape
-    limits: Limits
-    choices: SelectionLimits | None
-
-    @property
-    def spans(self) -> int:
-        """Requests, and a last entry for rows without a request, which sees nothing."""
-        return min(self.shape.query_len, self.limits.max_num_seqs) + 1
+        return common if not plan.others else (*common, *parts_of_others(plan.others))
 
 
 @dataclass(frozen=True)
@@ -137,35 +123,25 @@ class StepTensor:
             whole[: values.shape[0], : values.shape[1]] = values
 
 
-def _rows(sizes: Sizes) -> tuple[int, ...]:
-    return (sizes.shape.query_len,)
-
-
-def _causal(sizes: Sizes) -> tuple[int, ...] | None:
-    return (sizes.shape.query_len,) if "c" in sizes.shape.phase else None
-
-
-def _tiles(sizes: Sizes) -> tuple[int, ...] | None:
-    rows, most = sizes.shape.query_len, sizes.shape.causal_reach
-    return (2, levels(rows, most)[0]) if is_bounded(rows, most) else None
-
-
 def _place_tiles(plan: UnifiedPlan | None, shape: ForwardShape) -> NDArray[np.int64]:
     """[2, tiles] first and last row of each tile."""
     rows, most = shape.query_len, shape.causal_reach
     return np.stack(row_tiles(plan).places(rows, levels(rows, most)[0]))
 
 
-def _shared(sizes: Sizes) -> tuple[int, ...] | None:
-    return (sizes.shape.shared_blocks,) if sizes.shape.shared_blocks else None
+def _rise(step: StepArrays) -> NDArray[np.int64]:
+    shared = step.plan.shared
+    return of_window(None if shared is None else shared.rise)
 
 
-def _unique(sizes: Sizes) -> tuple[int, ...] | None:
-    return (sizes.shape.unique_blocks,) if sizes.shape.unique_blocks else None
+def _first_rows(step: StepArrays) -> NDArray[np.int64]:
+    causal = step.plan.causal
+    return of_window(None if causal is None else causal.first_rows)
 
 
-def _never(sizes: Sizes) -> None:
-    return None
+def of_window(found: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """A tensor of a window's plan; where the window hides nothing from a step pads do it all."""
+    return NO_BLOCKS if found is None else found
 
 
 def _selection_tensor(name: str, size: Callable[[SelectionLimits, ForwardShape], int]) -> StepTensor:
@@ -185,27 +161,43 @@ def _selection_tensor(name: str, size: Callable[[SelectionLimits, ForwardShape],
 _UNIQUE = ("unique", "gathered unique")
 
 STEP_TENSORS: tuple[StepTensor, ...] = (
-    StepTensor("token_ids", attrgetter("token_ids"), _rows),
-    StepTensor("positions", attrgetter("plan.positions"), _rows),
-    StepTensor("slots", attrgetter("plan.slots"), _rows, DUMMY_BLOCK),
-    StepTensor("groups", attrgetter("plan.causal.groups"), _causal, NO_GROUP, ("causal",), np.int32),
+    StepTensor("token_ids", attrgetter("token_ids"), of_rows),
+    StepTensor("positions", attrgetter("plan.positions"), of_rows),
+    StepTensor("slots", attrgetter("plan.slots"), of_rows, DUMMY_BLOCK),
+    StepTensor("groups", attrgetter("plan.causal.groups"), of_causal_rows, NO_GROUP, ("causal",), np.int32),
     StepTensor(
         "tiles",
         lambda step: _place_tiles(step.plan, step.shape),
-        _tiles,
+        of_tiles,
         lambda sizes: _place_tiles(None, sizes.shape),
         only="bucket",
     ),
-    StepTensor("shared_blocks", attrgetter("plan.shared.blocks"), _shared, DUMMY_BLOCK, ("shared",)),
+    StepTensor("shared_blocks", attrgetter("plan.shared.blocks"), of_shared_blocks, DUMMY_BLOCK, ("shared",)),
     StepTensor(
         "row_spans",
         attrgetter("plan.row_requests"),
-        lambda sizes: _rows(sizes) if sizes.shape.shared_blocks else None,
+        lambda sizes: of_rows(sizes) if sizes.shape.shared_blocks else None,
         # rows that are no request's
         lambda sizes: sizes.spans - 1,
         ("shared",),
     ),
-    StepTensor("shared_lo", attrgetter("plan.shared.lo"), _never, 0, ("shared",), np.int32, only="true shape"),
+    StepTensor("shared_lo", attrgetter("plan.shared.lo"), of_shared_lo, 0, ("shared",), np.int32),
+    StepTensor(
+        "shared_rise",
+        _rise,
+        lambda sizes: of_rows(sizes) if sizes.shape.shared_blocks and sizes.limits.window else None,
+        0,
+        ("shared",),
+        only="bucket",
+    ),
+    StepTensor(
+        "causal_first_rows",
+        _first_rows,
+        lambda sizes: of_causal_rows(sizes) if sizes.limits.window else None,
+        0,
+        ("causal",),
+        only="bucket",
+    ),
     StepTensor(
         "shared_hi",
         attrgetter("plan.shared.hi"),
@@ -214,16 +206,17 @@ STEP_TENSORS: tuple[StepTensor, ...] = (
         ("shared",),
         np.int32,
     ),
+    StepTensor("shared_from", attrgetter("plan.shared.first_tokens"), of_first_tokens, 0, ("shared",), only="bucket"),
     StepTensor(
         "unique_blocks",
         attrgetter("plan.unique.blocks"),
-        lambda sizes: None if sizes.limits.contiguous else _unique(sizes),
+        lambda sizes: None if sizes.limits.contiguous else of_unique_blocks(sizes),
         DUMMY_BLOCK,
         ("gathered unique",),
     ),
-    StepTensor("unique_rows", attrgetter("plan.unique.rows"), _unique, 0, _UNIQUE, by_block=True),
-    StepTensor("unique_lo", attrgetter("plan.unique.lo"), _never, 0, _UNIQUE, np.int32, True, "true shape"),
-    StepTensor("unique_hi", attrgetter("plan.unique.hi"), _unique, 0, _UNIQUE, np.int32, by_block=True),
+    StepTensor("unique_rows", attrgetter("plan.unique.rows"), of_unique_blocks, 0, _UNIQUE, by_block=True),
+    StepTensor("unique_lo", attrgetter("plan.unique.lo"), of_unique_lo, 0, _UNIQUE, np.int32, by_block=True),
+    StepTensor("unique_hi", attrgetter("plan.unique.hi"), of_unique_blocks, 0, _UNIQUE, np.int32, by_block=True),
     StepTensor(
         "summary_blocks",
         attrgetter("summary_blocks"),
@@ -242,8 +235,15 @@ _KNOWN = frozenset(entry.name for entry in STEP_TENSORS)
 
 
 def added_names(table: Sequence[StepTensor]) -> list[str]:
-    """Of the entries that are not in `STEP_TENSORS`."""
-    return [entry.name for entry in table if entry.name not in _KNOWN]
+    """Of the entries that are not in `STEP_TENSORS`, nor of a KV-cache group."""
+    return [entry.name for entry in table if entry.name.partition(".")[0] not in _KNOWN]
+
+
+class GroupInputs(NamedTuple):
+    """slots: int64 [rows], of a KV-cache group. parts: of its attention."""
+
+    slots: torch.Tensor
+    parts: AttentionParts
 
 
 class StepInputs(NamedTuple):
@@ -253,6 +253,7 @@ class StepInputs(NamedTuple):
     summary_blocks: int64 [blocks] to be summarised, where a sparse method is on.
     selection: the choices of the step, where it has any.
     others: tensors of entries that were added to the table, by name.
+    groups: what layers of the KV-cache groups behind the first read in place of slots and parts.
     """
 
     token_ids: torch.Tensor
@@ -262,6 +263,7 @@ class StepInputs(NamedTuple):
     summary_blocks: torch.Tensor | None
     selection: SelectionTensors | None
     others: dict[str, torch.Tensor]
+    groups: tuple[GroupInputs, ...] = ()
 
     @classmethod
     def of(
@@ -270,15 +272,18 @@ class StepInputs(NamedTuple):
         parts: AttentionParts,
         choices: SelectionLimits | None,
         added: Sequence[str],
+        groups: Sequence[AttentionParts] = (),
     ) -> StepInputs:
-        """parts: without the selected one. choices: of a step that has any. added: names for `others`."""
+        """parts: without the selected one. choices: of a step that has any. added: names for `others`. groups: the
+        parts of those behind the first."""
         selection = None
         if choices is not None:
             selection = SelectionTensors.of(tensors, choices)
             parts = parts._replace(selected=selection.chosen_part())
         others = {name: tensors[name] for name in added if name in tensors}
         rows = tensors["token_ids"], tensors["positions"], tensors["slots"]
-        return cls(*rows, parts, tensors.get("summary_blocks"), selection, others)
+        more = tuple(GroupInputs(tensors[f"slots{group_suffix(k)}"], own) for k, own in enumerate(groups, 1))
+        return cls(*rows, parts, tensors.get("summary_blocks"), selection, others, more)
 
 
 def true_shape(plan: UnifiedPlan, unique_blocks: int) -> Bucket:
@@ -300,89 +305,3 @@ def _least_tiles(plan: UnifiedPlan) -> int:
         return ALL_TILES
     least = row_tiles(plan).reach
     return least if is_bounded(plan.num_rows, least) else ALL_TILES
-
-
-class TrueShapeTensors:
-    """The tensors of steps at their true shapes, each copied by itself; on a CPU nothing is copied.
-
-    Args:
-        device: where the model runs.
-        contiguous_pa: read the unique blocks as one contiguous slice of the cache (True), gather them by id (False), or
-            choose by bytes ("auto"), so that prefix caching and contiguous KV work together.
-        choices: sizes of the choices of a sparse method, where one is on.
-        table: what a step has.
-        by_token: entries of the unique part may be few tokens of a block, so that these are counted.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        contiguous_pa: ContiguousPa = "auto",
-        choices: SelectionLimits | None = None,
-        table: Sequence[StepTensor] = STEP_TENSORS,
-        *,
-        by_token: bool = False,
-    ) -> None:
-        self._by_token = by_token
-        self._device = device
-        self._is_host = device.type == "cpu"
-        self._contiguous_pa = contiguous_pa
-        self._choices = choices
-        self._table = [entry for entry in table if entry.only != "bucket"]
-        self._added = added_names(table)
-        self._entries: dict[Parts, list[StepTensor]] = {}
-
-    def stage(
-        self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
-    ) -> tuple[StepInputs, Bucket]:
-        """The tensors of a step, and its true shape."""
-        block_ids, unique_blocks = self._unique_blocks(plan)
-        choices = None if plan.selection is None else self._room_for(plan.selection)
-        shape = true_shape(plan, unique_blocks)
-        step = StepArrays(plan, token_ids, summary_blocks, shape.forward, block_ids)
-        tensors = {entry.name: self._tensor(entry.at_true_shape(step)) for entry in self._entries_of(step.parts)}
-        return StepInputs.of(tensors, self._parts(plan, tensors), choices, self._added), shape
-
-    def _entries_of(self, parts: Parts) -> list[StepTensor]:
-        found = self._entries.get(parts)
-        if found is None:
-            found = self._entries[parts] = [e for e in self._table if not set(parts).isdisjoint(e.parts)]
-        return found
-
-    def _room_for(self, selection: SelectionPlan) -> SelectionLimits:
-        assert self._choices is not None, "a choice without a sparse method"
-        longest = int(selection.num_rows.max())
-        if longest <= self._choices.max_rows:
-            return self._choices
-        # a prompt remainder; kernels are compiled by this number, so that it has few values
-        return replace(self._choices, max_rows=1 << (longest - 1).bit_length())
-
-    def _unique_blocks(self, plan: UnifiedPlan) -> tuple[NDArray[np.int64] | None, int]:
-        """Where the entries of the unique part stand in a slice of the cache (None: it gathers), and blocks read."""
-        if plan.unique is None:
-            return None, 0
-        blocks = plan.unique.blocks
-        slice_len = int(blocks.max()) + 1
-        reads_slice = self._contiguous_pa
-        if reads_slice == "auto":
-            reads_slice = slice_len <= SLICE_READ_LIMIT * len(blocks)
-        return (blocks, slice_len) if reads_slice else (None, len(blocks))
-
-    def _parts(self, plan: UnifiedPlan, tensors: dict[str, torch.Tensor]) -> AttentionParts:
-        causal = shared = unique = None
-        if plan.causal is not None:
-            causal = CausalPart(tensors["groups"], tuple(CausalSlice(*bounds) for bounds in plan.causal.slices))
-        if plan.shared is not None:
-            groups = tuple(SharedGroup(self._tensor(rows), lo, hi) for rows, lo, hi in plan.shared.groups)
-            ranges = tensors["shared_lo"], tensors["shared_hi"]
-            shared = SharedPart(tensors["shared_blocks"], tensors["row_spans"], *ranges, groups)
-        if plan.unique is not None:
-            ranges = tensors["unique_lo"], tensors["unique_hi"]
-            count = int((plan.unique.hi - plan.unique.lo).sum()) if self._by_token else None
-            blocks, rows = tensors.get("unique_blocks"), tensors["unique_rows"]
-            unique = UniquePart(blocks, rows, *ranges, plan.num_single, num_tokens=count)
-        return AttentionParts(causal, shared, unique)
-
-    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self._is_host else tensor.to(self._device, non_blocking=True)

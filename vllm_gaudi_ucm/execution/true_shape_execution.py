@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionMetadata
+from vllm_gaudi_ucm.attention.groups import GroupedMetadata, LayerGroups
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
-from vllm_gaudi_ucm.execution.decoder import step_metadata
+from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.execution.decoder import HIDDEN, StepMetadata, grouped_metadata, step_metadata
 from vllm_gaudi_ucm.execution.execution import StepShape
-from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs, TrueShapeTensors
+from vllm_gaudi_ucm.execution.group_tensors import step_table
+from vllm_gaudi_ucm.execution.step_tensors import NO_BLOCKS, StepInputs
+from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.ops.block_selection.impl.native import RecordedSelection
 from vllm_gaudi_ucm.ops.native.call_graph.call_graph import CpuGraph, capture
 from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_implementation
@@ -24,8 +29,12 @@ from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
+    from vllm_gaudi_ucm.distributed.stage import Stage
+    from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.observability.room_metrics import NativeGraphMetrics
+    from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+    from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
 
 
@@ -40,6 +49,8 @@ class TrueShapeExecution:
         sparse: a sparse method, where one is on.
         graphs: of small steps, on a CPU.
         by_token: each token has a slot of its own.
+        carried: tokens that the host may not know yet when a step is staged; None: it knows all.
+        groups: of the KV cache; None: one with all layers.
 
     Raises:
         ValueError: kernels that are not for this device, or cannot be built here.
@@ -58,17 +69,27 @@ class TrueShapeExecution:
         graphs: NativeGraphs | None = None,
         *,
         by_token: bool = False,
+        carried: CarriedTokens | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
+        self._carried = carried
+        self._groups = groups or LayerGroups((KvGroup(0, block_size, decoder.window),))
         self._decoder = decoder
-        self._implementation = _checked(config.implementation, device)
+        self._implementation = _checked(config.implementation, device, decoder.specs)
         self._graphs = graphs
         self._block_size = block_size
         self._device = device
         self._sparse = sparse
         limits = None if sparse is None else sparse.limits
-        self._tensors = TrueShapeTensors(device, config.contiguous_pa, limits, by_token=by_token)
+        # in one place, which graphs of native calls know
+        self._room = (
+            None if limits is None else torch.zeros(limits.max_selected_blocks, dtype=torch.int64, device=device)
+        )
+        table = step_table(self._groups.groups)
+        self._tensors = TrueShapeTensors(device, config.contiguous_pa, limits, table, by_token=by_token)
         self._inputs: StepInputs
-        self._metadata: UnifiedAttentionMetadata
+        self._metadata: StepMetadata
+        self._selection: LayerSelection | None = None
         self._hidden: torch.Tensor
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
@@ -78,8 +99,10 @@ class TrueShapeExecution:
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
     ) -> StepShape:
         inputs, shape = self._tensors.stage(plan, token_ids, summary_blocks)
+        if self._carried is not None and token_ids.min() < 0:
+            inputs = inputs._replace(token_ids=self._carried.fill_in(inputs.token_ids))
         self._inputs = inputs
-        self._metadata = step_metadata(
+        metadata = step_metadata(
             inputs.slots,
             inputs.parts,
             self._block_size,
@@ -88,19 +111,37 @@ class TrueShapeExecution:
             inputs.summary_blocks,
             inputs.selection,
             reused=plan.selection is not None and bool((plan.selection.modes == SelectionMode.REUSE).all()),
+            room=self._room,
+            latent=self._decoder.latent,
         )
+        self._selection = metadata.selection
+        self._metadata = grouped_metadata(metadata, inputs, self._groups, self._implementation)
         return StepShape(shape, shape)
 
     def forward(self) -> None:
         inputs, metadata = self._inputs, self._metadata
         if self._sparse is not None:
-            self._sparse.begin_forward(metadata.selection)
-        if self._graphs is None:
+            self._sparse.begin_forward(self._selection)
+        if self._decoder.stage is not None:
+            self._run_stage(self._decoder.stage, inputs, metadata)
+        elif self._graphs is None or isinstance(metadata, GroupedMetadata):
+            # a native graph has the plan of one group
             self._hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata)
         else:
-            self._hidden = self._graphs.hidden(inputs, metadata)
+            counters = None if self._sparse is None else self._sparse.counters
+            self._hidden = self._graphs.hidden(inputs, metadata, counters)
         if self._sparse is not None:
-            self._sparse.end_forward(metadata.selection)
+            self._sparse.end_forward(self._selection)
+
+    def _run_stage(self, stage: Stage, inputs: StepInputs, metadata: StepMetadata) -> None:
+        received = self._decoder.received(len(inputs.token_ids), self._device)
+        if received is not None:
+            stage.receive(received)
+        found = self._decoder.run(inputs.token_ids, inputs.positions, metadata, received)
+        if stage.is_last:
+            self._hidden = found[HIDDEN]
+        else:
+            stage.send(found)
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         hidden = self._hidden
@@ -108,14 +149,17 @@ class TrueShapeExecution:
             hidden = hidden.index_select(0, torch.from_numpy(rows).to(self._device))
         return self._decoder.logits(hidden)
 
+    def likeliest(self, rows: NDArray[np.int64]) -> torch.Tensor | None:
+        return self.logits(rows).argmax(-1) if len(rows) <= self.max_logits else None
 
-def _checked(implementation: str, device: torch.device) -> str:
+
+def _checked(implementation: str, device: torch.device, specs: list[AttentionSpec]) -> str:
     """Now, at start: in a step of some request the error would end the engine."""
     try:
-        choose_implementation(implementation, device.type)
+        chosen = choose_implementation(implementation, device.type, specs)
     except ValueError as error:
         raise ValueError(f"ucm.attention.implementation: {error}") from error
-    return implementation
+    return implementation if all(spec.is_plain for spec in specs) else chosen
 
 
 # Python is little of a larger step, and its linear layers may be oneDNN's.
@@ -126,17 +170,26 @@ HOPELESS = 4
 logger = plugin_logger(__name__)
 
 
+class _Key(NamedTuple):
+    """rows: of a step. selects: whether some of its blocks are chosen."""
+
+    rows: int
+    selects: bool
+
+
 @dataclass
 class _Graph:
-    """A graph, the plan that it attends by, and whether it has given the bits of the ordinary way once."""
+    """A graph, the plan and the choices that it attends by, and whether it has given the bits of the ordinary way."""
 
     graph: CpuGraph
     plan: RecordedPlan
+    selection: RecordedSelection
     checked: bool = False
 
 
 class NativeGraphs:
-    """Hidden states of steps of up to `MOST_ROWS` rows; one graph for each number of rows.
+    """Hidden states of steps of up to `MOST_ROWS` rows; one graph for each number of rows, and one more for steps of so
+    many with chosen blocks. Blocks that have become full are summarised outside of graphs.
 
     A number of rows that comes for the first time runs operator by operator and is recorded; the second time it runs
     both ways, and a graph that gives other bits is not used. A model that does not run in native kernels has no graphs.
@@ -150,68 +203,101 @@ class NativeGraphs:
         self._decoder = decoder
         self._metrics = metrics
         self._pool = MemoryPool()
-        self._graphs: dict[int, _Graph] = {}
-        self._refused: set[int] = set()
+        self._graphs: dict[_Key, _Graph] = {}
+        self._refused: set[_Key] = set()
         # what graphs read: the same memory in every step
         self._token_ids, self._positions, self._slots = torch.zeros(3, MOST_ROWS, dtype=torch.int64)
 
-    def hidden(self, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
-        """[rows, hidden size], valid until the next call; writes the step's K/V."""
-        rows, parts = len(step.token_ids), metadata.parts
-        if rows > MOST_ROWS or metadata.sparse is not None or parts.implementation.name != "native":
+    def hidden(
+        self, step: StepInputs, metadata: UnifiedAttentionMetadata, counters: tuple[torch.Tensor, ...] | None = None
+    ) -> torch.Tensor:
+        """[rows, hidden size], valid until the next call; writes the step's K/V.
+
+        counters: what choices of blocks add to; None: they are more than native calls, and have no graphs.
+        """
+        selection = metadata.selection
+        if not self._is_recordable(step, metadata, counters):
             return self._run(step, metadata)
-        graph = self._graphs.get(rows)
+        key = _Key(len(step.token_ids), selection is not None)
+        graph = self._graphs.get(key)
         if graph is None:
-            return self._capture(step, metadata) if self._may_have_graph(rows) else self._run(step, metadata)
+            return self._capture(key, step, metadata) if self._may_have_graph(key) else self._run(step, metadata)
+        if not graph.checked and selection is not None and _compares_choices(selection.tensors.modes):
+            # a second comparison would find what the first has stored, and count it as kept
+            return self._run(step, metadata)
         if not graph.checked:
-            return self._check(graph, step, metadata)
-        if not self._replay(graph, step, parts.plan):
+            return self._check(key, graph, step, metadata, () if selection is None else counters or ())
+        if not self._replay(graph, step, metadata):
             return self._run(step, metadata)
         self._metrics.replayed()
         return graph.graph.result
 
-    def _may_have_graph(self, rows: int) -> bool:
-        return rows not in self._refused and (bool(self._graphs) or len(self._refused) < HOPELESS)
+    def _is_recordable(
+        self, step: StepInputs, metadata: UnifiedAttentionMetadata, counters: tuple[torch.Tensor, ...] | None
+    ) -> bool:
+        if len(step.token_ids) > MOST_ROWS or metadata.parts.implementation.name != "native":
+            return False
+        if metadata.sparse is None:
+            return True
+        selection = metadata.selection
+        if counters is None or metadata.summary_blocks is not None or selection is None:
+            return False
+        return selection.native is not None and selection.room is not None
+
+    def _may_have_graph(self, key: _Key) -> bool:
+        return key not in self._refused and (bool(self._graphs) or len(self._refused) < HOPELESS)
 
     def _run(self, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
         self._metrics.ordinary()
         return self._decoder.hidden(step.token_ids, step.positions, metadata)
 
-    def _capture(self, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
+    def _capture(self, key: _Key, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
         token_ids, positions, slots = self._fill(step)
         fixed = replace(metadata, slots=slots)
         plan = RecordedPlan(metadata.parts.plan)
         found = capture(lambda: self._decoder.hidden(token_ids, positions, fixed), self._pool, plan.stand_ins)
-        rows = len(token_ids)
         if found.graph is None:
             self._metrics.ordinary()
             if not found.may_succeed:
-                self._refuse(rows, f"it has no graph on this CPU: {found.refused}")
+                self._refuse(key, f"it has no graph on this CPU: {found.refused}")
         else:
             self._metrics.captured()
-            plan.recorded(metadata.parts.plan, rows)
-            self._graphs[rows] = _Graph(found.graph, plan)
+            plan.recorded(metadata.parts.plan, key.rows)
+            self._graphs[key] = _Graph(found.graph, plan, RecordedSelection(found.graph.kept))
         return found.result
 
-    def _check(self, graph: _Graph, step: StepInputs, metadata: UnifiedAttentionMetadata) -> torch.Tensor:
-        """Runs a step both ways, the ordinary one last: that counts."""
-        replayed = graph.graph.result.clone() if self._replay(graph, step, metadata.parts.plan) else None
+    def _check(
+        self,
+        key: _Key,
+        graph: _Graph,
+        step: StepInputs,
+        metadata: UnifiedAttentionMetadata,
+        counters: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        """Runs a step both ways, the ordinary one last: that counts. A choice that is stored twice is the same one."""
+        before = [counter.clone() for counter in counters]
+        replayed = graph.graph.result.clone() if self._replay(graph, step, metadata) else None
+        for counter, value in zip(counters, before, strict=True):
+            counter.copy_(value)
         hidden = self._run(step, metadata)
         if replayed is not None:
             graph.checked = torch.equal(_bits(replayed), _bits(hidden))
             if not graph.checked:
-                del self._graphs[len(hidden)]
-                self._refuse(len(hidden), "its graph gave other values than the model")
+                del self._graphs[key]
+                self._refuse(key, "its graph gave other values than the model")
         return hidden
 
-    def _refuse(self, rows: int, reason: str) -> None:
+    def _refuse(self, key: _Key, reason: str) -> None:
         if not self._refused:
-            logger.info("Steps of %d rows run the ordinary way, and maybe others: %s", rows, reason)
-        self._refused.add(rows)
+            logger.info("Steps of %d rows run the ordinary way, and maybe others: %s", key.rows, reason)
+        self._refused.add(key)
 
-    def _replay(self, graph: _Graph, step: StepInputs, plan: NativePlan) -> bool:
+    def _replay(self, graph: _Graph, step: StepInputs, metadata: UnifiedAttentionMetadata) -> bool:
         self._fill(step)
+        plan: NativePlan = metadata.parts.plan
         graph.plan.bind(plan)
+        if metadata.selection is not None and metadata.selection.native is not None:
+            graph.selection.bind(metadata.selection.native)
         return graph.graph.replay()
 
     def _fill(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -221,6 +307,10 @@ class NativeGraphs:
         for to, given in zip(fixed, (step.token_ids, step.positions, step.slots), strict=True):
             to.copy_(given)
         return fixed
+
+
+def _compares_choices(modes: torch.Tensor) -> bool:
+    return bool((modes == SelectionMode.CHECK).any())
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

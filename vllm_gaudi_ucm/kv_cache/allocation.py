@@ -1,4 +1,4 @@
-"""The KV cache: its budget, and the two tensors of each attention layer."""
+"""The KV cache: its budget, and the tensors of each attention layer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_gaudi_ucm.kv_cache.pair import KvPair
+from vllm_gaudi_ucm.kv_cache.pair import KvPair, LatentRows, LayerCache
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheConfig, KVCacheSpec, layer_specs
-from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.kv_cache import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    buffers,
+    keep_split_chunks,
+    keep_whole_contexts,
+    layer_specs,
+)
+from vllm_gaudi_ucm.vllm_api.model import Attention, AttentionLayerBase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,7 +82,7 @@ DUMMY_BLOCK = 0
 
 
 class _Rows(NamedTuple):
-    """Of keys or of values of a layer: [slots, kv heads, head size]."""
+    """Of one tensor of a layer: [slots, kv heads, head size]."""
 
     shape: tuple[int, int, int]
     dtype: torch.dtype
@@ -84,34 +93,66 @@ class _Rows(NamedTuple):
         return slots * heads * size * self.dtype.itemsize
 
 
-def _rows(name: str, spec: KVCacheSpec, num_blocks: int) -> tuple[_Rows, _Rows]:
-    """Of keys and of values, which take all bytes of a page and no more."""
+def _rows(name: str, spec: KVCacheSpec, num_blocks: int) -> tuple[_Rows, ...]:
+    """Of keys and of values, which take all bytes of a page and no more; of keys that hold their values alone."""
     assert isinstance(spec, AttentionSpec), "only layers with keys and values are served"
     slots, heads = num_blocks * spec.block_size, spec.num_kv_heads
-    key, value = (_Rows((slots, heads, size), spec.dtype) for size in (spec.head_size, spec.head_size_v))
-    found, expected = key.nbytes + value.nbytes, num_blocks * spec.unpadded_page_size_bytes
+    # vLLM's name of 8-bit floats of either kind, of which we serve one
+    dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
+    rows = tuple(_Rows((slots, heads, size), dtype) for size in (spec.head_size, spec.head_size_v) if size)
+    found, expected = sum(one.nbytes for one in rows), num_blocks * spec.unpadded_page_size_bytes
     if found != expected:
         raise ValueError(
             f"KV cache of the layer {name}: keys and values take {found} bytes, vLLM expects {expected}; "
-            "only plain keys and values are served, so leave --kv-cache-dtype at auto"
+            "only plain keys and values are served, so take --kv-cache-dtype auto or fp8"
         )
-    return key, value
+    return rows
+
+
+def _cache(tensors: Sequence[torch.Tensor]) -> LayerCache:
+    return LatentRows(*tensors) if len(tensors) == 1 else KvPair(*tensors)
+
+
+# Compute capability of GPUs that convert these floats.
+_WITH_E4M3 = (8, 9)
 
 
 def allocate_kv_cache(
     config: KVCacheConfig, device: torch.device, is_idle: Callable[[], bool] = lambda: True
-) -> dict[str, KvPair]:
-    """Allocates keys and values of each layer, by its name.
+) -> dict[str, LayerCache]:
+    """Allocates keys and values of each layer, by its name. Layers of several groups have one memory, see `buffers`.
 
     The dummy block is all zeros at first, so that reading it is harmless even before anything was written.
 
     is_idle: whether pages of the host may be provided now; see `zeroed_pages`.
     """
     rows = {name: _rows(name, spec, config.num_blocks) for name, spec in layer_specs(config).items()}
+    narrow = any(one.dtype == torch.float8_e4m3fn for both in rows.values() for one in both)
+    if narrow and device.type == "cuda" and torch.cuda.get_device_capability(device) < _WITH_E4M3:
+        raise ValueError(
+            f"a KV cache of 8-bit floats needs compute capability 8.9, {torch.cuda.get_device_name(device)} has less; "
+            "take --kv-cache-dtype auto"
+        )
+    owners = buffers(config)
+    for name, owner in owners.items():
+        _check_alike(name, rows[name], owner, rows[owner])
+    owned = {name: both for name, both in rows.items() if owners.get(name, name) == name}
     if device.type != "cpu":
-        return {name: KvPair(_zeros(key, device), _zeros(value, device)) for name, (key, value) in rows.items()}
-    tensors = _on_host([one for both in rows.values() for one in both], is_idle)
-    return {name: KvPair(next(tensors), next(tensors)) for name in rows}
+        caches = {name: _cache([_zeros(one, device) for one in each]) for name, each in owned.items()}
+    else:
+        tensors = _on_host([one for each in owned.values() for one in each], is_idle)
+        caches = {name: _cache([next(tensors) for _ in each]) for name, each in owned.items()}
+    return {name: caches[owners.get(name, name)] for name in rows}
+
+
+def _check_alike(name: str, rows: tuple[_Rows, ...], owner: str, owned: tuple[_Rows, ...]) -> None:
+    """A graph on a Gaudi writes no view of a tensor in place, so layers that have one memory have one tensor."""
+    if rows != owned:
+        raise UnsupportedFeatureError(
+            f"layers of different KV-cache groups whose keys and values differ in shape ({rows[0].shape} of {name}, "
+            f"{owned[0].shape} of {owner}; take --disable-hybrid-kv-cache-manager)",
+            "the model",
+        )
 
 
 def _zeros(rows: _Rows, device: torch.device) -> torch.Tensor:
@@ -135,13 +176,13 @@ def _on_host(all_rows: Sequence[_Rows], is_idle: Callable[[], bool]) -> Iterator
         offset += size
 
 
-def dummy_kv_cache(specs: Mapping[str, KVCacheSpec], device: torch.device) -> dict[str, KvPair]:
+def dummy_kv_cache(specs: Mapping[str, KVCacheSpec], device: torch.device) -> dict[str, LayerCache]:
     """A cache of the dummy block alone for each layer, in the layout of the real one."""
     rows = {name: _rows(name, spec, 1) for name, spec in specs.items()}
-    return {name: KvPair(_zeros(key, device), _zeros(value, device)) for name, (key, value) in rows.items()}
+    return {name: _cache([_zeros(one, device) for one in each]) for name, each in rows.items()}
 
 
-def no_kv_cache(names: Iterable[str], device: torch.device) -> dict[str, KvPair]:
+def no_kv_cache(names: Iterable[str], device: torch.device) -> dict[str, LayerCache]:
     """What is bound to the layers while there is no cache."""
     return {name: KvPair(torch.empty(0, device=device), torch.empty(0, device=device)) for name in names}
 
@@ -153,16 +194,29 @@ def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
 
 
 def kv_cache_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """What each layer keeps per block."""
-    specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in attention_layers(vllm_config).items()}
-    return {name: spec for name, spec in specs.items() if spec is not None}
+    """What each layer keeps per block; nothing of those that read another layer's cache."""
+    layers = attention_layers(vllm_config)
+    specs = {name: one.get_kv_cache_spec(vllm_config) for name, one in layers.items() if shared_with(one) is None}
+    found = {name: spec for name, spec in specs.items() if spec is not None}
+    if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return keep_split_chunks(found)
+    return keep_whole_contexts(found, vllm_config.cache_config.block_size)
 
 
-def bind_kv_caches(vllm_config: VllmConfig, caches: Mapping[str, KvPair]) -> None:
-    """Gives each layer its cache, which vLLM's layer hands on to `UnifiedAttentionImpl.forward` as it is."""
+def shared_with(layer: AttentionLayerBase) -> str | None:
+    """The layer whose keys and values this one reads in place of its own."""
+    target: str | None = layer.kv_sharing_target_layer_name if isinstance(layer, Attention) else None
+    return target
+
+
+def bind_kv_caches(vllm_config: VllmConfig, caches: Mapping[str, LayerCache]) -> None:
+    """Gives each layer its cache, which the layer hands on to its implementation as it is."""
     layers = attention_layers(vllm_config)
     for name, cache in caches.items():
         layers[name].bind_kv_cache(cache)  # type: ignore[arg-type]  # vLLM's own layer stores it unseen
+    for layer in layers.values():
+        if (target := shared_with(layer)) is not None:
+            layer.bind_kv_cache(caches[target])  # type: ignore[arg-type]
 
 
 logger = plugin_logger(__name__)
@@ -172,13 +226,14 @@ GIB = 1 << 30
 CPU_DEFAULT = 4 * GIB
 
 
-def kv_cache_budget(device: Device, vllm_config: VllmConfig, measure_steps: Callable[[], int]) -> int:
+def kv_cache_budget(device: Device, vllm_config: VllmConfig, measure_steps: Callable[[], int], workers: int = 1) -> int:
     """Bytes for the KV cache: `--kv-cache-memory-bytes` as given, else what the device has left.
 
     On an accelerator the memory that steps take beside the cache is taken off (`--gpu-memory-utilization` bounds the
-    whole). On a CPU the default is 4 GiB or half of the free memory.
+    whole). On a CPU the default is 4 GiB or half of the free memory, shared by all workers of a server on this machine.
 
     measure_steps: runs the largest steps and returns the bytes to keep for them.
+    workers: of all engines of this server on this machine.
     """
     explicit = vllm_config.cache_config.kv_cache_memory_bytes
     free, total = device.memory()
@@ -190,7 +245,9 @@ def kv_cache_budget(device: Device, vllm_config: VllmConfig, measure_steps: Call
             )
         return explicit
     if device.kind == "cpu":
-        budget = min(CPU_DEFAULT, free // 2)
+        budget = min(CPU_DEFAULT, free // 2) // workers
+        if workers > 1:
+            logger.info("KV cache: a share of the memory of this machine, which %d workers have together", workers)
     else:
         kept = measure_steps()
         budget = free - kept - int(total * (1 - vllm_config.cache_config.gpu_memory_utilization))

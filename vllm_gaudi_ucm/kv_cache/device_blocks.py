@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
-from vllm_gaudi_ucm.kv_cache.pair import KvPair, alike, in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import LayerCache, alike, in_blocks
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ NO_MEMORY = (MemoryError, RuntimeError)
 
 class DeviceBlocks:
     """Copies between the cache and host memory. Bytes of a block: for each layer keys [token, kv head, head size], then
-    values in the same order.
+    values in the same order, if they are not a part of the keys.
 
     Any thread may copy, on a GPU or a Gaudi with a stream of its own, beside the computation.
 
@@ -33,7 +33,7 @@ class DeviceBlocks:
         device: where they are.
     """
 
-    def __init__(self, caches: Mapping[str, KvPair], block_size: int, device: Device) -> None:
+    def __init__(self, caches: Mapping[str, LayerCache], block_size: int, device: Device) -> None:
         self._device = device
         tensors = [blocks for pair in caches.values() for blocks in in_blocks(pair, block_size)]
         self._runs = alike(tensors)

@@ -1,10 +1,10 @@
-"""The KV cache of one layer: keys and values, two tensors that share no memory with anything."""
+"""The KV cache of one layer: keys and values, two tensors that share no memory with anything, or one with both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 
@@ -23,9 +23,28 @@ class KvPair(NamedTuple):
     value: torch.Tensor
 
 
-def in_blocks(pair: tuple[torch.Tensor, torch.Tensor], block_size: int) -> KvPair:
+class LatentRows(NamedTuple):
+    """Rows [num_blocks * block size, 1, latent size + rotary size] of multi-head latent attention: all query heads
+    share one key per token, whose first elements, the latent, are its value too. One tensor as each of a `KvPair`."""
+
+    key: torch.Tensor
+
+
+LayerCache = KvPair | LatentRows
+"""Whoever copies, moves, stores or counts blocks goes over the tensors, however many there are."""
+
+
+@overload
+def in_blocks(cache: LatentRows, block_size: int) -> LatentRows: ...
+@overload
+def in_blocks(cache: tuple[torch.Tensor, torch.Tensor], block_size: int) -> KvPair: ...
+@overload
+def in_blocks(cache: LayerCache, block_size: int) -> LayerCache: ...
+def in_blocks(cache: tuple[torch.Tensor, ...], block_size: int) -> LayerCache:
     """Views [blocks, block size, kv heads, head size] of rows, to read from."""
-    key, value = pair
+    if isinstance(cache, LatentRows):
+        return LatentRows(cache.key.unflatten(0, (-1, block_size)))
+    key, value = cache
     return KvPair(key.unflatten(0, (-1, block_size)), value.unflatten(0, (-1, block_size)))
 
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.kv_cache.device_blocks import NO_MEMORY
+from vllm_gaudi_ucm.kv_offload.agreed_moves import AgreedMoves, EndedMove
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.protocol.offload import BlockMove, OffloadOrders, OffloadReport
 
@@ -50,6 +52,7 @@ class OffloadWorker:
         device: its recipes end before and after a copy.
         stored: how blocks come back that a connector has left in its store; None: it leaves none.
         metrics: where the scheduler's figures go; None: nowhere.
+        ranks: those that have a part of each block, and get the same orders. What their reports say is true of all.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class OffloadWorker:
         device: Device,
         stored: StoredCopies | None = None,
         metrics: MemoryModeMetrics | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._table = table
         self._state = state
@@ -76,6 +80,9 @@ class OffloadWorker:
         self._report = OffloadReport()
         self._metrics = metrics
         self._stored = stored
+        self._moves = AgreedMoves(ranks)
+        # loads that have ended on this rank: their blocks, and who writes them
+        self._arrived: dict[Pair, tuple[memoryview, DeviceBlocks]] = {}
 
     def begin_step(self, orders: OffloadOrders) -> None:
         """Once the request table knows the step's requests, before the step is planned."""
@@ -84,7 +91,9 @@ class OffloadWorker:
             if self._stored is not None:
                 self._stored.loads.end(generation)
             self._rows.pop(generation, None)
+            self._moves.cancel(generation)
             self._destinations = {pair: place for pair, place in self._destinations.items() if pair[0] != generation}
+            self._arrived = {pair: block for pair, block in self._arrived.items() if pair[0] != generation}
         for generation, number, row in orders.stored:
             self._rows.setdefault(generation, {})[number] = row
         for pair in orders.dropped:
@@ -129,40 +138,66 @@ class OffloadWorker:
         self._copies.close()
 
     def _save(self, move: BlockMove) -> None:
+        pair = move.generation, move.number
         self._rows.setdefault(move.generation, {})[move.number] = move.row
+        self._moves.begin(pair, is_save=True)
         try:
             data = self._blocks.allocate(self._blocks.block_bytes)
         except NO_MEMORY as error:
             logger.warning("memory mode: no host memory for a copy: %s", error)
-            self._report.unsaved.append((move.generation, move.number))
+            self._moves.end(pair, is_done=False)
             return
         self._scorer.keep_summary(move.block, move.row)
         self._device.end_recipe()
         self._blocks.read([(move.block, data)])
-        self._copies.save((move.generation, move.number), data)
+        self._copies.save(pair, data)
 
     def _load(self, move: BlockMove) -> None:
-        self._destinations[move.generation, move.number] = _Destination(move.block, self._device.fence())
+        pair = move.generation, move.number
+        self._destinations[pair] = _Destination(move.block, self._device.fence())
+        self._moves.begin(pair, is_save=False)
         if not move.key:
-            self._copies.load((move.generation, move.number))
+            self._copies.load(pair)
             return
         assert self._stored is not None, "only a connector leaves blocks in its store"
-        self._stored.loads.start((move.generation, move.number), move.key)
+        self._stored.loads.start(pair, move.key)
 
     def _take_finished(self) -> None:
         for pair, saved in self._copies.finished_saves():
-            (self._report.saved if saved else self._report.unsaved).append(pair)
+            self._moves.end(pair, saved)
         for pair, data in self._copies.finished_loads():
-            self._put(pair, data, self._blocks)
+            self._arrive(pair, data, self._blocks)
         if self._stored is not None:
             for pair, data in self._stored.loads.finished():
-                self._put(pair, data, self._stored.blocks)
+                self._arrive(pair, data, self._stored.blocks)
+        for move in self._moves.take_ended():
+            if move.is_save:
+                self._end_save(move)
+            else:
+                self._end_load(move)
 
-    def _put(self, pair: Pair, data: memoryview | None, blocks: DeviceBlocks) -> None:
-        block, after = self._destinations.pop(pair)
-        if data is None:
+    def _arrive(self, pair: Pair, data: memoryview | None, blocks: DeviceBlocks) -> None:
+        self._moves.end(pair, data is not None)
+        if data is not None:
+            self._arrived[pair] = data, blocks
+
+    def _end_save(self, move: EndedMove) -> None:
+        if move.is_done:
+            self._report.saved.append(move.pair)
+            return
+        if move.was_done:
+            # another rank could not: nobody will ask for this copy
+            self._copies.drop(move.pair)
+        self._report.unsaved.append(move.pair)
+
+    def _end_load(self, move: EndedMove) -> None:
+        pair, (block, after) = move.pair, self._destinations.pop(move.pair)
+        arrived = self._arrived.pop(pair, None)
+        if not move.is_done:
             self._report.failed.append(pair)
             return
+        assert arrived is not None, "done on every rank"
+        data, blocks = arrived
         blocks.write(block, data, after)
         # its summary has stayed, and need not be made again
         self._device.end_recipe()

@@ -31,14 +31,13 @@ class FusedRMSNorm(RMSNorm):
     """x -> weight * x / sqrt(mean(x^2) + eps), after adding the residual if there is one; then both are overwritten,
     as by vLLM's own kernels.
 
-    float32 only: in half precision vLLM keeps the sum with the residual in float32 for the norm, which takes its own
-    sequence of operations.
+    In half precision the sum with the residual is not rounded for the norm, as vLLM defines it.
     """
 
     def forward_oot(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if x.dtype != torch.float32 or self.variance_size_override is not None:
+        if self.variance_size_override is not None:
             return self.forward_native(x, residual)
         if residual is None:
             return rms_norm(x, self.weight if self.pass_weight else None, self.variance_epsilon)

@@ -52,7 +52,8 @@ def pack_linear_layers(model: nn.Module, compact: bool) -> PackedLayers:
     weights: list[PackedWeight] = []
     for layer in model.modules():
         plain = getattr(layer, "weight", None)
-        if not isinstance(plain, torch.Tensor) or not can_pack(plain):
+        # a layer that another has taken the weight of has none left
+        if not isinstance(plain, torch.Tensor) or not plain.numel() or not can_pack(plain):
             continue
         if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod:
             weights.append(pack(plain, compact))

@@ -1,12 +1,27 @@
-"""Places for blocks in host memory: who has which."""
+"""Places for blocks in host memory: how many there are, and who has which."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def engine_block_bytes(block_bytes: int, num_layers: int, vllm_config: VllmConfig) -> int:
+    """Bytes of a block on all workers together, which have the same number of slots each.
+
+    block_bytes, num_layers: of what one worker has of it. Pipeline stages may have other numbers of layers.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        block_bytes = block_bytes // num_layers * vllm_config.model_config.get_total_num_hidden_layers()
+    return block_bytes * parallel.tensor_parallel_size
 
 
 class HostSlots:
-    """Numbers of slots, each for one block of all layers.
+    """Numbers of slots, each for one block of all layers and workers.
 
     Args:
         count: of all slots.

@@ -73,6 +73,23 @@ class IdRuns:
         others.sort()
         return taken + others
 
+    def take_apart(self, count: int, after: int, expected: int) -> list[int]:
+        """At most `count` ids, which leave the set: those behind id `after` first, then some of the longest run.
+
+        They leave as much of that run before them as behind the `expected` ids of which they are the first, so that
+        who has the ids before it can go on, too.
+        """
+        taken = self._first(after + 1, count) if after + 1 in self._ends else []
+        while self._count and (missing := count - len(taken)) > 0:
+            longest = self._by_length[-1][0]
+            start = self._by_length[bisect_left(self._by_length, (longest, 0))][1]
+            spare = max(0, longest - max(missing, expected - len(taken)))
+            first = start + spare // 2
+            end = min(first + missing, start + longest)
+            self._cut(start, first, end)
+            taken += range(first, end)
+        return taken
+
     def lowest(self, count: int, below: int) -> list[int]:
         """At most `count` ids, all below `below`, ascending; they stay in the set."""
         found: list[int] = []

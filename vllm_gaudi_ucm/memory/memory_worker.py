@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.kv_cache.pair import alike, in_blocks
+from vllm_gaudi_ucm.memory.copy_sizes import copy_sizes, largest_size
 from vllm_gaudi_ucm.memory.swap_space import SwapSpace
 from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks
 from vllm_gaudi_ucm.protocol.memory_orders import attach_link_speed, memory_orders_of
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.kv_cache.pair import KvPair
+    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
+    from vllm_gaudi_ucm.observability.phase_log import StepRecord
     from vllm_gaudi_ucm.observability.room_metrics import MemoryMetrics
     from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
@@ -38,18 +42,20 @@ class MemoryWorker:
         block_size: tokens per block.
         device: where the caches are.
         metrics: where the scheduler's figures go.
-        host_memory: bytes for blocks of preempted requests; None: they are computed again.
+        least: the smallest value of all workers, which ask alike.
+        host_slots: places for blocks of preempted requests; None: these are computed again.
         summaries: [blocks, ...] what else is kept of each block, and moves with it.
         followers: who knows blocks by their ids.
     """
 
     def __init__(
         self,
-        caches: Mapping[str, KvPair],
+        caches: Mapping[str, LayerCache],
         block_size: int,
         device: Device,
         metrics: MemoryMetrics,
-        host_memory: int | None = None,
+        least: Callable[[int], int],
+        host_slots: int | None = None,
         summaries: Sequence[torch.Tensor] = (),
         followers: Sequence[Follower] = (),
     ) -> None:
@@ -60,10 +66,12 @@ class MemoryWorker:
         self._device = device
         self._metrics = metrics
         self._swaps: SwapSpace | None = None
-        if host_memory is not None:
-            block_bytes = sum(blocks[0].nbytes for blocks in tensors)
-            self._swaps = SwapSpace(self._caches, device, host_memory // block_bytes)
+        if host_slots is not None:
+            self._swaps = SwapSpace(self._caches, device, host_slots)
+        self._most = largest_size(tensors[0].shape[0]) if device.kind == "hpu" else None
+        self._least = least
         self._unsaid: LinkSpeed | None = None
+        self._work: Counter[str] = Counter()
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> NDArray[np.int64]:
         """Before the request table knows the step, and before anything is loaded or computed.
@@ -74,19 +82,31 @@ class MemoryWorker:
         restored: list[int] = []
         for moves in () if orders is None else orders.moves:
             self._move(torch.tensor(moves, dtype=torch.int64))
+            self._work["moved_blocks"] += len(moves)
         if orders is not None and self._swaps is not None:
             # blocks that leave are given to others in the same step
             self._swaps.store(orders.swap_outs)
             # before the copies: parts of blocks that come back may be copied for others at once
             self._swaps.load(orders.swap_ins)
             restored = [block for _, block in orders.swap_ins]
+            self._work["swapped_out_blocks"] += len(orders.swap_outs)
+            self._work["swapped_in_blocks"] += len(orders.swap_ins)
         copies = scheduler_output.kv_cache_block_copies
         if copies:
             # of blocks that have moved
             self._copy(torch.tensor(copies, dtype=torch.int64), self._caches)
+            self._work["copied_blocks"] += len(copies)
         if orders is not None:
             self._metrics.set(orders.totals, orders.rates)
         return np.array(restored, np.int64)
+
+    def noted_in(self, record: StepRecord) -> StepRecord:
+        """With the blocks since the record before."""
+        if not self._work:
+            return record
+        work: dict[str, Any] = self._work
+        self._work = Counter()
+        return replace(record, **work)
 
     def attach_report(self, output: ModelRunnerOutput) -> None:
         """After a step: tells the scheduler what was measured, once."""
@@ -95,11 +115,15 @@ class MemoryWorker:
             self._unsaid = None
 
     def warm_up(self) -> None:
-        """Copies to the dummy block, so that a Gaudi has compiled a copy before a request waits; measures those to the
-        host."""
-        self._copy(torch.tensor([[DUMMY_BLOCK + 1, DUMMY_BLOCK]]), [*self._caches, *self._summaries])
+        """Copies between blocks that hold nothing yet, so that a Gaudi has compiled every size before a request waits;
+        measures copies to the host."""
+        for bit in range((self._most or 1).bit_length()):
+            count = 1 << bit
+            pairs = [(DUMMY_BLOCK + count + number, DUMMY_BLOCK + number) for number in range(count)]
+            self._copy(torch.tensor(pairs), [*self._caches, *self._summaries])
         if self._swaps is not None:
-            self._unsaid = self._swaps.measure()
+            # one worker reports, and a request waits for the slowest of all
+            self._unsaid = self._swaps.measure().slowest(self._least)
 
     def close(self) -> None:
         """Ends its thread."""
@@ -114,8 +138,8 @@ class MemoryWorker:
 
     def _copy(self, pairs: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
         """pairs: int64 [n, 2] (from, to). tensors: [blocks, ...], those together that are alike."""
-        # on a Gaudi each number of blocks would be a recipe of its own
-        parts = pairs.split(1) if self._device.kind == "hpu" else [pairs]
+        # on a Gaudi each number of blocks is a recipe of its own
+        parts = pairs.split(copy_sizes(len(pairs), self._most)) if self._most else [pairs]
         for part in parts:
             self._device.end_recipe()
             for together in tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,14 @@ DECAY = 0.9
 
 
 class SwapCost:
-    """Seconds by measured speeds: of the copies, which a worker measures at its start, and of the steps with prompts.
+    """Seconds by measured speeds: of the copies, which workers measure at their start, and of the steps with prompts.
+
+    With pipeline stages both are times through all stages, one after the other: a step computes, and its blocks are
+    copied, on each of them.
 
     Args:
         block_size: tokens of a block.
-        block_bytes: of all layers.
+        block_bytes: of all layers, as one worker of each stage has them: those that share a layer copy side by side.
         clock: seconds.
     """
 
@@ -33,26 +37,26 @@ class SwapCost:
         self._clock = clock
         self._link: LinkSpeed | None = None
         self._tokens = self._seconds = 0.0
-        self._step: tuple[float, int] | None = None
+        # steps whose output is not here yet, the oldest first: with pipeline stages there are several
+        self._steps: deque[tuple[float, int]] = deque()
         self._has_said = False
 
     def measured(self, link: LinkSpeed) -> None:
-        """A worker's copies."""
+        """The workers' copies: those of the slowest, for which all wait."""
         self._link = link
         to, back = link.to_host * 1e-9, link.from_host * 1e-9
         logger.info("Preemption: blocks go to host memory at %.1f GB/s and come back at %.1f GB/s.", to, back)
 
     def step_begins(self, tokens: int, prompt_tokens: int) -> None:
-        """A step is sent to the worker. tokens: of all requests; prompt_tokens: of prompts among them."""
+        """A step is sent to the workers. tokens: of all requests; prompt_tokens: of prompts among them."""
         # one with a few tokens of a prompt beside many decodes says nothing of prompts
-        self._step = (self._clock(), tokens) if 2 * prompt_tokens > tokens else None
+        self._steps.append((self._clock(), tokens if 2 * prompt_tokens > tokens else 0))
 
     def step_ends(self) -> None:
-        """Its output is here."""
-        if self._step is None:
+        """The output of the oldest of these steps is here: steps end in the order in which they began."""
+        begin, tokens = self._steps.popleft() if self._steps else (0.0, 0)
+        if not tokens:
             return
-        begin, tokens = self._step
-        self._step = None
         self._tokens = DECAY * self._tokens + tokens
         self._seconds = DECAY * self._seconds + self._clock() - begin
 

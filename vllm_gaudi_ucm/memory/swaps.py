@@ -31,7 +31,7 @@ class Swaps:
     Args:
         slots: places in host memory.
         block_size: tokens per block.
-        block_bytes: of all layers.
+        block_bytes: of all layers, on all workers.
         cost: what was measured.
         always: whether a request is swapped whatever it costs.
         totals: takes what happens.

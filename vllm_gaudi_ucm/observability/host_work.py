@@ -16,6 +16,9 @@ class HostCounts(NamedTuple):
     stages: tuple[str, ...]
 
 
+NO_HOST_WORK = HostCounts(0, ())
+
+
 class HostWork:
     """Counts reads of the device and stages on the host. One read is the least that a step with tokens has.
 
@@ -36,9 +39,13 @@ class HostWork:
 
     def fetch(self, tensor: torch.Tensor, reason: str) -> torch.Tensor:
         """The tensor on the host; waits for it."""
+        self.waited(reason)
+        return tensor.cpu()
+
+    def waited(self, reason: str) -> None:
+        """Something of the device's memory, whose copy was queued before, is waited for."""
         self._reads += 1
         self._on_read(reason)
-        return tensor.cpu()
 
     def stage(self, name: str) -> None:
         """Something runs on the host in this step."""

@@ -49,6 +49,12 @@ SPARSE_BLOCKS = Metric(
 SPARSE_FALLBACKS = Metric(
     "gaudi_ucm_sparse_fallbacks", "counter", (), "Requests that were dense in a step for want of room for their choice."
 )
+SPARSE_DENSE_STEPS = Metric(
+    "gaudi_ucm_sparse_dense_steps",
+    "counter",
+    (),
+    "Steps that were dense because choices would have cost more time than they save.",
+)
 CHECKPOINTS = Metric(
     "gaudi_ucm_sparse_checkpoints", "counter", ("result",), "Checks of stored choices, by layer and request."
 )
@@ -148,6 +154,7 @@ METRICS = (
     SELECTIONS,
     SPARSE_BLOCKS,
     SPARSE_FALLBACKS,
+    SPARSE_DENSE_STEPS,
     CHECKPOINTS,
     ATTENTION_MASS,
     LOCKS,

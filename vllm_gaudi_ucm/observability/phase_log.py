@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, phase_string
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.observability.phase_summary import PhaseSummary
+from vllm_gaudi_ucm.observability.phase_summary import MEMORY, PhaseSummary
 
 SCHEMA = "gaudi-ucm.phase-log/1"
 COUNTS = ("requests", "prompts", "tokens", "causal_pairs", "shared_pairs", "unique_pairs")
@@ -24,7 +24,9 @@ PHASES = {phase_string(c, s, u) for c in (False, True) for s in (False, True) fo
 # Written where there are any: a server without a sparse method writes what it always wrote.
 SPARSE_COUNTS = ("selected_pairs", "sparse", "tail")
 TRANSFER_COUNTS = ("loaded_blocks", "saved_blocks")
-OPTIONAL_COUNTS = (*SPARSE_COUNTS, *TRANSFER_COUNTS, "host_reads")
+MEMORY_COUNTS = tuple(MEMORY)
+OPTIONAL_COUNTS = (*SPARSE_COUNTS, *TRANSFER_COUNTS, *MEMORY_COUNTS, "host_reads")
+_BLOCKS = (*TRANSFER_COUNTS, *MEMORY_COUNTS)
 TIMES = ("plan_ms", "forward_ms", "sample_ms")
 MOST = 1 << 63  # of a number: sums and sizes are counted in 64 bits
 REPORTED_BYTES = 1 << 20  # read between two reports of how far it is
@@ -75,6 +77,14 @@ class StepRecord:
     """Reads of the device that it waited for, counted at static shapes."""
     host_stages: tuple[str, ...] = ()
     """What ran on the host."""
+    copied_blocks: int = 0
+    """Blocks copied before the step, for requests that go on writing them (partial hits)."""
+    moved_blocks: int = 0
+    """Blocks that compaction moved."""
+    swapped_out_blocks: int = 0
+    """Blocks of preempted requests that went to host memory."""
+    swapped_in_blocks: int = 0
+    """Those that came back."""
 
 
 class PhaseLog:
@@ -192,6 +202,11 @@ def bucket_shapes(records: Iterable[StepRecord]) -> Iterator[Bucket]:
     return (record.bucket for record in records if not record.tail)
 
 
+def of_engine(path: Path, engine: int) -> Path:
+    """Where one of several engines of a server writes: the first one to `path`, the others to `NAME.1.jsonl` ..."""
+    return path if engine == 0 else path.with_name(f"{path.stem}.{engine}{path.suffix}")
+
+
 def keep_previous(path: Path) -> None:
     """Renames a log that is there, and not empty, to `NAME.previous`. Raises OSError."""
     if path.is_file() and path.stat().st_size:
@@ -223,7 +238,7 @@ def _line(record: StepRecord) -> str:
         more += f',"sparse":{r.sparse}'
     if r.tail:
         more += f',"tail":{r.tail}'
-    for name in TRANSFER_COUNTS:
+    for name in _BLOCKS:
         if getattr(r, name):
             more += f',"{name}":{getattr(r, name)}'
     if r.host_reads:

@@ -22,6 +22,13 @@ CLASSES_PER_DOUBLING = 16
 SMALLEST_MS = 1e-3
 PAIRS = ("causal_pairs", "shared_pairs", "unique_pairs", "selected_pairs")
 SUMS = ("steps", "requests", "prompts", "tokens", *PAIRS, "sparse", "host_reads", "plan_ms", "forward_ms", "sample_ms")
+MEMORY = {
+    "copied_blocks": "copied",
+    "moved_blocks": "moved",
+    "swapped_out_blocks": "swapped out",
+    "swapped_in_blocks": "swapped in",
+}
+"""Fields of a step, in the words that people read."""
 
 
 @dataclass(slots=True)
@@ -43,6 +50,8 @@ class PhaseTotals:
     host_reads: int = 0
     host_stages: Counter[str] = field(default_factory=Counter)
     """Steps in which each ran."""
+    memory: Counter[str] = field(default_factory=Counter)
+    """Blocks that were copied before steps, by what for: `MEMORY`."""
     time_classes: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -100,6 +109,9 @@ class PhaseTotals:
         self.sample_ms += record.sample_ms
         self.host_reads += record.host_reads
         self.host_stages.update(record.host_stages)
+        for name in MEMORY:
+            if blocks := getattr(record, name):
+                self.memory[name] += blocks
         index = _time_class(record.plan_ms + record.forward_ms + record.sample_ms)
         self.time_classes[index] = self.time_classes.get(index, 0) + 1
 
@@ -108,6 +120,7 @@ class PhaseTotals:
         for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.host_stages.update(other.host_stages)
+        self.memory.update(other.memory)
         for index, count in other.time_classes.items():
             self.time_classes[index] = self.time_classes.get(index, 0) + count
 
@@ -153,6 +166,7 @@ class PhaseSummary:
         host = {"host_reads": total.host_reads, "host_stages": dict(total.host_stages.most_common())}
         return {
             **(host if total.host_reads or total.host_stages else {}),
+            **total.memory,
             "steps": total.steps,
             "tokens": total.tokens,
             "ms": round(total.ms, 3),
@@ -228,6 +242,9 @@ def attention_sentence(summary: PhaseSummary) -> Text:
     if total.host_stages:
         counts = (f"{name} {steps:,}" for name, steps in total.host_stages.most_common())
         text.append(f"\nran on the host, in steps: {', '.join(counts)}")
+    if total.memory:
+        counts = (f"{words} {total.memory[name]:,}" for name, words in MEMORY.items() if total.memory[name])
+        text.append(f"\nblocks before steps: {', '.join(counts)}")
     return text
 
 

@@ -102,6 +102,7 @@ class SparseMetrics:
         self._modes = {mode: file.series(metric.SELECTIONS, mode.name.lower()) for mode in SelectionMode}
         self._blocks = [file.series(metric.SPARSE_BLOCKS, state) for state in ("context", "attended")]
         self._fallbacks = file.series(metric.SPARSE_FALLBACKS)
+        self._dense_steps = file.series(metric.SPARSE_DENSE_STEPS)
         self._checkpoints = [file.series(metric.CHECKPOINTS, result) for result in ("kept", "replaced")]
         self._locks = [file.series(metric.LOCKS, event) for event in ("lock", "unlock")]
         self._mass = [file.series(metric.ATTENTION_MASS, state) for state in ("chosen", "candidates")]
@@ -113,6 +114,10 @@ class SparseMetrics:
         for series, blocks in zip(self._blocks, (totals.context_blocks, totals.attended_blocks), strict=True):
             series.set(blocks)
         self._fallbacks.set(totals.fallbacks)
+
+    def dense_steps(self, count: int) -> None:
+        """What the scheduler has decided, since the start."""
+        self._dense_steps.set(count)
 
     def locks(self, locked: int, unlocked: int) -> None:
         """What the scheduler's side of KVStar has counted, since the start."""
@@ -270,12 +275,6 @@ class SelectionTotals:
     context_blocks: int = 0
     attended_blocks: int = 0
     fallbacks: int = 0
-
-    def add(self, mode: SelectionMode, context_blocks: int, candidates: int, chosen: int) -> None:
-        """One request of a step."""
-        self.modes[mode] += 1
-        self.context_blocks += context_blocks
-        self.attended_blocks += context_blocks - candidates + chosen
 
 
 class DeviceCounts(NamedTuple):

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, OURS, ConnectorOptions
+from vllm_gaudi_ucm.connector.transfer_config import (
+    EXTRA_CONFIG,
+    OFFLOADING,
+    OURS,
+    ConnectorOptions,
+    configured_connectors,
+)
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
+from vllm_gaudi_ucm.store.factory import lasting_kinds
 from vllm_gaudi_ucm.store.file import FileStoreOptions
+from vllm_gaudi_ucm.vllm_api.platforms import uses_older_ray_executor
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.kv_offload.options import MemoryModeOptions
 
 _MODE = "with ucm.memory_mode"
@@ -33,6 +43,36 @@ def refuse_beside_compaction(vllm_config: VllmConfig) -> None:
     _refuse_connector(vllm_config, "with ucm.kv_cache.compaction")
 
 
+def keeps_one_block_table(vllm_config: VllmConfig, config: UcmConfig) -> bool:
+    """Whether vLLM's hybrid KV-cache manager has to be off, beside what knows one block table for all layers: windows
+    are then computed as ever, and their KV cache takes what full attention takes. vLLM does so itself beside connectors
+    that know one table, and logs a warning where the model has windows.
+
+    Raises UnsupportedFeatureError where the hybrid manager was asked for.
+    """
+    scheduler = vllm_config.scheduler_config
+    beside = [name for name, is_on in _needs_one_table(vllm_config, config) if is_on]
+    if beside and scheduler.disable_hybrid_kv_cache_manager is False:
+        raise UnsupportedFeatureError(
+            f"block tables of several KV-cache groups with {', '.join(beside)} (leave the flag out: one table is kept)",
+            "--no-disable-hybrid-kv-cache-manager",
+        )
+    return bool(beside)
+
+
+def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tuple[str, bool]]:
+    """(feature, whether it is on): each speaks of a block, and not of blocks of a group."""
+    speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
+    yield "ucm.ucm_sparse_method", config.ucm_sparse_method is not None
+    yield "ucm.scheduler.admission", config.scheduler.admission != "greedy"
+    yield "ucm.preemption.mode swap or auto", config.preemption.swaps
+    yield from ((f"ucm.kv_cache.{name}", is_on) for name, is_on in config.kv_cache.switches.items())
+    yield "ucm.kv_cache.granularity 'token'", config.kv_cache.granularity == "token"
+    yield "a draft model", speculation is not None and speculation.method == "draft_model"
+    yield "a KV connector", transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
+    yield "pipeline stages", vllm_config.parallel_config.pipeline_parallel_size > 1
+
+
 def _refuse_connector(vllm_config: VllmConfig, beside: str) -> None:
     transfer, offloaded = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size
     if transfer is not None or offloaded is not None:
@@ -42,6 +82,86 @@ def _refuse_connector(vllm_config: VllmConfig, beside: str) -> None:
 def _asked_by(transfer: KVTransferConfig | None) -> str:
     """The flag that asks for a connector; vLLM sets that of the second one later."""
     return "--kv-transfer-config" if transfer is not None and transfer.kv_connector else "--kv-offloading-size"
+
+
+def refuse_beside_ranks(vllm_config: VllmConfig, config: UcmConfig) -> None:
+    """Raises UnsupportedFeatureError for what has parts that differ between pipeline stages.
+
+    Raises UcmConfigError for a store of our connector that is in the memory of one process.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.world_size == 1:
+        return
+    if parallel.pipeline_parallel_size > 1:
+        stages = f"with {parallel.pipeline_parallel_size} pipeline stages"
+        if config.memory_mode.enabled:
+            # workers agree in each step on its copies, and stages run other steps at a time
+            raise UnsupportedFeatureError(
+                f"ucm.memory_mode {stages} (take --tensor-parallel-size)", "--pipeline-parallel-size"
+            )
+        _refuse_beside_stages(vllm_config, stages)
+    for one in configured_connectors(vllm_config.kv_transfer_config):
+        if one.name == OURS:
+            store = ConnectorOptions.resolve(one.extra, one.key).store
+            if store.ends_with_process:
+                others = " or ".join(f'"{kind}"' for kind in lasting_kinds())
+                found = f'"{store.kind}" with {parallel.world_size} workers, of which none sees another\'s memory'
+                raise UcmConfigError([Problem(f"{one.key}.store.kind", found, f"{others}, which all of them reach")])
+
+
+def _refuse_beside_stages(vllm_config: VllmConfig, beside: str) -> None:
+    """Connectors that are not known to work where a step is in flight while the next one loads and saves."""
+    # not while vLLM looks for its platform
+    from vllm_gaudi_ucm.connector.engine_shards import stage_sizes
+
+    transfer = vllm_config.kv_transfer_config
+    names = [one.name for one in configured_connectors(transfer) if one.name is not None]
+    if vllm_config.cache_config.kv_offloading_size is not None:
+        names.append(OFFLOADING)
+    for name in names:
+        if name not in (OURS, OFFLOADING):
+            raise UnsupportedFeatureError(f"the KV connector {name} {beside}", _asked_by(transfer))
+    sizes = stage_sizes(vllm_config)
+    if OFFLOADING in names and len(set(sizes)) > 1:
+        found = f"the KV connector {OFFLOADING} with stages of {', '.join(map(str, sizes))} layers"
+        option = f"VLLM_PP_LAYER_PARTITION or {_asked_by(transfer)}"
+        raise UnsupportedFeatureError(f"{found}, which it takes for equal ({OURS} does not)", option)
+
+
+def refuse_beside_latents(vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedFeatureError for connectors that take keys and values, where a layer has one tensor of both."""
+    model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+    if model is None or not model.use_mla:
+        return
+    for one in configured_connectors(transfer):
+        if one.name not in (None, OURS, OFFLOADING):
+            beside = f"beside multi-head latent attention, whose cache is one tensor (take {OURS} or {OFFLOADING})"
+            raise UnsupportedFeatureError(f"the KV connector {one.name} {beside}", _asked_by(transfer))
+
+
+_CARDS = {
+    "hpu": "a process takes a free card of those in HABANA_VISIBLE_MODULES; set that variable",
+    "cpu": "all workers share the CPU; leave the flag out",
+}
+
+
+def refuse_device_ids(vllm_config: VllmConfig, device_type: str) -> None:
+    """Raises UnsupportedFeatureError for devices by id where a worker cannot choose."""
+    parallel, instead = vllm_config.parallel_config, _CARDS.get(device_type)
+    given = parallel.assigned_physical_gpu_ids
+    if instead is None or given is None or parallel.use_ray:
+        return
+    # vLLM notes here, too, which devices it gave to the last engine that it started
+    if len(given) >= parallel.world_size * parallel.data_parallel_size_local:
+        raise UnsupportedFeatureError(f"devices by their ids on {device_type} ({instead})", f"--device-ids {given}")
+
+
+def refuse_older_ray_executor(vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedFeatureError for the executor on Ray that does not drive workers of platform plugins."""
+    if uses_older_ray_executor(vllm_config):
+        raise UnsupportedFeatureError(
+            "vLLM's older executor on Ray (take the other: unset the variable)", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"
+        )
 
 
 def refuse_beside_memory_mode(vllm_config: VllmConfig, options: MemoryModeOptions) -> None:

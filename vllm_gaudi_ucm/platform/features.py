@@ -2,60 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.connector.transfer_config import configured_connectors
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.feature import Asked, ConfigT, Feature, unless
+from vllm_gaudi_ucm.platform.quantised_weights import (
+    calibrated,
+    measured_ranges,
+    other_method,
+    quantised_while_loading,
+)
+from vllm_gaudi_ucm.platform.speculation_features import OF_DRAFT_MODEL, OF_SPECULATION
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 
-ConfigT = TypeVar("ConfigT")
-
-
-class Asked(NamedTuple):
-    """A feature, and the flag or model that asks for it."""
-
-    feature: str
-    asked_by: str
-
-
-class Feature(NamedTuple, Generic[ConfigT]):
-    """A row of the table.
-
-    Args:
-        name: of the feature; `{found}` is the value that asks for it.
-        asked_by: the flag, or `{model}`; `{found}` as in `name`.
-        why: the reason, and what to do instead where there is something; for docs.
-        found: the value in a configuration that asks for the feature; false where it does not ask.
-    """
-
-    name: str
-    asked_by: str
-    why: str
-    found: Callable[[ConfigT], object]
-
-    def asked(self, config: ConfigT, model: str = "") -> Asked | None:
-        """The feature and who asks for it, as the error names them; None where the configuration does not."""
-        found = self.found(config)
-        if not found:
-            return None
-        return Asked(self.name.format(found=found), self.asked_by.format(found=found, model=f"model {model}"))
-
-
 def _above_one(size: int) -> int | None:
     return size if size > 1 else None
 
 
-_ONE_DEVICE = "a worker drives one device, and an engine has one worker"
-
-
-def _unless(found: str, supported: Sequence[str]) -> str | None:
-    return None if found in supported else found
+_ONE_DEVICE = "a request's context is on the devices of one group"
 
 
 def _one_tensor_connector(config: VllmConfig) -> str | None:
@@ -67,7 +38,7 @@ def _one_tensor_connector(config: VllmConfig) -> str | None:
 def _one_tensor_backend(config: VllmConfig) -> str | None:
     if config.cache_config.kv_offloading_size is None:
         return None
-    return _unless(config.cache_config.kv_offloading_backend, ("native",))
+    return unless(config.cache_config.kv_offloading_backend, ("native",))
 
 
 def _replaced_connector(config: VllmConfig) -> str | None:
@@ -86,18 +57,47 @@ def _parallel(name: str, why: str) -> Feature[VllmConfig]:
     return Feature(f"{name} parallelism", flag, why, lambda c: _above_one(size(c)))
 
 
+def _has_experts(config: VllmConfig) -> bool:
+    model = config.model_config
+    return model is not None and most_experts(model.hf_text_config) > 1
+
+
 OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
-    _parallel("tensor", _ONE_DEVICE),
-    _parallel("pipeline", _ONE_DEVICE),
-    _parallel("data", "engines do not wait for each other's steps; start several servers"),
     _parallel("decode context", _ONE_DEVICE),
     _parallel("prefill context", _ONE_DEVICE),
+    Feature(
+        "speculative decoding with pipeline parallelism, for which vLLM schedules drafts of a request before it has "
+        "the token that they follow (take --tensor-parallel-size)",
+        "--speculative-config",
+        "with several batches in flight its scheduler gets a step's drafts before the step's tokens, and puts them in "
+        "the places of these",
+        lambda c: c.speculative_config is not None and c.parallel_config.pipeline_parallel_size > 1,
+    ),
     Feature("dual batch overlap", "--enable-dbo", "a step is one batch", lambda c: c.parallel_config.enable_dbo),
     Feature(
         "expert-parallel load balancing",
         "--enable-eplb",
-        "there are no experts",
+        "an expert stays where it was loaded",
         lambda c: c.parallel_config.enable_eplb,
+    ),
+    Feature(
+        "data parallelism of mixtures of experts (take --tensor-parallel-size, with --enable-expert-parallel to share "
+        "out whole experts, or a server for each engine)",
+        "--data-parallel-size {found}",
+        "vLLM's engines would share the experts, and each step of one would wait for a step of all others",
+        lambda c: _above_one(c.parallel_config.data_parallel_size) if _has_experts(c) else None,
+    ),
+    Feature(
+        "the kernels {found} of experts",
+        "--moe-backend {found}",
+        "they are of vLLM's other platforms; the plugin chooses its own",
+        lambda c: unless(c.kernel_config.moe_backend, ("auto",)),
+    ),
+    Feature(
+        "the chosen experts in outputs",
+        "--enable-return-routed-experts",
+        "a step does not keep them",
+        lambda c: c.aux_output_config.enable_return_routed_experts,
     ),
     Feature(
         "LoRA",
@@ -145,81 +145,27 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         "vLLM would silently replace the other connector",
         _replaced_connector,
     ),
+    Feature("measured ranges", "QUANT_CONFIG", "unset it; quantise by llm-compressor", lambda _: measured_ranges()),
     Feature(
         "a KV cache of dtype {found}",
         "--kv-cache-dtype {found}",
-        "attention reads float32, float16 and bfloat16",
-        lambda c: _unless(c.cache_config.cache_dtype, ("auto", "float16", "bfloat16")),
-    ),
-)
-
-_TOKENS_ONLY = "drafts must be a function of the tokens alone"
-
-
-def _option(name: str, supported: object, why: str) -> Feature[SpeculativeConfig]:
-    """An option of `--speculative-config` with one supported value."""
-    value = attrgetter(name)
-    return Feature(
-        f"the speculative option {name}={{found}}",
-        "--speculative-config",
-        why,
-        lambda c: None if value(c) == supported else repr(value(c)),
-    )
-
-
-OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
-    Feature(
-        "the speculative method {found}",
-        "--speculative-config",
-        f"{_TOKENS_ONLY}: `ngram` and `draft_model` are supported",
-        lambda c: _unless(str(c.method), ("ngram", "draft_model")),
-    ),
-    _option("rejection_sample_method", "standard", _TOKENS_ONLY),
-    _option("draft_sample_method", "greedy", _TOKENS_ONLY),
-    _option("parallel_drafting", False, _TOKENS_ONLY),
-    _option("enable_adaptive_verification", False, "the number of drafts is part of a bucket"),
-    _option("use_heterogeneous_vocab", False, "a draft is a token id of the model"),
-    _option("disable_padded_drafter_batch", False, "buckets pad a draft model's batch, too"),
-    _option("kv_cache_dtype", None, "a draft model's KV cache is like the model's"),
-    _option("quantization", None, "operations take float32, float16 and bfloat16"),
-    _option("moe_backend", None, "there are no experts"),
-    _option("attention_backend", None, "a draft model has the plugin's attention, too"),
-    Feature(
-        "custom logits processors beside speculative decoding",
-        "--logits-processors",
-        "vLLM has none beside drafts",
-        lambda c: c.target_model_config is not None and bool(c.target_model_config.logits_processors),
+        "attention reads float32, float16, bfloat16 and 8-bit floats with scales per tensor or head; take `fp8`",
+        lambda c: unless(c.cache_config.cache_dtype, ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")),
     ),
 )
 
 
-def _other_vocabulary(config: SpeculativeConfig) -> str | None:
-    draft, target = config.draft_model_config.get_vocab_size(), config.target_model_config.get_vocab_size()
-    return None if draft == target else f"{draft} tokens, the model has {target}"
+_ALL_OR_NONE = ("qwen2", "qwen3")
 
 
-OF_DRAFT_MODEL: tuple[Feature[SpeculativeConfig], ...] = (
-    Feature(
-        "a draft model of another vocabulary ({found})",
-        "--speculative-config",
-        "a draft is a token id of the model",
-        _other_vocabulary,
-    ),
-    Feature(
-        "tensor parallelism of a draft model",
-        "--speculative-config",
-        _ONE_DEVICE,
-        lambda c: c.draft_parallel_config.tensor_parallel_size > 1,
-    ),
-)
-
-
-_WHOLE_CONTEXT = "a token attends to its whole context, or to blocks that a sparse method chose"
-
-
-def _has_sliding_window(config: ModelConfig) -> bool:
-    """Qwen2-like configurations carry a window and a switch that turns it off."""
-    return config.get_sliding_window() is not None and getattr(config.hf_text_config, "use_sliding_window", True)
+def _windows_by_layer(config: ModelConfig) -> str | None:
+    """Where `max_window_layers` leaves a window to some layers, vLLM's class ends in an assertion."""
+    text = config.hf_text_config
+    family = str(getattr(text, "model_type", ""))
+    if config.get_sliding_window() is None or not getattr(text, "use_sliding_window", True):
+        return None
+    mixed = len(set(getattr(text, "layer_types", None) or ())) > 1
+    return family if mixed and family.startswith(_ALL_OR_NONE) else None
 
 
 OF_MODEL: tuple[Feature[ModelConfig], ...] = (
@@ -232,12 +178,6 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
         lambda c: c.runner_type not in ("generate", "draft"),
     ),
     Feature(
-        "multi-head latent attention (MLA)",
-        "{model}",
-        "the KV cache has keys and values for each head",
-        lambda c: c.use_mla,
-    ),
-    Feature(
         "attention-free models", "{model}", "a state that is no KV block is not kept", lambda c: c.is_attention_free
     ),
     Feature(
@@ -246,23 +186,35 @@ OF_MODEL: tuple[Feature[ModelConfig], ...] = (
         "a state that is no KV block is not kept",
         lambda c: c.is_hybrid or c.has_inner_state,
     ),
-    Feature("sliding-window attention", "{model}", _WHOLE_CONTEXT, _has_sliding_window),
-    Feature("chunked local attention", "{model}", _WHOLE_CONTEXT, lambda c: c.attention_chunk_size is not None),
     Feature(
-        "mixture-of-experts models ({found} experts)",
+        "sliding-window attention in some layers of a {found}",
         "{model}",
-        "shapes of a step would depend on which experts its tokens take",
-        lambda c: _above_one(most_experts(c.hf_text_config)),
+        "vLLM implements this family with windows in all layers or in none",
+        _windows_by_layer,
     ),
     Feature("rotary positions with several axes (M-RoPE)", "{model}", "a row has one position", lambda c: c.uses_mrope),
     Feature(
         "prompt embeddings", "--enable-prompt-embeds", "a prompt is token ids alone", lambda c: c.enable_prompt_embeds
     ),
     Feature(
+        "weights quantised by Intel's tools ({found})",
+        "{model} or --quantization",
+        "no layer here reads ranges that Intel Neural Compressor measured; export by AutoRound as `auto_gptq` or "
+        "`auto_awq`, or quantise by llm-compressor",
+        calibrated,
+    ),
+    Feature(
+        "weights that are quantised while they are loaded ({found})",
+        "--quantization {found}",
+        "layers take the numbers of a checkpoint; quantise it by llm-compressor",
+        quantised_while_loading,
+    ),
+    Feature(
         "quantised weights ({found})",
         "{model} or --quantization",
-        "operations take float32, float16 and bfloat16",
-        lambda c: c.quantization,
+        "`fp8`, `compressed-tensors`, `gptq`, `awq` and gpt-oss's `mxfp4` are read; quantise by llm-compressor, or "
+        "take bfloat16",
+        other_method,
     ),
     Feature(
         "sampling masks", "--return-sampling-mask", "our samplers do not return them", lambda c: c.return_sampling_mask

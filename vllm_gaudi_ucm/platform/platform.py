@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.platforms import Platform, PlatformEnum
@@ -11,28 +11,47 @@ from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.connector.transfer_config import complete_transfer_config, is_ours_among
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.detect import detect_device
-from vllm_gaudi_ucm.envs import lazy_mode, merge_into_vllm, spawn_workers
+from vllm_gaudi_ucm.envs import (
+    announce_local_engines,
+    copy_to_ray_engines,
+    lazy_mode,
+    merge_into_vllm,
+    needed_to_import,
+    spawn_workers,
+)
 from vllm_gaudi_ucm.execution.bucket_choice import step_memory
 from vllm_gaudi_ucm.execution.graph_kind import graph_kind
+from vllm_gaudi_ucm.graphs.shapes.limits import most_ranges, strip_size
+from vllm_gaudi_ucm.kv_cache.tile import tile_size
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.platform.asynchronous import schedules_ahead
 from vllm_gaudi_ucm.platform.checks import check_places, check_request
 from vllm_gaudi_ucm.platform.combinations import (
+    keeps_one_block_table,
     refuse_beside_compaction,
+    refuse_beside_latents,
     refuse_beside_memory_mode,
+    refuse_beside_ranks,
     refuse_beside_swaps,
+    refuse_device_ids,
+    refuse_older_ray_executor,
     refuse_without_prefix_cache,
 )
 from vllm_gaudi_ucm.platform.features import refuse_unsupported
-from vllm_gaudi_ucm.scheduler.scheduler_class import need_our_scheduler, use_planning_scheduler
+from vllm_gaudi_ucm.scheduler.scheduler_class import need_our_scheduler, use_planning_scheduler, warms_by_order
+from vllm_gaudi_ucm.vllm_api.child_watch import watch_children
 from vllm_gaudi_ucm.vllm_api.engine_process import (
     OF_SERVER,
+    abort_at_shutdown,
     end_start_at_sigterm,
     give_engine_time_to_stop,
     is_engine_process,
+    leave_engines_heap_to_the_system,
     watch_parent,
 )
+from vllm_gaudi_ucm.vllm_api.kv_cache import keep_tile_of_slots
 from vllm_gaudi_ucm.vllm_api.platforms import client_error, tolerate_missing_accelerator
 from vllm_gaudi_ucm.vllm_api.versions import check_versions
 
@@ -56,6 +75,10 @@ class UcmPlatform(Platform):
     dispatch_key = {"cpu": "CPU", "cuda": "CUDA", "hpu": "HPU"}[_DEVICE.kind]
     dist_backend = _DEVICE.dist_backend
     device_control_env_var = {"cpu": "", "cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}[_DEVICE.kind]
+    # a CPU has no accelerator ids in Ray: nodes are started with --num-gpus, which says how many workers each takes
+    ray_device_key = {"cpu": "GPU", "cuda": "GPU", "hpu": "HPU"}[_DEVICE.kind]
+    # a worker on CUDA looks up its device; one on Gaudi has it from HABANA_VISIBLE_MODULES, which Ray sets
+    ray_noset_device_env_vars = ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] if _DEVICE.kind == "cuda" else []
     # vLLM compiles a few standalone functions (ranks of logprobs) with this: compiling them on a request's path would
     # make the first such request wait, and on Gaudi the backend is looked up before the bridge has registered it
     simple_compile_backend = "eager"
@@ -67,6 +90,11 @@ class UcmPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         merge_into_vllm()
+        if parser is None:
+            # an engine's configuration comes next; a parser of arguments needs none of it
+            from vllm_gaudi_ucm.layers.quantised.configs import register_quantisation
+
+            register_quantisation()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -78,20 +106,37 @@ class UcmPlatform(Platform):
         config = resolve_config(vllm_config.additional_config)
         cls._refuse_unsupported(vllm_config, config)
         give_engine_time_to_stop(vllm_config)
+        if is_engine_process():
+            # where a worker has a process of its own, the engine's configuration is not the one it sets
+            abort_at_shutdown(vllm_config)
+            leave_engines_heap_to_the_system()
+        else:
+            # an engine of several is configured as the only one
+            announce_local_engines(vllm_config.parallel_config.data_parallel_size_local)
+            refuse_device_ids(vllm_config, cls.device_type)
         end_start_at_sigterm(OF_SERVER)
         # in a forked engine whose worker has a process of its own, nothing else of ours runs
         watch_parent()
+        watch_children()
         cls._start_processes_anew()
         # a user's process makes these calls when it cleans up, as a worker does
         tolerate_missing_accelerator(cls.device_type)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.platform.worker.UcmWorker"
-        if vllm_config.scheduler_config.async_scheduling:
-            logger.info("Asynchronous scheduling is off: a step's tokens are needed to plan the next one.")
-            vllm_config.scheduler_config.async_scheduling = False
+        ahead = schedules_ahead(vllm_config, config, cls.device_type)
+        vllm_config.scheduler_config.async_scheduling = ahead
+        refuse_beside_ranks(vllm_config, config)
+        if keeps_one_block_table(vllm_config, config):
+            vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
+        refuse_beside_latents(vllm_config)
+        if vllm_config.parallel_config.use_ray:
+            refuse_older_ray_executor(vllm_config)
+            cls._prepare_ray_workers(vllm_config)
         complete_transfer_config(vllm_config)
         if is_ours_among(vllm_config.kv_transfer_config):
             use_planning_scheduler(vllm_config)
+        if warms_by_order(vllm_config, config):
+            need_our_scheduler(vllm_config, "ucm.graphs.warm_up 'idle' with several workers")
         if config.ucm_sparse_method is not None:
             need_our_scheduler(vllm_config, "ucm.ucm_sparse_method")
         if config.scheduler.admission != "greedy":
@@ -105,6 +150,9 @@ class UcmPlatform(Platform):
         if config.kv_cache.compaction:
             refuse_beside_compaction(vllm_config)
             need_our_scheduler(vllm_config, "ucm.kv_cache.compaction")
+        if config.kv_cache.granularity == "token" and cls._has_static_shapes(vllm_config, config):
+            need_our_scheduler(vllm_config, "ucm.kv_cache.granularity 'token' at static shapes")
+            keep_tile_of_slots(vllm_config, cls._tile(vllm_config))
         if config.memory_mode.enabled:
             refuse_beside_memory_mode(vllm_config, config.memory_mode)
         if not is_engine_process():
@@ -125,25 +173,20 @@ class UcmPlatform(Platform):
         if slots is not None and cache.num_gpu_blocks_override == slots + 1:
             # set here: vLLM makes copies of its configuration, each of which comes here
             cache.num_gpu_blocks_override = None
-        by_token = config.kv_cache.granularity == "token"
-        refuse_unsupported(vllm_config, by_token=by_token)
-        if by_token:
-            cls._refuse_graphs(vllm_config, config)
+        refuse_unsupported(vllm_config, by_token=config.kv_cache.granularity == "token")
         if slots is not None:
             cache.num_gpu_blocks_override = slots + 1
 
     @classmethod
-    def _refuse_graphs(cls, vllm_config: VllmConfig, config: UcmConfig) -> None:
-        """Slots may lie anywhere, so nothing but its tokens bounds the ranges that a context has, and buckets are too
-        large with room for as many."""
+    def _has_static_shapes(cls, vllm_config: VllmConfig, config: UcmConfig) -> bool:
         eager = vllm_config.model_config is not None and vllm_config.model_config.enforce_eager
-        kind = graph_kind(config, cls.device_type, lazy_mode(), eager)
-        if kind != "off":
-            wanted = (
-                "'off' with ucm.kv_cache.granularity 'token': no bucket holds as many ranges of blocks as scattered "
-                "slots may have"
-            )
-            raise UcmConfigError([Problem("ucm.graphs.mode", f"{config.graphs.mode!r} (here {kind!r})", wanted)])
+        return graph_kind(config, cls.device_type, lazy_mode(), eager) != "off"
+
+    @staticmethod
+    def _tile(vllm_config: VllmConfig) -> int:
+        """Slots that attention reads as a block. vLLM asks our backend for the default later, when it makes workers."""
+        cache = vllm_config.cache_config
+        return tile_size(cache.block_size if cache.user_specified_block_size else None)
 
     @classmethod
     def _bound_step_memory(cls, vllm_config: VllmConfig, config: UcmConfig) -> None:
@@ -152,23 +195,36 @@ class UcmPlatform(Platform):
         memory = None if model is None else step_memory(vllm_config, config, cls.device_type)
         if memory is None:
             return
-        asked = scheduler.max_num_batched_tokens
-        rows = memory.rows(asked, scheduler.max_num_seqs, model.max_model_len)
+        asked, longest = scheduler.max_num_batched_tokens, model.max_model_len
+        if config.kv_cache.granularity == "token":
+            tile = cls._tile(vllm_config)
+            longest = tile * most_ranges(longest, strip_size(tile))
+        rows = memory.rows(asked, scheduler.max_num_seqs, longest)
         if rows < asked:
             logger.warning(
                 "Steps have at most %d tokens, not the %d of --max-num-batched-tokens: attention takes %.2f GiB for "
                 "these and %.2f for those, over %d tokens (--max-model-len), and ucm.graphs.step_memory is %g GiB.",
                 rows,
                 asked,
-                memory.gib_of(rows, model.max_model_len),
-                memory.gib_of(asked, model.max_model_len),
-                model.max_model_len,
+                memory.gib_of(rows, longest),
+                memory.gib_of(asked, longest),
+                longest,
                 memory.gib,
             )
             scheduler.max_num_batched_tokens = rows
             if scheduler.max_num_scheduled_tokens is not None:
                 # vLLM has copied the one into the other already, where there are drafts
                 scheduler.max_num_scheduled_tokens = min(rows, scheduler.max_num_scheduled_tokens)
+
+    @classmethod
+    def _prepare_ray_workers(cls, vllm_config: VllmConfig) -> None:
+        """vLLM gives its workers the engine's environment, but when they have imported this plugin already."""
+        copy_to_ray_engines()
+        parallel = vllm_config.parallel_config
+        runtime = dict(parallel.ray_runtime_env or {})
+        runtime["env_vars"] = {**needed_to_import(), **runtime.get("env_vars", {})}
+        # Ray takes a dict, too, and may be missing here
+        parallel.ray_runtime_env = cast(Any, runtime)
 
     @classmethod
     def _start_processes_anew(cls) -> None:
@@ -205,8 +261,10 @@ class UcmPlatform(Platform):
         asked = selected_backend.name if selected_backend is not None else "CUSTOM"
         if asked != "CUSTOM":
             raise UnsupportedFeatureError(f"the attention backend {asked}", "--attention-backend")
-        if attn_selector_config.use_mla or attn_selector_config.use_sparse:
-            raise UnsupportedFeatureError("MLA and model-defined sparse attention", "an attention layer of the model")
+        if attn_selector_config.use_sparse:
+            raise UnsupportedFeatureError("model-defined sparse attention", "an attention layer of the model")
+        if attn_selector_config.use_mla:
+            return "vllm_gaudi_ucm.attention.latent.LatentAttentionBackend"
         return "vllm_gaudi_ucm.attention.backend.UnifiedAttentionBackend"
 
     @classmethod
@@ -250,6 +308,11 @@ class UcmPlatform(Platform):
         _DEVICE.seed_all(seed)
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        kind = "LazyCommunicator" if cls.device_type == "hpu" and lazy_mode() else "Communicator"
+        return f"vllm_gaudi_ucm.distributed.communicator.{kind}"
+
+    @classmethod
     def is_pin_memory_available(cls) -> bool:
         # on Gaudi pinned memory needs the card started in this process, and copies are staged by the bridge anyway
         return cls.device_type == "cuda"
@@ -285,4 +348,4 @@ class UcmPlatform(Platform):
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
-        return False
+        return True

@@ -14,23 +14,36 @@ from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.hpu_mode import check_hpu_mode
 from vllm_gaudi_ucm.device.step_activity import STEPS
-from vllm_gaudi_ucm.envs import lazy_mode
+from vllm_gaudi_ucm.distributed.rank_failure import Peers, ends_engine
+from vllm_gaudi_ucm.distributed.ranks import Ranks
+from vllm_gaudi_ucm.distributed.stage import Stage
+from vllm_gaudi_ucm.envs import lazy_mode, local_engines
 from vllm_gaudi_ucm.execution.bucket_choice import server_limits, step_memory
 from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effect
 from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
+from vllm_gaudi_ucm.graphs.shapes.limits import strip_size
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_budget
 from vllm_gaudi_ucm.layers.cpu_layers import register_cpu_layers
+from vllm_gaudi_ucm.layers.cuda_layers import register_cuda_layers
+from vllm_gaudi_ucm.layers.experts import register_experts
 from vllm_gaudi_ucm.layers.gaudi_layers import register_gaudi_layers
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.observability.phase_log import PhaseLog
+from vllm_gaudi_ucm.observability.phase_log import PhaseLog, of_engine
 from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.runner.kv_groups import described, kv_groups
 from vllm_gaudi_ucm.runner.model_runner import ModelRunner
 from vllm_gaudi_ucm.runner.sparse_setup import max_selected_blocks, summaries_per_block
+from vllm_gaudi_ucm.vllm_api.distributed import (
+    init_distributed_environment,
+    make_model_groups,
+    visible_device,
+)
 from vllm_gaudi_ucm.vllm_api.engine_process import (
     OF_ENGINE,
     abort_at_shutdown,
     end_start_at_sigterm,
+    is_worker_process,
     leave_heap_to_the_system,
     start_is_over,
     watch_parent,
@@ -39,14 +52,13 @@ from vllm_gaudi_ucm.vllm_api.platforms import tolerate_missing_accelerator
 from vllm_gaudi_ucm.vllm_api.worker import (
     CompilationTimes,
     WorkerBase,
-    ensure_model_parallel_initialized,
-    init_distributed_environment,
     model_loading,
     set_random_seed,
 )
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.runner.step_runner import StepRunner
+    from vllm_gaudi_ucm.runner.steps_ahead import StepOutput
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig, KVCacheSpec
     from vllm_gaudi_ucm.vllm_api.kv_transfer import KVConnectorHandshakeMetadata
     from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -100,7 +112,6 @@ REFUSED: dict[str, Refusal] = {
     "save_sharded_state": _SAVE,
     "save_tensorized_model": _SAVE,
     "update_config": Refusal("a configuration that changes while it serves", "start the engine again with the new one"),
-    "execute_dummy_batch": Refusal("data parallelism, whose idle engines run steps without requests", "send a request"),
     "elastic_ep_execute": _EXPERTS,
     "reinitialize_distributed": _EXPERTS,
     "handle_ft_command": Refusal("vLLM's fault tolerance", "start the engine again"),
@@ -128,10 +139,15 @@ for _call, _refused in REFUSED.items():
 logger = plugin_logger(__name__)
 
 
+# vLLM's executor waits for all workers, for that of rank 0 first, and in steps for one
+_OF_START = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
+_OF_STEPS = ("execute_model", "sample_tokens")
+
+
 class UcmWorker(RefusedCalls, WorkerBase):
     """One device, one model. See WorkerBase for the contract of each method."""
 
-    _is_closed = False
+    _status: int | None = None
     _metrics: StepMetrics | None = None
     _phase_log: PhaseLog | None = None
     _steps: StepRunner
@@ -140,7 +156,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def init_device(self) -> None:
         watch_parent()
         end_start_at_sigterm(OF_ENGINE)
-        leave_heap_to_the_system(lambda: self._is_closed)
+        leave_heap_to_the_system(lambda: self._status)
         tolerate_missing_accelerator(self.current_platform.device_type)
         abort_at_shutdown(self.vllm_config)
         self._ucm = resolve_config(self.vllm_config.additional_config)
@@ -153,6 +169,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
             logger.warning("%s has no effect on %s with graphs %r", key, self._device.kind, kind)
         # before the device is started, which reads it once
         open_recipe_cache(graphs.recipe_cache, self._device, kind)
+        self._device.take(visible_device(self.parallel_config, self.local_rank))
         self.device = self._device.torch_device()
         if self._ucm.cpu.threads is not None:
             torch.set_num_threads(self._ucm.cpu.threads)
@@ -160,14 +177,28 @@ class UcmWorker(RefusedCalls, WorkerBase):
         init_distributed_environment(
             parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, self._device.dist_backend
         )
-        ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        make_model_groups(self.vllm_config)
+        self._ranks = Ranks.of_engine(output_rank=parallel.world_size - parallel.tensor_parallel_size)
+        if self._ranks.size > 1:
+            self._name_rank_in_errors()
         set_random_seed(self.model_config.seed)
         # a recipe is found by its operators, and native calls are none; without graphs nothing looks for recipes
         if self._device.kind == "cpu" and (kind == "off" or graphs.recipe_check == "off"):
             register_cpu_layers()
+        elif self._device.kind == "cuda":
+            register_cuda_layers()
         elif self._device.kind == "hpu":
             register_gaudi_layers()
-        self.model_runner = ModelRunner(self.vllm_config, self._ucm, self._device, kind)
+        register_experts()
+        stage = Stage.of_engine(self._device)
+        self.model_runner = ModelRunner(self.vllm_config, self._ucm, self._device, kind, self._ranks, stage)
+
+    def _name_rank_in_errors(self) -> None:
+        """Wraps the calls that all workers of an engine answer together."""
+        peers = Peers.of(self._ranks)
+        for names, answering_rank in ((_OF_START, 0), (_OF_STEPS, self._ranks.output_rank)):
+            for name in names:
+                setattr(self, name, ends_engine(getattr(self, name), peers, answering_rank))
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
@@ -186,7 +217,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache, measured after the largest steps have shown what they take."""
-        budget = kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps)
+        workers = self.parallel_config.local_world_size * local_engines()
+        budget = kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps, workers)
         budget = max(budget - self.model_runner.bytes_beside_slots(), 0)
         if self.cache_config.kv_cache_memory_bytes is not None:
             return budget
@@ -196,8 +228,14 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         # the block size is final only now
         kv_cache_config = self.model_runner.as_allocated(kv_cache_config)
-        self._phase_log = PhaseLog(self._ucm.phase_log, header=self._describe(kv_cache_config))
-        self._metrics = StepMetrics.of_engine(self.vllm_config.instance_id, self.parallel_config.data_parallel_index)
+        # one rank of all writes them: each runs the same steps
+        reports = self._ranks.reports
+        engine = self.parallel_config.data_parallel_index
+        path = self._ucm.phase_log if reports else None
+        self._phase_log = PhaseLog(path and of_engine(path, engine), header=self._describe(kv_cache_config))
+        self._metrics = (
+            StepMetrics.of_engine(self.vllm_config.instance_id, engine) if reports else StepMetrics(None, engine)
+        )
         self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics)
         self._steps = self.model_runner.parts.steps
 
@@ -205,7 +243,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         """What a connector of another engine needs to know of this worker, by (pipeline, tensor-parallel) rank."""
         transfer = self.model_runner.transfer
         metadata = None if transfer is None else transfer.connector.get_handshake_metadata()
-        return None if metadata is None else {(0, 0): metadata}
+        return None if metadata is None else {divmod(self.rank, self.parallel_config.tensor_parallel_size): metadata}
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
@@ -221,15 +259,24 @@ class UcmWorker(RefusedCalls, WorkerBase):
         """Computes a step up to its logits. None: `sample_tokens` gives the output."""
         STEPS.begin()
         output = self._steps.execute_model(scheduler_output)
-        if output is not None:
+        if output is not None and not self._steps.ahead:
             STEPS.end()
         return output
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | StepOutput:
         """Samples the step that `execute_model` computed."""
         output = self._steps.sample_tokens(grammar_output)
-        STEPS.end()
+        # steps ahead end when the last of them is read
+        if not self._steps.ahead:
+            STEPS.end()
         return output
+
+    def execute_dummy_batch(self) -> None:
+        """Nothing: no rank of the models that are served waits for an engine without requests.
+
+        vLLM's engines call this beside mixture-of-experts models, whose ranks exchange tokens across engines; a user
+        may call it as well.
+        """
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts that the last step proposed for the next one, once."""
@@ -269,17 +316,25 @@ class UcmWorker(RefusedCalls, WorkerBase):
             for part in (self._metrics, self._phase_log, runner):
                 if part is not None:
                     ends.callback(part.close)
-        # vLLM's way out of a loop that was asked to end; anything else is an error
-        self._is_closed = isinstance(sys.exception(), SystemExit)
+        # vLLM's way out of a loop that was asked to end; anything else is an error. A worker with a process of its own
+        # has told the engine of its error already, or ends because of it.
+        error = sys.exception()
+        if isinstance(error, SystemExit):
+            self._status = error.code if isinstance(error.code, int) else 0
+        elif is_worker_process():
+            self._status = 0
 
     def _describe(self, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
         """The phase log's header: what a reader needs to compare or replay the log."""
         static, contiguous = self.model_runner.kind != "off", self._ucm.attention.contiguous_pa
-        num_blocks, block_size = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        shared = self._ucm.graphs.max_shared_blocks
+        groups = kv_groups(kv_cache_config.kv_cache_groups, self.vllm_config)
+        num_blocks, block_size = kv_cache_config.num_blocks, groups[0].block_size
+        shared, by_token = self._ucm.graphs.max_shared_blocks, self._ucm.kv_cache.granularity == "token"
         if static:
             memory = step_memory(self.vllm_config, self._ucm, self._device.kind)
-            limits = server_limits(self.vllm_config, block_size, num_blocks, contiguous is True, shared, memory=memory)
+            limits = server_limits(
+                self.vllm_config, block_size, num_blocks, contiguous is True, shared, memory=memory, by_token=by_token
+            )
             shared = limits.max_shared_blocks
         selected = max_selected_blocks(self._ucm, self.vllm_config, block_size, num_blocks, static)
         return {
@@ -295,4 +350,6 @@ class UcmWorker(RefusedCalls, WorkerBase):
             "contiguous": contiguous is True if static else contiguous,
             "max_shared_blocks": shared if static else None,
             **({"max_selected_blocks": selected} if selected else {}),
+            **({"strip": strip_size(block_size)} if by_token else {}),
+            **described(groups),
         }

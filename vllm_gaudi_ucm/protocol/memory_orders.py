@@ -5,6 +5,7 @@ Copies of blocks for one request travel in vLLM's own field, `SchedulerOutput.kv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,6 +57,10 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 
     to_host: float
     from_host: float
+
+    def slowest(self, least: Callable[[int], int]) -> LinkSpeed:
+        """Of several workers. least: the smallest value of all of them, which ask for both directions alike."""
+        return LinkSpeed(float(least(int(self.to_host))), float(least(int(self.from_host))))
 
 
 class MemoryRates(msgspec.Struct, frozen=True):

@@ -44,11 +44,13 @@ class SparseMeta(msgspec.Struct):
 
     offload: orders of KV offload, where it is on.
     locks: selections that KVStar has locked and unlocked since the start, for the worker's metrics.
+    dense_steps: steps since the start that were dense because a choice would not have paid, for the same.
     """
 
     requests: dict[str, RequestSelection] = {}
     offload: OffloadOrders | None = None
     locks: tuple[int, int] = (0, 0)
+    dense_steps: int = 0
 
     def to_msgpack(self) -> bytes:
         return msgspec.msgpack.encode(self)

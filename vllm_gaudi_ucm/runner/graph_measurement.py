@@ -18,7 +18,9 @@ from vllm_gaudi_ucm.graphs.warm_up.graph_memory import check_budget
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.kv_cache.allocation import bind_kv_caches, dummy_kv_cache, kv_cache_specs, no_kv_cache
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
+from vllm_gaudi_ucm.runner.kv_groups import layer_groups
 from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
+from vllm_gaudi_ucm.vllm_api.kv_cache import groups_of, in_blocks_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,13 +56,16 @@ def graph_memory_need(
     kind: GraphKind,
     draft_model: Decoder | None = None,
     compiler: StaticCompiler | None = None,
+    tile: int | None = None,
 ) -> GraphMemoryNeed:
     """From the largest graphs of prompts, of decodes and of logits, which are really run, of both models.
+
+    tile: slots that attention reads as a block, where each token has a slot of its own; None: it has blocks.
 
     Raises:
         MemoryBudgetError: `ucm.graphs.memory_budget` does not hold these.
     """
-    measured, buffers = _measure(decoder, vllm_config, config, device, kind, draft_model, compiler)
+    measured, buffers = _measure(decoder, vllm_config, config, device, kind, draft_model, compiler, tile)
     given = config.graphs.memory_budget
     if given is None:
         largest = DEFAULT_FACTOR * sum(measured)
@@ -79,6 +84,7 @@ def _measure(
     kind: GraphKind,
     draft_model: Decoder | None,
     compiler: StaticCompiler | None,
+    tile: int | None,
 ) -> tuple[list[int], int]:
     """Bytes of each graph, the configured maximum first, and bytes of buffers.
 
@@ -86,16 +92,32 @@ def _measure(
     alone, so a cache of one block is enough, and blocks are gathered, which takes at least what a slice does.
     """
     specs = kv_cache_specs(vllm_config)
+    if tile is not None:
+        specs = in_blocks_of(specs, tile)
     tensors_on = device.torch_device()
     caches = dummy_kv_cache(specs, tensors_on)
     bind_kv_caches(vllm_config, caches)
-    block_size, num_blocks = _largest_cache(device, specs)
+    # vLLM's specs of slots have no groups: a draft model or a window is refused with these
+    made = None if tile is not None else groups_of(vllm_config, specs)
+    groups = None if made is None else layer_groups(made, vllm_config)
+    block_size, num_blocks = _largest_cache(device, specs, 1 if made is None else len(made))
     sparse = make_sparse_worker(config, vllm_config, caches, block_size, num_blocks, static=True)
     choices = None if sparse is None else sparse.limits
     selected = 0 if choices is None else choices.max_selected_blocks
     shared = config.graphs.max_shared_blocks
     memory = step_memory(vllm_config, config, device.kind)
-    limits = server_limits(vllm_config, block_size, num_blocks, False, shared, selected, memory)
+    by_token = tile is not None
+    limits = server_limits(
+        vllm_config,
+        block_size,
+        num_blocks,
+        False,
+        shared,
+        selected,
+        memory,
+        by_token=by_token,
+        window=decoder.window,
+    )
     ready = ReadyBuckets(_largest_buckets(limits, cost_model(vllm_config, device, block_size)))
     free = device.memory().free
     make_runner = runner_maker(kind, compiler)
@@ -108,8 +130,10 @@ def _measure(
             make_runner,
             lambda label: nullcontext(),
             sparse=sparse if model is decoder else None,
-            implementation=choose_static_implementation(config.attention.implementation, tensors_on.type),
+            implementation=choose_static_implementation(config.attention.implementation, tensors_on.type, model.specs),
             compiler=compiler,
+            rows_each=1 + vllm_config.num_speculative_tokens if model is decoder else 1,
+            groups=groups if model is decoder else None,
         )
         for model in filter(None, (decoder, draft_model))
     ]
@@ -143,9 +167,9 @@ def _bytes_of(run: Callable[[], object], device: Device) -> int:
     return max(0, free - device.memory().free)
 
 
-def _largest_cache(device: Device, specs: dict[str, KVCacheSpec]) -> tuple[int, int]:
-    """Tokens per block, and how many blocks would fill the free memory."""
-    block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+def _largest_cache(device: Device, specs: dict[str, KVCacheSpec], num_groups: int) -> tuple[int, int]:
+    """Tokens per block, and how many blocks would fill the free memory. A block is of the layers of one group."""
+    block_bytes = -(-sum(spec.page_size_bytes for spec in specs.values()) // num_groups)
     return next(iter(specs.values())).block_size, max(2, device.memory().free // block_bytes)
 
 

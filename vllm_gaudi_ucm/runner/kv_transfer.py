@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.connector.connector import our_connector
-from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
+from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
+from vllm_gaudi_ucm.kv_cache.pair import LayerCache, in_blocks
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.room_metrics import TransferTotals
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
@@ -84,8 +85,8 @@ class StepAttention(AttentionMetadata):
 
 def copy_pairs(
     block_size: int,
-    sources: Mapping[str, KvPair],
-    targets: Mapping[str, KvPair],
+    sources: Mapping[str, LayerCache],
+    targets: Mapping[str, LayerCache],
     source_ids: Sequence[int],
     target_ids: Sequence[int],
     direction: str,
@@ -112,13 +113,17 @@ class KvTransfer:
         vllm_config: the engine's, with a `kv_transfer_config`.
         kv_cache_config: of the worker.
         in_layers: whether the layers call the connector.
+        ranks: all workers of the engine, of which this is one.
     """
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, in_layers: bool) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, in_layers: bool, ranks: Ranks = ALONE
+    ) -> None:
         self._vllm_config = vllm_config
         self.in_layers = in_layers
+        self._ranks = ranks
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._caches: dict[str, KvPair] = {}
+        self._caches: dict[str, LayerCache] = {}
         self._finished_requests: set[str] = set()
         self._has_tokens = False
         self.work = TransferWork()
@@ -135,7 +140,7 @@ class KvTransfer:
         """Entered while the KV cache is allocated: a connector may want it in memory of its own."""
         return self.connector.get_mem_pool_context() or nullcontext()
 
-    def register(self, caches: Mapping[str, KvPair]) -> None:
+    def register(self, caches: Mapping[str, LayerCache]) -> None:
         """caches: by layer; they stay where they are until the end. Connectors get them as they are."""
         self._caches = dict(caches)
         self.connector.register_kv_caches(self._caches)  # type: ignore[arg-type]  # vLLM's type is one tensor
@@ -181,7 +186,7 @@ class KvTransfer:
             with self._context(has_tokens=True):
                 self._each_layer(lambda name, cache: self._save_layer(name, cache, metadata))
 
-    def _save_layer(self, name: str, cache: KvPair, metadata: AttentionMetadata) -> None:
+    def _save_layer(self, name: str, cache: LayerCache, metadata: AttentionMetadata) -> None:
         self.connector.save_kv_layer(name, cache, metadata)  # type: ignore[arg-type]  # as registered
 
     def finish(self) -> KVConnectorOutput:
@@ -194,9 +199,10 @@ class KvTransfer:
     def _finish(self) -> KVConnectorOutput:
         connector, failed = self.connector, set[int]()
         if self._ours is not None and self._ours is not connector:
-            # what another child was to load within this step: the step has computed with blocks that are not there
+            # what another child was to load within this step: the step has computed with blocks that are not there,
+            # on all ranks, where it was not there on one
             failed = connector.get_block_ids_with_load_errors()
-            if failed:
+            if not self._ranks.all_of(not failed):
                 self._ours.leave_out_saves()
         connector.wait_for_save()
         found = connector.get_transfer_results(self._finished_requests)
@@ -220,12 +226,13 @@ class KvTransfer:
             self._ours.wait_for_load(REST_SECONDS)
 
     def loaded_blocks(self, scheduler_output: SchedulerOutput) -> NDArray[np.int64]:
-        """Blocks with keys and values that this worker has not computed since the last step; maybe others, too.
+        """Once the step has begun: blocks that have, or get, keys and values that this worker does not compute; maybe
+        others, too. A function of the step's message, so that all ranks know the same.
 
-        Our own connector names them. Of others it is known only that they are among the computed blocks of requests
-        that begin or resume.
+        Our own connector names those of loads that the message orders; their requests run later. Of others it is known
+        only that they are among the computed blocks of requests that begin or resume.
         """
-        named = set() if self._ours is None else self._ours.take_loaded_block_ids()
+        named = set() if self._ours is None else self._ours.take_ordered_block_ids()
         if self._ours is self.connector:
             return np.fromiter(named, np.int64)
         cached = scheduler_output.scheduled_cached_reqs
@@ -239,7 +246,7 @@ class KvTransfer:
         return np.fromiter(named.union(found), np.int64)
 
     def take_summarised_blocks(self) -> NDArray[np.int64]:
-        """Blocks among those that were loaded whose summaries have come with them; only our own connector has such."""
+        """Blocks among `loaded_blocks` whose summaries come with them; only our own connector has such."""
         return np.fromiter(set() if self._ours is None else self._ours.take_summarised_block_ids(), np.int64)
 
     def stored_copies(self, selection: BlockSelection, options: BlockOptions) -> StoredCopies | None:
@@ -262,6 +269,6 @@ class KvTransfer:
         metadata = dict.fromkeys(self._caches, StepAttention()) if has_tokens else None
         return set_forward_context(metadata, self._vllm_config, slot_mapping={})
 
-    def _each_layer(self, act: Callable[[str, KvPair], None]) -> None:
+    def _each_layer(self, act: Callable[[str, LayerCache], None]) -> None:
         for name, cache in self._caches.items():
             act(name, cache)

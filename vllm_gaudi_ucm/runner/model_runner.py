@@ -7,27 +7,34 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from vllm_gaudi_ucm.attention.backend import DEFAULT_BLOCK_SIZE
-from vllm_gaudi_ucm.execution.decoder import Decoder, DecoderModel
+from vllm_gaudi_ucm.attention.latent import LatentAttention, register_latent_attention
+from vllm_gaudi_ucm.batch.window import Window
+from vllm_gaudi_ucm.execution.decoder import HIDDEN, Decoder, DecoderModel
 from vllm_gaudi_ucm.graphs.runners.compiled import HPU_BACKEND, StaticCompiler
 from vllm_gaudi_ucm.kv_cache.allocation import kv_cache_specs
+from vllm_gaudi_ucm.kv_cache.tile import tile_size
+from vllm_gaudi_ucm.layers.experts import ServedMoeRunner, prepare_model_experts
 from vllm_gaudi_ucm.layers.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.host_memory.api import keep_all_freed_memory
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
+from vllm_gaudi_ucm.runner.kv_groups import refuse_beside_windows
 from vllm_gaudi_ucm.runner.setup import LoadedModel, WorkerParts, make_parts
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
-from vllm_gaudi_ucm.vllm_api.kv_cache import in_tiles, per_token
-from vllm_gaudi_ucm.vllm_api.model import Attention, get_model
+from vllm_gaudi_ucm.vllm_api.kv_cache import in_blocks_of, in_tiles
+from vllm_gaudi_ucm.vllm_api.model import Attention, ChunkedLocalAttention, densely, get_model, tokens_chosen
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.distributed.ranks import Ranks
+    from vllm_gaudi_ucm.distributed.stage import Stage
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
@@ -37,19 +44,24 @@ if TYPE_CHECKING:
 
 logger = plugin_logger(__name__)
 
+SERVED_LAYERS: tuple[type, ...] = (Attention, ChunkedLocalAttention, LatentAttention, ServedMoeRunner)
+
 
 class ServedLayers(dict[str, Any]):
     """vLLM's `static_forward_context`: layer names to layers, which enter themselves while a model is built.
 
     What has a state of its own beside the tokens of a step is entered here: attention of every kind, recurrent layers,
-    mixtures of experts. Plain attention is all that is served, and what its own arguments add is up to its
-    implementation (`UnifiedAttentionImpl`). Subclasses mask otherwise, or keep other things in the cache: to take them
-    for what they derive from would give wrong tokens.
+    mixtures of experts. Plain attention, attention in chunks, latent attention and our mixture of experts are all that
+    is served, and what attention's own arguments add is up to its implementation (`UnifiedAttentionImpl`). Subclasses
+    mask otherwise, or keep other things in the cache: to take them for what they derive from would give wrong tokens.
     """
 
     def __setitem__(self, name: str, layer: Any) -> None:
-        if type(layer) is not Attention:
+        if type(layer) not in SERVED_LAYERS:
             raise UnsupportedFeatureError(f"layers of the kind {type(layer).__name__}", f"the model's layer {name}")
+        if isinstance(layer, ChunkedLocalAttention):
+            window = cast("UnifiedAttentionImpl", layer.impl).window
+            assert window == Window(layer.attention_chunk_size, chunked=True), "see chunk_of"
         super().__setitem__(name, layer)
 
 
@@ -66,13 +78,25 @@ class ModelRunner:
         config: the plugin's own options.
         device: where model and KV cache live.
         kind: of the graphs; `off` runs steps at their true shapes.
+        ranks: all workers of the engine, of which this is one.
+        stage: which of the model's layers this worker has; None: all.
     """
 
-    def __init__(self, vllm_config: VllmConfig, config: UcmConfig, device: Device, kind: GraphKind) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        config: UcmConfig,
+        device: Device,
+        kind: GraphKind,
+        ranks: Ranks,
+        stage: Stage | None = None,
+    ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._device = device
         self.kind = kind
+        self._ranks = ranks
+        self._stage = stage
         self._tensors_on = device.torch_device()
         # at static shapes what a request's parameters decide is computed on the host
         self._sampling = SamplingBatch(vllm_config, self._tensors_on if self.kind == "off" else torch.device("cpu"))
@@ -84,26 +108,52 @@ class ModelRunner:
         self.decoder: Decoder
         self._compiler: StaticCompiler | None = None
 
+    def _make_model(self) -> nn.Module:
+        config = self._vllm_config.model_config
+        chosen = tokens_chosen(config)
+        if chosen is None:
+            return get_model(vllm_config=self._vllm_config)
+        logger.warning(
+            "%s has each row choose %s tokens (DSA). Here every row attends to all tokens before it: longer contexts "
+            "take more time, and give other logits than the model was trained for.",
+            config.architecture,
+            chosen,
+        )
+        return get_model(vllm_config=densely(self._vllm_config))
+
     def load_model(self) -> None:
         refuse_other_layers(self._vllm_config)
-        models = [get_model(vllm_config=self._vllm_config)]
+        register_latent_attention()
+        models = [self._make_model()]
         draft_model = load_draft_model(self._vllm_config)
         if draft_model is not None:
             models.append(draft_model)
         if self._device.kind == "cpu":
             matrix_unit.use(self._config.cpu.matrix_unit)
-        if self._device.kind == "cpu" and self._config.cpu.packed_weights and self.kind != "compile":
+        packed = self._device.kind == "cpu" and self._config.cpu.packed_weights and self.kind != "compile"
+        compact, captured = self._config.cpu.compact_weights, self._captures_experts
+        for model in models:
+            prepare_model_experts(model, captured=captured, packed=packed and not captured, compact=compact)
+        if packed:
             for model in models:
-                layers = pack_linear_layers(model, self._config.cpu.compact_weights)
+                layers = pack_linear_layers(model, compact)
                 logger.info("Packed %d linear layers, %d of them also in fewer bits", *layers)
-        self.decoder, *draft = (Decoder(cast(DecoderModel, model), self._vllm_config) for model in models)
+        self.decoder, *draft = (Decoder(cast(DecoderModel, model), self._vllm_config, self._stage) for model in models)
         self._draft_decoder = draft[0] if draft else None
+        refuse_beside_windows(self.decoder, self._draft_decoder, self._config)
         if self._device.kind == "cpu":
             keep_all_freed_memory()
         if self.kind == "compile":
             self._compiler = StaticCompiler(HPU_BACKEND if self._device.kind == "hpu" else self._config.graphs.backend)
             for decoder in (self.decoder, *draft):
                 decoder.compile(self._compiler)
+        self.decoder.connect(self._tensors_on)
+
+    @property
+    def _captures_experts(self) -> bool:
+        """Padded steps of a CPU run in Python, and may group rows by expert, unless their operators are recorded."""
+        runs_python = self._device.kind == "cpu" and self.kind == "eager"
+        return self.kind != "off" and not (runs_python and self._config.graphs.recipe_check == "off")
 
     @property
     def parts(self) -> WorkerParts:
@@ -136,9 +186,8 @@ class ModelRunner:
             return specs
         if self._tile is None:
             # known from now on only: the engine takes its own block size from what is returned
-            given = self._vllm_config.cache_config.block_size
-            self._tile = DEFAULT_BLOCK_SIZE if given == 1 else given
-        return per_token(specs)
+            self._tile = tile_size(self._vllm_config.cache_config.block_size)
+        return in_blocks_of(specs, 1)
 
     def as_allocated(self, kv_cache_config: KVCacheConfig) -> KVCacheConfig:
         """The cache in blocks as attention reads them, of which a slot for each token is a part."""
@@ -165,6 +214,7 @@ class ModelRunner:
             self._draft_decoder,
             self._memory_budget,
             self._compiler,
+            self._ranks,
         )
         self._parts = make_parts(model, self._sampling, kv_cache_config, phase_log, metrics)
 
@@ -189,8 +239,10 @@ class ModelRunner:
                 self.kind,
                 self._draft_decoder,
                 self._compiler,
+                self._tile,
             )
-            self._memory_budget = need.budget
+            # buckets that do not fit are dropped, so one budget must hold on every rank
+            self._memory_budget = self._ranks.least(need.budget)
             return need.budget + need.buffers
         free = self._device.memory().free
         for decoder in filter(None, (self.decoder, self._draft_decoder)):
@@ -203,6 +255,7 @@ class ModelRunner:
         """Without attention, whose tiles bound what it takes."""
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._tensors_on)
         # any position does
-        hidden = decoder.hidden(token_ids, token_ids, None)
+        found = decoder.run(token_ids, token_ids, None, decoder.received(num_tokens, self._tensors_on))
         rows = min(num_tokens, self._vllm_config.scheduler_config.max_num_seqs)
-        decoder.logits(hidden[:rows])
+        if decoder.has_logits:
+            decoder.logits(found[HIDDEN][:rows])

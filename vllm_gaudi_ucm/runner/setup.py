@@ -11,41 +11,49 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
+from vllm_gaudi_ucm.batch.group_planner import make_planner
 from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.connector.transfer_config import OURS
 from vllm_gaudi_ucm.device.step_activity import STEPS
+from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits, step_memory
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
+from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
 from vllm_gaudi_ucm.execution.decoder import Decoder
 from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs, TrueShapeExecution
 from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches
+from vllm_gaudi_ucm.kv_cache.pair import in_blocks
+from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
 from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
 from vllm_gaudi_ucm.observability.host_work import HostWork
+from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.runner.kv_groups import layer_groups
 from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
+from vllm_gaudi_ucm.runner.proposer_setup import make_proposer
 from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+from vllm_gaudi_ucm.runner.step_check import StepCheck
 from vllm_gaudi_ucm.runner.step_runner import StepRunner
+from vllm_gaudi_ucm.runner.steps_ahead import StepsAhead
 from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler, TokenSampler, VllmSampler
-from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
-from vllm_gaudi_ucm.speculation.proposer import NgramProposer
 from vllm_gaudi_ucm.speculation.verification import Verification
+from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 from vllm_gaudi_ucm.vllm_api.sampling import Sampler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.attention.groups import LayerGroups
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig, UcmConfig
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
-    from vllm_gaudi_ucm.kv_cache.pair import KvPair
+    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
-    from vllm_gaudi_ucm.speculation.proposer import DraftProposer
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheConfig
 
 
@@ -59,6 +67,7 @@ class LoadedModel:
     decoder, draft_decoder: the model, and the draft model where drafts come from one.
     memory_budget: bytes that graphs may take; None: no bound.
     compiler: of the decoders' regions; None: they are not compiled.
+    ranks: all workers of the engine, of which this is one.
     """
 
     vllm_config: VllmConfig
@@ -70,6 +79,7 @@ class LoadedModel:
     draft_decoder: Decoder | None
     memory_budget: int | None
     compiler: StaticCompiler | None
+    ranks: Ranks
 
     @property
     def by_token(self) -> bool:
@@ -78,9 +88,17 @@ class LoadedModel:
 
     @property
     def attention(self) -> AttentionConfig:
-        """With a slot for each token several rows may use one block, so none is read by its place in the cache."""
-        given = self.config.attention
-        return given.model_copy(update={"contiguous_pa": False}) if self.by_token else given
+        """With a slot for each token several rows may use one block, so none is read by its place in the cache.
+
+        The native kernels do not read 8-bit floats, and what they leave to the reference is slow: torch's do.
+        """
+        given, changes = self.config.attention, dict[str, object]()
+        if self.by_token:
+            changes["contiguous_pa"] = False
+        narrow = self.vllm_config.cache_config.cache_dtype.startswith("fp8")
+        if narrow and self.tensors_on.type == "cpu" and self.kind == "off" and given.implementation == AUTO:
+            changes["implementation"] = "cpu"
+        return given.model_copy(update=changes) if changes else given
 
 
 @dataclass(frozen=True)
@@ -91,7 +109,7 @@ class WorkerParts:
     """
 
     block_size: int
-    kv_caches: dict[str, KvPair]
+    kv_caches: dict[str, LayerCache]
     requests: RequestTable
     transfer: KvTransfer | None
     sparse: SparseWorker | None
@@ -119,11 +137,11 @@ def make_parts(
     Args:
         model: that was loaded.
         sampling: slots of the requests that yield tokens.
-        kv_cache_config: vLLM's, with one group, in blocks as attention reads them.
+        kv_cache_config: vLLM's, in blocks as attention reads them.
         phase_log, metrics: take every step.
     """
-    (group,) = kv_cache_config.kv_cache_groups
-    block_size, num_blocks = group.kv_cache_spec.block_size, kv_cache_config.num_blocks
+    groups = layer_groups(kv_cache_config.kv_cache_groups, model.vllm_config)
+    block_size, num_blocks = groups.groups[0].block_size, kv_cache_config.num_blocks
     vllm_config, config, is_static = model.vllm_config, model.config, model.kind != "off"
     model_config = vllm_config.model_config
     with ExitStack() as undo:
@@ -132,7 +150,7 @@ def make_parts(
             undo.callback(transfer.close)
         kv_caches = _allocate(model, kv_cache_config, transfer)
         max_num_seqs, max_model_len = vllm_config.scheduler_config.max_num_seqs, model_config.max_model_len
-        requests = RequestTable(max_num_seqs, max_model_len, block_size, by_token=model.by_token)
+        requests = RequestTable(max_num_seqs, max_model_len, block_size, by_token=model.by_token, groups=groups.groups)
         sparse = make_sparse_worker(
             config,
             vllm_config,
@@ -143,6 +161,7 @@ def make_parts(
             table=requests,
             transfer=transfer,
             metrics=metrics,
+            ranks=model.ranks,
         )
         if sparse is not None:
             undo.callback(sparse.close)
@@ -150,20 +169,28 @@ def make_parts(
             transfer.report_to(metrics)
         sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         host = HostWork(metrics.host_read, metrics.host_stage)
+        carried = None
+        if vllm_config.scheduler_config.async_scheduling:
+            carried = CarriedTokens(max_num_seqs, model.tensors_on)
         static = None
         if is_static:
             refill = partial(_refill, kv_caches, sparse)
-            static = _make_static(model, block_size, num_blocks, metrics, sparse, refill, host)
+            static = _make_static(model, groups, num_blocks, metrics, sparse, refill, host, carried)
             undo.callback(static.close)
             static.divided_logits.reserve(vllm_config.num_speculative_tokens)
         calls_layers = transfer is not None and transfer.in_layers
-        execution, token_sampler = _make_execution(model, block_size, metrics, sampler, sparse, static, calls_layers)
+        execution, token_sampler = _make_execution(model, groups, metrics, sparse, static, calls_layers, carried)
         nans = NanCounter(sampling, host if is_static else None)
         slot_sampler = SlotSampler(sampling, token_sampler, requests, nans.count)
         steps = StepRunner(
             requests,
             sampling,
-            SteadyPlanner(block_size, config.attention.causal_slice),
+            # with asynchronous scheduling two batches are in flight, too, but of the same requests
+            make_planner(
+                groups.groups,
+                config.attention.causal_slice,
+                batches=vllm_config.parallel_config.pipeline_parallel_size,
+            ),
             execution,
             slot_sampler,
             PromptLogprobs(
@@ -192,22 +219,40 @@ def make_parts(
                 _native_graphs(model, model.draft_decoder, metrics, calls_layers),
             ),
             None if vllm_config.speculative_config is None else Verification(slot_sampler, host),
-            _make_memory(config, kv_caches, block_size, model.device, metrics, requests, sparse),
+            _make_memory(model, kv_caches, block_size, metrics, requests, sparse),
+            _make_check(model),
             host,
+            model.decoder.has_logits,
+            None if carried is None else StepsAhead(requests, carried, host, partial(_all_read, static)),
         )
         undo.pop_all()
     return WorkerParts(block_size, kv_caches, requests, transfer, sparse, static, steps)
+
+
+def _all_read(static: StaticShapes | None) -> None:
+    """The engine has read the tokens of every step: whoever waits for an idle device may begin."""
+    if static is not None and static.follows_steps:
+        static.end_step()
+    STEPS.end()
+
+
+def _make_check(model: LoadedModel) -> StepCheck | None:
+    if model.ranks.size == 1 or not model.config.distributed.check_ranks:
+        return None
+    return StepCheck(model.ranks, Ranks.of_layer())
 
 
 def _make_transfer(model: LoadedModel, kv_cache_config: KVCacheConfig) -> KvTransfer | None:
     transfer_config = model.vllm_config.kv_transfer_config
     if transfer_config is None:
         return None
-    in_layers = model.kind == "off" and transfer_config.kv_connector != OURS
-    return KvTransfer(model.vllm_config, kv_cache_config, in_layers)
+    # latent attention is a layer of ours, which calls no connector
+    latent = any(decoder is not None and decoder.latent for decoder in (model.decoder, model.draft_decoder))
+    in_layers = model.kind == "off" and transfer_config.kv_connector != OURS and not latent
+    return KvTransfer(model.vllm_config, kv_cache_config, in_layers, model.ranks)
 
 
-def _allocate(model: LoadedModel, kv_cache_config: KVCacheConfig, transfer: KvTransfer | None) -> dict[str, KvPair]:
+def _allocate(model: LoadedModel, kv_cache_config: KVCacheConfig, transfer: KvTransfer | None) -> dict[str, LayerCache]:
     """The cache, known to the layers and to a KV connector."""
     with nullcontext() if transfer is None else transfer.allocation():
         kv_caches = allocate_kv_cache(kv_cache_config, model.tensors_on, STEPS.is_idle)
@@ -218,45 +263,53 @@ def _allocate(model: LoadedModel, kv_cache_config: KVCacheConfig, transfer: KvTr
 
 
 def _make_memory(
-    config: UcmConfig,
-    kv_caches: dict[str, KvPair],
+    model: LoadedModel,
+    kv_caches: dict[str, LayerCache],
     block_size: int,
-    device: Device,
     metrics: StepMetrics,
     requests: RequestTable,
     sparse: SparseWorker | None,
 ) -> MemoryWorker | None:
     """None where the scheduler has no orders."""
-    preemption, admits = config.preemption, config.scheduler.admission != "greedy"
-    if not admits and not preemption.swaps and not any(config.kv_cache.switches.values()):
+    config = model.config
+    admits, swaps = config.scheduler.admission != "greedy", config.preemption.swaps
+    if not admits and not swaps and not any(config.kv_cache.switches.values()):
         return None
     summaries: list[torch.Tensor] = []
     followers = [requests.moved]
     if sparse is not None and sparse.selector is not None and sparse.state is not None:
         summaries = sparse.selector.summaries
         followers.append(sparse.state.summaries.moved)
-    host_memory = preemption.host_memory if preemption.swaps else None
-    memory = MemoryWorker(kv_caches, block_size, device, metrics.memory(), host_memory, summaries, followers)
+    slots = _host_slots(model, kv_caches, block_size) if swaps else None
+    series, least = metrics.memory(), model.ranks.least
+    memory = MemoryWorker(kv_caches, block_size, model.device, series, least, slots, summaries, followers)
     memory.warm_up()
     return memory
 
 
+def _host_slots(model: LoadedModel, kv_caches: dict[str, LayerCache], block_size: int) -> int:
+    """As many as the scheduler counts."""
+    block_bytes = sum(blocks[0].nbytes for pair in kv_caches.values() for blocks in in_blocks(pair, block_size))
+    return model.config.preemption.host_memory // engine_block_bytes(block_bytes, len(kv_caches), model.vllm_config)
+
+
 def _make_execution(
     model: LoadedModel,
-    block_size: int,
+    kv_groups: LayerGroups,
     metrics: StepMetrics,
-    sampler: Sampler,
     sparse: SparseWorker | None,
     static: StaticShapes | None,
     calls_layers: bool,
+    carried: CarriedTokens | None,
 ) -> tuple[Execution, TokenSampler]:
     """What runs and what samples steps, by the kind of graphs."""
     if static is not None:
         return static.execution, static.sampler
-    graphs = _native_graphs(model, model.decoder, metrics, calls_layers)
+    graphs, model_config = _native_graphs(model, model.decoder, metrics, calls_layers), model.vllm_config.model_config
+    block_size = kv_groups.groups[0].block_size
     return TrueShapeExecution(
-        model.decoder, model.attention, block_size, model.tensors_on, sparse, graphs
-    ), VllmSampler(sampler)
+        model.decoder, model.attention, block_size, model.tensors_on, sparse, graphs, carried=carried, groups=kv_groups
+    ), VllmSampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
 
 
 def _native_graphs(
@@ -264,35 +317,55 @@ def _native_graphs(
 ) -> NativeGraphs | None:
     """Of a decoder's small steps at true shapes, on a CPU.
 
-    Not beside other connectors than ours, which may be called between the layers: a graph runs no Python there.
+    Not beside other connectors than ours, which may be called between the layers: a graph runs no Python there. Not
+    with several ranks, whose collectives are no native calls.
     """
     on_cpu = model.tensors_on.type == "cpu" and model.kind == "off"
-    if decoder is None or not on_cpu or calls_layers or not model.config.cpu.native_graphs:
+    if decoder is None or not on_cpu or calls_layers or model.ranks.size > 1 or not model.config.cpu.native_graphs:
+        return None
+    if decoder.latent is not None:
+        # which way new tokens take there depends on the parts, and its products are no native calls
         return None
     return NativeGraphs(decoder, metrics.native_graphs())
 
 
 def _make_static(
     model: LoadedModel,
-    block_size: int,
+    kv_groups: LayerGroups,
     num_blocks: int,
     metrics: StepMetrics,
     sparse: SparseWorker | None,
     refill: Callable[[], None],
     host: HostWork,
+    carried: CarriedTokens | None,
 ) -> StaticShapes:
-    config, vllm_config = model.config, model.vllm_config
+    config, vllm_config, block_size = model.config, model.vllm_config, kv_groups.groups[0].block_size
+    if model.by_token:
+        # the scheduler bounds the ranges of these
+        assert tile_of_slots(vllm_config) == block_size, (tile_of_slots(vllm_config), block_size)
     # a graph has one form, and even with compaction a step may find a block in use that has not moved down yet: a graph
     # that reads a slice would need one that gathers beside it, so `auto` gathers
     contiguous = config.attention.contiguous_pa is True
     choices = None if sparse is None else sparse.limits
-    selected = 0 if choices is None else choices.max_selected_blocks
+    selected, live, rows = 0, 0, 1
+    if choices is not None:
+        selected, live, rows = choices.max_selected_blocks, choices.room_for_live_blocks, choices.max_rows
     shared = config.graphs.max_shared_blocks
     memory = step_memory(vllm_config, config, model.device.kind)
-    limits = server_limits(vllm_config, block_size, num_blocks, contiguous, shared, selected, memory)
+    limits = server_limits(
+        vllm_config,
+        block_size,
+        num_blocks,
+        contiguous,
+        shared,
+        selected,
+        memory,
+        by_token=model.by_token,
+        window=kv_groups.groups[0].window,
+    )
     remainders = remainder_shapes(limits, choices)
     num_remainders = 0 if remainders is None else len(remainders.keys)
-    buckets, usage = choose_buckets(config.graphs, vllm_config, limits, model.device, num_remainders)
+    buckets, usage = choose_buckets(config.graphs, vllm_config, limits, model.device, num_remainders, live, rows)
     return StaticShapes(
         model.decoder,
         vllm_config,
@@ -309,62 +382,15 @@ def _make_static(
         model.draft_decoder,
         model.compiler,
         refill,
+        model.ranks,
+        carried,
+        kv_groups,
     )
 
 
-def _refill(kv_caches: dict[str, KvPair], sparse: SparseWorker | None) -> None:
+def _refill(kv_caches: dict[str, LayerCache], sparse: SparseWorker | None) -> None:
     """As they were made, before any request."""
     for rows in chain.from_iterable(kv_caches.values()):
         rows.zero_()
     if sparse is not None and sparse.selector is not None:
         sparse.selector.refill()
-
-
-def make_proposer(
-    vllm_config: VllmConfig,
-    attention: AttentionConfig,
-    draft_model: Decoder | None,
-    table: RequestTable,
-    block_size: int,
-    device: torch.device,
-    host: HostWork,
-    static: StaticShapes | None = None,
-    graphs: NativeGraphs | None = None,
-) -> DraftProposer | None:
-    """None without speculative decoding; features.py lets no other method pass.
-
-    Args:
-        vllm_config: the engine's.
-        attention: kernels of a draft model, the target's.
-        draft_model: where the method has one.
-        table: the requests.
-        block_size: tokens per cache block.
-        device: where the draft model runs.
-        host: counts what is waited for, and what runs on the host.
-        static: the engine's static shapes with the draft model's graphs; None: steps run at true shapes.
-        graphs: of the draft model's steps at true shapes, on a CPU.
-    """
-    config = vllm_config.speculative_config
-    if config is None:
-        return None
-    if draft_model is not None:
-        longest = config.draft_model_config.max_model_len
-        if static is None:
-            execution = TrueShapeExecution(draft_model, attention, block_size, device, graphs=graphs)
-            return DraftModelProposer(execution, table, block_size, longest)
-        return _draft_model_at_static_shapes(static, table, block_size, longest, host)
-    assert config.prompt_lookup_min is not None
-    assert config.prompt_lookup_max is not None
-    return NgramProposer(table, config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max, host)
-
-
-def _draft_model_at_static_shapes(
-    static: StaticShapes, table: RequestTable, block_size: int, max_model_len: int, host: HostWork
-) -> DraftModelProposer:
-    graphs = static.draft_model
-    assert graphs is not None, "static shapes without the draft model"
-
-    def divided() -> None:
-        static.bypassed("pass of the draft model divided: more shared blocks than ucm.graphs.max_shared_blocks")
-
-    return DraftModelProposer(graphs.execution, table, block_size, max_model_len, graphs.likeliest, divided, host)

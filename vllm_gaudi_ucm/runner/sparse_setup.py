@@ -12,19 +12,22 @@ from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.config.ucm_config import block_options, memory_mode_prefetch
 from vllm_gaudi_ucm.connector.transfer_config import loads_partly
 from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.distributed.rank_mean import RankMean
+from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import remainder_rows
 from vllm_gaudi_ucm.kv_cache.allocation import attention_layers
 from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.selection.block_selector import KeptQueries, SelectionLayer
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import (
     BlockSelection,
+    LayerPlace,
     ServerSizes,
     SparseWorker,
     selection_limits,
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
-    from vllm_gaudi_ucm.kv_cache.pair import KvPair
+    from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
@@ -57,6 +60,7 @@ def offload_worker(
     device: Device,
     stored: StoredCopies | None,
     metrics: StepMetrics | None,
+    ranks: Ranks,
 ) -> OffloadWorker:
     """The worker's side of KV offload.
 
@@ -69,12 +73,13 @@ def offload_worker(
         device: where the cache is.
         stored: how blocks come back whose copy is a connector's record.
         metrics: where figures go; None: nowhere.
+        ranks: those that have a part of each block.
     """
     scorer = selection.selector.scorer
     assert scorer is not None, "made with the queries that it keeps"
     copies = open_copies(config, num_rows, blocks, metrics)
     series = None if metrics is None else metrics.memory_mode()
-    worker = OffloadWorker(table, selection.state, scorer, blocks, copies, device, stored, series)
+    worker = OffloadWorker(table, selection.state, scorer, blocks, copies, device, stored, series, ranks)
     worker.warm_up()
     return worker
 
@@ -121,13 +126,14 @@ def _own_folder(options: FileStoreOptions) -> CopyFolder:
 def make_sparse_worker(
     config: UcmConfig,
     vllm_config: VllmConfig,
-    kv_caches: Mapping[str, KvPair],
+    kv_caches: Mapping[str, LayerCache],
     block_size: int,
     num_blocks: int,
     static: bool,
     table: RequestTable | None = None,
     transfer: KvTransfer | None = None,
     metrics: StepMetrics | None = None,
+    ranks: Ranks = ALONE,
 ) -> SparseWorker | None:
     """The worker side of `ucm_sparse_method`, None without one.
 
@@ -138,11 +144,18 @@ def make_sparse_worker(
         table: block tables of the live requests; without it nothing is moved with KV offload.
         transfer: a KV connector, which may leave blocks in its store with KV offload.
         metrics: where figures go; None: nowhere.
+        ranks: of the engine, all of which have the same requests; those for measurements need not be told of.
     """
     if config.ucm_sparse_method is None:
         return None
+    if any(cache.key.dtype == torch.float8_e4m3fn for cache in kv_caches.values()):
+        raise UnsupportedFeatureError(
+            "ucm.ucm_sparse_method with a KV cache of 8-bit floats, of which blocks have no summaries; take "
+            "--kv-cache-dtype auto",
+            "--kv-cache-dtype fp8, or the model",
+        )
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
-    implementations = _implementations(vllm_config)
+    implementations, place = _implementations(vllm_config), _layer_place(vllm_config)
     layers = {
         name: SelectionLayer(in_blocks(kv_caches[name], block_size).key, implementation.scale)
         for name, implementation in implementations.items()
@@ -153,17 +166,19 @@ def make_sparse_worker(
     if not isinstance(choosing, BlockSparse):
         if offloads:
             raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
-        for index, implementation in enumerate(implementations.values()):
+        for index, implementation in enumerate(implementations.values(), place.first):
             implementation.be_sparse(index, None)
         return SparseWorker(method, metrics=series)
+    sharing = vllm_config.parallel_config.tensor_parallel_size
+    over_ranks = RankMean(sharing) if sharing > 1 else None
     sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
         some_offloaded=offloads, remainder_rows=_remainder_rows(config, vllm_config, block_size)
     )
 
     def select(kept: KeptQueries | None) -> BlockSelection:
-        selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept)
+        selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept, over_ranks, place)
         for index, implementation in enumerate(implementations.values()):
-            implementation.be_sparse(index, selection.selector.layers[index])
+            implementation.be_sparse(place.first + index, selection.selector.layers[index])
         return selection
 
     if not offloads:
@@ -173,11 +188,11 @@ def make_sparse_worker(
     # a cache for measurements has one block only
     num_rows = 1 if table is None else config.memory_mode.max_copies(num_blocks, blocks.block_bytes)
     heads, dtype = _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype)
-    selection = select(KeptQueries(num_rows, heads, dtype))
+    selection = select(KeptQueries(num_rows, heads, dtype, over_ranks))
     if table is None:
         return SparseWorker(method, selection, metrics=series)
     stored = None if transfer is None else transfer.stored_copies(selection, choosing.block_options)
-    offload = offload_worker(config, selection, table, blocks, num_rows, device, stored, metrics)
+    offload = offload_worker(config, selection, table, blocks, num_rows, device, stored, metrics, ranks)
     return SparseWorker(method, selection, offload, series)
 
 
@@ -197,7 +212,7 @@ def summaries_per_block(config: UcmConfig, specs: Mapping[str, KVCacheSpec]) -> 
     if options is None:
         return 0.0
     spec = cast("AttentionSpec", next(iter(specs.values())))
-    share = summary_share(options, spec.block_size, spec.head_size, spec.dtype.itemsize)
+    share = summary_share(options, spec.block_size, spec.head_size, spec.head_size_v, spec.dtype.itemsize)
     # those of offloaded blocks stay
     return share * (1 + config.memory_mode.away_ratio) if config.memory_mode.enabled else share
 
@@ -230,3 +245,8 @@ def _implementations(vllm_config: VllmConfig) -> dict[str, UnifiedAttentionImpl]
     # a draft model's layers stand behind the target's, and are dense
     layers = attention_layers(vllm_config).items()
     return {name: cast("UnifiedAttentionImpl", layer.impl) for name, layer in layers if not is_draft_layer(name)}
+
+
+def _layer_place(vllm_config: VllmConfig) -> LayerPlace:
+    first, _ = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
+    return LayerPlace(first, vllm_config.model_config.get_total_num_hidden_layers())

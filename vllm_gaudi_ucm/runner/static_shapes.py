@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution, DividedLogits
+from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
+from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
+from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
 from vllm_gaudi_ucm.execution.graph_manager import Stage, uncompiled
 from vllm_gaudi_ucm.execution.recipe_cache import log_cache_hits
 from vllm_gaudi_ucm.execution.recipe_stages import RecipeStages
@@ -23,20 +25,23 @@ from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.warm_up_report import WarmUpReport, summary_line, warm_up_text
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
+from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState
 from vllm_gaudi_ucm.sampling.static_sampling import StaticSampler
 from vllm_gaudi_ucm.speculation.draft_model import DraftModelGraphs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.attention.groups import LayerGroups
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.decoder import Decoder
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.lookup import BucketSet
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.graphs.shapes.steps import Steps
-    from vllm_gaudi_ucm.graphs.warm_up.records import WarmUpProgress, WarmUpSummary
+    from vllm_gaudi_ucm.graphs.warm_up.records import BucketKey, WarmUpProgress, WarmUpSummary
     from vllm_gaudi_ucm.observability.host_work import HostWork
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
@@ -63,6 +68,9 @@ class StaticShapes:
         draft_model: of speculative decoding, where there is one; a bucket is warm once both models have its graph.
         compiler: of the models' regions; None: they are not compiled.
         refill: fills tensors that steps write and others have made, the KV cache among them, as they were at first.
+        ranks: all workers of the engine. They warm the same graphs in the same order, because graphs hold collectives.
+        carried: tokens of the step before, which graphs read with asynchronous scheduling.
+        groups: of the KV cache; None: one with all layers.
     """
 
     def __init__(
@@ -82,7 +90,12 @@ class StaticShapes:
         draft_model: Decoder | None = None,
         compiler: StaticCompiler | None = None,
         refill: Callable[[], None] = lambda: None,
+        ranks: Ranks = ALONE,
+        carried: CarriedTokens | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
+        self._ranks = ranks
+        self._has_logits = decoder.has_logits
         self._compiler = compiler
         self._refill_others = refill
         self._config = config.graphs
@@ -99,26 +112,33 @@ class StaticShapes:
         # the graphs of both models may share memory: one runs at a time
         make_runner = runner_maker(kind, compiler)
 
-        def make_execution(model: Decoder, stage: Stage, sparse: SparseWorker | None) -> BucketedExecution:
+        def make_execution(
+            model: Decoder, stage: Stage, sparse: SparseWorker | None, carried: CarriedTokens | None, rows_each: int
+        ) -> BucketedExecution:
             causal_slice, pins = config.attention.causal_slice, device.pins_host_memory
-            attention = choose_static_implementation(config.attention.implementation, tensors_on.type)
-            return BucketedExecution(
-                model, ready, causal_slice, tensors_on, make_runner, stage, pins, sparse, attention, compiler
-            )
+            attention = choose_static_implementation(config.attention.implementation, tensors_on.type, model.specs)
+            # a draft model's layers are in the one group
+            of_model = groups if model is decoder else None
+            kind = (make_runner, stage, pins, sparse, attention, compiler, carried, rows_each)
+            return BucketedExecution(model, ready, causal_slice, tensors_on, *kind, of_model)
 
-        self.execution = make_execution(decoder, stage, sparse)
+        self.execution = make_execution(decoder, stage, sparse, carried, 1 + vllm_config.num_speculative_tokens)
         region = uncompiled if compiler is None else compiler.step_region
         self.draft_model: DraftModelGraphs | None = None
         if draft_model is not None:
-            self.draft_model = DraftModelGraphs(lambda stage: make_execution(draft_model, stage, None), stage, region)
+            self.draft_model = DraftModelGraphs(
+                lambda stage: make_execution(draft_model, stage, None, None, 1), stage, region
+            )
         self.divided_logits = DividedLogits(self.execution, tensors_on, stage, region)
         most_rows = buckets.limits.max_num_seqs
-        self.sampler = StaticSampler(vllm_config, tensors_on, most_rows, stage, self.bypassed, host, region)
+        self.sampler = StaticSampler(vllm_config, tensors_on, most_rows, stage, self.bypassed, host, region, carried)
         if compiler is not None:
             remainders = () if self.execution.remainders is None else self.execution.remainders.keys
             shapes = len(buckets.forward) + len(buckets.logits) + len(remainders)
             # choices of blocks differ by layer, and small regions are of several classes
             kinds = SMALL_REGION_CLASSES + (1 if sparse is None else decoder.num_layers)
+            # a layer and the plan of its parts, for each group; layers of a group may be of two kinds
+            kinds += 0 if groups is None else 3 * (len(groups.groups) - 1)
             compiler.expect(shapes * kinds * (1 if draft_model is None else 2))
         self._report = WarmUpReport(logger)
         self._warm_up = WarmUp(
@@ -130,6 +150,7 @@ class StaticShapes:
             memory_budget,
             remainders=() if self.execution.remainders is None else self.execution.remainders.keys,
             run_remainder=self._warm_remainder,
+            agreement=ranks,
         )
         self._idle = IdleWarmUp(self._warm_up, finished=self._warm_up_is_over)
 
@@ -147,7 +168,9 @@ class StaticShapes:
         if self._config.warm_up == "idle":
             logger.info("%s; the rest is warmed while the engine is idle", summary_line(self.summary()))
             self._log_cache()
-            self._idle.start()
+            # graphs of several workers wait for each other: the scheduler says when (`warm_next`)
+            if self._ranks.size == 1:
+                self._idle.start()
         else:
             self._warm_up_is_over()
         return self.summary().seconds
@@ -155,6 +178,23 @@ class StaticShapes:
     def summary(self) -> WarmUpSummary:
         """What has become of every graph so far."""
         return self._warm_up.summary()
+
+    def warm_next(self) -> WarmUpState:
+        """Warms the graph that saves most, in a step without tokens that every worker runs.
+
+        The first worker says which: stages of a pipeline count different steps, and only the last one's logits.
+        """
+        keys: list[BucketKey] = [*self.execution.ready.buckets.forward, *self.execution.ready.buckets.logits]
+        wanted = self._warm_up.ready.next_cold()
+        key_index = self._ranks.most(-1 if wanted is None or self._ranks.rank else keys.index(wanted))
+        if key_index < 0:
+            return WarmUpState(0)
+        key = keys[key_index]
+        self._warm_up.warm(key)
+        cold = len(self._warm_up.ready.cold)
+        if not cold:
+            self._warm_up_is_over()
+        return WarmUpState(cold, self._warm_up.last_seconds(key))
 
     def begin_step(self) -> None:
         """Before a step: nothing is warmed until `end_step`. Only where `follows_steps`, as `end_step`."""
@@ -219,7 +259,11 @@ class StaticShapes:
         self._warm(lambda: self.execution.warm_remainder(shape))
 
     def _warm_logits(self, rows: int) -> None:
+        """On a stage without logits there is no graph; its bucket is warm as elsewhere, so that all choose the same."""
+
         def run() -> None:
+            if not self._has_logits:
+                return
             self.divided_logits.warm(self.execution.warm_logits(rows))
             self.sampler.warm(rows)
             if self.draft_model is not None:

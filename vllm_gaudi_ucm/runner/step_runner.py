@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -10,15 +11,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, CausalPlan, UnifiedPlan
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, UnifiedPlan
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, in_slot_order
 from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
-from vllm_gaudi_ucm.batch.sharing import SharedPlan
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
-from vllm_gaudi_ucm.sampling.sampling import Grammar, SampledTokens
+from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState, attach_warm_up_state, orders_warm_up
+from vllm_gaudi_ucm.runner.computed_step import Computed, ComputedStep
+from vllm_gaudi_ucm.sampling.sampling import Grammar
+from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP
 from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
 from vllm_gaudi_ucm.speculation.verification import StepLogits
@@ -26,14 +29,17 @@ from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, KVConnectorOutput, Logp
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
+    from vllm_gaudi_ucm.batch.group_planner import GroupPlanner
     from vllm_gaudi_ucm.batch.request_table import RequestTable
-    from vllm_gaudi_ucm.execution.bucketed_execution import DividedLogits
+    from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+    from vllm_gaudi_ucm.runner.step_check import StepCheck
+    from vllm_gaudi_ucm.runner.steps_ahead import StepOutput, StepsAhead
     from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
     from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
@@ -61,6 +67,10 @@ class StepClock:
         """The end; a division of a step that others followed took no part in sampling."""
         self._marks.append(time.perf_counter() if took_part else self._marks[-1])
 
+    def waited(self, seconds: float) -> None:
+        """The host has waited for the step's tokens, after `sampled`."""
+        self._marks[-1] += seconds
+
     def record(self, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
         """block_size: tokens per block; selected blocks are full."""
         plan_ms, forward_ms, sample_ms = (1e3 * np.diff(self._marks)).tolist()
@@ -71,9 +81,9 @@ class StepClock:
             requests=len(plan.requests),
             prompts=len(plan.requests) - plan.num_single,
             tokens=plan.num_rows,
-            causal_pairs=_causal_pairs(plan.causal),
-            shared_pairs=_shared_pairs(plan.shared, plan.row_requests),
-            unique_pairs=0 if plan.unique is None else int((plan.unique.hi - plan.unique.lo).sum()),
+            causal_pairs=0 if plan.causal is None else plan.causal.pairs(),
+            shared_pairs=0 if plan.shared is None else plan.shared.pairs(plan.row_requests),
+            unique_pairs=0 if plan.unique is None else int((plan.unique.hi - np.maximum(plan.unique.lo, 0)).sum()),
             plan_ms=plan_ms,
             forward_ms=forward_ms,
             sample_ms=sample_ms,
@@ -87,54 +97,9 @@ def _selected_pairs(plan: SelectionPlan | None, block_size: int) -> int:
     return 0 if plan is None else int(plan.counts @ plan.num_rows) * block_size
 
 
-def _causal_pairs(plan: CausalPlan | None) -> int:
-    """Row i of a request's n new rows sees i + 1 of them."""
-    if plan is None:
-        return 0
-    sizes = np.bincount(plan.groups[plan.groups >= 0])
-    return int((sizes * (sizes + 1) // 2).sum())
-
-
-def _shared_pairs(plan: SharedPlan | None, row_requests: NDArray[np.int64]) -> int:
-    """Group by group: the table of requests and blocks is sparse where many requests have blocks of their own."""
-    pairs = 0
-    for rows, begin, end in () if plan is None else plan.groups:
-        requests, num_rows = row_requests[rows[:1]], np.array([len(rows)])
-        if row_requests[rows[-1]] != requests[0]:  # rows ascend
-            requests, num_rows = np.unique(row_requests[rows], return_counts=True)
-        assert plan is not None
-        seen = plan.hi[requests, begin:end] - plan.lo[requests, begin:end]
-        pairs += int(seen.sum(axis=1) @ num_rows)
-    return pairs
-
-
 NO_BLOCKS = np.zeros(0, np.int64)
+TOO_MANY_BLOCKS = "more shared blocks than ucm.graphs.max_shared_blocks, or ranges than the largest bucket holds"
 PARTIAL_LOAD = "what is left of a prompt that was loaded in part runs alone"
-
-
-@dataclass
-class _Computed:
-    """A step, or one division of it, that has run."""
-
-    plan: UnifiedPlan
-    shape: StepShape
-    clock: StepClock
-
-
-@dataclass
-class _ComputedStep:
-    """Between forward and sampling: vLLM computes the grammar's bitmask in between."""
-
-    scheduler_output: SchedulerOutput
-    requests: list[LiveRequest]
-    batch: BatchInput
-    yields: NDArray[np.bool_]
-    drafts: StepDrafts
-    verified: StepLogits | None
-    """Of a step with drafts; any other has `logits`."""
-    logits: torch.Tensor | None = None
-    divisions: list[_Computed] = field(default_factory=list)
-    prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -142,12 +107,14 @@ class StepRunner:
     """Runs steps with what an engine has once its KV cache is allocated; None is what it does not use.
 
     requests: the live ones. sampling: their parameters. static: graphs; without them steps run at their true shapes.
-    host: counts what steps wait for, and what they do on the host.
+    host: counts what steps wait for, and what they do on the host. samples: whether this is the last stage of a
+    pipeline, or all of the model; another one has no logits, and the scheduler sends it the tokens that were sampled.
+    ahead: with asynchronous scheduling, the steps whose tokens are not read yet.
     """
 
     requests: RequestTable
     sampling: SamplingBatch
-    planner: SteadyPlanner
+    planner: SteadyPlanner | GroupPlanner
     execution: Execution
     sampler: SlotSampler
     prompt_logprobs: PromptLogprobs
@@ -161,10 +128,13 @@ class StepRunner:
     proposer: DraftProposer | None = None
     verification: Verification | None = None
     memory: MemoryWorker | None = None
+    check: StepCheck | None = None
     host: HostWork = field(default_factory=HostWork)
+    samples: bool = True
+    ahead: StepsAhead | None = None
 
     def __post_init__(self) -> None:
-        self._computed: _ComputedStep | None = None
+        self._computed: ComputedStep | None = None
         self._drafts: DraftTokenIds | None = None
         self._followed_by = self.static if self.static is not None and self.static.follows_steps else None
 
@@ -174,35 +144,44 @@ class StepRunner:
         if self._followed_by is not None:
             # may wait for a graph that is being warmed, which is no part of the step's times
             self._followed_by.begin_step()
+        if self.ahead is not None:
+            self.ahead.begin_step(scheduler_output)
         clock = StepClock()
         restored = NO_BLOCKS if self.memory is None else self.memory.begin_step(scheduler_output)
+        if self.check is not None:
+            self.check.begin(scheduler_output)
         self.requests.update(scheduler_output)
         if self.sparse is not None:
             self.sparse.update(scheduler_output)
             if len(restored):
                 self.sparse.loaded(restored, NO_BLOCKS)
         if self.transfer is not None:
+            self.transfer.begin(scheduler_output)
+            clock.skip(self.transfer.work.last_seconds)
             if self.sparse is not None:
                 self.sparse.loaded(
                     self.transfer.loaded_blocks(scheduler_output), self.transfer.take_summarised_blocks()
                 )
-            self.transfer.begin(scheduler_output)
-            clock.skip(self.transfer.work.last_seconds)
         if not scheduler_output.total_num_scheduled_tokens:
             transferred = None if self.transfer is None else self.transfer.finish()
-            if self._followed_by is not None:
-                self._followed_by.end_step()
-            return ModelRunnerOutput.with_kv_conn_output_only(transferred)
+            output = ModelRunnerOutput.with_kv_conn_output_only(transferred)
+            if orders_warm_up(scheduler_output):
+                output = copy(output)
+                attach_warm_up_state(output, WarmUpState(0) if self.static is None else self.static.warm_next())
+            self._end_step()
+            return output
         drafts, verified = StepDrafts({}, scheduler_output.num_scheduled_tokens), None
         if scheduler_output.scheduled_spec_decode_tokens:
             drafts = StepDrafts.of(scheduler_output)
             self.requests.write_drafts(drafts.tokens)
-            # static shapes have no graph that gathers rows
-            verified = StepLogits(self.execution, drafts, at_once=self.static is None)
         requests, batch = self.requests.scheduled(drafts.num_scheduled)
         yields = batch.num_computed + batch.num_scheduled >= batch.num_tokens
-        self.sampling.sync([requests[index] for index in yields.nonzero()[0].tolist()])
-        step = _ComputedStep(scheduler_output, requests, batch, yields, drafts, verified)
+        if self.samples:
+            self.sampling.sync([requests[index] for index in yields.nonzero()[0].tolist()])
+        if drafts.tokens:
+            # static shapes have no graph that gathers rows
+            verified = StepLogits(self.execution, drafts, self.static is None, self.sampling.wants_likeliest)
+        step = ComputedStep(scheduler_output, requests, batch, yields, drafts, verified)
         divisions = self._divide(scheduler_output, requests, batch)
         if len(divisions) == 1:
             self._compute(step, requests, batch, clock, divided=False)
@@ -219,30 +198,34 @@ class StepRunner:
         remainders = NO_REMAINDERS if self.sparse is None else self.sparse.remainders(scheduler_output, requests, batch)
         divisions = self.execution.divide(batch, remainders)
         if self.static is not None and len(divisions) > 1:
-            too_many = "more shared blocks than ucm.graphs.max_shared_blocks"
-            self.static.bypassed(f"step divided: {PARTIAL_LOAD if len(remainders) else too_many}")
+            self.static.bypassed(f"step divided: {PARTIAL_LOAD if len(remainders) else TOO_MANY_BLOCKS}")
         return divisions
 
     def _compute(
-        self, step: _ComputedStep, members: list[LiveRequest], batch: BatchInput, clock: StepClock, divided: bool
+        self, step: ComputedStep, members: list[LiveRequest], batch: BatchInput, clock: StepClock, divided: bool
     ) -> None:
         """Runs a step, or one division of it, and keeps its logits in the order of the sampler's slots."""
         selection = DENSE_STEP
         if self.sparse is not None:
             selection = self.sparse.step(step.scheduler_output, step.drafts, members, batch)
-        plan, slots = in_slot_order(self.planner.plan(batch, selection.input), members, self.sampling.slots)
+        plan, slots = self.planner.plan(batch, selection.input), NO_BLOCKS
+        if self.samples:
+            plan, slots = in_slot_order(plan, members, self.sampling.slots)
         token_ids = self.requests.tokens_at(members, plan.requests[plan.row_requests], plan.positions)
         shape = self.execution.stage(plan, token_ids, selection.summary_blocks)
+        if self.check is not None:
+            self.check.shape(shape, plan.selection)
         clock.planned()
         self._forward(plan)
-        step.prompt_logprobs.update(self._score_prompts(members, plan))
-        self._compute_logits(step, members, plan, slots, divided)
+        if self.samples:
+            step.prompt_logprobs.update(self._score_prompts(members, plan))
+            self._compute_logits(step, members, plan, slots, divided)
         clock.computed()
-        step.divisions.append(_Computed(plan, shape, clock))
+        step.divisions.append(Computed(plan, shape, clock))
 
     def _compute_logits(
         self,
-        step: _ComputedStep,
+        step: ComputedStep,
         members: list[LiveRequest],
         plan: UnifiedPlan,
         slots: NDArray[np.int64],
@@ -266,12 +249,34 @@ class StepRunner:
         assert self.static is not None, "only static shapes divide steps"
         return self.static.divided_logits
 
-    def _sample(self, step: _ComputedStep, grammar: Grammar | None) -> SampledTokens:
+    def _sample(self, step: ComputedStep, grammar: Grammar | None) -> SampledTokens:
+        if not self.samples:
+            return SampledTokens([], None)
         if step.verified is not None:
             assert self.verification is not None, "drafts without speculative decoding"
             return self.verification.sample(step.verified, step.drafts, grammar)
         assert step.logits is not None
         return self.sampler.sample(step.logits, grammar)
+
+    def _sample_ahead(self, step: ComputedStep, grammar: Grammar | None, ahead: StepsAhead) -> StepOutput:
+        """Queues the sampling; the step ends when its tokens are read."""
+        assert step.logits is not None
+        clock, sampled_ids = step.divisions[-1].clock, self.sampling.req_ids
+        # a wait for the step before is that step's
+        tokens = self.sampler.begin(step.logits, grammar, ahead.carried, lambda: clock.skip(ahead.settle()))
+        self._sampled(step)
+
+        def finish(sampled: SampledTokens, waited: float) -> ModelRunnerOutput:
+            clock.waited(waited)
+            self._record(step)
+            return _output(step, sampled_ids, sampled)
+
+        return ahead.add(tokens, finish)
+
+    def _sampled(self, step: ComputedStep) -> None:
+        for computed in step.divisions:
+            computed.clock.sampled(took_part=computed is step.divisions[-1])
+        step.host, step.nans = self.host.take(), self.nans.take()
 
     def _forward(self, plan: UnifiedPlan) -> None:
         if self.sparse is None:
@@ -282,28 +287,38 @@ class StepRunner:
         self.sparse.method.execute_finished()
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | StepOutput:
         """Samples the step that `execute_model` computed, and writes the tokens back to the request table."""
         step, self._computed = self._computed, None
         assert step is not None, "sample_tokens without a computed step"
         grammar = None if grammar_output is None else Grammar(step.scheduler_output, grammar_output)
         sampled_ids = self.sampling.req_ids
+        if self.check is not None and step.logits is not None:
+            self.check.logits(step.logits)
+        if self.ahead is not None:
+            return self._sample_ahead(step, grammar, self.ahead)
         sampled = self._sample(step, grammar)
+        if self.check is not None and self.samples:
+            self.check.tokens(sampled.tokens)
         self._propose(step)
-        for computed in step.divisions:
-            computed.clock.sampled(took_part=computed is step.divisions[-1])
+        self._sampled(step)
         transferred = self._finish_transfer()
         self._record(step)
         output = _output(step, sampled_ids, sampled)
-        output.num_nans_in_logits = self.nans.take()
         output.kv_connector_output = transferred
         if self.sparse is not None:
             self.sparse.attach_report(output)
+            if self.check is not None:
+                self.check.offload(output)
         if self.memory is not None:
             self.memory.attach_report(output)
-        if self._followed_by is not None:
-            self._followed_by.end_step()
+        self._end_step()
         return output
+
+    def _end_step(self) -> None:
+        # steps ahead end when they are read
+        if self._followed_by is not None and not self.ahead:
+            self._followed_by.end_step()
 
     def _finish_transfer(self) -> KVConnectorOutput | None:
         """After the drafts: they read and write blocks, too."""
@@ -317,7 +332,7 @@ class StepRunner:
         drafts, self._drafts = self._drafts, None
         return drafts
 
-    def _propose(self, step: _ComputedStep) -> None:
+    def _propose(self, step: ComputedStep) -> None:
         if self.proposer is None:
             return
         num_drafts = step.scheduler_output.num_spec_tokens_to_schedule
@@ -325,15 +340,16 @@ class StepRunner:
         drafts = self.proposer.propose(SampledStep(step.requests, step.batch, step.yields, wanted))
         self._drafts = DraftTokenIds([request.request_id for request in step.requests], drafts)
 
-    def _record(self, step: _ComputedStep) -> None:
-        """Every division ran in a shape of its own; sampling, and what was transferred, belong to the last."""
+    def _record(self, step: ComputedStep) -> None:
+        """Every division ran in a shape of its own; sampling, and blocks that moved, belong to the last."""
         for computed in step.divisions:
             record = computed.clock.record(self.phase_log.summary.steps, computed.plan, computed.shape, self.block_size)
             if self.transfer is not None and computed is step.divisions[-1]:
                 record = self.transfer.take_work().noted_in(record)
             if computed is step.divisions[-1]:
-                reads, stages = self.host.take()
-                record = replace(record, host_reads=reads, host_stages=stages)
+                record = replace(record, host_reads=step.host.reads, host_stages=step.host.stages)
+                if self.memory is not None:
+                    record = self.memory.noted_in(record)
             self.phase_log.append(record)
             self.metrics.step(record.bucket, record.padded, computed.shape.remainder)
             self.metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
@@ -354,7 +370,7 @@ class StepRunner:
         return scores
 
 
-def _output(step: _ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
+def _output(step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
     """Requests in the sampler's order first, so that a request's index is its entry of tokens and logprobs."""
     without = set(step.scheduler_output.num_scheduled_tokens).difference(sampled_ids)
     req_ids = sampled_ids + [request.request_id for request in step.requests if request.request_id in without]
@@ -364,4 +380,5 @@ def _output(step: _ComputedStep, sampled_ids: list[str], sampled: SampledTokens)
         sampled_token_ids=sampled.tokens + [[] for _ in without],
         logprobs=sampled.logprobs,
         prompt_logprobs_dict=step.prompt_logprobs,
+        num_nans_in_logits=step.nans,
     )

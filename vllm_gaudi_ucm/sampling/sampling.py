@@ -3,50 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams, SamplingType
 
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
+from vllm_gaudi_ucm.sampling.slot_noise import SlotNoise
+from vllm_gaudi_ucm.sampling.stages.penalties import has_penalty
+from vllm_gaudi_ucm.sampling.tokens_in_flight import DeviceTokens, SampledTokens, TokensInFlight
 from vllm_gaudi_ucm.vllm_api.sampling import (
+    BUILTIN_LOGITS_PROCESSORS,
     BatchUpdate,
     LogitsProcessors,
+    LogprobsMode,
     MoveDirectionality,
-    Sampler,
     SamplingMetadata,
     apply_grammar_bitmask,
     build_logitsprocs,
+    drawing_sampler,
     raise_if_nan_logits,
 )
-from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists
+from vllm_gaudi_ucm.vllm_api.steps import LogprobsTensors
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.observability.host_work import HostWork
     from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
     from vllm_gaudi_ucm.vllm_api.worker import InputBatch
 
 
 class SamplingBatch:
-    """The requests that the sampler sees, one slot each, and the metadata made of them.
+    """The requests that the sampler sees, one slot each, and the metadata made of them: of their parameters.
 
-    Only requests that yield a token in this step have a slot: a partial prompt chunk never samples, so it neither needs
-    its sample thrown away nor its generator turned back. Slots are stable while the set of requests is, which is what
-    vLLM's logits processors, whose state is keyed by slot, need.
+    Only requests that yield a token in this step have a slot: a partial prompt chunk never samples, so its sample needs
+    not be thrown away. Slots are stable while the set of requests is, which is what vLLM's logits processors, whose
+    state is keyed by slot, need.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self._device = device
-        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self._vocab_size = self.vocabulary = vllm_config.model_config.get_vocab_size()
         custom = vllm_config.model_config.logits_processors
         self._logitsprocs: LogitsProcessors = build_logitsprocs(
             vllm_config, device, is_pin_memory=False, is_pooling_model=False, custom_logitsprocs=custom or ()
         )
         self._needs_output_tokens = bool(custom)
+        # of requests without a seed; every worker of an engine draws the same
+        self._seeds = np.random.default_rng(abs(vllm_config.model_config.seed or 0))
         self.slots: list[LiveRequest] = []
         self.metadata = self._make_metadata()
+        self._vllm_metadata: SamplingMetadata | None = None
+        self._is_likeliest = False
+        self._held_back: list[LiveRequest] = []
+
+    @property
+    def wants_likeliest(self) -> bool:
+        """Whether the next tokens of all slots are the likeliest ones, whatever was sampled before, and nothing else is
+        wanted of the logits."""
+        return self._is_likeliest and all(
+            request.sampling_params.min_tokens <= len(request.output_token_ids) for request in self._held_back
+        )
+
+    def _asks_for_likeliest(self) -> bool:
+        """`wants_likeliest`, once each request has its `min_tokens`."""
+        metadata = self.metadata
+        if not (metadata.all_greedy and metadata.no_penalties) or metadata.max_num_logprobs is not None:
+            return False
+        if metadata.logprob_token_ids or metadata.bad_words_token_ids or envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+            return False
+        if any(type(processor) not in BUILTIN_LOGITS_PROCESSORS for processor in self._logitsprocs.all):
+            return False
+        params = [request.sampling_params for request in self.slots]
+        return not any(p.structured_outputs is not None or p.logit_bias or p.allowed_token_ids for p in params)
+
+    @property
+    def vllm_metadata(self) -> SamplingMetadata:
+        """With all tokens of the requests and tables over the vocabulary, which only vLLM's own sampler reads."""
+        if self._vllm_metadata is None:
+            self._vllm_metadata = self._with_tokens(self.metadata)
+        return self._vllm_metadata
 
     @property
     def req_ids(self) -> list[str]:
@@ -62,7 +103,9 @@ class SamplingBatch:
         update = None
         if len(wanted) != len(self.slots) or not wanted_set.issuperset(self.slots):
             update = self._change_slots(wanted, wanted_set)
-            self.metadata = self._make_metadata()
+            self.metadata, self._vllm_metadata = self._make_metadata(), None
+            self._is_likeliest = self._asks_for_likeliest()
+            self._held_back = [request for request in self.slots if request.sampling_params.min_tokens]
         for processor in self._logitsprocs.all:
             processor.update_state(update)
 
@@ -96,18 +139,18 @@ class SamplingBatch:
         return BatchUpdate(len(self.slots), removed, added, moved)
 
     def _seed(self, request: LiveRequest) -> None:
-        """A request's own generator lives as long as the request: across preemption and changes of slot."""
+        """Once for each request: its own seed, or the next one of the engine."""
         params = request.sampling_params
-        if params.seed is not None and params.sampling_type == SamplingType.RANDOM_SEED and request.generator is None:
-            request.seed(torch.Generator(device=self._device).manual_seed(params.seed))
+        if request.noise_seed is None and params.sampling_type != SamplingType.GREEDY:
+            drawn = int(self._seeds.integers(1 << 63))
+            request.seed(drawn if params.seed is None else params.seed)
 
     def _make_metadata(self) -> SamplingMetadata:
         params = [request.sampling_params for request in self.slots]
         greedy = [p.sampling_type == SamplingType.GREEDY for p in params]
-        no_penalties = not any(_has_penalty(p) for p in params)
+        no_penalties = not any(has_penalty(p) for p in params)
         bad_words = {slot: p.bad_words_token_ids for slot, p in enumerate(params) if p.bad_words_token_ids}
         token_ids = {slot: p.logprob_token_ids for slot, p in enumerate(params) if p.logprob_token_ids}
-        needs_output = not no_penalties or bool(bad_words) or self._needs_output_tokens
         return SamplingMetadata(
             temperature=None
             if all(greedy)
@@ -116,19 +159,28 @@ class SamplingBatch:
             all_random=not any(greedy),
             top_p=self._floats([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
             top_k=self._top_k(params),
-            generators={slot: r.generator for slot, r in enumerate(self.slots) if r.generator is not None},
+            generators={},
             max_num_logprobs=self._max_num_logprobs(params),
             no_penalties=no_penalties,
-            prompt_token_ids=None if no_penalties else self._prompt_token_ids(),
+            prompt_token_ids=None,
             frequency_penalties=self._floats([p.frequency_penalty for p in params]),
             presence_penalties=self._floats([p.presence_penalty for p in params]),
             repetition_penalties=self._floats([p.repetition_penalty for p in params]),
-            output_token_ids=[r.output_token_ids for r in self.slots] if needs_output else [],
-            allowed_token_ids_mask=self._disallowed_tokens(params),
+            output_token_ids=[],
+            allowed_token_ids_mask=None,
             bad_words_token_ids=bad_words,
             logitsprocs=self._logitsprocs,
             logprob_token_ids=token_ids or None,
             spec_token_ids=[[] for _ in params],
+        )
+
+    def _with_tokens(self, metadata: SamplingMetadata) -> SamplingMetadata:
+        needs_output = not metadata.no_penalties or metadata.bad_words_token_ids or self._needs_output_tokens
+        return replace(
+            metadata,
+            prompt_token_ids=None if metadata.no_penalties else self._prompt_token_ids(),
+            output_token_ids=[request.output_token_ids for request in self.slots] if needs_output else [],
+            allowed_token_ids_mask=self._disallowed_tokens([request.sampling_params for request in self.slots]),
         )
 
     def _floats(self, values: list[float]) -> torch.Tensor:
@@ -161,10 +213,6 @@ class SamplingBatch:
                 mask[slot] = True
                 mask[slot, p.allowed_token_ids] = False
         return mask.to(self._device)
-
-
-def _has_penalty(params: SamplingParams) -> bool:
-    return params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
 
 
 class NanCounter:
@@ -200,18 +248,15 @@ class NanCounter:
         return counts if envs.VLLM_COMPUTE_NANS_IN_LOGITS else None
 
 
-class SampledTokens(NamedTuple):
-    """One list of token ids for each slot of the batch, and logprobs where a request asked for them."""
-
-    tokens: list[list[int]]
-    logprobs: LogprobsLists | None
-
-
 class Grammar(NamedTuple):
     """What vLLM says of the step's structured outputs."""
 
     scheduler_output: SchedulerOutput
     output: GrammarOutput
+
+
+Settle = Callable[[], None]
+"""Waits until the host has the tokens of all steps before."""
 
 
 class TokenSampler(Protocol):
@@ -220,23 +265,64 @@ class TokenSampler(Protocol):
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None) -> SampledTokens:
         """logits: float32 [at least slots, vocabulary], row i of slot i; changed in place."""
 
+    def begin(
+        self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None, settle: Settle
+    ) -> DeviceTokens | SampledTokens:
+        """The same without a wait for the device, where sampling is its work alone.
+
+        settle: called before anything reads tokens of steps before, or writes host memory that their copies read.
+        """
+
 
 class VllmSampler:
-    """vLLM's sampler on the device, at the true number of rows."""
+    """vLLM's sampler on the device, at the true number of rows, with noise of each request's own.
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    Args:
+        logprobs_mode: vLLM's.
+        use_fp64_gumbel: draw with float64 noise, which not every device has.
+    """
+
+    def __init__(self, logprobs_mode: LogprobsMode, use_fp64_gumbel: bool) -> None:
+        self._noise = SlotNoise(use_fp64_gumbel)
+        self._sampler = drawing_sampler(logprobs_mode, self._noise.like)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None) -> SampledTokens:
+        sampled = self.begin(logits, batch, grammar, nothing_to_settle)
+        if isinstance(sampled, SampledTokens):
+            return sampled
+        return sampled.read(*sampled.tensors)
+
+    def begin(
+        self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None, settle: Settle
+    ) -> DeviceTokens | SampledTokens:
         if not batch.slots:
             return SampledTokens([], None)
+        if batch.vllm_metadata.output_token_ids or grammar is not None:
+            settle()
         logits = logits[: len(batch.slots)]
         if grammar is not None:
             # all that vLLM's helper reads of its third argument is `req_ids`
             apply_grammar_bitmask(*grammar, cast("InputBatch", batch), logits)
-        sampled = self._sampler(logits, batch.metadata)
-        logprobs = sampled.logprobs_tensors
-        return SampledTokens(sampled.sampled_token_ids.tolist(), None if logprobs is None else logprobs.tolists())
+        with nullcontext() if batch.metadata.all_greedy else self._noise.of(batch.slots):
+            sampled = self._sampler(logits, batch.vllm_metadata)
+        tokens, scores = sampled.sampled_token_ids, sampled.logprobs_tensors
+        if scores is None:
+            return DeviceTokens(tokens[:, 0], (tokens,), "tokens", _tokens_alone)
+        return DeviceTokens(tokens[:, 0], (tokens, *scores[:3]), "logprobs", _tokens_and_scores)
+
+
+def nothing_to_settle() -> None:
+    """Where each step waits for its own tokens."""
+
+
+def _tokens_alone(tokens: torch.Tensor) -> SampledTokens:
+    return SampledTokens(tokens.tolist(), None)
+
+
+def _tokens_and_scores(
+    tokens: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, ranks: torch.Tensor
+) -> SampledTokens:
+    return SampledTokens(tokens.tolist(), LogprobsTensors(ids, logprobs, ranks).tolists())
 
 
 class SlotSampler:
@@ -264,7 +350,30 @@ class SlotSampler:
     def sample(self, logits: torch.Tensor, grammar: Grammar | None) -> SampledTokens:
         """logits: float32 [at least slots, vocabulary], row i of slot i. grammar: one row for each request."""
         self._observe(logits)
-        sampled = self._sampler.sample(logits, self.batch, grammar)
+        return self._noted(self._sampler.sample(logits, self.batch, grammar))
+
+    def begin(
+        self, logits: torch.Tensor, grammar: Grammar | None, carried: CarriedTokens, settle: Settle
+    ) -> TokensInFlight:
+        """The same, without a wait where none is needed. carried: takes the tokens for the next step."""
+        self._observe(logits)
+        sampled = self._sampler.begin(logits, self.batch, grammar, settle)
+        if isinstance(sampled, SampledTokens):
+            self._noted(sampled)
+        return TokensInFlight(sampled, list(self.batch.slots), self._table, carried)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.batch.vocabulary
+
+    def note(self, tokens: list[list[int]]) -> SampledTokens:
+        """Writes tokens that are known already, those of each slot in their order."""
+        for request, found in zip(self.batch.slots, tokens, strict=True):
+            for token in found:
+                self._table.append_token(request, token)
+        return SampledTokens(tokens, None)
+
+    def _noted(self, sampled: SampledTokens) -> SampledTokens:
         for request, (token,) in zip(self.batch.slots, sampled.tokens, strict=True):
             self._table.append_token(request, token)
         return sampled

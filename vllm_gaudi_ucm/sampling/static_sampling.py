@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,46 +12,63 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
 from vllm_gaudi_ucm.observability.host_work import HostWork
+from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
+from vllm_gaudi_ucm.sampling.allowed_tokens import AllowedTokens, reads_tokens
+from vllm_gaudi_ucm.sampling.host_rows import (
+    HostRows,
+    RowScores,
+    has_processors_of_batches,
+    host_rows,
+    score_row,
+    with_scores,
+)
 from vllm_gaudi_ucm.sampling.host_sampling import HostSampling
-from vllm_gaudi_ucm.sampling.sampling import SampledTokens
-from vllm_gaudi_ucm.sampling.stages.grammar_mask import GrammarMask, bitmask_of
+from vllm_gaudi_ucm.sampling.sampling import nothing_to_settle
+from vllm_gaudi_ucm.sampling.stages.logit_bias import LogitBias
 from vllm_gaudi_ucm.sampling.stages.penalties import Penalties
-from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
-from vllm_gaudi_ucm.sampling.stages.top_logprobs import TopLogprobs
-from vllm_gaudi_ucm.vllm_api.sampling import BUILTIN_LOGITS_PROCESSORS
+from vllm_gaudi_ucm.sampling.stages.row_transfer import RowTransfer
+from vllm_gaudi_ucm.sampling.stages.token_choice import TokenChoice
+from vllm_gaudi_ucm.sampling.stages.token_mask import TokenMask, bitmask_of, mask_logits
+from vllm_gaudi_ucm.sampling.stages.top_logprobs import TopLogprobs, read_scores
+from vllm_gaudi_ucm.sampling.tokens_in_flight import DeviceTokens, SampledTokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.batch.request_table import LiveRequest
+    from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.graph_manager import Stage
-    from vllm_gaudi_ucm.sampling.sampling import Grammar, SamplingBatch
+    from vllm_gaudi_ucm.sampling.sampling import Grammar, SamplingBatch, Settle
     from vllm_gaudi_ucm.vllm_api.sampling import SamplingMetadata
-
-# vLLM's own bound between greedy and random rows
-_GREEDY_BELOW = 1e-5
-
-# vLLM masks the tokens whose cumulative probability is at most 1 - top_p, which for top_p = 1 are those that underflow
-# to 0; where it skips the mask, it skips these too.
-_NO_TOP_P = 2.0
 
 # Scores per row where `--max-logprobs -1` sets no limit: vLLM's default limit.
 _DEFAULT_WIDTH = 20
 
 
+class _Drawn(NamedTuple):
+    """Of a step, on the device. tokens: int64 [rows]. scored: logits whose logprobs are wanted, [rows, vocabulary]."""
+
+    tokens: torch.Tensor
+    scored: torch.Tensor
+
+
 class StaticSampler:
     """See TokenSampler: results as of vLLM's `Sampler` over the true rows; what the pads hold never reaches them.
 
-    On the device run, each a stage of its own: grammar, penalties, then the choice (greedy; random; random with top-k
-    or top-p), then logprobs. A batch in which some request needs anything else is sampled on the host.
+    On the device run, each a stage of its own: masks of grammars and of allowed tokens, logit bias, penalties, then the
+    choice (greedy; random; random with min-p, top-k or top-p), then logprobs. What only the host does, it does for the
+    rows of the requests that ask for it. Everything is sampled on the host where a custom logits processor sees all
+    requests at once, and with float64 noise.
 
     Args:
         vllm_config: the engine's.
         device: where logits are.
         max_num_seqs: most logits rows of a step.
         stage: entered around each stage of device work.
-        bypassed: called with the reason of each step that is sampled on the host.
+        bypassed: called with the reason of each step of which something is sampled on the host.
         host: counts what is waited for, and the stages that run on the host.
         region: makes regions of the stages.
+        carried: with asynchronous scheduling, the tokens of the step before.
     """
 
     def __init__(
@@ -62,30 +80,46 @@ class StaticSampler:
         bypassed: Callable[[str], None],
         host: HostWork,
         region: Compile = uncompiled,
+        carried: CarriedTokens | None = None,
     ) -> None:
         model = vllm_config.model_config
         self._device = device
         self._max_rows = max_num_seqs
-        self._vocab_size = model.get_vocab_size()
+        self._vocab_size = vocab_size = model.get_vocab_size()
         self._bypassed = bypassed
         # raw scores are of the logits before penalties and temperature, processed ones of those after
         self._scores_raw = model.logprobs_mode.startswith("raw_")
-        width = min(_DEFAULT_WIDTH if model.max_logprobs == -1 else model.max_logprobs, self._vocab_size)
+        self._as_logits = model.logprobs_mode.endswith("_logits")
+        width = min(_DEFAULT_WIDTH if model.max_logprobs == -1 else model.max_logprobs, vocab_size)
         self._host_work = host
-        self._grammar = GrammarMask(max_num_seqs, self._vocab_size, device, stage, region)
-        self._penalties = Penalties(max_num_seqs, model.max_model_len, device, stage, region)
-        returns_logits = not self._scores_raw
-        self._choice = TokenChoice(max_num_seqs, self._vocab_size, device, stage, returns_logits, region)
-        self._logprobs = TopLogprobs(width, model.logprobs_mode.endswith("_logits"), stage, host, region)
+        mask = region(mask_logits)
+        self._grammar = TokenMask(max_num_seqs, vocab_size, device, stage, mask)
+        self._allowed = TokenMask(max_num_seqs, vocab_size, device, stage, mask)
+        self._allowed_tokens = AllowedTokens(vocab_size)
+        self._bias = LogitBias(max_num_seqs, vocab_size, device, stage, region)
+        self._biased_for: tuple[SamplingMetadata, int] | None = None
+        self._rows = RowTransfer(vocab_size, device, stage, host, region)
+        self._penalties = Penalties(max_num_seqs, vocab_size, device, stage, region, carried)
+        self._stage, self._likeliest = stage, region(likeliest_tokens)
+        self._choice = TokenChoice(max_num_seqs, vocab_size, device, stage, not self._scores_raw, region)
+        self._logprobs = TopLogprobs(width, self._as_logits, stage, region)
         self._use_fp64_gumbel = model.use_fp64_gumbel
         self._host = HostSampling(model.logprobs_mode, model.use_fp64_gumbel, host)
+        self._slots_before: dict[LiveRequest, int] = {}
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None) -> SampledTokens:
         """See TokenSampler.
 
         logits: float32 [rows of a bucket, vocabulary] on the device. batch: on the CPU. Ends with the only wait for the
-        device.
+        device, but for rows that only the host can sample.
         """
+        sampled = self.begin(logits, batch, grammar, nothing_to_settle)
+        return sampled if isinstance(sampled, SampledTokens) else self._read(sampled)
+
+    def begin(
+        self, logits: torch.Tensor, batch: SamplingBatch, grammar: Grammar | None, settle: Settle
+    ) -> DeviceTokens | SampledTokens:
+        """See TokenSampler."""
         if not batch.slots:
             return SampledTokens([], None)
         if not len(batch.slots) <= len(logits) <= self._max_rows:
@@ -96,237 +130,126 @@ class StaticSampler:
         bitmask = None if grammar is None else bitmask_of(grammar, batch.req_ids)
         if bitmask is not None:
             self._host_work.stage("bitmask of a grammar")
+        elif batch.wants_likeliest:
+            # as in most steps: nothing is asked of the requests one by one
+            return self._device_tokens(batch, _Drawn(self._greedy(logits), logits), None)
         reason = next(self._host_features(batch), None)
         if reason is not None:
-            self._bypassed(f"sampling on host: {reason}")
-            self._host_work.stage(f"sampling: {reason}")
+            self._note(reason)
+            settle()
             return self._host.sample(logits, batch, bitmask)
+        rows = host_rows(batch, self._bias.width, self._logprobs.width)
+        if rows.edits or rows.scores:
+            for reason in rows.reasons:
+                self._note(reason)
+            settle()
+            return self._with_host_rows(logits, batch, bitmask, rows)
+        if any(reads_tokens(request.sampling_params) for request in batch.slots):
+            settle()
         return self._on_device(logits, batch, bitmask)
 
     def warm(self, rows: int) -> None:
         """Executes every stage once for `rows` logits rows; call it in inference mode, as for sampling."""
         logits = torch.zeros(rows, self._vocab_size, device=self._device)
-        self._grammar.warm(logits)
-        self._penalties.warm(logits)
-        tokens = self._choice.warm(logits)
-        self._logprobs.score(logits, tokens)
+        self._biased_for = None
+        for part in (self._grammar, self._allowed, self._bias, self._rows, self._penalties):
+            part.warm(logits)
+        self._choice.warm(logits)
+        self._logprobs.score(logits, self._greedy(logits))
 
     def refill(self) -> None:
         """Every tensor that outlives a step anew, after a warm-up that computed nothing."""
-        for part in (self._grammar, self._penalties, self._choice):
+        for part in (self._grammar, self._allowed, self._bias, self._rows, self._penalties, self._choice):
             part.refill()
 
-    def _on_device(
-        self, logits: torch.Tensor, batch: SamplingBatch, bitmask: NDArray[np.int32] | None
+    def _note(self, reason: str) -> None:
+        self._bypassed(f"sampling on host: {reason}")
+        self._host_work.stage(f"sampling: {reason}")
+
+    def _read(self, sampled: DeviceTokens) -> SampledTokens:
+        return sampled.read(*(self._host_work.fetch(tensor, sampled.reason) for tensor in sampled.tensors))
+
+    def _on_device(self, logits: torch.Tensor, batch: SamplingBatch, bitmask: NDArray[np.int32] | None) -> DeviceTokens:
+        return self._device_tokens(batch, self._draw(logits, batch, bitmask), batch.metadata.max_num_logprobs)
+
+    def _with_host_rows(
+        self, logits: torch.Tensor, batch: SamplingBatch, bitmask: NDArray[np.int32] | None, rows: HostRows
     ) -> SampledTokens:
-        metadata, count = batch.metadata, len(batch.slots)
+        """Waits for the device."""
+        drawn = self._draw(logits, batch, bitmask, rows)
+        on_device = [r.sampling_params.logprobs for slot, r in enumerate(batch.slots) if slot not in rows.scores]
+        width = max((wanted for wanted in on_device if wanted is not None), default=None)
+        sampled = self._read(self._device_tokens(batch, drawn, width))
+        if not rows.scores:
+            return sampled
+        found: dict[int, RowScores] = {}
+        for slot, reason in rows.scores.items():
+            row, (token,) = self._rows.take(drawn.scored, slot, f"row for {reason}"), sampled.tokens[slot]
+            found[slot] = score_row(row, token, batch.slots[slot].sampling_params, self._as_logits)
+        return with_scores(sampled, found)
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        bitmask: NDArray[np.int32] | None,
+        rows: HostRows | None = None,
+    ) -> _Drawn:
+        metadata = batch.metadata
         if bitmask is not None:
             logits = self._grammar.apply(logits, bitmask)
         scored = logits
+        if self._allowed_tokens.forbids(batch.slots):
+            logits = self._allowed.apply(logits, self._allowed_tokens.of(batch.slots, len(logits), bitmask))
+        logits = self._biased(logits, batch)
+        for slot, edits in ({} if rows is None else rows.edits).items():
+            row = self._rows.take(logits, slot, f"row for {edits[0][0]}")
+            for _, edit in edits:
+                row = edit(row)
+            logits = self._rows.put(logits, slot, row)
         if not metadata.no_penalties:
-            logits = self._penalties.apply(logits, batch.slots, metadata)
+            logits = self._penalties.apply(logits, batch, self._slots_before)
         if metadata.all_greedy:
-            tokens, drawn_from = self._choice.greedy(logits), None
+            tokens, drawn_from = self._greedy(logits), None
         else:
             tokens, drawn_from = self._choice.random(logits, batch)
-        if metadata.max_num_logprobs is None:
-            found = self._host_work.fetch(tokens, "tokens").numpy()
-            return SampledTokens(found[:count, np.newaxis].tolist(), None)
+        self._slots_before = {request: slot for slot, request in enumerate(batch.slots)}
         if not self._scores_raw:
             scored = logits if drawn_from is None else drawn_from
-        scores = self._logprobs.score(scored, tokens)
-        return SampledTokens(*self._logprobs.fetch(scores, count, metadata.max_num_logprobs))
+        return _Drawn(tokens, scored)
 
-    def _host_features(self, batch: SamplingBatch) -> Iterator[str]:
-        """What a request of the batch needs and the device has not."""
-        metadata = batch.metadata
-        if any(type(processor) not in BUILTIN_LOGITS_PROCESSORS for processor in metadata.logitsprocs.all):
-            yield "custom logits processors"
-        if metadata.generators:
-            yield "seed"
-        if metadata.bad_words_token_ids:
-            yield "bad_words"
-        if metadata.allowed_token_ids_mask is not None:
-            yield "allowed_token_ids"
-        if metadata.logprob_token_ids:
-            yield "logprob_token_ids"
-        if (metadata.max_num_logprobs or 0) > self._logprobs.width:
-            yield f"more than {self._logprobs.width} logprobs"
-        if self._use_fp64_gumbel and not metadata.all_greedy:
-            yield "use_fp64_gumbel"
-        yield from _features_of_requests(batch)
-
-
-def _features_of_requests(batch: SamplingBatch) -> Iterator[str]:
-    """Those that vLLM's processors keep to themselves."""
-    if any(request.sampling_params.logit_bias for request in batch.slots):
-        yield "logit_bias"
-    if any(request.sampling_params.min_tokens > len(request.output_token_ids) for request in batch.slots):
-        yield "min_tokens"
-
-
-class RandomRows(NamedTuple):
-    """temperature: float32 [rows], 0 in greedy rows and pads. top_k: int64 [rows]. top_p, min_p: float32 [rows]."""
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-
-
-class TokenChoice:
-    """The stages on the device.
-
-    Noise is drawn outside of the regions, which get it as a tensor: nobody knows whether a compiled `exponential_`
-    draws anew in each call.
-
-    Args:
-        max_rows: most logits rows of a step.
-        vocab_size: the top-k of rows that ask for none.
-        device: where the logits are.
-        stage: entered around the device work.
-        returns_logits: random stages return the logits that they drew from.
-        region: makes regions of the stages.
-    """
-
-    def __init__(
-        self,
-        max_rows: int,
-        vocab_size: int,
-        device: torch.device,
-        stage: Stage,
-        returns_logits: bool,
-        region: Compile = uncompiled,
-    ) -> None:
-        self._stage = stage
-        self._vocab_size = vocab_size
-        self._returns_logits = returns_logits
-        self._greatest, self._draw, self._draw_top = region(likeliest_tokens), region(draw), region(draw_from_top)
-        self._temperature = StagedRows((max_rows,), np.float32, 0.0, device)
-        self._top_k = StagedRows((max_rows,), np.int64, 1, device)
-        self._top_p = StagedRows((max_rows,), np.float32, 1.0, device)
-        self._min_p = StagedRows((max_rows,), np.float32, 0.0, device)
-        self._staged: RandomRows
-        self._only_top = False
-        self._staged_for: tuple[SamplingMetadata, int] | None = None
-
-    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+    def _greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """int64 [rows]."""
         with self._stage("greedy"):
-            tokens: torch.Tensor = self._greatest(logits)
+            tokens: torch.Tensor = self._likeliest(logits)
             return tokens
 
-    def random(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """int64 [rows], and the logits that they were drawn from, [rows, vocabulary], if they are wanted.
+    def _biased(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        if not any(request.sampling_params.logit_bias for request in batch.slots):
+            return logits
+        rows, metadata, last = len(logits), batch.metadata, self._biased_for
+        is_staged = last is not None and last[0] is metadata and last[1] == rows
+        self._biased_for = (metadata, rows)
+        return self._bias.apply(logits, None if is_staged else batch.slots)
 
-        batch: on the host; greedy rows may be among the random ones.
-        """
-        # staged once for each metadata, which stays the same as long as the slots do
-        rows, metadata = len(logits), batch.metadata
-        if self._staged_for is None or self._staged_for[0] is not metadata or self._staged_for[1] != rows:
-            self._stage_batch(batch, rows)
-            self._staged_for = (metadata, rows)
-        return self._run(logits, self._staged, self._only_top)
+    def _device_tokens(self, batch: SamplingBatch, drawn: _Drawn, width: int | None) -> DeviceTokens:
+        """width: scores of each row; None where no request wants any."""
+        count, tokens = len(batch.slots), drawn.tokens
+        if width is None:
+            return DeviceTokens(tokens, (tokens,), "tokens", partial(_tokens_alone, count))
 
-    def warm(self, logits: torch.Tensor) -> torch.Tensor:
-        """Runs each stage once over pads; returns tokens."""
-        none = np.zeros(0)
-        pads = self._stage_values(none, none, none, none, len(logits))
-        self._staged_for = None
-        self._run(logits, pads, only_top=False)
-        self._run(logits, pads, only_top=True)
-        return self.greedy(logits)
+        def read(numbers: torch.Tensor, found: torch.Tensor) -> SampledTokens:
+            return SampledTokens(*read_scores(numbers, found, count, width))
 
-    def refill(self) -> None:
-        """See StagedRows."""
-        for rows in (self._temperature, self._top_k, self._top_p, self._min_p):
-            rows.refill()
+        return DeviceTokens(tokens, self._logprobs.score(drawn.scored, tokens), "logprobs", read)
 
-    def _run(self, logits: torch.Tensor, rows: RandomRows, only_top: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with self._stage("random, top-k, top-p or min-p" if only_top else "random"):
-            noise = torch.empty_like(logits).exponential_()
-            run = self._draw_top if only_top else self._draw
-            drawn: tuple[torch.Tensor, torch.Tensor | None] = run(logits, rows, noise, self._returns_logits)
-            return drawn
-
-    def _stage_batch(self, batch: SamplingBatch, rows: int) -> None:
-        metadata, count = batch.metadata, len(batch.slots)
-        assert metadata.temperature is not None, "a batch with random rows has temperatures"
-        top_k = np.full(count, self._vocab_size) if metadata.top_k is None else metadata.top_k.numpy()
-        top_p = np.full(count, _NO_TOP_P) if metadata.top_p is None else metadata.top_p.numpy()
-        min_p = np.array([request.sampling_params.min_p for request in batch.slots])
-        self._staged = self._stage_values(metadata.temperature.numpy(), top_k, top_p, min_p, rows)
-        self._only_top = metadata.top_k is not None or metadata.top_p is not None or bool(min_p.any())
-
-    def _stage_values(
-        self, temperature: NDArray, top_k: NDArray, top_p: NDArray, min_p: NDArray, rows: int
-    ) -> RandomRows:
-        return RandomRows(
-            self._temperature.stage(temperature, rows),
-            self._top_k.stage(top_k, rows),
-            self._top_p.stage(top_p, rows),
-            self._min_p.stage(min_p, rows),
-        )
+    def _host_features(self, batch: SamplingBatch) -> Iterator[str]:
+        """What no row of the batch can have on the device."""
+        if has_processors_of_batches(batch):
+            yield "custom logits processors"
+        if self._use_fp64_gumbel and not batch.metadata.all_greedy:
+            yield "use_fp64_gumbel"
 
 
-def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """int64 [rows] of logits [rows, vocabulary]."""
-    return _within(logits.argmax(dim=-1), logits)
-
-
-def draw(
-    logits: torch.Tensor, rows: RandomRows, noise: torch.Tensor, returns_logits: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens, and the logits that they were drawn from.
-
-    Args:
-        logits: float32 [rows, vocabulary].
-        rows: of these.
-        noise: like the logits, of an exponential distribution.
-        returns_logits: whether the logits are wanted.
-    """
-    return _drawn(_tempered(logits, rows), logits, rows, noise, returns_logits)
-
-
-def draw_from_top(
-    logits: torch.Tensor, rows: RandomRows, noise: torch.Tensor, returns_logits: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same from those tokens alone that min-p, top-k and top-p leave."""
-    scaled = _tempered(logits, rows)
-    probabilities = scaled.softmax(dim=-1)
-    least = probabilities.amax(dim=-1, keepdim=True) * rows.min_p.unsqueeze(1)
-    scaled = scaled.masked_fill(probabilities < least, -float("inf"))
-    return _drawn(top_tokens(scaled, rows.top_k, rows.top_p), logits, rows, noise, returns_logits)
-
-
-def top_tokens(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """-inf outside of top-k and top-p, equal bit for bit to vLLM's `apply_top_k_top_p_pytorch`, which writes a Python
-    bool into a slice: Gaudi's compiler takes neither. Its sort is not stable, so it stays on the device."""
-    width = logits.shape[1]
-    ascending, tokens = logits.sort(dim=-1)
-    ascending = ascending.masked_fill(ascending < ascending.gather(1, (width - top_k).unsqueeze(1)), -float("inf"))
-    mass = ascending.softmax(dim=-1).cumsum(dim=-1)
-    # the last one always stays
-    before_last = torch.arange(width, device=logits.device) < width - 1
-    ascending = ascending.masked_fill((mass <= 1 - top_p.unsqueeze(1)) & before_last, -float("inf"))
-    return logits.scatter(-1, tokens, ascending)
-
-
-def _tempered(logits: torch.Tensor, rows: RandomRows) -> torch.Tensor:
-    is_greedy = rows.temperature < _GREEDY_BELOW
-    return logits / torch.where(is_greedy, 1.0, rows.temperature).unsqueeze(1)
-
-
-def _drawn(
-    scaled: torch.Tensor, logits: torch.Tensor, rows: RandomRows, noise: torch.Tensor, returns_logits: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    probabilities = scaled.softmax(dim=-1, dtype=torch.float32)
-    tokens = _within((probabilities / noise).argmax(dim=-1), logits)
-    # no `where`: Gaudi's compiler is known to get it wrong for integers
-    tokens = tokens + (likeliest_tokens(logits) - tokens) * (rows.temperature < _GREEDY_BELOW)
-    return tokens, scaled if returns_logits else None
-
-
-def _within(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """What a device answers for a pad row of NaN must still be an index."""
-    return tokens.clamp(0, logits.shape[1] - 1)
+def _tokens_alone(count: int, tokens: torch.Tensor) -> SampledTokens:
+    return SampledTokens(tokens.numpy()[:count, np.newaxis].tolist(), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager, Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
+ASKED_AGAIN = 4
+"""Steps after which a rule that changes with time is asked the same again: an answer takes a third of a millisecond."""
 _ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -33,6 +36,7 @@ class Admission:
         self._scheduler = scheduler
         self._rule = rule
         self._refused: tuple[object, ...] | None = None
+        self._repeated = 0
         self._totals = totals
 
     def allows(self, request: Request, manager: KVCacheManager, hits: KVCacheBlocks | None, hit_tokens: int) -> bool:
@@ -46,8 +50,9 @@ class Admission:
         shared = hit_tokens // self._scheduler.block_size
         found = [] if hits is None else [block.block_id for block in hits.blocks[0][:shared]]
         asked = request.request_id, len(found), *(one.request_id for one in active)
-        # where nothing changes with time, only an end of some request can make room
-        if self._rule.changes or asked != self._refused:
+        # only an end of some request makes much room at once; tokens that others generate tell a little each
+        self._repeated = self._repeated + 1 if asked == self._refused else 0
+        if asked != self._refused or (self._rule.changes and self._repeated % ASKED_AGAIN == 0):
             self._refused = None if self._fits(request, active, manager, found) else asked
         self._totals.admission_waits += self._refused is not None
         return self._refused is None
@@ -55,7 +60,12 @@ class Admission:
     def ended(self, request: Request) -> None:
         """A request has finished."""
         if request.status in _ENDED_BY_ITSELF:
-            self._rule.ended(request.num_output_tokens)
+            self._rule.ended(request.num_output_tokens, self._refused is not None)
+
+    def preempted(self, requests: Collection[str]) -> None:
+        """These had to give their blocks to others."""
+        for _ in requests:
+            self._rule.preempted()
 
     def _fits(self, request: Request, active: list[Request], manager: KVCacheManager, hits: list[int]) -> bool:
         held = [block_ids(manager, one.request_id) for one in active]

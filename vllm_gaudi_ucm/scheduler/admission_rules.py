@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from vllm_gaudi_ucm.scheduler.expected_blocks import expected_peak
 from vllm_gaudi_ucm.scheduler.future_blocks import Footprint, peak_blocks
-from vllm_gaudi_ucm.scheduler.output_lengths import FEWEST_SEEN, OutputLengths
+from vllm_gaudi_ucm.scheduler.output_lengths import OutputLengths
+from vllm_gaudi_ucm.scheduler.safety_margin import SafetyMargin
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.scheduler_config import SchedulerConfig
@@ -22,8 +23,11 @@ class AdmissionRule(Protocol):
     def peak(self, footprints: Sequence[Footprint]) -> float:
         """Blocks of the cache that these requests will need at one time."""
 
-    def ended(self, length: int) -> None:
-        """An answer has ended by itself with so many tokens."""
+    def ended(self, length: int, others_wait: bool) -> None:
+        """An answer has ended by itself with so many tokens. others_wait: the rule lets nobody begin now."""
+
+    def preempted(self) -> None:
+        """A request had to give its blocks to others."""
 
 
 class Exact:
@@ -43,17 +47,20 @@ class Exact:
     def peak(self, footprints: Sequence[Footprint]) -> float:
         return peak_blocks(footprints, self._block_size, in_step=self._in_step)
 
-    def ended(self, length: int) -> None:
+    def ended(self, length: int, others_wait: bool) -> None:
+        pass
+
+    def preempted(self) -> None:
         pass
 
 
 class Predicted:
-    """Answers are as long as those before them; exact until there were enough.
+    """Answers are as long as those before them; exact until there was one.
 
     Args:
         exact: what is never exceeded.
         block_size: tokens of a block.
-        options: `confidence` and `least_output`.
+        options: `preemption_rate` and `least_output`.
     """
 
     changes = True
@@ -61,19 +68,22 @@ class Predicted:
     def __init__(self, exact: Exact, block_size: int, options: SchedulerConfig) -> None:
         self._exact = exact
         self._block_size = block_size
-        self._options = options
+        self._least = options.least_output
+        self._margin = SafetyMargin(options.preemption_rate)
         self._lengths = OutputLengths()
 
     def peak(self, footprints: Sequence[Footprint]) -> float:
         most = self._exact.peak(footprints)
-        if len(self._lengths) < FEWEST_SEEN:
-            return most
-        options = self._options
-        expected = expected_peak(footprints, self._lengths, self._block_size, options.confidence, options.least_output)
-        return min(most, expected)
+        deviations = self._margin.deviations
+        return min(most, expected_peak(footprints, self._lengths, self._block_size, deviations, self._least))
 
-    def ended(self, length: int) -> None:
+    def ended(self, length: int, others_wait: bool) -> None:
         self._lengths.add(length)
+        if others_wait:
+            self._margin.answered()
+
+    def preempted(self) -> None:
+        self._margin.preempted()
 
 
 def make_rule(options: SchedulerConfig, block_size: int, *, in_step: bool) -> AdmissionRule | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 from vllm_gaudi_ucm.memory.compaction import Compaction
 from vllm_gaudi_ucm.memory.free_blocks import FreeBlocks
 from vllm_gaudi_ucm.memory.free_runs import NO_BLOCK, FreeRuns
+from vllm_gaudi_ucm.memory.slot_strips import SlotStrips
 from vllm_gaudi_ucm.scheduler.admission import holds_blocks
 from vllm_gaudi_ucm.vllm_api.blocks import replace_free_blocks
 from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 class BlockManager(KVCacheManager):
     """Asks whether a request may begin; gives it parts of blocks that others have computed, what it had when it was
-    preempted, and blocks that follow each other.
+    preempted, and blocks or slots that follow each other.
 
     compaction: moves blocks; None: it is off.
     """
@@ -34,6 +35,7 @@ class BlockManager(KVCacheManager):
     _partial: PartialHits | None
     _swaps: Swaps | None
     _runs: FreeRuns | None
+    _strips: SlotStrips | None
 
     @classmethod
     def of(cls, manager: KVCacheManager, rules: BlockRules) -> Self:
@@ -41,10 +43,13 @@ class BlockManager(KVCacheManager):
         made = cls.__new__(cls)
         made.__dict__.update(manager.__dict__)
         made._admission, made._partial, made._swaps = rules.admission, rules.partial, rules.swaps
-        made._runs = made.compaction = None
+        made._runs = made._strips = made.compaction = None
         pool, partial = manager.block_pool, rules.partial
         is_of_use, reused = (_of_no_use, _forget_nothing) if partial is None else (partial.holds, partial.reused)
-        if rules.compacts:
+        if rules.strips is not None:
+            made._strips = SlotStrips(pool, rules.strips, made.evict_blocks)
+            replace_free_blocks(made, made._strips.free)
+        elif rules.compacts:
             made._runs = FreeRuns.over(pool.blocks, pool.free_block_queue, is_of_use, reused)
             made.compaction = Compaction(pool, made._runs, made.evict_blocks, rules.totals)
             replace_free_blocks(made, made._runs)
@@ -61,6 +66,9 @@ class BlockManager(KVCacheManager):
         """Blocks of the prefix cache and the first tokens that need not be computed: more than are in these blocks
         where the rest comes from host memory."""
         full, num_tokens, boundary = super().get_computed_blocks(request)
+        if self._strips is not None:
+            num_tokens = self._strips.longest_hit(request, full.blocks[0])
+            full = self.truncate_computed_blocks(full, num_tokens)
         hits = full
         if self._partial is not None and self.prefix_cache_lookup_enabled(request):
             hits, num_tokens = self._partial.extend(request, full, num_tokens)
@@ -88,6 +96,11 @@ class BlockManager(KVCacheManager):
             return None
         if self._runs is not None:
             self._expect(self._runs, request, new_computed_blocks)
+        if self._strips is not None:
+            held = self._held(request, new_computed_blocks)
+            num_tokens = request.num_computed_tokens + found + num_new_tokens + num_lookahead_tokens
+            if not self._strips.reserve(request, held, num_tokens, begins):
+                return None
         blocks = super().allocate_slots(
             request,
             num_new_tokens,
@@ -100,6 +113,11 @@ class BlockManager(KVCacheManager):
             *args,
             **kwargs,
         )
+        if self._strips is not None:
+            if blocks is None:
+                self._strips.not_given(request, () if begins else self._blocks_of(request))
+            else:
+                self._strips.given(request)
         if blocks is None:
             return None
         if begins and self._swaps is not None:
@@ -130,10 +148,13 @@ class BlockManager(KVCacheManager):
 
     def _expect(self, runs: FreeRuns, request: Request, hits: KVCacheBlocks | None) -> None:
         """Tells the queue whose blocks come next: those of the rest of its prompt, or of its next token."""
-        # a request that begins has no blocks but those that were found for it
-        (held,) = (hits if hits is not None and any(hits.blocks) else self.get_blocks(request.request_id)).blocks
+        held = self._held(request, hits)
         needed = -(-request.num_tokens // self.coordinator.scheduler_block_size)
         runs.expect(held[-1].block_id if held else NO_BLOCK, needed - len(held))
+
+    def _held(self, request: Request, hits: KVCacheBlocks | None) -> Sequence[KVCacheBlock]:
+        """A request that begins has no blocks but those that were found for it."""
+        return hits.blocks[0] if hits is not None and any(hits.blocks) else self._blocks_of(request)
 
     def free(self, request: Request) -> None:
         self._leaves(request)
@@ -144,6 +165,8 @@ class BlockManager(KVCacheManager):
         return super().pop_blocks_for_free(request)
 
     def _leaves(self, request: Request) -> None:
+        if self._strips is not None:
+            self._strips.leaves(request)
         if self._partial is not None:
             self._partial.leaves(request, self._blocks_of(request))
 
@@ -158,6 +181,8 @@ class BlockManager(KVCacheManager):
             self._partial.reset()
         if is_reset and self._swaps is not None:
             self._swaps.reset()
+        if is_reset and self._strips is not None:
+            self._strips.free.forget_cached()
         if is_reset and self._runs is not None:
             self._runs.sort_anew()
         return is_reset

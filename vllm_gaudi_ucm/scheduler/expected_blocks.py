@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,9 +17,9 @@ TIMES = 64
 
 
 def expected_peak(
-    footprints: Sequence[Footprint], lengths: OutputLengths, block_size: int, confidence: float, least: int
+    footprints: Sequence[Footprint], lengths: OutputLengths, block_size: int, deviations: float, least: int
 ) -> float:
-    """Blocks that are enough at any one time with probability `confidence`.
+    """Blocks that are probably enough at any one time: what is expected, and so many standard deviations more.
 
     At each time an answer is there with the probability that `lengths` knows, apart from the others; their sum is taken
     to be normal. Blocks that requests share now are taken to stay. Delays are not looked at.
@@ -40,4 +39,4 @@ def expected_peak(
     sizes = np.maximum(-(-(tokens[:, None] + later) // block_size), held[:, None]) - of_others[:, None]
     mean = (alive * sizes).sum(0)
     deviation = np.sqrt((alive * (1 - alive) * sizes**2).sum(0))
-    return float(len(shared) + (mean + NormalDist().inv_cdf(confidence) * deviation).max())
+    return float(len(shared) + (mean + deviations * deviation).max())

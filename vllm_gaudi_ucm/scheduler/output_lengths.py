@@ -9,8 +9,6 @@ import numpy as np
 
 MOST_SEEN = 1024
 """Answers that count: the latest."""
-FEWEST_SEEN = 16
-"""Fewer answers that went on from here predict nothing."""
 
 
 class OutputLengths:
@@ -33,9 +31,10 @@ class OutputLengths:
     def alive(self, generated: np.ndarray, later: np.ndarray) -> np.ndarray:
         """float64 [answers, times]: the probability that an answer of so many tokens has not ended then.
 
-        generated: int64 [answers]. later: int64 [times]. 1 where too few answers were longer to say.
+        generated: int64 [answers]. later: int64 [times]. One more answer is counted that never ends (the rule of
+        succession): 1 where none was longer, and nearly what was seen where many were.
         """
         lengths = np.array(self._sorted, np.int64)
         now = len(lengths) - np.searchsorted(lengths, generated, side="right")
         then = len(lengths) - np.searchsorted(lengths, generated[:, None] + later, side="right")
-        return np.where(now[:, None] < FEWEST_SEEN, 1.0, then / np.maximum(now, 1)[:, None])
+        return (then + 1) / (now + 1)[:, None]

@@ -47,6 +47,10 @@ class UcmScheduler(Scheduler):
                 part.before_adding(request)
         super().add_request(request)
 
+    def has_requests(self) -> bool:
+        """Whether the engine's loop has something to do."""
+        return super().has_requests() or any(part.has_work for part in self.parts)
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         # they may run again at once: what this step allots them must not be taken for what they have lost
         reset = set(self.reset_preempted_req_ids)
@@ -78,7 +82,7 @@ class UcmScheduler(Scheduler):
         return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        forget_uncomputed_blocks(self.kv_cache_manager, request, self.block_size)
+        forget_uncomputed_blocks(self.kv_cache_manager, request)
         if self.block_rules.swaps is not None:
             (blocks,) = self.kv_cache_manager.get_blocks(request.request_id).blocks
             self.block_rules.swaps.preempted(request, blocks)

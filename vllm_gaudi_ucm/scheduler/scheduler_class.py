@@ -8,7 +8,9 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
+
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 
 logger = plugin_logger(__name__)
 
@@ -26,6 +28,20 @@ def use_planning_scheduler(vllm_config: VllmConfig) -> None:
     """Sets it for our connector. A scheduler of the user's stays: blocks are loaded when a request's turn comes."""
     if not _use_ours(vllm_config):
         logger.warning("--scheduler-cls is not ours, so that nothing is prefetched for requests that wait.")
+
+
+def warms_by_order(vllm_config: VllmConfig, config: UcmConfig) -> bool:
+    """Whether the scheduler says when graphs are warmed: several workers do it together.
+
+    Workers without graphs answer that nothing is left to do.
+    """
+    graphs = config.graphs
+    return vllm_config.parallel_config.world_size > 1 and graphs.warm_up == "idle" and graphs.mode != "off"
+
+
+def is_foreign(scheduler: SchedulerConfig) -> bool:
+    """Whether the user has set a scheduler class. Ours is set in a configuration that comes a second time."""
+    return scheduler.scheduler_cls is not None and not str(scheduler.scheduler_cls).startswith(f"{_OURS}.")
 
 
 def _use_ours(vllm_config: VllmConfig) -> bool:

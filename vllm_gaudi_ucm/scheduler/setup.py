@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_gaudi_ucm.config.ucm_config import block_options, blocks_ahead, idle_options, resolve_config
 from vllm_gaudi_ucm.connector.connector import UcmConnector, our_connector
+from vllm_gaudi_ucm.graphs.shapes.limits import most_ranges, strip_size
 from vllm_gaudi_ucm.kv_offload.request_blocks import RequestBlocks
 from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler, OnWanted
 from vllm_gaudi_ucm.logger import plugin_logger
-from vllm_gaudi_ucm.memory.host_slots import HostSlots
+from vllm_gaudi_ucm.memory.host_slots import HostSlots, engine_block_bytes
 from vllm_gaudi_ucm.memory.partial_hits import PartialHits
+from vllm_gaudi_ucm.memory.slot_strips import StripSizes
 from vllm_gaudi_ucm.memory.swap_cost import SwapCost
 from vllm_gaudi_ucm.memory.swaps import Swaps
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
@@ -19,6 +21,7 @@ from vllm_gaudi_ucm.options.values import show_bytes
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.admission import Admission
 from vllm_gaudi_ucm.scheduler.admission_rules import make_rule
+from vllm_gaudi_ucm.scheduler.choice_cost import register_choice_cost
 from vllm_gaudi_ucm.scheduler.parts import (
     MemorySteps,
     OffloadedSteps,
@@ -27,11 +30,15 @@ from vllm_gaudi_ucm.scheduler.parts import (
     WaitingRequests,
     may_be_sparse,
 )
+from vllm_gaudi_ucm.scheduler.scheduler_class import warms_by_order
+from vllm_gaudi_ucm.scheduler.warm_up_steps import WarmUpSteps
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
+from vllm_gaudi_ucm.vllm_api.engine_process import sigterm_notice
+from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
@@ -46,6 +53,7 @@ class BlockRules(NamedTuple):
     """What decides over blocks beside vLLM; None: it is switched off.
 
     compacts: whether blocks are to follow each other, and move.
+    strips: which slots requests get that have one for each token, at static shapes.
     """
 
     admission: Admission | None
@@ -53,9 +61,15 @@ class BlockRules(NamedTuple):
     swaps: Swaps | None
     compacts: bool
     totals: MemoryTotals
+    strips: StripSizes | None = None
 
     @property
     def are_any(self) -> bool:
+        return self.strips is not None or self.give_orders
+
+    @property
+    def give_orders(self) -> bool:
+        """Whether workers are told anything of it."""
         return self.compacts or any(rule is not None for rule in (self.admission, self.partial, self.swaps))
 
 
@@ -63,7 +77,18 @@ def make_block_rules(scheduler: Scheduler) -> BlockRules:
     """What the configuration switches on."""
     config, totals = resolve_config(scheduler.vllm_config.additional_config), MemoryTotals()
     admission, partial = _admission(scheduler, config, totals), _partial_hits(scheduler, config, totals)
-    return BlockRules(admission, partial, _swaps(scheduler, config, totals), config.kv_cache.compaction, totals)
+    swaps, compacts = _swaps(scheduler, config, totals), config.kv_cache.compaction
+    return BlockRules(admission, partial, swaps, compacts, totals, _strips(scheduler))
+
+
+def _strips(scheduler: Scheduler) -> StripSizes | None:
+    """None with blocks, and at true shapes, which have room for any number of ranges."""
+    tile, longest = tile_of_slots(scheduler.vllm_config), scheduler.max_model_len
+    if tile is None:
+        return None
+    strip = strip_size(tile)
+    logger.info("Slots for tokens: a request gets %d that follow each other at once.", strip)
+    return StripSizes(tile, strip, longest, most_ranges(longest, strip))
 
 
 def _swaps(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Swaps | None:
@@ -71,14 +96,16 @@ def _swaps(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Swa
     options = config.preemption
     if not options.swaps:
         return None
-    block_bytes = kv_block_bytes(scheduler.kv_cache_manager)
-    slots = HostSlots(options.host_memory // block_bytes)
+    block_bytes, (group,) = kv_block_bytes(scheduler.kv_cache_manager), scheduler.kv_cache_config.kv_cache_groups
+    engine_bytes = engine_block_bytes(block_bytes, len(group.layer_names), scheduler.vllm_config)
+    slots = HostSlots(options.host_memory // engine_bytes)
     if not slots.count:
-        wanted = f"room for a block of the KV cache, {show_bytes(block_bytes)}, or more"
+        wanted = f"room for a block of the KV cache, {show_bytes(engine_bytes)}, or more"
         raise UcmConfigError([Problem("ucm.preemption.host_memory", show_bytes(options.host_memory), wanted)])
     logger.info("Preemption %s: up to %d blocks of preempted requests in host memory.", options.mode, slots.count)
-    cost = SwapCost(scheduler.block_size, block_bytes)
-    return Swaps(slots, scheduler.block_size, block_bytes, cost, options.mode == "swap", totals)
+    # each rank of a stage copies its own heads, beside the others
+    cost = SwapCost(scheduler.block_size, engine_bytes // scheduler.parallel_config.tensor_parallel_size)
+    return Swaps(slots, scheduler.block_size, engine_bytes, cost, options.mode == "swap", totals)
 
 
 def _partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> PartialHits | None:
@@ -99,8 +126,9 @@ def _partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals)
 def _admission(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Admission | None:
     """None with `greedy`, which is vLLM's."""
     options = config.scheduler
-    # requests with drafts generate different numbers of tokens in a step
-    rule = make_rule(options, scheduler.block_size, in_step=scheduler.num_spec_tokens == 0)
+    # with drafts, or several batches in flight, requests generate different numbers of tokens in the same time
+    in_step = scheduler.num_spec_tokens == 0 and not scheduler.use_pp
+    rule = make_rule(options, scheduler.block_size, in_step=in_step)
     if rule is None:
         return None
     logger.info("Admission %s: a request waits until the KV cache has room for its answer.", options.admission)
@@ -113,8 +141,10 @@ def make_parts(
     """What is switched on, in the order in which the scheduler calls it."""
     config = resolve_config(scheduler.vllm_config.additional_config)
     parts: list[SchedulerPart] = []
-    if rules.are_any:
-        parts.append(MemorySteps(scheduler, rules.totals, compaction, rules.swaps))
+    if rules.give_orders:
+        parts.append(MemorySteps(scheduler, rules.totals, compaction, rules.swaps, rules.admission))
+    if warms_by_order(scheduler.vllm_config, config):
+        parts.append(WarmUpSteps(scheduler, sigterm_notice()))
     sparse = _sparse_steps(scheduler, config)
     if sparse is not None:
         parts.append(sparse)
@@ -132,11 +162,15 @@ def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None
     block_size, max_model_len = scheduler.block_size, scheduler.max_model_len
     if config.ucm_sparse_method is None or not config.memory_mode.enabled:
         method = scheduler_role(config, block_size, max_model_len)
-        return None if method is None else SparseSteps(scheduler, method)
+        if method is None:
+            return None
+        register_choice_cost(scheduler, method)
+        return SparseSteps(scheduler, method)
     # beside other connectors only our own loads, so that nothing is left in its store
     connector = scheduler.connector if isinstance(scheduler.connector, UcmConnector) else None
     on_wanted = None if connector is None else connector.wanted_by_query
     offload = offload_role(config, block_size, scheduler.kv_cache_manager, on_wanted)
+    # with blocks off the device a step that chooses nothing would not be the exact one
     method = scheduler_role(config, block_size, max_model_len, has_gaps=offload.has_gaps)
     assert method is not None, "one is configured"
     if connector is None:

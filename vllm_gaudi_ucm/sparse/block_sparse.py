@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost
     from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
 
 
@@ -47,6 +48,10 @@ class BlockSparse(UcmSparseBase):
         self.block_options = _block_options(self)
         self.block_size: int | None = None
         self.has_gaps = has_gaps
+        self.choice_cost: ChoiceCost | None = None
+        """By it a step is dense where a choice does not pay; None: every step with a budget is sparse."""
+        self.dense_steps = 0
+        """Steps that were dense because a choice would not have paid."""
         self._held: dict[str, _Held | None] = {}
 
     @property
@@ -67,7 +72,9 @@ class BlockSparse(UcmSparseBase):
     def block_scores(self, layer_idx: int, query: Tensor, candidates: Any) -> Tensor | None:
         """Scores of the candidates of a layer, float32 [candidates]; None: by the summaries.
 
-        Runs on the device inside captured graphs: static shapes, no reads from the host.
+        Runs on the device inside captured graphs: static shapes, no reads from the host. With tensor parallelism query
+        and summaries are of this rank's heads; blocks are chosen by the mean over the ranks, or as `scores_over_ranks`
+        says.
 
         Args:
             layer_idx: index of the layer.
@@ -81,6 +88,10 @@ class BlockSparse(UcmSparseBase):
     def register_block_size(self, block_size: int) -> None:
         self.block_size = block_size
 
+    def register_choice_cost(self, choice_cost: ChoiceCost) -> None:
+        """Once, before the first step, where steps may be dense because a choice does not pay."""
+        self.choice_cost = choice_cost
+
     def request_begin(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
         self._held[request_id] = None
 
@@ -92,27 +103,42 @@ class BlockSparse(UcmSparseBase):
         self._held.pop(request_id, None)
 
     def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
-        """A budget for every decode of a request that has begun, if its context is long enough; see `decode_rows`."""
-        meta = SparseMeta()
+        """A budget for every decode of a request that has begun, if its context is long enough; see `decode_rows`.
+
+        All of them are dense where their choices together would not pay.
+        """
+        budgets: dict[str, Budget] = {}
         for row in decode_rows(scheduler_output, requests, self.has_gaps):
             if row.request_id in self._held:
-                selection = self._select(row.request_id, row.context_tokens)
-                if selection is not None:
-                    meta.requests[row.request_id] = selection
+                budget = self._budget(row.request_id, row.context_tokens)
+                if budget is not None:
+                    budgets[row.request_id] = budget
+        if budgets and self.choice_cost is not None and not self.choice_cost.pays(budgets.values()):
+            self.dense_steps += 1
+            budgets.clear()
+        meta = SparseMeta(dense_steps=self.dense_steps)
+        for request_id, budget in budgets.items():
+            meta.requests[request_id] = self._select(request_id, budget)
         for request_id in scheduler_output.num_scheduled_tokens:
-            # a dense step in between (streamed input): the next selection is a new one
+            # a dense step in between: the next selection is a new one
             if request_id not in meta.requests:
                 self.request_preempted(request_id)
         return meta
 
-    def _select(self, request_id: str, context_tokens: int) -> RequestSelection | None:
+    def _budget(self, request_id: str, context_tokens: int) -> Budget | None:
+        """That of the selection which still serves, or a new one; None: the context is dense."""
+        held = self._held[request_id]
+        if held is not None and held.steps < self.reuse_steps:
+            return held.budget
+        return block_budget(context_tokens, self._known_block_size(), self.block_options)
+
+    def _select(self, request_id: str, budget: Budget) -> RequestSelection:
         held = self._held[request_id]
         if held is not None and held.steps < self.reuse_steps:
             held.steps += 1
-            return RequestSelection(SelectionMode.REUSE, *held.budget)
-        budget = block_budget(context_tokens, self._known_block_size(), self.block_options)
-        self._held[request_id] = None if budget is None else _Held(budget)
-        return None if budget is None else RequestSelection(SelectionMode.SELECT, *budget)
+            return RequestSelection(SelectionMode.REUSE, *budget)
+        self._held[request_id] = _Held(budget)
+        return RequestSelection(SelectionMode.SELECT, *budget)
 
     def _known_block_size(self) -> int:
         if self.block_size is None:

@@ -52,6 +52,15 @@ class BlockOptions(MethodOptions):
         description="What is kept of a full block's keys to score it: their mean, the smallest and largest value of "
         "each element, the keys farthest from the mean and the mean of the rest, or sign codes of these.",
     )
+    sparse_steps: Literal["auto", "always"] = Field(
+        default="auto",
+        description="auto: a step whose choices would cost more time than they save is dense; always: it is sparse.",
+    )
+    scores_over_ranks: Literal["all", "per_rank"] = Field(
+        default="all",
+        description="With tensor parallelism: choose by the scores of all heads, which takes an all-reduce in each "
+        "layer that chooses, or on each rank by those of its own heads.",
+    )
 
 
 SWITCH = "ucm_sparse"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner
 from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
 from vllm_gaudi_ucm.observability.host_work import HostWork
-from vllm_gaudi_ucm.sampling.static_sampling import likeliest_tokens
+from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
 from vllm_gaudi_ucm.vllm_api.model import get_model
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.batch.window import Window
     from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.execution.graph_manager import Stage
@@ -45,6 +46,7 @@ class DraftModelProposer:
         likeliest: `likeliest_tokens`, as the execution's shapes want it.
         divided: called for each pass that no shape holds as a whole.
         host: counts the passes, each of which ends with a read of its tokens.
+        window: how far back the draft model's rows see.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class DraftModelProposer:
         likeliest: Callable[[torch.Tensor], torch.Tensor] = likeliest_tokens,
         divided: Callable[[], None] = lambda: None,
         host: HostWork | None = None,
+        window: Window | None = None,
     ) -> None:
         self._host = host or HostWork()
         self._execution = execution
@@ -63,7 +66,7 @@ class DraftModelProposer:
         self._divided = divided
         self._table = table
         self._max_model_len = min(max_model_len, table.max_model_len)
-        self._planner = SteadyPlanner(block_size)
+        self._planner = SteadyPlanner(block_size, window=window)
 
     def propose(self, step: SampledStep) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in step.requests]

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.observability.host_work import HostWork
-from vllm_gaudi_ucm.sampling.sampling import Grammar, SampledTokens
+from vllm_gaudi_ucm.sampling.sampling import Grammar
+from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
 from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, LogprobsLists
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
-    from vllm_gaudi_ucm.execution.bucketed_execution import DividedLogits
+    from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
     from vllm_gaudi_ucm.sampling.sampling import SlotSampler
@@ -31,12 +32,16 @@ class StepLogits:
         drafts: of the step.
         at_once: compute the logits of all positions in one call, up to `max_logits` rows: the output head reads its
             weights once. The rows of a position are then gathered, which static shapes have no graph for.
+        greedy: the likeliest tokens are all that is wanted of the logits.
     """
 
-    def __init__(self, execution: Execution, drafts: StepDrafts, at_once: bool) -> None:
+    def __init__(self, execution: Execution, drafts: StepDrafts, at_once: bool, greedy: bool = False) -> None:
         self._execution = execution
         self._drafts = drafts
         self._at_once = at_once
+        self._greedy = greedy
+        self.likeliest: LikeliestTokens | None = None
+        """Of all rows of an undivided step, in place of logits; None: ask `at`."""
         self._divided: DividedLogits | None = None
         self._first = torch.empty(0)
         self._everything: torch.Tensor | None = None
@@ -52,10 +57,15 @@ class StepLogits:
         total = len(rows) + int(counts.sum())
         if not counts.any():
             self._first = self._execution.logits(rows)
+            return
+        starts = np.cumsum(counts + 1) - counts - 1
+        offsets = np.arange(total) - starts.repeat(counts + 1)
+        every_row = rows.repeat(counts + 1) + offsets
+        likeliest = self._execution.likeliest(every_row) if self._greedy else None
+        if likeliest is not None:
+            self.likeliest = LikeliestTokens(likeliest, dict(zip(requests, starts.tolist(), strict=True)))
         elif self._at_once and total <= self._execution.max_logits:
-            starts = np.cumsum(counts + 1) - counts - 1
-            offsets = np.arange(total) - starts.repeat(counts + 1)
-            self._everything = self._execution.logits(rows.repeat(counts + 1) + offsets)
+            self._everything = self._execution.logits(every_row)
             self._row_of = dict(zip(requests, starts.tolist(), strict=True))
             self._first = self._everything[torch.from_numpy(starts).to(self._everything.device)]
         else:
@@ -99,6 +109,13 @@ class StepLogits:
         if not self._drafts.tokens:
             return np.zeros(len(requests), np.int64)
         return np.array([self._drafts.count(request.request_id) for request in requests], np.int64)
+
+
+class LikeliestTokens(NamedTuple):
+    """tokens: int64 [at least all rows] on the device. start: of each request, the place of its position 0."""
+
+    tokens: torch.Tensor
+    start: dict[LiveRequest, int]
 
 
 def grammar_at(grammar: Grammar, position: int, req_ids: Collection[str]) -> Grammar | None:
@@ -184,6 +201,8 @@ class Verification:
 
         logits: of the step. drafts: of the step. grammar: the whole step's.
         """
+        if logits.likeliest is not None:
+            return self._accept(logits.likeliest, drafts)
         sampled = self._sample(logits, 0, grammar)
         if not drafts.tokens:
             return sampled
@@ -204,6 +223,21 @@ class Verification:
             self._batch.sync(going_on)
             sampled = self._sample(logits, position, grammar)
         return SampledTokens(tokens, join_logprobs(scores))
+
+    def _accept(self, likeliest: LikeliestTokens, drafts: StepDrafts) -> SampledTokens:
+        """The same of likeliest tokens: one read of the device, whatever the number of drafts."""
+        self._host.stage("acceptance of drafts")
+        most = self._sampler.vocabulary - 1
+        # what a device answers for a row of NaN must still be a token
+        found = self._host.fetch(likeliest.tokens, "tokens").clamp(0, most).tolist()
+        tokens = []
+        for request in self._batch.slots:
+            start, proposed = likeliest.start[request], drafts.tokens.get(request.request_id, ())
+            accepted = next(
+                (index for index, draft in enumerate(proposed) if found[start + index] != draft), len(proposed)
+            )
+            tokens.append(found[start : start + accepted + 1])
+        return self._sampler.note(tokens)
 
     def _sample(self, logits: StepLogits, position: int, grammar: Grammar | None) -> SampledTokens:
         """One token for each slot, written to the table."""

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 KEY_BYTES = 32
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Raised when the layout of a block's bytes changes, or what is stored under a key: what older versions stored is then
 never found. 2: dense keys have dense blocks only; every tensor, and all that the forward depends on, is in them. 3: a
-layer's keys, then its values; before, each token's value lay behind its key."""
+layer's keys, then its values; before, each token's value lay behind its key. 4: sizes of tensor and pipeline
+parallelism; a worker's part of a block is in the key of its record (`store/shards.py`)."""
 
 _MOST_NESTED = 8
 _UINT32_LE = 70  # tag of a typed array, RFC 8746: seven times faster than a list of integers
@@ -30,8 +31,9 @@ class Namespace:
     """What the KV of every block of an engine depends on, beside tokens and the request's own extra keys.
 
     revision: of the weights, such as a commit or a digest; two revisions must differ here. dtype: of activations;
-    kv_dtype: of the KV cache. block_size: tokens. kv_heads: of this rank. head_sizes: of key and value. sparse_policy:
-    method and options where these change what prompts compute, "" for dense. layout: order of axes in the stored bytes.
+    kv_dtype: of the KV cache. block_size: tokens. layers, kv_heads: of the first worker. head_sizes: of key and value.
+    tp_size, pp_size: how many workers share a block. sparse_policy: method and options where these change what prompts
+    compute, "" for dense. layout: order of axes in the stored bytes.
     """
 
     model: str
@@ -42,15 +44,20 @@ class Namespace:
     layers: int
     kv_heads: int
     head_sizes: tuple[int, ...]
-    tp_rank: int = 0
     tp_size: int = 1
+    pp_size: int = 1
     sparse_policy: str = ""
     layout: str = ""
     format_version: int = FORMAT_VERSION
 
     def digest(self) -> bytes:
         """32 bytes, equal for equal namespaces only. Raises ValueError for a field that is not plain data."""
-        return hashlib.sha256(_encode(["gaudi-ucm namespace", asdict(self)])).digest()
+        return digest_of(["gaudi-ucm namespace", asdict(self)])
+
+
+def digest_of(value: Any) -> bytes:
+    """32 bytes, equal for equal values only. Raises ValueError for what is not plain data."""
+    return hashlib.sha256(_encode(value)).digest()
 
 
 def chain_keys(
@@ -90,7 +97,7 @@ def chain_keys(
         plain = _plain(extra) if extra else None  # vLLM has None for none
         start = 4 * block * block_size
         typed = cbor2.CBORTag(_UINT32_LE, tokens[start : start + 4 * block_size])
-        parent = hashlib.sha256(_encode([namespace_digest, parent, typed, plain])).digest()
+        parent = digest_of([namespace_digest, parent, typed, plain])
         keys.append(parent)
     return keys
 

@@ -9,12 +9,16 @@ condition under which it goes ("Remove when:").
 | `versions` | the versions that we run with |
 | `platforms` | the platform, and what it leaves open |
 | `engine_process` | start and end of an engine's process |
+| `child_watch` | engines and workers that are stopped, or wait for a dead one |
 | `engine` | engines, their arguments, their logs |
 | `metrics` | statistics and their loggers |
 | `scheduling`, `blocks` | the scheduler; operations on its blocks and requests |
 | `steps` | messages between scheduler and worker |
 | `worker` | the worker's interface |
+| `distributed` | groups of workers, and the collectives between them |
 | `model`, `attention`, `kv_cache` | layers, attention backends, the cache's description |
+| `quantisation` | methods of quantised weights |
+| `moe` | layers with experts, and their routers |
 | `sampling` | samplers, logits processors, grammars |
 | `kv_transfer`, `kv_offload` | KV connectors; offloading to the host |
 

@@ -2,9 +2,20 @@
 
 Extension point: a platform plugin brings a backend of its own. `AttentionBackend`, `AttentionImpl`,
 `AttentionMetadata` and `AttentionMetadataBuilder` are its classes; `AttentionBackendEnum`, `AttentionLayer`,
-`AttentionSelectorConfig`, `AttentionType` and `MultipleOf` are types of their methods.
+`AttentionSelectorConfig`, `AttentionType` and `MultipleOf` are types of their methods. Its layer of multi-head latent
+attention is a plugin's to replace: `MultiHeadLatentAttentionWrapper`, a `PluggableLayer`, built of `MLAModules`.
+Internal: `get_attn_backend`, through which a layer finds its backend; `split_kv_b_proj`; the name that
+`ChunkedLocalAttention` gives its backend.
 """
 
+import re
+
+import torch
+from torch import nn
+from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.layers.attention.mla_attention import split_kv_b_proj
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -15,7 +26,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.attention.selector import AttentionSelectorConfig, get_attn_backend
 
 __all__ = [
     "AttentionBackend",
@@ -26,5 +37,45 @@ __all__ = [
     "AttentionMetadataBuilder",
     "AttentionSelectorConfig",
     "AttentionType",
+    "MLAModules",
+    "MultiHeadLatentAttentionWrapper",
     "MultipleOf",
+    "PluggableLayer",
+    "chunk_of",
+    "get_attn_backend",
+    "take_kv_b_proj",
 ]
+
+
+def chunk_of(backend: type[AttentionBackend]) -> int | None:
+    """Tokens of the chunks of a layer whose rows see their own chunk alone; None: a layer without chunks.
+
+    Reason: `ChunkedLocalAttention` tells neither its backend nor its implementation how long chunks are. It makes a
+    class of each backend and length, which has the length in its name.
+    Remove when: implementations are given the length, as that of a sliding window.
+    """
+    found = re.fullmatch(r"ChunkedLocalAttention_(\d+)_.*", backend.__name__)
+    return None if found is None else int(found[1])
+
+
+def take_kv_b_proj(
+    projection: nn.Module, dtype: torch.dtype, latent: int, heads: int, nope: int, value: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights that make keys [heads, nope, latent] and values [heads, value, latent] of latents. The layer's own
+    weight is given back: both would be a copy of it.
+
+    Raises LookupError for a weight that is kept quantised: nothing here reads it as a matrix.
+
+    Reason: `MLAAttention` of vLLM keeps the layer's weight beside the two that it makes of it.
+    Remove when: a model hands the two to its attention.
+    """
+    if not isinstance(projection.quant_method, UnquantizedLinearMethod):
+        raise LookupError(
+            "quantised weights of kv_b_proj, of multi-head latent attention (leave it out when you quantise)"
+        )
+    uk, uv = split_kv_b_proj(projection, dtype, latent, heads, nope, value)
+    uk, uv = (weight.permute(1, 2, 0).contiguous() for weight in (uk, uv))
+    weight = dict(projection.named_parameters(recurse=False)).get("weight")
+    if weight is not None:
+        weight.data = weight.new_empty(0)
+    return uk, uv

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, FreeKVCacheBlockQueue, KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -33,6 +34,10 @@ def forget_cached_blocks(manager: "KVCacheManager", request_id: str, first: int)
     Remove when: `KVCacheManager` can be told that what a step computes is not certain yet.
     """
     (group,) = manager.coordinator.single_type_managers
+    _forget(manager, group, request_id, first)
+
+
+def _forget(manager: "KVCacheManager", group: "SingleTypeKVCacheManager", request_id: str, first: int) -> None:
     blocks = group.req_to_blocks.get(request_id, [])[first:]
     # of the pool: what is in the blocks is right
     manager.block_pool.evict_blocks({block.block_id for block in blocks if not block.is_null})
@@ -41,8 +46,9 @@ def forget_cached_blocks(manager: "KVCacheManager", request_id: str, first: int)
         cached[request_id] = min(cached[request_id], first)
 
 
-def forget_uncomputed_blocks(manager: "KVCacheManager", request: "Request", block_size: int) -> None:
-    """Takes the blocks that a request has not computed out of the prefix cache, before the request is preempted.
+def forget_uncomputed_blocks(manager: "KVCacheManager", request: "Request") -> None:
+    """Takes the blocks that a request has not computed out of the prefix cache, in every KV-cache group, before the
+    request is preempted.
 
     Called by our `_preempt_request`, before a step counts as scheduled: `num_computed_tokens` is what was computed.
 
@@ -50,7 +56,8 @@ def forget_uncomputed_blocks(manager: "KVCacheManager", request: "Request", bloc
     blocks that they were to fill are in the prefix cache then, and they find them when they resume: wrong tokens.
     Remove when: `Scheduler.schedule` takes these blocks out of the cache where it takes the request out of the step.
     """
-    forget_cached_blocks(manager, request.request_id, request.num_computed_tokens // block_size)
+    for group in manager.coordinator.single_type_managers:
+        _forget(manager, group, request.request_id, request.num_computed_tokens // group.block_size)
 
 
 def replace_free_blocks(manager: "KVCacheManager", queue: "FreeKVCacheBlockQueue") -> None:
@@ -97,7 +104,7 @@ def blocks_to_be_freed(scheduler: "Scheduler") -> set[int]:
 
 
 def kv_block_bytes(manager: "KVCacheManager") -> int:
-    """Bytes of a block of all layers.
+    """Bytes of a block of all layers, on one worker.
 
     Reason: the scheduler's classes know pages of layers only.
     Remove when: `KVCacheConfig` has it.

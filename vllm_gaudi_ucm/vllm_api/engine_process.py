@@ -1,4 +1,4 @@
-"""The life of an engine's process: a parent that dies, a signal while it starts, and its end.
+"""The life of an engine's process and of its workers': a parent that dies, a signal while it starts, and its end.
 
 Imports nothing of vLLM: the plugin's entry point calls `watch_parent` in every process of vLLM.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,16 +41,31 @@ def is_engine_process() -> bool:
     return multiprocessing.current_process().name.startswith("EngineCore")
 
 
-def watch_parent() -> None:
-    """Ends this process, if it is an engine's, when the process that started it is gone. Safe to call twice.
+def is_worker_process() -> bool:
+    """Whether vLLM started this process for one worker of an engine with several.
 
-    Reason: a server that was killed leaves its engine behind. vLLM's worker processes watch the engine, but an engine
-    whose worker runs in its own process waits for requests forever, with the card. Linux can send a signal
-    (PR_SET_PDEATHSIG), but when the *thread* ends that started the process, and `LLM(...)` may have been made in a
-    thread that has ended since. So a thread looks for the parent.
-    Remove when: `EngineCoreProc.run_engine_core` watches its parent.
+    Reason: vLLM tells it by the process's name only, `VllmWorker-<rank>`.
+    Remove when: vLLM has a function for it.
     """
-    if is_engine_process() and all(thread.name != THREAD for thread in threading.enumerate()):
+    return multiprocessing.current_process().name.startswith("VllmWorker")
+
+
+# engines and their workers, and what a server of several engines starts beside them
+_OF_SERVER = ("EngineCore", "ApiServer_", "VLLM_DP_Coordinator", "VllmWorker")
+
+
+def watch_parent() -> None:
+    """Ends this process, if it is a server's child, when the process that started it is gone. Safe to call twice.
+
+    Reason: a server that was killed leaves its engines behind, and with several of them their coordinator and the
+    processes that answer HTTP. vLLM's worker processes watch their engine, but do not end while they wait in a
+    collective, and an engine whose worker runs in its own process waits for requests forever, with the card. Linux can
+    send a signal (PR_SET_PDEATHSIG), but when the *thread* ends that started the process, and `LLM(...)` may have been
+    made in a thread that has ended since. So a thread looks for the parent.
+    Remove when: `EngineCoreProc.run_engine_core`, `DPCoordinatorProc` and API servers watch their parent.
+    """
+    is_of_server = multiprocessing.current_process().name.startswith(_OF_SERVER)
+    if is_of_server and all(thread.name != THREAD for thread in threading.enumerate()):
         threading.Thread(target=_watch, name=THREAD, daemon=True).start()
 
 
@@ -59,7 +76,8 @@ def _watch() -> None:
     # an orphan's parent is init or a subreaper, never a process with the old parent's id
     while os.getppid() == parent.pid:
         time.sleep(POLL_SECONDS)
-    logger.error("Process %s, which started this engine, is gone: the engine ends.", parent.pid)
+    name = multiprocessing.current_process().name
+    logger.error("Process %s, which started %s, is gone: this process ends, too.", parent.pid, name)
     # without a handler it would end at once, and while it stops it has none
     if callable(signal.getsignal(signal.SIGTERM)):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -114,6 +132,35 @@ def start_is_over() -> None:
         signal.signal(signal.SIGTERM, handler.vllm_handler)
 
 
+class _Notice:
+    """Notes SIGTERM, and hands it on to vLLM's handler."""
+
+    def __init__(self, vllm_handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.vllm_handler = vllm_handler
+        self.was_given = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.was_given = True
+        self.vllm_handler(number, frame)
+
+
+def sigterm_notice() -> Callable[[], bool]:
+    """Tells whether this process, if it is an engine's, was asked to end. To be called where `start_is_over` may be.
+
+    Reason: an engine that was asked to end goes on until its scheduler has nothing to do, but the scheduler does not
+    learn of it.
+    Remove when: `SchedulerInterface` has a call for it.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or getattr(handler, "__qualname__", None) != OF_ENGINE:
+        return lambda: False
+    assert callable(handler)
+    notice = _Notice(handler)
+    signal.signal(signal.SIGTERM, notice)
+    return lambda: notice.was_given
+
+
 # More than stores may take to finish their writes (5 s) and to end their threads (5 s) on a busy machine; less than the
 # 30 s after which Kubernetes kills. An engine that ends earlier is not waited for.
 SHUTDOWN_SECONDS = 20
@@ -150,15 +197,42 @@ def abort_at_shutdown(vllm_config: VllmConfig) -> None:
         vllm_config.shutdown_timeout = ShutdownGrace(0)
 
 
-def leave_heap_to_the_system(is_closed: Callable[[], bool]) -> None:
-    """Ends an engine's process without destroying its objects; does nothing in a user's own process.
+def leave_heap_to_the_system(status: Callable[[], int | None]) -> None:
+    """Ends the process of an engine or worker without destroying its objects; does nothing in a user's own process.
 
-    is_closed: asked after all other exit handlers; False after an error, whose exit status stays.
+    status: asked after all other exit handlers; None leaves everything to Python, as after an error of an engine.
 
     Reason: the engine thaws its heap when it ends, and Python destroys 700,000 objects one by one: 3 to 5 s on a busy
     machine, in which the server lost patience and killed it. vLLM leaves the heap frozen on ROCm, where nanobind (of
     Triton) then complains of every type.
-    Remove when: `EngineCoreProc.run_engine_core` ends so on every platform.
+    Remove when: `EngineCoreProc.run_engine_core` and `WorkerProc.worker_main` end so on every platform.
     """
-    if is_engine_process():
-        atexit.register(lambda: os._exit(0) if is_closed() else None)
+    if is_engine_process() or is_worker_process():
+        atexit.register(lambda: _exit(status()))
+
+
+def _exit(status: int | None) -> None:
+    if status is not None:
+        os._exit(status)
+
+
+_ends: list[multiprocessing.util.Finalize] = []
+
+
+def leave_engines_heap_to_the_system() -> None:
+    """The same for an engine whose workers have processes of their own, so that no worker of it tells how it ended.
+
+    multiprocessing runs its finalizers while the exception is in flight that ends the process. Safe to call twice.
+
+    Reason: as for `leave_heap_to_the_system`.
+    Remove when: as for `leave_heap_to_the_system`.
+    """
+    if not _ends and is_engine_process():
+        closed: list[bool] = []
+        note = multiprocessing.util.Finalize(None, lambda: closed.append(_is_orderly(sys.exception())), exitpriority=0)
+        _ends.append(note)
+        leave_heap_to_the_system(lambda: 0 if closed == [True] else None)
+
+
+def _is_orderly(end: BaseException | None) -> bool:
+    return end is None or (isinstance(end, SystemExit) and not end.code)

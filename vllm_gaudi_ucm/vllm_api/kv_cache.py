@@ -1,29 +1,48 @@
 """Description of a KV cache: `vllm.v1.kv_cache_interface`, which may be imported while vLLM looks for its platform.
 
-Extension point: `KVCacheSpec`, `AttentionSpec`, `KVCacheConfig` and `KVCacheLayout` are what a platform plugin's worker
-and attention backend are given and return.
-Internal: `UniformTypeKVCacheSpecs`, the specification of a group whose layers differ.
+Extension point: `KVCacheSpec`, `AttentionSpec`, `FullAttentionSpec`, `SlidingWindowSpec`, `KVCacheConfig`,
+`KVCacheGroupSpec` and `KVCacheLayout` are what a platform plugin's worker and attention backend are given and return.
+Internal: `UniformTypeKVCacheSpecs`, the specification of a group whose layers differ; `MLAAttentionSpec`, that of keys
+which hold their values; `ChunkedLocalAttentionSpec`, that of layers with chunks; `get_kv_cache_groups`, which makes the
+groups.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheLayout,
     KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 __all__ = [
     "AttentionSpec",
     "KVCacheConfig",
+    "KVCacheGroupSpec",
     "KVCacheLayout",
     "KVCacheSpec",
+    "MLAAttentionSpec",
+    "buffers",
+    "groups_of",
+    "in_blocks_of",
     "in_tiles",
+    "keep_split_chunks",
+    "keep_tile_of_slots",
+    "keep_whole_contexts",
     "layer_specs",
-    "per_token",
+    "tile_of_slots",
 ]
 
 
@@ -41,22 +60,117 @@ def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
     return specs
 
 
-def per_token(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """The same layers with blocks of one token.
+def in_blocks_of(specs: Mapping[str, KVCacheSpec], size: int) -> dict[str, KVCacheSpec]:
+    """The same layers with blocks of `size` tokens: of one, where each token has a slot of its own.
 
     Reason: vLLM has one block size for what its scheduler allocates and for what attention reads. The size in the
     specifications decides for the scheduler.
     Remove when: `CacheConfig` has a size of its own for allocation.
     """
-    return {name: _with_block_size(spec, 1) for name, spec in specs.items()}
+    return {name: _with_block_size(spec, size) for name, spec in specs.items()}
+
+
+def groups_of(vllm_config: "VllmConfig", specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
+    """The groups that the engine will make of a worker's layers, before it knows how many blocks there are.
+
+    Reason: the engine decides, after it has asked for the memory that is left for the cache; what steps take beside it
+    depends on the groups.
+    Remove when: a worker is told the groups before it measures.
+    """
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    return get_kv_cache_groups(vllm_config, dict(specs))
+
+
+def buffers(config: KVCacheConfig) -> dict[str, str]:
+    """For each layer the first one whose memory it has: layers of several groups have one, because a block is one
+    group's at a time. Empty where there is one group.
+
+    Reason: `KVCacheConfig.kv_cache_tensors` places pages in one allocation, while we have tensors for each layer.
+    Remove when: `KVCacheConfig` names the layers that share memory, as `KVCacheTensor.shared_by` of vLLM 0.11 did.
+    """
+    owners: dict[str, str] = {}
+    at: dict[int, str] = {}
+    if len(config.kv_cache_groups) > 1:
+        for tensor in config.kv_cache_tensors:
+            for place, name in enumerate(tensor.layers):
+                owners[name] = at.setdefault(tensor.offset + place * tensor.layer_stride, name)
+    return owners
+
+
+def keep_whole_contexts(specs: Mapping[str, KVCacheSpec], block_size: int) -> dict[str, KVCacheSpec]:
+    """Layers with a sliding window, or chunks, as layers whose requests keep all of their blocks.
+
+    Reason: vLLM frees blocks behind a window, which connectors, swaps and other movers of blocks are not ready for.
+    With `--disable-hybrid-kv-cache-manager` it does not where windows and whole contexts are mixed, but does where all
+    layers have a window.
+    Remove when: it keeps blocks of windows there, too.
+    """
+    found = dict(specs)
+    for name, spec in specs.items():
+        if isinstance(spec, SlidingWindowSpec):
+            found[name] = replace(_whole(spec, block_size), sliding_window=spec.sliding_window)
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            found[name] = replace(_whole(spec, block_size), attention_chunk_size=spec.attention_chunk_size)
+    return found
+
+
+def keep_split_chunks(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """The same for layers with chunks that may begin within a block; the others are left as they are.
+
+    Reason: for these vLLM's prefix cache can end a hit within a chunk whose first block it does not have. It looks
+    again at a hit that it made shorter, but not where the model has full attention beside chunks.
+    Remove when: it looks again there, too.
+    """
+    found = dict(specs)
+    for name, spec in specs.items():
+        if isinstance(spec, ChunkedLocalAttentionSpec) and spec.attention_chunk_size % spec.block_size:
+            found.update(keep_whole_contexts({name: spec}, spec.block_size))
+    return found
+
+
+def _whole(spec: AttentionSpec, block_size: int) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+        dtype=spec.dtype,
+        kv_quant_mode=spec.kv_quant_mode,
+    )
+
+
+_TILE = "ucm_tile_of_slots"
+
+
+def keep_tile_of_slots(vllm_config: "VllmConfig", tile: int) -> None:
+    """Tells the scheduler how many slots attention reads as a block, where requests get strips of slots. An attribute
+    of the object goes wherever the object is pickled to.
+
+    Reason: the engine replaces `CacheConfig.block_size` by 1 before it makes the scheduler, and nothing else that a
+    scheduler class is given says what its workers have decided. `additional_config` is the user's.
+    Remove when: as for `in_blocks_of`, or `KVCacheConfig` carries what a worker adds.
+    """
+    if tile_of_slots(vllm_config) is None:
+        setattr(vllm_config.scheduler_config, _TILE, tile)
+
+
+def tile_of_slots(vllm_config: "VllmConfig") -> int | None:
+    """None where requests get no strips.
+
+    Reason: the other half of `keep_tile_of_slots`.
+    Remove when: as for `keep_tile_of_slots`.
+    """
+    tile: int | None = getattr(vllm_config.scheduler_config, _TILE, None)
+    return tile
 
 
 def in_tiles(config: KVCacheConfig, tile: int) -> KVCacheConfig:
     """A cache with blocks of one token, as a worker allocates it: tile 0 is the dummy block, and the tiles behind it
     hold all slots but vLLM's null slot.
 
-    Reason: as for `per_token`.
-    Remove when: as for `per_token`.
+    Reason: as for `in_blocks_of`.
+    Remove when: as for `in_blocks_of`.
     """
     groups = [
         replace(group, kv_cache_spec=_with_block_size(group.kv_cache_spec, tile)) for group in config.kv_cache_groups

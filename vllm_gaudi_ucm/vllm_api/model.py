@@ -1,23 +1,24 @@
 """Models, their layers, and the context of a forward pass: `vllm.model_executor`, `vllm.forward_context`.
 
 Extension point: a platform plugin replaces a `CustomOp`, such as `RMSNorm`, `GemmaRMSNorm`, `SiluAndMul`,
-`RotaryEmbedding` and those derived from it (`LinearScalingRotaryEmbedding`, `Llama3RotaryEmbedding`,
+`GeluAndMul`, `RotaryEmbedding` and those derived from it (`LinearScalingRotaryEmbedding`, `Llama3RotaryEmbedding`,
 `NTKScalingRotaryEmbedding`, `DynamicNTKScalingRotaryEmbedding`, `DynamicNTKAlphaRotaryEmbedding`,
 `YaRNScalingRotaryEmbedding`), by a subclass; `op_registry_oot` is where vLLM keeps them.
-Internal: `get_model`; `Attention`, `AttentionLayerBase`, `LinearBase`, `ParallelLMHead`, `UnquantizedEmbeddingMethod`,
-`UnquantizedLinearMethod` and `VocabParallelEmbedding`, the layers that we look for in a model; `ForwardContext`,
-`get_forward_context`, `is_forward_context_available` and `set_forward_context`, through which layers find the step's
-metadata.
+Internal: `get_model`; `Attention`, `AttentionLayerBase`, `ChunkedLocalAttention`, `LinearBase`, `ParallelLMHead`,
+`UnquantizedEmbeddingMethod`, `UnquantizedLinearMethod` and `VocabParallelEmbedding`, the layers that we look for in a
+model; `ForwardContext`, `get_forward_context`, `is_forward_context_available` and `set_forward_context`, through which
+layers find the step's metadata; `PPMissingLayer`, which stands for a layer of another stage of a pipeline.
 """
 
+from copy import copy
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -34,22 +35,28 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models.utils import PPMissingLayer
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
     from vllm_gaudi_ucm.vllm_api.attention import AttentionLayer
 
 __all__ = [
     "Attention",
     "AttentionLayerBase",
+    "ChunkedLocalAttention",
     "CustomOp",
     "DynamicNTKAlphaRotaryEmbedding",
     "DynamicNTKScalingRotaryEmbedding",
     "ForwardContext",
+    "GeluAndMul",
     "GemmaRMSNorm",
     "LinearBase",
     "LinearScalingRotaryEmbedding",
     "Llama3RotaryEmbedding",
     "NTKScalingRotaryEmbedding",
+    "PPMissingLayer",
     "ParallelLMHead",
     "RMSNorm",
     "RotaryEmbedding",
@@ -58,12 +65,14 @@ __all__ = [
     "UnquantizedLinearMethod",
     "VocabParallelEmbedding",
     "YaRNScalingRotaryEmbedding",
+    "densely",
     "forget_names",
     "get_forward_context",
     "get_model",
     "is_forward_context_available",
     "op_registry_oot",
     "set_forward_context",
+    "tokens_chosen",
 ]
 
 
@@ -99,6 +108,13 @@ class NamelessAttention(Attention):
         return output.view(-1, shape[-1])
 
 
+class NamelessChunkedAttention(NamelessAttention, ChunkedLocalAttention):
+    """The same of a layer whose rows see their own chunk alone."""
+
+
+_NAMELESS: dict[type, type] = {Attention: NamelessAttention, ChunkedLocalAttention: NamelessChunkedAttention}
+
+
 def forget_names(model: nn.Module) -> None:
     """Makes a model's attention layers `NamelessAttention`: their names are in no graph any more.
 
@@ -108,5 +124,41 @@ def forget_names(model: nn.Module) -> None:
     Remove when: `Attention.forward` calls its own `impl` with its own cache.
     """
     for module in model.modules():
-        if type(module) is Attention:
-            module.__class__ = NamelessAttention
+        if nameless := _NAMELESS.get(type(module)):
+            module.__class__ = nameless
+
+
+def tokens_chosen(model_config: "ModelConfig") -> int | None:
+    """How many tokens each row of the model chooses by itself (DSA); None for every other family."""
+    try:
+        return cast("int", model_config.hf_text_config.index_topk)
+    except AttributeError:
+        return None
+
+
+def densely(vllm_config: "VllmConfig") -> "VllmConfig":
+    """The configuration to make a model with whose layers choose tokens by themselves (DSA): there they do not.
+
+    Reason: the classes of models make an indexer, with a cache of its own, wherever the configuration has `index_topk`.
+    Without it they are dense, and pass over the indexer's weights in a checkpoint.
+    Remove when: vLLM has an option for it.
+    """
+    model_config = copy(vllm_config.model_config)
+    for name in ("hf_config", "hf_text_config"):
+        setattr(model_config, name, _without_index_topk(getattr(model_config, name)))
+    dense = copy(vllm_config)
+    dense.model_config = model_config
+    return dense
+
+
+def _without_index_topk(config: Any) -> Any:
+    """A class of configurations may have the attribute, too, so that there is nothing to delete."""
+
+    def index_topk(self: Any) -> int:
+        raise AttributeError("index_topk")
+
+    hidden = copy(config)
+    vars(hidden).pop("index_topk", None)
+    kind = type(config)
+    hidden.__class__ = type(kind.__name__, (kind,), {"index_topk": property(index_topk)})
+    return hidden

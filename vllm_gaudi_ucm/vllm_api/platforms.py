@@ -3,9 +3,15 @@
 Imports vLLM inside functions only: our platform class is loaded while vLLM is being imported.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.logger import plugin_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = plugin_logger(__name__)
 
@@ -98,3 +104,15 @@ def client_error(message: str) -> Exception:
     from vllm.exceptions import VLLMValidationError
 
     return VLLMValidationError(message)
+
+
+def uses_older_ray_executor(vllm_config: VllmConfig) -> bool:
+    """Whether workers on Ray are driven by the older of vLLM's two executors.
+
+    Reason: that one calls the model runner of its own worker instead of the worker, and moves tensors by Ray's compiled
+    graph, which knows CUDA alone. Only an environment variable tells which of the two it is.
+    Remove when: vLLM has `RayExecutorV2` alone.
+    """
+    import vllm.envs
+
+    return vllm_config.parallel_config.use_ray and not vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND

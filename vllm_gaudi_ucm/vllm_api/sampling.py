@@ -1,7 +1,7 @@
 """Logits to tokens: `vllm.v1.sample`, `vllm.v1.structured_output`; and functions for what they lack.
 
-Extension point: custom logits processors. `LogitsProcessor` is their base class; `BatchUpdate` and
-`MoveDirectionality` are types of its methods.
+Extension point: custom logits processors. `LogitsProcessor` is their base class, and `AdapterLogitsProcessor`
+of those for single requests; `BatchUpdate` and `MoveDirectionality` are types of their methods.
 Internal: `BUILTIN_LOGITS_PROCESSORS`, `LogitsProcessors` and `build_logitsprocs`, which make the processors of a batch;
 `Sampler`, `SamplingMetadata` and `LogprobsMode`; `apply_grammar_bitmask` and
 `strip_speculative_padding`.
@@ -9,12 +9,14 @@ Internal: `BUILTIN_LOGITS_PROCESSORS`, `LogitsProcessors` and `build_logitsprocs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.config.model import LogprobsMode
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
+    AdapterLogitsProcessor,
     BatchUpdate,
     LogitsProcessor,
     LogitsProcessors,
@@ -22,17 +24,21 @@ from vllm.v1.sample.logits_processor import (
     build_logitsprocs,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+from vllm.v1.sample.ops.topk_topp_sampler import (
+    apply_top_k_top_p,
+    apply_top_k_top_p_pytorch,
+    sample_with_exponential_noise,
+)
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask, strip_speculative_padding
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
 __all__ = [
     "BUILTIN_LOGITS_PROCESSORS",
+    "AdapterLogitsProcessor",
     "BatchUpdate",
     "LogitsProcessor",
     "LogitsProcessors",
@@ -43,7 +49,7 @@ __all__ = [
     "apply_grammar_bitmask",
     "apply_penalties",
     "build_logitsprocs",
-    "host_sampler",
+    "drawing_sampler",
     "propose_ngram",
     "raise_if_nan_logits",
     "strip_speculative_padding",
@@ -61,34 +67,45 @@ def raise_if_nan_logits(counts: Mapping[str, int]) -> None:
     vllm_raise(counts)
 
 
-def host_sampler(logprobs_mode: LogprobsMode, use_fp64_gumbel: bool) -> Sampler:
-    """vLLM's sampler for logits on the CPU beside another device.
+def drawing_sampler(logprobs_mode: LogprobsMode, noise: Callable[[torch.Tensor], torch.Tensor]) -> Sampler:
+    """vLLM's sampler, which draws its random tokens with this noise.
 
-    Reason: vLLM's own choice (`apply_top_k_top_p`) takes Triton wherever that is installed, whatever the device; it
-    cannot read the CPU's memory.
-    Remove when: vLLM chooses by the device of the logits.
+    noise: of logits [rows, vocabulary], like them, of an exponential distribution.
+
+    Reason: vLLM draws row by row from `torch.Generator`s, whose numbers depend on the device, or from a global one,
+    whose numbers depend on the batch. And its own choice of top-k and top-p (`apply_top_k_top_p`) takes Triton wherever
+    that is installed, whatever the device of the logits; it cannot read the CPU's memory.
+    Remove when: the sampler draws by seed and position, as that of `vllm.v1.worker.gpu.sample`, on every device.
     """
-    sampler = Sampler(logprobs_mode, use_fp64_gumbel)
-    choose = sampler.topk_topp_sampler
+    sampler = Sampler(logprobs_mode)
 
-    def masked(
+    def choose(
         logits: torch.Tensor,
         generators: dict[int, torch.Generator],
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
-        return choose.forward_native(logits, generators, None, None)
+        if logits.device.type == "cpu":
+            logits = apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
+        else:
+            logits = apply_top_k_top_p(logits, k, p)
+        wanted = None
+        if logprobs_mode == "processed_logits":
+            wanted = logits
+        elif logprobs_mode == "processed_logprobs":
+            wanted = sampler.compute_logprobs(logits)
+        probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+        return sample_with_exponential_noise(probabilities, noise(logits)), wanted
 
     # the instance's attribute is where vLLM itself puts its choice
-    choose.forward = masked
+    sampler.topk_topp_sampler.forward = choose
     return sampler
 
 
 def apply_penalties(
     logits: torch.Tensor,
-    prompt_token_ids: torch.Tensor,
-    output_token_ids: torch.Tensor,
+    in_prompt: torch.Tensor,
+    counts: torch.Tensor,
     presence: torch.Tensor,
     frequency: torch.Tensor,
     repetition: torch.Tensor,
@@ -97,20 +114,18 @@ def apply_penalties(
 
     Args:
         logits: float32 [rows, vocabulary].
-        prompt_token_ids, output_token_ids: int64 [rows, width], padded with the vocabulary's size.
+        in_prompt: bool [rows, vocabulary], whether a token is in the prompt.
+        counts: int32 [rows, vocabulary], how often it is among the outputs.
         presence, frequency, repetition: float32 [rows].
 
-    Reason: `vllm.model_executor.layers.utils.apply_penalties` calls an operator of vLLM's CUDA library for logits on
-    CUDA, which the build without a device does not have.
-    Remove when: it asks whether that library is there.
+    Reason: `vllm.model_executor.layers.utils.apply_penalties` takes all tokens of every request in each step, as wide
+    as the longest, and calls an operator of vLLM's CUDA library for logits on CUDA, which the build without a device
+    does not have.
+    Remove when: vLLM has a function of counts that is plain torch.
     """
     from vllm._custom_ops import apply_repetition_penalties_torch
-    from vllm.model_executor.layers.utils import get_token_bin_counts_and_mask
 
-    rows, vocab_size = logits.shape
-    _, in_prompt = get_token_bin_counts_and_mask(prompt_token_ids, vocab_size, rows)
-    counts, in_output = get_token_bin_counts_and_mask(output_token_ids, vocab_size, rows)
-    logits = logits.clone()
+    logits, in_output = logits.clone(), counts > 0
     apply_repetition_penalties_torch(logits, in_prompt, in_output, repetition)
     logits -= frequency.unsqueeze(1) * counts
     logits -= presence.unsqueeze(1) * in_output

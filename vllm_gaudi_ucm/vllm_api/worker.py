@@ -1,15 +1,14 @@
-"""Workers: `vllm.v1.worker`, `vllm.distributed`.
+"""Workers: `vllm.v1.worker`.
 
 Extension point: `WorkerBase` is the base class of a platform plugin's worker; `CompilationTimes` and `SupportedTask`
 are types of its methods.
-Internal: `InputBatch`, which custom logits processors are made from; `ensure_model_parallel_initialized`,
-`init_distributed_environment` and `set_random_seed`, by which vLLM's own workers prepare a device.
+Internal: `InputBatch`, which custom logits processors are made from; `set_random_seed`, by which vLLM's own workers
+prepare a device.
 """
 
 from contextlib import AbstractContextManager
 
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.tasks import SupportedTask
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -20,8 +19,6 @@ __all__ = [
     "InputBatch",
     "SupportedTask",
     "WorkerBase",
-    "ensure_model_parallel_initialized",
-    "init_distributed_environment",
     "model_loading",
     "set_random_seed",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, block_features, query_features
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
-from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, PreparedSpans
+from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, Prepared, PreparedSpans
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum
 
 LOWEST = torch.finfo(torch.float32).min
@@ -55,12 +55,14 @@ class HpuBlockSelection(BlockSelectionImplementation):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
-        prepared: PreparedSpans | None = None,
+        prepared: Prepared | None = None,
     ) -> Tensor:
         count, heads = blocks.shape[0], query.shape[1]
         if not count:
             return query.new_empty(0, dtype=torch.float32)
-        rows, seen, hidden = prepared[:3] if prepared else _rows(spans, first_rows, num_rows, max_rows)
+        rows, seen, hidden = (
+            prepared[:3] if isinstance(prepared, PreparedSpans) else _rows(spans, first_rows, num_rows, max_rows)
+        )
         features = (query_features(query, kind) * scale).index_select(0, rows)
         estimates = _estimates(features.unflatten(0, (count, max_rows)), block_features(summaries, kind, blocks))
 
@@ -78,7 +80,15 @@ class HpuBlockSelection(BlockSelectionImplementation):
         # a broken block is chosen first, so its request's output is broken too, and detected
         return mass.masked_fill((unknown & seen).flatten(1).any(1), 1.0)
 
-    def choose(self, scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor:
+    def choose(
+        self,
+        scores: Tensor,
+        places: Tensor,
+        num_spans: int,
+        width: int,
+        most: int,
+        prepared: Prepared | None = None,
+    ) -> Tensor:
         ranked = min(most, width)
         if not num_spans or not ranked:
             return places.new_full((num_spans, most), -1)
@@ -97,10 +107,12 @@ class HpuBlockSelection(BlockSelectionImplementation):
         modes: Tensor,
         thresholds: Tensor,
         width: int,
-        prepared: PreparedSpans | None = None,
+        prepared: Prepared | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         both = torch.stack((stored, fresh))
-        attended, checked, reused = prepared[3:] if prepared else _rules(counts, modes, stored.shape[1])
+        attended, checked, reused = (
+            prepared[3:] if isinstance(prepared, PreparedSpans) else _rules(counts, modes, stored.shape[1])
+        )
         valid = attended & (both == both.clamp(0, width - 1))
         # an old block that is equal to a new one is valid if either is
         same = (stored[:, :, None] == fresh[:, None]) & valid[0][:, :, None] & attended[:, None]

@@ -6,6 +6,7 @@ A function returns None for tensors that its kernel does not cover, and the call
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from ctypes import c_float, c_int64, c_void_p
 from math import log
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind, query_features
-from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, PreparedSpans
+from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, Prepared
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -129,11 +130,19 @@ class NativeBlockSelection(BlockSelectionImplementation):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
-        prepared: PreparedSpans | None = None,
+        prepared: Prepared | None = None,
     ) -> Tensor | None:
         return scores(query, summaries, blocks, spans, first_rows, num_rows, scale, kind)
 
-    def choose(self, scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor | None:
+    def choose(
+        self,
+        scores: Tensor,
+        places: Tensor,
+        num_spans: int,
+        width: int,
+        most: int,
+        prepared: Prepared | None = None,
+    ) -> Tensor | None:
         return choose(scores, places, num_spans, width, most)
 
 
@@ -185,9 +194,10 @@ class NativeSelection:
 
     Args:
         candidates: of the step. A later step of the same shapes may overwrite the contents of the tensors.
+        chosen: int64, at least as many as are selected: where `choose` leaves the blocks; None: memory of its own.
     """
 
-    def __init__(self, candidates: StepCandidates) -> None:
+    def __init__(self, candidates: StepCandidates, chosen: Tensor | None = None) -> None:
         c = StepCandidates._make(item.contiguous() if isinstance(item, Tensor) else item for item in candidates)
         self._candidates = c
         self._layer: tuple[object, ...] | None = None
@@ -196,7 +206,7 @@ class NativeSelection:
             raise ValueError(f"block table has {len(c.table)} places, expected {spans} x {c.width} and a pad")
         self._scores = torch.zeros(len(c.blocks), dtype=torch.float32)
         self._ranking = torch.full((spans, c.most), -1, dtype=torch.int64)
-        self._chosen = torch.zeros(selected, dtype=torch.int64)
+        self._chosen = torch.zeros(selected, dtype=torch.int64) if chosen is None else chosen[:selected]
         task = self._task = _Selecting(num_slots=0, selected=selected)
         ids = [tensor.data_ptr() for tensor in (c.blocks, c.spans, c.first_rows, c.num_rows)]
         task.scoring.first_more = log(REST_WEIGHT)
@@ -248,8 +258,55 @@ class NativeSelection:
             )
         return self._chosen
 
+    @property
+    def task(self) -> ctypes.Structure:
+        """What the kernel is passed, the layer's part of it that of the last `choose`."""
+        return self._task
+
     def _check(self, stored: Tensor) -> None:
         if stored.shape[1] != self._candidates.most or not stored.is_contiguous():
             raise ValueError(
                 f"stored rankings are {tuple(stored.shape)}, expected dense [slots, {self._candidates.most}]"
             )
+
+
+# Of `Scoring.sizes`: those of the step; the others are the layer's.
+_SIZES_OF_STEP = (9, 10)
+_OF_LAYER = ("stored", "checks", "recall", "num_slots")
+
+
+class RecordedSelection:
+    """Gives recorded calls of `NativeSelection.choose` the candidates of another step.
+
+    The steps must leave what is chosen in the same memory, as attention reads it there.
+
+    Args:
+        kept: structures of recorded calls, those of other kernels among them.
+    """
+
+    def __init__(self, kept: Iterable[object]) -> None:
+        self._tasks = [task for task in kept if isinstance(task, _Selecting)]
+        self._layers = [
+            (
+                tuple(task.scoring.tensors[:2]),
+                list(task.scoring.sizes),
+                task.scoring.scale,
+                [getattr(task, name) for name in _OF_LAYER],
+            )
+            for task in self._tasks
+        ]
+
+    def bind(self, selection: NativeSelection) -> None:
+        """Makes the recorded calls use this one, which must live as long as they run."""
+        given = selection.task
+        size, address = ctypes.sizeof(given), ctypes.addressof(given)
+        counts = dict(zip(_SIZES_OF_STEP, given.choosing.sizes[:2], strict=True))
+        for task, (tensors, sizes, scale, others) in zip(self._tasks, self._layers, strict=True):
+            ctypes.memmove(ctypes.addressof(task), address, size)
+            task.scoring.tensors[0], task.scoring.tensors[1] = tensors
+            for place, count in counts.items():
+                sizes[place] = count
+            task.scoring.sizes[:] = sizes
+            task.scoring.scale = scale
+            for name, value in zip(_OF_LAYER, others, strict=True):
+                setattr(task, name, value)

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import (
     query_features,
     summarise,
 )
-from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, PreparedSpans
+from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, Prepared
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum_
 
 NEG_INF = float("-inf")
@@ -43,11 +43,19 @@ class ReferenceBlockSelection(BlockSelectionImplementation):
         max_rows: int,
         scale: float,
         kind: SummaryKind,
-        prepared: PreparedSpans | None = None,
+        prepared: Prepared | None = None,
     ) -> Tensor:
         return scores(query, summaries, blocks, spans, first_rows, num_rows, max_rows, scale, kind)
 
-    def choose(self, scores: Tensor, places: Tensor, num_spans: int, width: int, most: int) -> Tensor:
+    def choose(
+        self,
+        scores: Tensor,
+        places: Tensor,
+        num_spans: int,
+        width: int,
+        most: int,
+        prepared: Prepared | None = None,
+    ) -> Tensor:
         return choose(scores, places, num_spans, width, most)
 
 

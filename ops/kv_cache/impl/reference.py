@@ -18,6 +18,10 @@ class ReferenceKvCache(KvCacheImplementation):
         write(value, value_rows, slots)
         return True
 
+    def write_rows(self, tokens: Tensor, rows: Tensor, slots: Tensor) -> bool:
+        write(tokens, rows, slots)
+        return True
+
     def swap(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool) -> bool:
         swap(sources, targets, pairs, non_blocking)
         return True
@@ -25,7 +29,14 @@ class ReferenceKvCache(KvCacheImplementation):
 
 def write(tokens: Tensor, rows: Tensor, slots: Tensor) -> None:
     """Writes tokens [n, kv_heads, dim] to rows [slots, kv_heads, dim] at slots [n]."""
-    rows.index_copy_(0, slots, tokens.to(rows.dtype))
+    _put(rows, 0, slots, tokens.to(rows.dtype))
+
+
+def _put(cache: Tensor, dim: int, ids: Tensor, found: Tensor) -> None:
+    if cache.dtype == torch.float8_e4m3fn and cache.device.type != "hpu":
+        # torch has no such copy of 8-bit floats; a Gaudi has, and writes no view in place
+        cache, found = cache.view(torch.uint8), found.view(torch.uint8)
+    cache.index_copy_(dim, ids, found)
 
 
 def swap(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool = False) -> None:
@@ -60,10 +71,10 @@ def scatter(blocks: Tensor, caches: Sequence[Tensor], ids: Tensor, non_blocking:
     # caches on the host are written at once, so the blocks must be there
     blocks, ids = blocks.to(device, non_blocking=non_blocking and device.type != "cpu"), ids.to(device)
     if stack is not None:
-        stack.index_copy_(1, ids, blocks)
+        _put(stack, 1, ids, blocks)
         return
     for cache, found in zip(caches, blocks, strict=True):
-        cache.index_copy_(0, ids, found)
+        _put(cache, 0, ids, found)
 
 
 def stacked(caches: Sequence[Tensor]) -> Tensor | None:

@@ -171,6 +171,8 @@ class CpuGraph:
 
     def __init__(self, captured: Capture, result: Tensor) -> None:
         self.result = result
+        self.kept = tuple(captured.kept)
+        """What the addresses of its calls point into: structures as they were when they were passed."""
         self._parts = _in_runs(captured)
 
     def replay(self) -> bool:

@@ -26,18 +26,25 @@ void each_cached(const Layer& layer, const Tensors& tensors, const Job& job, con
     }
 }
 
-void add_cached(Tiles& tiles, const Layer& layer, const Tensors& tensors, const Job& job, const TokenRange* ranges, int64_t head) {
-    tiles.begin(layer.cache_type, -1, 0);
-    each_cached(layer, tensors, job, ranges, head, [&](const char* key, const char* value) { tiles.take(key, value); });
+const Row* local_rows(const Plan& plan, const Job& job) { return job.is_local ? plan.rows + job.row_lo : nullptr; }
+
+void add_cached(Tiles& tiles, const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
+    tiles.begin(layer.cache_type, -1, 0, local_rows(plan, job), job.row_hi - job.row_lo - 1);
+    each_cached(layer, tensors, job, plan.ranges, head, [&](const char* key, const char* value) { tiles.take(key, value); });
 }
 
 void add_new(Tiles& tiles, const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
     if (job.causal_first < 0) return;
     const int64_t first_row = plan.rows[job.row_lo].row, end = first_row + job.row_hi - job.row_lo;
-    tiles.begin(FP32, job.causal_first, first_row);
+    tiles.begin(FP32, job.causal_first, first_row, local_rows(plan, job), job.row_hi - job.row_lo - 1);
     for (int64_t row = job.causal_first; row < end; ++row)
         tiles.take(tensors.key + row * layer.key_row + head * layer.key_head,
                    tensors.value + row * layer.value_row + head * layer.value_head);
+}
+
+// The share of a row's whole sum that its tokens have: all of it without a sink. top: their maximum, total: their sum.
+float share(float top, float total, const float* sinks, int64_t query_head) {
+    return sinks ? 1.0f / (1.0f + std::exp(sinks[query_head] - top) / total) : 1.0f;
 }
 
 // The job's result for one kv head, normalised into the output or as a partial. False: something is not finite.
@@ -51,7 +58,7 @@ bool leave(const Unit& unit, const Layer& layer, const Tensors& tensors, const P
         const bool whole = row.partial < 0;
         float* to = whole ? tensors.out + (row.row * layer.heads + query_head) * layer.value_dim
                           : plan.partials + (row.partial * layer.heads + query_head) * size;
-        const float factor = whole && total != 0.0f ? 1.0f / total : 1.0f;
+        const float factor = whole && total != 0.0f ? share(unit.top[i], total, tensors.sinks, query_head) / total : 1.0f;
         const float* from = unit.out + i * unit.value_width;
         finite = finite && within(all(total), FLT_MAX);
         for (int64_t d = 0; d < unit.value_width; d += LANES) finite = finite && within(load(from + d), FLT_MAX);
@@ -67,7 +74,7 @@ bool run(const Layer& layer, const Tensors& tensors, const Plan& plan, const Job
     take_queries(unit, layer, tensors.query, plan.rows + job.row_lo, head);
     matrix.work(unit, [&] {
         Tiles tiles(unit, matrix);
-        add_cached(tiles, layer, tensors, job, plan.ranges, head);
+        add_cached(tiles, layer, tensors, plan, job, head);
         add_new(tiles, layer, tensors, plan, job, head);
     });
     return leave(unit, layer, tensors, plan, job, head);
@@ -116,6 +123,7 @@ void merge(const Layer& layer, const Tensors& tensors, const Plan& plan, const M
         total += weight * partial[layer.value_dim + 1];
         for (int64_t d = 0; d < layer.value_dim; ++d) out[d] += weight * partial[d];
     }
+    total /= share(top, total, tensors.sinks, head);
     for (int64_t d = 0; d < layer.value_dim; ++d) out[d] /= total;
 }
 

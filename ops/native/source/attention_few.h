@@ -14,7 +14,7 @@ constexpr int64_t MOST_HEADS = 16;  // that take turns
 
 inline bool is_few(const Layer& layer, const Job& job) {
     return (job.row_hi - job.row_lo) * (layer.heads / layer.kv_heads) <= FEW && layer.cache_type == FP32 &&
-           layer.dim % LANES == 0 && layer.value_dim % LANES == 0;
+           !job.is_local && layer.dim % LANES == 0 && layer.value_dim % LANES == 0;
 }
 
 // The units of kv heads that see the same tokens; the tile's pointers are those of the first one.
@@ -75,7 +75,7 @@ inline void weigh_few(Heads& heads, const Tile& tile) {
     for (int64_t h = 0; h < heads.count; ++h) {
         Unit& unit = heads.units[h];
         for (int64_t i = 0; i < unit.count; ++i) {
-            const float kept = weigh(unit, i, unit.scores + i * KEYS, tile.count, padded(tile.count, LANES));
+            const float kept = weigh(unit, i, unit.scores + i * KEYS, 0, tile.count, padded(tile.count, LANES));
             float* out = unit.out + i * unit.value_width;
             for (int64_t d = 0; kept != 1.0f && d < unit.value_dim; d += LANES) store(out + d, load(out + d) * kept);
         }

@@ -7,9 +7,9 @@
 namespace ucm {
 
 // Rows rows[row_lo:row_hi] see the cached tokens of ranges[range_lo:range_hi] and, if causal_first >= 0, the new tokens
-// causal_first..row; then the rows are consecutive.
+// causal_first..row; then the rows are consecutive. is_local: some rows see less, by their `skip` and `first_new`.
 struct Job {
-    int64_t row_lo, row_hi, range_lo, range_hi, causal_first;
+    int64_t row_lo, row_hi, range_lo, range_hi, causal_first, is_local;
 };
 
 // Tokens [lo, hi) of a block of the cache: of `block`, or of the layer's own choice if entry >= 0.
@@ -25,8 +25,9 @@ struct Merge {
 };
 
 // Where a job leaves a row: at its place in the output (partial < 0), or as a partial result to be merged.
+// In a local job it sees the cached tokens but for the first `skip`, and no new token before row `first_new`.
 struct Row {
-    int64_t row, partial;
+    int64_t row, partial, skip, first_new;
 };
 
 struct Plan {
@@ -46,7 +47,7 @@ struct Layer {
     int64_t heads, kv_heads, dim, value_dim, blocks, block_size, cache_type;
     int64_t query_row, query_head, key_row, key_head, value_row, value_head;
     int64_t key_block, key_token, key_cache_head, value_block, value_token, value_cache_head;
-    float scale;
+    float scale, cap;  // cap: 0 without a soft cap
 };
 
 struct Tensors {
@@ -54,6 +55,7 @@ struct Tensors {
     const char *key_cache, *value_cache;
     float* out;               // [rows, heads, value_dim], dense
     const int64_t* selected;  // a block per entry of the selected part
+    const float* sinks;       // [heads]; null: there are none
 };
 
 }  // namespace ucm

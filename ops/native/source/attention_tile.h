@@ -22,12 +22,15 @@ struct Unit {
     int64_t count, dim, value_dim, value_width, group;
     float *query, *out, *top, *total;  // [count, dim], [count, value_width], [count], [count, LANES]
     float *keys, *values, *scores;     // [dim, KEYS], [KEYS, value_width], [max(ROWS, FEW), KEYS]
+    float cap = 0;                     // of scores; 0: there is none
     bool finite = true;                // every score so far
 };
 
 // The tokens of a tile. For new tokens first_key is the row of the first one, and row i sees those <= i; else it is -1.
+// rows: those of a local job, `last` + 1; null in others. place: of the first token among the job's cached ones.
 struct Tile {
-    int64_t count, first_key, first_row;
+    int64_t count, first_key, first_row, place = 0, last = 0;
+    const Row* rows = nullptr;
     int64_t type;
     const char* key[KEYS];
     const char* value[KEYS];
@@ -37,6 +40,14 @@ struct Tile {
         if (first_key < 0) return count;
         const int64_t seen = first_row + i / group - first_key + 1;
         return seen < 0 ? 0 : seen < count ? seen : count;
+    }
+
+    // How many of the first tokens query vector i does not see.
+    int64_t hidden(int64_t i, int64_t group) const {
+        if (!rows) return 0;
+        const Row& row = rows[i / group < last ? i / group : last];
+        const int64_t before = first_key < 0 ? row.skip - place : row.first_new - first_key;
+        return before < 0 ? 0 : before < count ? before : count;
     }
 };
 
@@ -104,15 +115,29 @@ inline void multiply(const float* a, int64_t a_stride, B b, int64_t depth, Float
     }
 }
 
-// The largest score of a query vector so far and in this tile, whose scores beyond `limit` do not count.
-inline float new_top(Unit& unit, int64_t i, const float* scores, int64_t limit, int64_t depth) {
+// Scores beyond a soft cap come near it: cap * tanh(score / cap). A score that is not finite is noted first.
+inline void cap_scores(Unit& unit, float* scores, int64_t depth) {
+    const Floats scale = all(2.0f / unit.cap), cap = all(unit.cap), one = all(1.0f);
+    for (int64_t t = 0; t < depth; t += LANES) {
+        const Floats s = load(scores + t);
+        unit.finite = unit.finite && within(s, FLT_MAX);
+        const Floats e = exponential(s * scale);
+        store(scores + t, cap * (e - one) / (e + one));
+    }
+}
+
+// The largest score of a query vector so far and in this tile, whose scores before `hidden` and beyond `limit` do not
+// count.
+inline float new_top(Unit& unit, int64_t i, const float* scores, int64_t hidden, int64_t limit, int64_t depth) {
     Ints lane_index;
     for (int lane = 0; lane < LANES; ++lane) lane_index[lane] = lane;
     Floats top = all(NOTHING);
     for (int64_t t = 0; t < depth; t += LANES) {
         const Floats s = load(scores + t);
         unit.finite = unit.finite && within(s, FLT_MAX);
-        top = maximum(top, lane_index < int32_t(limit - t) ? s : all(NOTHING));
+        Floats seen = lane_index < int32_t(limit - t) ? s : all(NOTHING);
+        if (hidden > t) seen = lane_index < int32_t(hidden - t) ? all(NOTHING) : seen;
+        top = maximum(top, seen);
     }
     const float found = largest(top);
     return found > unit.top[i] ? found : unit.top[i];
@@ -127,9 +152,9 @@ inline bool keeps_top(const Unit& unit, int64_t i, const float* scores, int64_t 
 
 // Raises a query vector's maximum where this tile has a larger one; returns what its earlier result must be multiplied
 // with, the sum of its weights already is.
-inline float raise_top(Unit& unit, int64_t i, const float* scores, int64_t limit, int64_t depth) {
-    if (limit == 0) return 1.0f;
-    const float before = unit.top[i], after = new_top(unit, i, scores, limit, depth);
+inline float raise_top(Unit& unit, int64_t i, const float* scores, int64_t hidden, int64_t limit, int64_t depth) {
+    if (limit <= hidden) return 1.0f;
+    const float before = unit.top[i], after = new_top(unit, i, scores, hidden, limit, depth);
     if (before == after) return 1.0f;
     const float kept = std::exp(before - after);
     float* total = unit.total + i * LANES;
@@ -138,22 +163,24 @@ inline float raise_top(Unit& unit, int64_t i, const float* scores, int64_t limit
     return kept;
 }
 
-// Weights of the tokens from t on, 0 for those beyond `limit`.
-inline Floats weights_of(const float* scores, int64_t t, int64_t limit, float top) {
+// Weights of the tokens from t on, 0 for those before `hidden` and beyond `limit`.
+inline Floats weights_of(const float* scores, int64_t t, int64_t hidden, int64_t limit, float top) {
     Ints lane_index;
     for (int lane = 0; lane < LANES; ++lane) lane_index[lane] = lane;
-    return lane_index < int32_t(limit - t) ? exponential(load(scores + t) - top) : Floats{};
+    const Floats weights = lane_index < int32_t(limit - t) ? exponential(load(scores + t) - top) : Floats{};
+    return hidden > t ? (lane_index < int32_t(hidden - t) ? Floats{} : weights) : weights;
 }
 
-// Scores of one query vector to weights, in place, zeros from `limit` to `depth`; returns what its earlier result must be
-// multiplied with. `depth` is a multiple of the lanes.
-inline float weigh(Unit& unit, int64_t i, float* scores, int64_t limit, int64_t depth) {
-    const bool whole = limit == depth && keeps_top(unit, i, scores, depth);
-    const float kept = whole ? 1.0f : raise_top(unit, i, scores, limit, depth), top = unit.top[i];
+// Scores of one query vector to weights, in place, zeros before `hidden` and from `limit` to `depth`; returns what its
+// earlier result must be multiplied with. `depth` is a multiple of the lanes.
+inline float weigh(Unit& unit, int64_t i, float* scores, int64_t hidden, int64_t limit, int64_t depth) {
+    if (unit.cap > 0.0f) cap_scores(unit, scores, depth);
+    const bool whole = limit == depth && hidden == 0 && keeps_top(unit, i, scores, depth);
+    const float kept = whole ? 1.0f : raise_top(unit, i, scores, hidden, limit, depth), top = unit.top[i];
     float* total = unit.total + i * LANES;
     Floats sums = load(total);
     for (int64_t t = 0; t < depth; t += LANES) {
-        const Floats w = whole ? exponential(load(scores + t) - top) : weights_of(scores, t, limit, top);
+        const Floats w = whole ? exponential(load(scores + t) - top) : weights_of(scores, t, hidden, limit, top);
         store(scores + t, w);
         sums += w;
     }

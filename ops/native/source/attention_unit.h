@@ -28,7 +28,8 @@ void add_tile_by(Unit& unit, const Tile& tile, const Tile* next) {
         }
         float kept[R];
         for (int i = 0; i < R; ++i)
-            kept[i] = weigh(unit, first + i, unit.scores + i * KEYS, tile.limit(first + i, unit.group), padded(depth, LANES));
+            kept[i] = weigh(unit, first + i, unit.scores + i * KEYS, tile.hidden(first + i, unit.group),
+                            tile.limit(first + i, unit.group), padded(depth, LANES));
         for (int64_t d = 0; d < width; d += WIDTH) {
             float* out = unit.out + first * width + d;
             Floats c[R][VECTORS];
@@ -60,6 +61,7 @@ inline Scratch& unit_scratch() {
 inline Unit unit_of(const Layer& layer, const Job& job) {
     Unit unit;
     unit.dim = layer.dim, unit.value_dim = layer.value_dim, unit.group = layer.heads / layer.kv_heads;
+    unit.cap = layer.cap;
     unit.count = (job.row_hi - job.row_lo) * unit.group;
     unit.value_width = padded(unit.value_dim, WIDTH);
     return unit;
@@ -125,10 +127,11 @@ public:
         if (before) add(*before, nullptr);
     }
 
-    // The tokens that follow are of this type; first_key and first_row as in Tile.
-    void begin(int64_t type, int64_t first_key, int64_t first_row) {
+    // The tokens that follow are of this type; first_key, first_row, rows and last as in Tile.
+    void begin(int64_t type, int64_t first_key, int64_t first_row, const Row* rows, int64_t last) {
         if (tile->count) pass_on();
         tile->type = type, tile->first_key = first_key, tile->first_row = first_row;
+        tile->rows = rows, tile->last = last, tile->place = 0;
     }
 
     void take(const void* key, const void* value) {
@@ -148,6 +151,7 @@ private:
         tile = tile == tiles ? tiles + 1 : tiles;
         tile->count = 0, tile->type = before->type, tile->first_row = before->first_row;
         tile->first_key = before->first_key < 0 ? -1 : before->first_key + KEYS;
+        tile->rows = before->rows, tile->last = before->last, tile->place = before->place + before->count;
     }
 
     void add(const Tile& full, const Tile* next) {

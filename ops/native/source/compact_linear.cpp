@@ -1,4 +1,4 @@
-// A few rows times a weight that is kept in fewer bits than its values have, without changing one of them: bfloat16, or
+// A few rows times a weight that is kept in fewer bits than its values have, without changing one of them: 16 bits, or
 // codes of 4 or 8 bits with a scale (and an offset) for every 32 inputs. Few rows are multiplied while the codes are
 // read; for more a panel is first written out into the cache, and then multiplied as any other.
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "memory.h"
 #include "panel_product.h"
 #include "prefetch.h"
 #include "team.h"
@@ -58,6 +59,31 @@ struct BFloat16 {
         const uint8_t* at = panel.codes + (first * width + column) * 2;
         for (int64_t k = first; k < first + GROUP; ++k, at += width * 2)
             for (int j = 0; j < VECTORS; ++j) take(k, j, (Floats)(widened<Halves>(at + j * LANES * 2) << 16));
+    }
+};
+
+struct Float16 {
+    static constexpr int64_t PER_TWO = 4;
+    template <int VECTORS, typename Take>
+    static void group(const Codes& panel, int64_t width, int64_t first, int64_t column, Take take) {
+        const uint8_t* at = panel.codes + (first * width + column) * 2;
+        for (int64_t k = first; k < first + GROUP; ++k, at += width * 2)
+            for (int j = 0; j < VECTORS; ++j) take(k, j, value(at + j * LANES * 2));
+    }
+
+private:
+    static Floats value(const uint8_t* from) {
+#if defined(__AVX512F__)
+        return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX__) && defined(__F16C__)
+        return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+        uint16_t halves[LANES];
+        std::memcpy(halves, from, sizeof halves);
+        Floats v;
+        for (int lane = 0; lane < LANES; ++lane) v[lane] = widen(halves[lane]);
+        return v;
+#endif
     }
 };
 
@@ -266,7 +292,7 @@ void multiply_all(const Linear& task, const Codes& whole) {
 
 }  // namespace
 
-// As ucm_linear. form: 0 bfloat16, 1 four bits, 2 eight bits. in is a multiple of 32.
+// As ucm_linear. form: 0 bfloat16, 1 four bits, 2 eight bits, 4 float16. in is a multiple of 32.
 extern "C" void ucm_compact_linear(
     const float* x, int64_t x_stride, int64_t form, const uint8_t* codes, const float* scales, const float* offsets,
     const float* bias, float* out, int64_t rows, int64_t in, int64_t outputs, int64_t width) {
@@ -275,5 +301,6 @@ extern "C" void ucm_compact_linear(
     const Codes whole{codes, scales, offsets};
     if (form == 0) multiply_all<BFloat16>(task, whole);
     else if (form == 1) multiply_all<Affine4>(task, whole);
+    else if (form == 4) multiply_all<Float16>(task, whole);
     else multiply_all<Symmetric8>(task, whole);
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "attention_job.h"
+#include "block_selection.h"
 #include "prefetch.h"
 
 using namespace ucm;
@@ -25,6 +26,7 @@ void ucm_tile_linear(
     const float*, int64_t, int64_t, const char*, const float*, const float*, const float*, float*, int64_t, int64_t,
     int64_t, int64_t);
 int64_t ucm_attend(const Plan*, const Layer*, const Tensors*);
+int64_t ucm_select_blocks(const Selecting*);
 }
 
 namespace {
@@ -79,6 +81,7 @@ int64_t run(const Call& recorded) {
         case COMPACT_LINEAR: return call(ucm_compact_linear, words);
         case 6: return call(ucm_tile_linear, words);
         case ATTEND: return call(ucm_attend, words);
+        case 8: return call(ucm_select_blocks, words);
     }
     return ~recorded.done;
 }

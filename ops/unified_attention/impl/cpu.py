@@ -10,14 +10,15 @@ caller then uses the reference, which is exact. This misses one case: a key with
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cpu_plan import BlockCall, CausalCall, CpuPlan, RowIndex, make_plan
 from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
-from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.ops.unified_attention.parts import NOTHING_SEEN, AttentionParts
+from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -31,7 +32,12 @@ class CpuAttention(AttentionImplementation):
     devices = frozenset({"cpu"})
     priority = 10
     capturable = False
+    gives_log_sums = True
     traceable = False
+
+    def supports(self, spec: AttentionSpec) -> bool:
+        """The kernel gives no scores before its softmax, so there is no soft cap."""
+        return spec.logits_soft_cap is None and not spec.has_slopes
 
     def plan(self, parts: AttentionParts, block_size: int) -> CpuPlan:
         return make_plan(parts, block_size)
@@ -47,17 +53,28 @@ class CpuAttention(AttentionImplementation):
         spec: AttentionSpec,
         out: Tensor,
         selected_blocks: Tensor | None = None,
+        per_head: PerHead = NOTHING_PER_HEAD,
+        log_sums: Tensor | None = None,
     ) -> bool:
         """Also False for a selected part: its blocks differ by layer, but the calls are formed once per step."""
         if plan.selected:
             return False
+        if spec.values_in_keys and value.shape[-1] < key.shape[-1]:
+            # the kernel knows one head size: keys whole are values, of which the first elements are taken
+            wide = torch.empty_like(query)
+            keys, whole = (key, key, key_cache, key_cache), replace(spec, values_in_keys=False)
+            done = self.attend(query, *keys, plan, whole, wide, per_head=per_head, log_sums=log_sums)
+            out.copy_(wide[..., : value.shape[-1]])
+            return done
         if value.shape[-1] != query.shape[-1] or any(
             tensor.stride(-1) != 1 for tensor in (query, key, value, key_cache, value_cache)
         ):
             return False  # the kernel knows one head size, and no stride inside a head
         rows, heads, _ = query.shape
         result = out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
-        lse = query.new_full((rows, heads), -math.inf, dtype=torch.float32) if plan.merges else None
+        lse = None
+        if plan.merges or spec.has_sinks or log_sums is not None:
+            lse = query.new_full((rows, heads), -math.inf, dtype=torch.float32)
         if plan.fresh_rows < rows:
             result.zero_()
         query = query.float()
@@ -67,10 +84,15 @@ class CpuAttention(AttentionImplementation):
             _run_causal(query, key, value, call, spec.scale, result, lse)
         for cached in plan.cached:
             _run_cached(query, key_cache, value_cache, cached, spec.scale, result, lse, plan.scratch)
+        if per_head.sinks is not None and lse is not None:
+            # the part of a row's sum that its tokens have
+            result *= torch.sigmoid(lse - per_head.sinks)[..., None]
         if not math.isfinite(result.sum().item()):
             return False
         if result is not out:
             out.copy_(result)
+        if log_sums is not None and lse is not None:
+            log_sums.copy_(lse.clamp(min=NOTHING_SEEN))
         return True
 
 
@@ -78,8 +100,10 @@ def _run_causal(
     query: Tensor, key: Tensor, value: Tensor, call: CausalCall, scale: float, result: Tensor, lse: Tensor | None
 ) -> None:
     rows = slice(call.first, call.first + call.squares * call.length)
-    square = (call.squares, call.length)
-    q, k, v = (tensor[rows].unflatten(0, square).transpose(1, 2) for tensor in (query, key, value))
+    keys = rows if call.first_key is None else slice(call.first_key, rows.stop)
+    q, k, v = (
+        tensor.unflatten(0, (call.squares, -1)).transpose(1, 2) for tensor in (query[rows], key[keys], value[keys])
+    )
     out, out_lse = _flash(q, k, v, is_causal=call.bias is None, attn_mask=call.bias, scale=scale)
     result[rows] = out.transpose(1, 2).flatten(0, 1)
     if lse is not None:

@@ -7,6 +7,7 @@ similar length, from any part, are batched into one `BlockCall`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,12 +19,16 @@ RowIndex = slice | Tensor
 
 
 class CausalCall(NamedTuple):
-    """`squares` adjacent squares of `length` new tokens each, from row `first` on; short ones have a bias."""
+    """`squares` adjacent squares of `length` new tokens each, from row `first` on; short ones have a bias.
+
+    first_key: under a window, of one slice of rows in place of squares, the first row whose key is multiplied.
+    """
 
     first: int
     squares: int
     length: int
     bias: Tensor | None
+    first_key: int | None = None
 
 
 class BlockCall(NamedTuple):
@@ -120,8 +125,12 @@ def add_shared_items(
     columns = slice(group.block_lo, group.block_hi)
     blocks = part.blocks[columns]
     spans = part.row_spans[group.rows]
-    distinct, which = spans.unique(return_inverse=True)
-    lo = part.lo[distinct, columns].clamp(min=0)
+    if part.rise is None:
+        distinct, which = spans.unique(return_inverse=True)
+        lo = part.lo[distinct, columns].clamp(min=0)
+    else:  # each row sees what it sees
+        distinct, which = spans, torch.arange(spans.shape[0])
+        lo = part.lo_of(group.rows, columns).clamp(min=0)
     hi = part.hi[distinct, columns].clamp(max=block_size)
     empty = hi <= lo
     lo, hi = lo.masked_fill(empty, 0), hi.masked_fill(empty, 0)
@@ -215,6 +224,8 @@ def make_plan(parts: AttentionParts, block_size: int) -> CpuPlan:
 
 def _causal_calls(part: CausalPart) -> tuple[CausalCall, ...]:
     """Squares of the groups; adjacent squares of equal length are one call. The slices bound nothing tighter."""
+    if part.first_rows is not None:
+        return tuple(_slice_calls(part, part.first_rows))
     ids, counts = torch.unique_consecutive(part.groups, return_counts=True)
     calls: list[CausalCall] = []
     first = 0
@@ -227,6 +238,23 @@ def _causal_calls(part: CausalPart) -> tuple[CausalCall, ...]:
             calls.append(CausalCall(first, 1, length, bias[None, None] if bias is not None else None))
         first += length
     return tuple(calls)
+
+
+def _slice_calls(part: CausalPart, first_rows: Tensor) -> Iterator[CausalCall]:
+    """Under a window: rows of each slice and group, with the keys from the first one's window on."""
+    for query_lo, query_hi, _, _ in part.slices:
+        ids, counts = torch.unique_consecutive(part.groups[query_lo:query_hi], return_counts=True)
+        stop = query_lo
+        for group, count in zip(ids.tolist(), counts.tolist(), strict=True):
+            first, stop = stop, stop + count
+            if group < 0:
+                continue
+            # rows of a group lie together
+            begin = max(int(first_rows[first]), int((part.groups == group).nonzero()[0]))
+            key, row = torch.arange(begin, stop), torch.arange(first, stop)[:, None]
+            unseen = (key > row) | (key < first_rows[first:stop, None])
+            bias = torch.zeros(unseen.shape).masked_fill_(unseen, -math.inf)
+            yield CausalCall(first, 1, count, bias[None, None], begin)
 
 
 def _batch(items: list[CallItem], entries: Entries, block_size: int) -> list[BlockCall]:

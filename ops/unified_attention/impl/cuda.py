@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import CudaPlan
@@ -23,6 +23,10 @@ class CudaAttention(AttentionImplementation):
     devices = frozenset({"cuda"})
     priority = 20
     traceable = False
+    gives_log_sums = True
+
+    def supports(self, spec: AttentionSpec) -> bool:
+        return not spec.has_slopes
 
     def unavailable(self, device: str) -> str | None:
         return why_not_triton(device)
@@ -44,9 +48,12 @@ class CudaAttention(AttentionImplementation):
         spec: AttentionSpec,
         out: Tensor,
         selected_blocks: Tensor | None = None,
+        per_head: PerHead = NOTHING_PER_HEAD,
+        log_sums: Tensor | None = None,
     ) -> bool:
         """Returns False, and logs it once, if the kernels do not cover the layer."""
-        return self._attend(query, key, value, key_cache, value_cache, plan, spec, out, selected_blocks)
+        tensors = (query, key, value, key_cache, value_cache)
+        return self._attend(*tensors, plan, spec, out, selected_blocks, per_head, log_sums)
 
     @cached_property
     def _attend(self) -> Callable[..., bool]:

@@ -13,21 +13,37 @@ from __future__ import annotations
 import logging
 import math
 
+import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_latent import attend_latent, why_not_latent
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, why_not
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import causal, listed_pairs, merge, selected, shared, unique
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import CudaPlan, Work, run_side_by_side
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_own import divide, own
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import (
+    BALANCED,
+    causal,
+    listed_pairs,
+    merge,
+    saved_sums,
+    selected,
+    shared,
+    unique,
+    unique_and_selected,
+)
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import CudaPlan, Found, Work, run_side_by_side
+from vllm_gaudi_ucm.ops.unified_attention.parts import NOTHING_SEEN, SharedPart
+from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
+
+LOG2_E = math.log2(math.e)
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
 
 # Columns listed per tile of rows, int32 twice: beyond this the lists are larger than what they save.
 MOST_LISTED = 1 << 27
-# Up to so many unique blocks for each pair of a tile of rows and a shared block, the two parts take about as long: each
-# then gets half of the GPU (H200, 64 decodes at 8192 shared and 512 own tokens: 0.081 -> 0.077 ms).
-BALANCED = 2
+# From so many rows on the causal part begins with what was found of own blocks, in place of a merge of both (H200, 8
+# chunks of 256 after 4096 tokens 0.53 -> 0.365 ms). Fewer rows have many pieces each, which it reads one by one.
+CONTINUED = 512
 # Rows times query heads of a kv head that one program holds: a verification of many drafts, at most.
 LARGEST_SPAN = 128
 
@@ -42,29 +58,75 @@ def attend(
     spec: AttentionSpec,
     out: Tensor,
     selected_blocks: Tensor | None = None,
+    per_head: PerHead = NOTHING_PER_HEAD,
+    log_sums: Tensor | None = None,
 ) -> bool:
     """Writes the attention of one layer to `out`. Returns False, and logs it once, if the kernels do not cover it.
 
     selected_blocks: int64 [selected], blocks of this layer instead of those in the plan's selected part.
+    log_sums: fp32 [rows, heads], to be written too.
     """
-    layer = Layer(query, key, value, key_cache, value_cache, out, spec.scale * math.log2(math.e))
+    cap = (spec.logits_soft_cap or 0.0) * LOG2_E
+    layer = Layer(query, key, value, key_cache, value_cache, out, spec.scale * LOG2_E, cap, per_head.sinks)
     if not layer.rows:
         return True
-    reason = why_not(layer) or _too_large(layer, plan)
+    latent = spec.values_in_keys and layer.value_dim < query.shape[2]
+    reason = why_not_latent(layer, plan) if latent else why_not(layer) or _too_large(layer, plan)
     if reason is not None:
         _tell(reason)
         return False
+    if latent:
+        attend_latent(layer, plan, selected_blocks, log_sums)
+        return True
+    if log_sums is not None:
+        return _new_tokens(layer, plan, log_sums)
     work = _work(layer, plan, selected_blocks)
     found = [one.found for one in work if one.found is not None]
-    if plan.starts is not None:
+    before = next((one for one in work if layer.rows >= CONTINUED and one.found and one.found.part == "own"), None)
+    if plan.starts is not None and before is not None:
+        others = [one for one in found if one is not before.found]
+        work[work.index(before)] = _one_after_the_other(before, causal(layer, plan, plan.starts, others, before.found))
+    elif plan.starts is not None:
         work.append(causal(layer, plan, plan.starts, found))
     if not work:
         out.zero_()
         return True
     run_side_by_side(work, query.device)
     if found:
-        merge(layer, plan, found, alone=len(work) == 1)
+        merge(layer, plan, found, alone=len(work) == 1, continued=before is not None)
     return True
+
+
+def _new_tokens(layer: Layer, plan: CudaPlan, log_sums: Tensor) -> bool:
+    """New tokens among themselves, with the logarithms of their sums. False where the step has other parts, too."""
+    parts = plan.parts
+    if plan.starts is None or (parts.shared, parts.unique, parts.selected) != (None, None, None):
+        return False
+    starts, (rows, heads) = plan.starts, layer.query.shape[:2]
+    # as if every row had more parts: its sums are kept
+    every = plan.kept(("every row", rows), lambda: _every_row(starts))
+    kept = saved_sums(layer, plan, [every])
+    assert kept is not None, "rows have more parts"
+    causal(layer, plan, starts, [every]).launch()
+    sizes = zip(kept, (layer.value_dim, 1, 1), strict=True)
+    acc, top, total = (one[: rows * heads * size].view(rows, heads, size) for one, size in sizes)
+    active = (starts <= every.place)[:, None, None]
+    layer.out.copy_(torch.where(active, acc / total, 0.0))
+    log_sums.copy_(torch.where(active, (top + total.log2()) * math.log(2), NOTHING_SEEN)[..., 0])
+    return True
+
+
+def _every_row(starts: Tensor) -> Found:
+    row = torch.arange(starts.shape[0], dtype=torch.int32, device=starts.device)
+    return Found("every", row, starts, starts, starts, starts, 1, 1)
+
+
+def _one_after_the_other(first: Work, second: Work) -> Work:
+    def launch() -> None:
+        first.launch()
+        second.launch()
+
+    return Work(launch, first.found)
 
 
 def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[Work]:
@@ -72,14 +134,27 @@ def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[
     parts, work = plan.parts, []
     has_shared = parts.shared is not None and parts.shared.blocks.numel() > 0
     has_others = has_shared or plan.starts is not None or plan.selected is not None
-    if parts.unique is not None and plan.unique is not None and parts.unique.num_rows:
+    if plan.joined:
+        work.append(unique_and_selected(layer, plan, selected_blocks))
+    elif parts.unique is not None and plan.unique is not None and parts.unique.num_rows:
         beside = plan.unique.order.shape[0] <= BALANCED * listed_pairs(layer, parts.shared)
         work.append(unique(layer, plan, beside, alone=not has_others))
     if has_shared and parts.shared is not None:
-        work.append(shared(layer, plan, parts.shared, beside=bool(work)))
+        work += _shared(layer, plan, parts.shared, beside=bool(work))
     if parts.selected is not None and plan.selected is not None:
         work.append(selected(layer, plan, parts.selected, plan.selected, selected_blocks))
     return work
+
+
+def _shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> list[Work]:
+    """Only a request with several rows, which has a causal part, has blocks in the shared part that are its own.
+
+    Under a window its rows see different tokens, which only the tiles of the shared part take.
+    """
+    if plan.starts is None or part.rise is not None:
+        return [shared(layer, plan, part, beside)]
+    division = plan.kept(("division", 0), lambda: divide(part, plan.block_size))
+    return [own(layer, plan, part, division), shared(layer, plan, division.common, beside)]
 
 
 def _too_large(layer: Layer, plan: CudaPlan) -> str | None:

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-LARGEST_HEAD = 256
+LARGEST_HEAD = 512
+LARGEST_COPIED = 256  # elements of a head that the copy engine takes at once
 LARGEST_GROUP = 64  # query heads per kv head
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Tensors as in `unified_attention`; scale: times log2(e)."""
+    """Tensors as in `unified_attention`; scale and cap (0: none) of scores: times log2(e); sinks: fp32 [heads]."""
 
     query: Tensor
     key: Tensor
@@ -25,6 +27,8 @@ class Layer:
     value_cache: Tensor
     out: Tensor
     scale: float
+    cap: float = 0.0
+    sinks: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -49,8 +53,17 @@ class Layer:
 
     @property
     def wide(self) -> bool:
-        """Whether arithmetic is fp32: if the inputs are, or if the dtypes of query and cache differ."""
-        return self.query.dtype == torch.float32 or self.query.dtype != self.key_cache.dtype
+        """Whether arithmetic is fp32: if the inputs are, or if the dtypes of query and cache differ.
+
+        8-bit floats are exact in either half precision.
+        """
+        cached = self.key_cache.dtype
+        return self.query.dtype == torch.float32 or cached not in (self.query.dtype, torch.float8_e4m3fn)
+
+    @property
+    def huge(self) -> bool:
+        """Whether heads are so large that tiles of few rows fill the registers."""
+        return max(self.query.shape[2], self.value_dim) > LARGEST_COPIED
 
     def sizes(self) -> dict[str, Any]:
         """Compile-time arguments that all kernels over keys take."""
@@ -69,6 +82,7 @@ class Layer:
             "BLOCK_V": power_of_two(self.value_dim),
             "COMPUTE": types[torch.float32 if self.wide or interpreted_bf16 else self.query.dtype],
             "PRECISION": "ieee",
+            "CAP": self.cap,
         }
 
     def cache_strides(self) -> tuple[int, ...]:
@@ -137,3 +151,36 @@ def starts_early(device: torch.device) -> bool:
 def follows(early: bool) -> dict[str, bool]:
     """Launch options of a kernel that waits inside for its predecessor on the stream."""
     return {"launch_pdl": True} if early else {}
+
+
+ALIGNMENT = 16  # bytes, of the first element and of every stride
+
+
+def describe_tokens(tokens: Tensor, block_n: int) -> TensorDescriptor | None:
+    """Tiles [block_n, dim] of [rows, kv_heads * dim]; tokens: [rows, kv_heads, dim]. None if unusable."""
+    rows, heads, dim = tokens.shape
+    if not _fits(tokens) or tokens.stride(1) != dim:
+        return None
+    return TensorDescriptor(tokens, [rows, heads * dim], [tokens.stride(0), 1], [block_n, dim])
+
+
+def describe_cache(cache: Tensor, block_n: int) -> TensorDescriptor | None:
+    """Tiles [1, 1, block_n, dim] of [blocks, kv_heads, block_size, dim]; cache: [blocks, block_size, kv_heads, dim].
+
+    None if it cannot be used, or if a tile would span more than one block.
+    """
+    if not _fits(cache) or cache.shape[1] % block_n:
+        return None
+    by_head = cache.transpose(1, 2)
+    return TensorDescriptor(cache, list(by_head.shape), list(by_head.stride()), [1, 1, block_n, cache.shape[3]])
+
+
+def _fits(tensor: Tensor) -> bool:
+    dim, size = tensor.shape[-1], tensor.element_size()
+    return (
+        has_copy_engine(tensor.device)
+        and dim == power_of_two(dim)
+        and dim <= LARGEST_COPIED
+        and tensor.data_ptr() % ALIGNMENT == 0
+        and all(stride * size % ALIGNMENT == 0 for stride in tensor.stride()[:-1])
+    )

@@ -8,16 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, follows, lists_size, power_of_two, starts_early
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_joined import join
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import (
+    Layer,
+    describe_cache,
+    describe_tokens,
+    follows,
+    lists_size,
+    power_of_two,
+    starts_early,
+)
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
     CudaPlan,
     Found,
     Lists,
+    Tile,
     Tiles,
     Work,
     causal_tile,
-    describe_cache,
-    describe_tokens,
     flat_spans_tile,
     merges_early,
     programs_of,
@@ -38,16 +46,19 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, SharedPart
 
 Sums = tuple[Tensor, Tensor, Tensor]
 LOOKED_AT = 64  # pairs of a tile and a head that a program of the repair looks at
+# Of a repair with 64 rows: too few for products of warp groups, which ptxas gave addresses that it never computed
+REPAIR_WARPS = 2
 
 
-def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found]) -> Work:
+def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found], before: Found | None = None) -> Work:
     """New tokens among themselves: written to `out`, or to scratch for rows that also have cached blocks.
 
-    starts: int32 [rows], see CudaPlan. others: the partial results of the other parts of the step.
+    starts: int32 [rows], see CudaPlan. others: the partial results of the other parts of the step. before: those of own
+        blocks, which its sums contain: they are no other part, and were launched on this stream.
     """
     tile = causal_tile(layer)
     tiles = -(-layer.rows // tile.block_m)
-    bounds = plan.kept(("bounds", tile.block_m), lambda: _bounds(starts, tile.block_m))
+    bounds = plan.kept(("bounds", tile.block_m), lambda: bounds_of(starts, tile.block_m))
     sums = saved_sums(layer, plan, others)
     has_more = None if sums is None else plan.kept(("has more", layer.rows), lambda: _has_more(others))
     broken = plan.kept(("broken", tiles * layer.heads), lambda: starts.new_zeros(tiles * layer.heads))
@@ -60,21 +71,25 @@ def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found]
     described = [describe_tokens(tokens, size) for tokens, size in sides]
     if None in described:
         described = [None] * 4
-    results = (has_more, broken, layer.out, *(sums or (None, None, None)))
+    own = NO_LISTS if before is None else _lists(before)
+    results = (has_more, broken, layer.out, *(sums or (None, None, None)), *own)
     strides = [stride for tokens, _ in sides for stride in tokens.stride()[:2]]
-    flags = {"ALONE": not others, "SAVES": sums is not None}
+    flags: dict[str, int] = {"ALONE": not others and before is None, "SAVES": sums is not None}
+    flags |= {"SINKS": layer.sinks is not None, "CONTINUES": before is not None}
+    flags["OWN_ROWS"] = 1 if before is None else before.rows
     early = starts_early(layer.query.device)
     sizes = {**layer.sizes(), **tile.sizes(), "EARLY": early}
 
     def launch() -> None:
         tensors = (layer.query, layer.key, layer.value)
         attend_causal[(tiles * layer.heads,)](
-            *tensors, *described, starts, bounds, *results, layer.scale, layer.rows, *strides,
+            *tensors, *described, starts, bounds, *results, layer.sinks, layer.scale, layer.rows, *strides,
             **sizes, **flags, DESCRIBED=described[0] is not None,
         )  # fmt: skip
         once_more = {name: size for name, size in sizes.items() if name != "STAGES"}
+        once_more["num_warps"] = tile.warps if tile.block_m < 64 else REPAIR_WARPS
         repair_causal[(-(-tiles * layer.heads // LOOKED_AT),)](
-            *tensors, starts, bounds, *results, layer.scale, layer.rows, tiles, *strides,
+            *tensors, starts, bounds, *results, layer.sinks, layer.scale, layer.rows, tiles, *strides,
             **once_more, **flags, **follows(early), LOOKED_AT=LOOKED_AT,
         )  # fmt: skip
 
@@ -98,7 +113,7 @@ def _has_more(others: Sequence[Found]) -> Tensor:
     return torch.stack([one.place >= 0 for one in others]).any(0).int()
 
 
-def _bounds(starts: Tensor, block_m: int) -> Tensor:
+def bounds_of(starts: Tensor, block_m: int) -> Tensor:
     """int32 [tiles, 3], see `find_bounds`."""
     tiles = -(-starts.shape[0] // block_m)
     bounds = starts.new_empty((tiles, 3))
@@ -111,23 +126,44 @@ COLUMNS = 128  # shared blocks that a program looks at in one step
 
 def shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> Work:
     """Tiles of rows with the shared blocks that they use. beside: other parts of the step read the cache, too."""
-    tile = shared_tile(layer)
+    tile = shared_tile(layer, plan.starts is not None and not beside)
     rows_per_tile = tile.block_m // layer.group
-    tiles = plan.kept(("tiles", rows_per_tile), lambda: _tiles(part, plan.block_size, layer.rows, rows_per_tile))
+    tiles = plan.kept(("tiles", rows_per_tile), lambda: tiles_of(part, plan.block_size, layer.rows, rows_per_tile))
     programs = programs_of(layer, tiles.num_tiles * part.blocks.shape[0], beside)
-    found = room_for(layer, plan, "shared", tiles.place, tiles.offsets, programs, rows_per_tile)
+    return tiled(attend_shared, "shared", layer, plan, part, tile, tiles, part.row_spans, programs)
+
+
+def tiled(
+    kernel: Any,
+    name: str,
+    layer: Layer,
+    plan: CudaPlan,
+    part: SharedPart,
+    tile: Tile,
+    tiles: Tiles,
+    spans: Tensor,
+    programs: int,
+) -> Work:
+    """Tiles of rows with lists of shared blocks, by `attend_shared`, or by `attend_own`, whose arguments are the same.
+
+    spans: what the kernel takes beside `order`. programs: for each kv head.
+    """
+    rows_per_tile = tile.block_m // layer.group
+    found = room_for(layer, plan, name, tiles.place, tiles.offsets, programs, rows_per_tile)
     key_tiles, value_tiles = (describe_cache(cache, tile.block_n) for cache in (layer.key_cache, layer.value_cache))
     described = key_tiles is not None and value_tiles is not None
+    # `attend_own` takes none
+    rises = kernel is attend_shared
 
     def launch() -> None:
-        attend_shared[(layer.kv_heads, programs)](
+        kernel[(layer.kv_heads, programs)](
             layer.query,
             layer.key_cache,
             layer.value_cache,
             key_tiles if described else None,
             value_tiles if described else None,
             tiles.order,
-            part.row_spans,
+            spans,
             part.lo,
             part.hi,
             tiles.columns,
@@ -137,6 +173,7 @@ def shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> Work
             found.acc,
             found.top,
             found.total,
+            *((part.rise,) if rises else ()),
             layer.scale,
             tiles.num_tiles,
             part.blocks.shape[0],
@@ -150,9 +187,15 @@ def shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> Work
             BLOCK_SIZE=plan.block_size,
             LISTS=lists_size(tiles.num_tiles),
             DESCRIBED=described,
+            **({"RISES": part.rise is not None} if rises else {}),
         )
 
     return Work(launch, found)
+
+
+# Up to so many unique blocks for each pair of a tile of rows and a shared block, the two parts take about as long: each
+# then gets half of the GPU (H200, 64 decodes at 8192 shared and 512 own tokens: 0.081 -> 0.077 ms).
+BALANCED = 2
 
 
 def listed_pairs(layer: Layer, part: SharedPart | None) -> int:
@@ -162,7 +205,7 @@ def listed_pairs(layer: Layer, part: SharedPart | None) -> int:
     return -(-layer.rows // (shared_tile(layer).block_m // layer.group)) * part.blocks.shape[0]
 
 
-def _tiles(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> Tiles:
+def tiles_of(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> Tiles:
     order, place = row_order(part, block_size, rows, rows_per_tile)
     count, num_columns = order.shape[0] // rows_per_tile, part.blocks.shape[0]
     columns, column_blocks = order.new_empty((2, count, num_columns))
@@ -177,6 +220,7 @@ def _tiles(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> 
         column_blocks,
         counts,
         whole_counts,
+        part.rise,
         num_columns,
         *part.lo.stride(),
         *part.hi.stride(),
@@ -184,6 +228,7 @@ def _tiles(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> 
         ROWS=rows_per_tile,
         ROWS_PAD=1 << (rows_per_tile - 1).bit_length(),
         COLUMNS=COLUMNS,
+        RISES=part.rise is not None,
         num_warps=4,
     )
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
@@ -222,8 +267,9 @@ def _finished(layer: Layer, lists: Lists, block_size: int) -> Work:
     def launch() -> None:
         attend_rows[(layer.rows, layer.kv_heads)](
             layer.query, layer.key_cache, layer.value_cache, lists.blocks, lists.lo, lists.hi, lists.offsets,
-            layer.out, layer.scale, lists.num_lists,
+            layer.out, layer.sinks, layer.scale, lists.num_lists,
             *layer.query.stride()[:2], *layer.cache_strides(), *layer.out.stride()[:2], **sizes,
+            SINKS=layer.sinks is not None,
         )  # fmt: skip
 
     return Work(launch, None)
@@ -234,6 +280,21 @@ def selected(layer: Layer, plan: CudaPlan, part: SelectedPart, lists: Lists, blo
     chosen = lists.blocks if blocks is None else blocks[lists.order]
     place = plan.kept(("selected place", layer.rows), lambda: selected_place(part, layer.rows))
     return _spans(layer, plan, "selected", place, lists, chosen, part.max_rows, (part.first_rows, part.num_rows))
+
+
+def unique_and_selected(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> Work:
+    """The single rows with their unique blocks and with those chosen for them, as one list for each row.
+
+    blocks: int64 [selected], those of the layer; None: those of the part.
+    """
+    one, chosen = plan.parts.unique, plan.parts.selected
+    assert one is not None, "joined"
+    assert chosen is not None, "joined"
+    both = plan.kept(("joined", layer.rows), lambda: join(one, chosen, plan.block_size, layer.rows))
+    both.blocks.index_copy_(0, both.places, chosen.blocks if blocks is None else blocks)
+    place = plan.kept(("joined place", layer.rows), lambda: unique_place(both.lists, layer.rows))
+    beside = both.blocks.shape[0] <= BALANCED * listed_pairs(layer, plan.parts.shared)
+    return _spans(layer, plan, "unique", place, both.lists, both.blocks, 1, (None, None), beside)
 
 
 def _spans(
@@ -275,34 +336,53 @@ def _spans(
 # Heads per program, and pieces of a row that are read at once. Of few rows, many programs hold pieces of each, and one
 # piece after the other is slow (H200, one request of 2560 tokens: 0.023 -> 0.009 ms).
 FEW_ROWS, OF_FEW, OF_MANY = 16, (1, 32), (4, 8)
+# Where so many rows belong to requests with several, each row has few pieces (H200, 64 verifications of 4 rows 0.176 ->
+# 0.132 ms).
+MANY_ROWS, OF_SEVERAL = 128, (8, 1)
+
+NO_LISTS: tuple[Any, ...] = (None, None, None, None, None, 0, 0)
 
 
-def merge(layer: Layer, plan: CudaPlan, found: Sequence[Found], alone: bool) -> None:
+def _lists(one: Found) -> tuple[Any, ...]:
+    """As arguments of kernels."""
+    return one.place, one.acc, one.top, one.total, one.offsets, one.offsets.shape[0] - 1, one.programs
+
+
+def merge(
+    layer: Layer,
+    plan: CudaPlan,
+    found: Sequence[Found],
+    alone: bool,
+    continued: bool = False,
+    log_sums: Tensor | None = None,
+) -> None:
     """Adds the partial results of each row; rows with only a causal part are already complete.
 
-    alone: the step has one part, whose kernel is the last one on this stream.
+    alone: the step has one part, whose kernel is the last one on this stream. continued: the causal part contains what
+        was found of own blocks. log_sums: fp32 [rows, heads], written where there is no causal part.
     """
     by_part = {one.part: one for one in found}
     arguments: list[Any] = []
-    for name in ("unique", "shared", "selected"):
+    for name in ("unique", "shared", "selected", "own"):
         one = by_part.get(name)
-        if one is None:
-            arguments += [None, None, None, None, None, 0, 0]
-        else:
-            arguments += [one.place, one.acc, one.top, one.total, one.offsets, one.offsets.shape[0] - 1, one.programs]
-    sums = saved_sums(layer, plan, found)
-    heads, pieces = OF_FEW if layer.rows <= FEW_ROWS else OF_MANY
+        arguments += NO_LISTS if one is None else _lists(one)
+    sums = saved_sums(layer, plan, [one for one in found if not (continued and one.part == "own")])
+    several = plan.starts is not None and layer.rows >= MANY_ROWS
+    heads, pieces = OF_FEW if layer.rows <= FEW_ROWS else OF_SEVERAL if several else OF_MANY
     early = alone and merges_early(layer, found[0].programs)
     block_h = min(heads, 1 << (layer.heads - 1).bit_length())
     merge_parts[(layer.rows, -(-layer.heads // block_h))](
         layer.out,
+        log_sums,
         plan.starts,
         *(sums or (None, None, None)),
         *arguments,
+        layer.sinks,
         *layer.out.stride()[:2],
         HEADS=layer.heads,
         S_ROWS=by_part["shared"].rows if "shared" in by_part else 1,
         C_ROWS=by_part["selected"].rows if "selected" in by_part else 1,
+        W_ROWS=by_part["own"].rows if "own" in by_part else 1,
         VALUE_DIM=layer.value_dim,
         BLOCK_H=block_h,
         BLOCK_V=power_of_two(layer.value_dim),
@@ -311,8 +391,10 @@ def merge(layer: Layer, plan: CudaPlan, found: Sequence[Found], alone: bool) -> 
         UNIQUE="unique" in by_part,
         SHARED="shared" in by_part,
         SELECTED="selected" in by_part,
+        OWN="own" in by_part,
+        CONTINUED=continued,
         PIECES=pieces,
-        EARLY=early,
+        **{"EARLY": early, "LOGS": log_sums is not None, "SINKS": layer.sinks is not None},
         **follows(early),
         num_warps=4,
     )

@@ -13,17 +13,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import (
-    LARGEST_HEAD,
     Layer,
-    has_copy_engine,
     multiprocessors,
     power_of_two,
     starts_early,
 )
-from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, SelectedPart, SharedPart, UniquePart
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, SelectedPart, SharedPart, UniquePart
 
 T = TypeVar("T")
 
@@ -73,6 +70,7 @@ class CudaPlan:
 
     starts: int32 [rows] first row that a row sees in the causal part; later than the row itself if it has none.
     tokens: the unique part as a token table, its entries are slots; None where blocks are read.
+    joined: whether unique and selected part are one list, see `cuda_joined`; neither has one of its own then.
     derived: values that also depend on the heads or rows of a layer.
     """
 
@@ -82,6 +80,7 @@ class CudaPlan:
     unique: Lists | None
     selected: Lists | None
     tokens: Lists | None = None
+    joined: bool = False
     derived: dict[tuple[str, int], Any] = field(default_factory=dict)
     scratch: dict[str, Tensor] = field(default_factory=dict)
 
@@ -94,11 +93,14 @@ class CudaPlan:
 
 def make_plan(parts: AttentionParts, block_size: int) -> CudaPlan:
     """Sorts the entries of the parts; only queues work on the device."""
+    starts = None if parts.causal is None else _starts(parts.causal)
+    if _joins(parts, block_size):
+        return CudaPlan(parts, block_size, starts, None, None, joined=True)
     unique = None if parts.unique is None or not parts.unique.rows.numel() else _unique_lists(parts.unique, block_size)
     return CudaPlan(
         parts,
         block_size,
-        None if parts.causal is None else _starts(parts.causal.groups),
+        starts,
         unique,
         None if parts.selected is None or not _has_room(parts.selected) else _selected_lists(parts.selected),
         None if parts.unique is None or unique is None else _token_lists(parts.unique, unique, block_size),
@@ -111,13 +113,26 @@ def make_plan(parts: AttentionParts, block_size: int) -> CudaPlan:
 SCATTERED = 1.35
 
 
+def _reads_blocks(part: UniquePart, block_size: int) -> bool:
+    """Whether blocks are read as a whole, and no slots by themselves."""
+    return part.num_tokens is None or part.num_tokens * SCATTERED > part.rows.shape[0] * block_size
+
+
+def _joins(parts: AttentionParts, block_size: int) -> bool:
+    """Whether there are a unique and a selected part, and every choice is one row's."""
+    unique, selected = parts.unique, parts.selected
+    if unique is None or selected is None or not unique.num_rows or not unique.rows.numel():
+        return False
+    return _has_room(selected) and selected.max_rows == 1 and _reads_blocks(unique, block_size)
+
+
 def _token_lists(part: UniquePart, unique: Lists, block_size: int) -> Lists | None:
     """The slots of the tokens that rows see, a list for each row; None where blocks are read faster.
 
     Slot `s` is token `s % block_size` of block `s // block_size`.
     """
     count = part.num_tokens
-    if count is None or count * SCATTERED > unique.blocks.shape[0] * block_size:
+    if count is None or _reads_blocks(part, block_size):
         return None
     size = (unique.hi - unique.lo).clamp(min=0)
     end = torch.nn.functional.pad(size.cumsum(0), (1, 0))
@@ -166,28 +181,31 @@ def row_order(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) 
     return padded, place
 
 
-def _starts(groups: Tensor) -> Tensor:
+def _starts(part: CausalPart) -> Tensor:
+    groups = part.groups
     row = torch.arange(groups.shape[0], device=groups.device)
     before = torch.cat((groups[:1] - 1, groups[:-1]))
     first = torch.where(groups != before, row, 0).cummax(0).values
+    if part.first_rows is not None:
+        first = torch.maximum(first, part.first_rows)
     return torch.where(groups >= 0, first, row + 1).int()
 
 
 def _unique_lists(part: UniquePart, block_size: int) -> Lists:
     seen = part.hi.clamp(max=block_size) > part.lo.clamp(min=0)
-    order, owners, offsets = _sorted(part.rows, seen, part.num_rows)
+    order, owners, offsets = sort_by_owner(part.rows, seen, part.num_rows)
     blocks = order if part.blocks is None else part.blocks[order]
     return Lists(order, blocks, part.lo[order].int(), part.hi[order].int(), owners, offsets)
 
 
 def _selected_lists(part: SelectedPart) -> Lists:
     seen = (part.hi > 0) & (part.num_rows > 0)[part.spans]
-    order, owners, offsets = _sorted(part.spans, seen, part.first_rows.shape[0])
+    order, owners, offsets = sort_by_owner(part.spans, seen, part.first_rows.shape[0])
     hi = part.hi[order].int()
     return Lists(order, part.blocks[order], torch.zeros_like(hi), hi, owners, offsets)
 
 
-def _sorted(owners: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_owner(owners: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Entries by owner, int64 [entries], invisible ones last; the owner of each, int32; offsets, see Lists."""
     key = torch.where(seen, owners, count).int()
     by_owner, order = torch.sort(key, stable=True)
@@ -197,39 +215,6 @@ def _sorted(owners: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor, T
 
 def _has_room(part: SelectedPart) -> bool:
     return part.blocks.shape[0] > 0 and part.first_rows.shape[0] > 0
-
-
-ALIGNMENT = 16  # bytes, of the first element and of every stride
-
-
-def describe_tokens(tokens: Tensor, block_n: int) -> TensorDescriptor | None:
-    """Tiles [block_n, dim] of [rows, kv_heads * dim]; tokens: [rows, kv_heads, dim]. None if unusable."""
-    rows, heads, dim = tokens.shape
-    if not _fits(tokens) or tokens.stride(1) != dim:
-        return None
-    return TensorDescriptor(tokens, [rows, heads * dim], [tokens.stride(0), 1], [block_n, dim])
-
-
-def describe_cache(cache: Tensor, block_n: int) -> TensorDescriptor | None:
-    """Tiles [1, 1, block_n, dim] of [blocks, kv_heads, block_size, dim]; cache: [blocks, block_size, kv_heads, dim].
-
-    None if it cannot be used, or if a tile would span more than one block.
-    """
-    if not _fits(cache) or cache.shape[1] % block_n:
-        return None
-    by_head = cache.transpose(1, 2)
-    return TensorDescriptor(cache, list(by_head.shape), list(by_head.stride()), [1, 1, block_n, cache.shape[3]])
-
-
-def _fits(tensor: Tensor) -> bool:
-    dim, size = tensor.shape[-1], tensor.element_size()
-    return (
-        has_copy_engine(tensor.device)
-        and dim == power_of_two(dim)
-        and dim <= LARGEST_HEAD
-        and tensor.data_ptr() % ALIGNMENT == 0
-        and all(stride * size % ALIGNMENT == 0 for stride in tensor.stride()[:-1])
-    )
 
 
 _threads = threading.local()
@@ -303,7 +288,7 @@ def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
     if streams is None:
         streams = _threads.streams = {}
     if device not in streams:
-        streams[device] = [torch.cuda.Stream(device) for _ in range(3)]
+        streams[device] = [torch.cuda.Stream(device) for _ in range(4)]
     return streams[device]
 
 
@@ -311,6 +296,7 @@ def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
 PROGRAMS, PROGRAMS_BESIDE, PROGRAMS_FLAT = 2, 1, 4
 # Bytes of keys and values of one step of a loop: what is bound by memory asks for more at once.
 STAGE, LARGE_STAGE = 32 * 1024, 64 * 1024
+SPANS_STAGES = 2  # of the loop over the blocks of a span
 # Tiles of fp32 are smaller throughout: their products are unrolled into single multiplications, which the compiler and
 # the registers feel.
 
@@ -335,6 +321,8 @@ class Tile(NamedTuple):
 
 def causal_tile(layer: Layer) -> Tile:
     """Tile of the causal part. block_m: rows."""
+    if layer.huge:
+        return Tile(16, layer.tokens_per_tile(STAGE), 2, 4)
     if layer.wide:
         return Tile(32, min(32, layer.tokens_per_tile(STAGE)), 2, 4)
     return Tile(64, min(64, layer.tokens_per_tile(STAGE)), 3, 4)
@@ -344,7 +332,7 @@ def spans_tile(layer: Layer, rows: int) -> Tile:
     """Tile for spans of up to `rows` rows."""
     most = 64 if layer.wide else 128
     block_m = power_of_two(rows * layer.group)
-    return Tile(block_m, min(most, layer.tokens_per_tile(LARGE_STAGE)), 2, 8 if block_m >= 128 else 4)
+    return Tile(block_m, min(most, layer.tokens_per_tile(LARGE_STAGE)), SPANS_STAGES, 8 if block_m >= 128 else 4)
 
 
 def flat_spans_tile(layer: Layer, block_size: int, beside: bool) -> Tile | None:
@@ -359,13 +347,19 @@ def flat_spans_tile(layer: Layer, block_size: int, beside: bool) -> Tile | None:
     return tile if fits else None
 
 
-def shared_tile(layer: Layer) -> Tile:
+def shared_tile(layer: Layer, several: bool = False) -> Tile:
     """Tile of the shared part: block_m has two sizes, for few and for many rows, since each compiles another kernel.
 
-    Two stages leave enough shared memory for the unique part beside it.
+    Two stages leave enough shared memory for the unique part beside it. several: requests have several rows, and no
+        unique part is beside it. Products then take the time, and two programs shall fit a multiprocessor (H200, two
+        chunks of 512 after 4096 shared tokens 0.358 -> 0.272 ms).
     """
+    if layer.huge:
+        return Tile(power_of_two(layer.group), layer.tokens_per_tile(STAGE), 2, 4)
     few = layer.rows * layer.group <= 16
     block_m = max(power_of_two(layer.group), 16 if few else 32 if layer.wide else 64)
+    if several and not few and not layer.wide:
+        return Tile(block_m, min(64, layer.tokens_per_tile(STAGE)), 3, 4)
     return Tile(block_m, min(32 if layer.wide else 128, layer.tokens_per_tile(LARGE_STAGE)), 2, 4)
 
 

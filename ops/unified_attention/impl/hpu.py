@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_rows import attend_rows, hidd
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tiles import Window, attend_tiles, window_of
 from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, SharedPart
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
 
 class HpuPlan(NamedTuple):
@@ -46,6 +46,10 @@ class HpuAttention(AttentionImplementation):
 
     devices = frozenset({"hpu"})
     priority = 20
+    gives_log_sums = True
+
+    def supports(self, spec: AttentionSpec) -> bool:
+        return not spec.has_slopes
 
     def unavailable(self, device: str) -> str | None:
         return None
@@ -59,9 +63,9 @@ class HpuAttention(AttentionImplementation):
         blocks = blocks_of(parts.unique, parts.selected, token)
         # beside chosen blocks slices keep the graph small; what chooses these has as many operators again
         tiles = None if causal is None or parts.selected is not None else causal.tiles
-        groups = causal.groups if causal is not None and tiles is None else None
-        window = None if causal is None or tiles is None else window_of(causal.groups, tiles)
-        return HpuPlan(causal, shared, hidden_tokens(shared, groups, token), window, blocks)
+        in_rows = causal if tiles is None else None
+        window = None if causal is None or tiles is None else window_of(causal.groups, tiles, causal.first_rows)
+        return HpuPlan(causal, shared, hidden_tokens(shared, in_rows, token), window, blocks)
 
     def attend(
         self,
@@ -74,6 +78,8 @@ class HpuAttention(AttentionImplementation):
         spec: AttentionSpec,
         out: Tensor,
         selected_blocks: Tensor | None = None,
+        per_head: PerHead = NOTHING_PER_HEAD,
+        log_sums: Tensor | None = None,
     ) -> bool:
         """Always True: no tensors need the reference."""
         num_rows, kv_heads = query.shape[0], key.shape[1]
@@ -82,14 +88,15 @@ class HpuAttention(AttentionImplementation):
         causal, hidden, window = plan.causal, plan.hidden, plan.window
         fused = hpu_kernels.FUSED_SDPA
         alone = causal is not None and plan.shared is None and len(plan.blocks) == 0
-        if fused is not None and alone and query.dtype == torch.bfloat16:
+        plain = spec.logits_soft_cap is None and not spec.has_sinks and log_sums is None
+        if fused is not None and alone and plain and query.dtype == torch.bfloat16:
             mask = hidden if window is None else window
             assert causal is not None, "new tokens alone"
             assert mask is not None, "new tokens are hidden from some rows"
             fused_causal(query, key, value, causal, mask, spec.scale, out, fused)
             return True
 
-        products = Products.of(query, key_cache, spec.scale)
+        products = Products.of(query, key_cache, spec)
         rows = products.query(query, kv_heads)
         seen: Seen | None = None
         if hidden is not None:
@@ -103,5 +110,5 @@ class HpuAttention(AttentionImplementation):
             seen = attend_tiles(rows, key, value, causal.tiles, window, products, seen)
         for one in plan.blocks:
             seen = attend_blocks(rows, key_cache, value_cache, one, selected_blocks, products, seen)
-        write(seen, out)
+        write(seen, out, per_head.sinks, log_sums)
         return True

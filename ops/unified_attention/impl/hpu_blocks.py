@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import (
     Seen,
     packed,
     value_dtype,
+    widened,
 )
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_rows import outside
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, UniquePart
@@ -97,7 +98,8 @@ def attend_blocks(
     count = unseen.shape[0]
     most = rows.shape[0] // count
     kv_heads, num_rows, groups, _ = query.shape
-    key, value = (_gather(cache, ids, count).permute(2, 0, 1, 3) for cache in (key_cache, value_cache))
+    both = products.read(key_cache, value_cache, lambda cache: widened(_gather(cache, ids, count), query))
+    key, value = (one.permute(2, 0, 1, 3) for one in both)
     asked = query.index_select(1, rows).view(kv_heads * count, most * groups, -1)
     scores = products.scores(asked, products.key(key).flatten(0, 1)).view(kv_heads, count, most, groups, -1)
     hidden = unseen[:, None, None]

@@ -31,13 +31,16 @@ def fused_causal(
     broken_key, broken_value = (tensor - tensor for tensor in (key, value))
     broken = ((broken_key.sum(-1) + broken_value.sum(-1)) != 0).to(query.dtype)
     key, value = key.masked_fill(broken_key != 0, 0), value.masked_fill(broken_value != 0, 0)
+    # the kernel knows one head size
+    width = value.shape[-1]
+    value = torch.nn.functional.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
     tensors = query, key, value, broken
     if isinstance(hidden, Window):
         assert part.tiles is not None, "a window is that of tiles"
         found = _attend_tiles(*tensors, part.tiles, hidden, scale, kernel)
     else:
         found = _attend_chunks(*tensors, part, hidden, scale, kernel)
-    out.copy_(found.masked_fill((part.groups < 0)[:, None, None], 0))
+    out.copy_(found[..., :width].masked_fill((part.groups < 0)[:, None, None], 0))
 
 
 def _attend_chunks(

@@ -8,10 +8,13 @@ add up bfloat16 into a float32 result (CUDA does, by `bmm` with `out_dtype`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 LOWEST = torch.finfo(torch.float32).min
 """Score of what a row does not see: finite, because -inf - -inf is NaN. Beside any real score its weight is 0."""
@@ -35,14 +38,25 @@ class Seen(NamedTuple):
 
 
 class Products(NamedTuple):
-    """How a layer multiplies. scale: of the scores. narrow: bfloat16 is multiplied as it is, into float32."""
+    """How a layer multiplies. scale, cap: of the scores. narrow: bfloat16 is multiplied as it is, into float32.
+
+    values_in_keys: values are the first elements of keys, see `AttentionSpec`.
+    """
 
     scale: float
     narrow: bool
+    cap: float | None = None
+    values_in_keys: bool = False
 
     @classmethod
-    def of(cls, query: Tensor, cache: Tensor, scale: float) -> Products:
-        return cls(scale, query.device.type == "cuda" and query.dtype == cache.dtype == torch.bfloat16)
+    def of(cls, query: Tensor, cache: Tensor, spec: AttentionSpec) -> Products:
+        narrow = query.device.type == "cuda" and query.dtype == cache.dtype == torch.bfloat16
+        return cls(spec.scale, narrow, spec.logits_soft_cap, spec.values_in_keys)
+
+    def read(self, key_cache: Tensor, value_cache: Tensor, take: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """`take` of both caches; of values that are a part of keys nothing is gathered twice."""
+        key = take(key_cache)
+        return key, key[..., : value_cache.shape[-1]] if self.values_in_keys else take(value_cache)
 
     def query(self, query: Tensor, kv_heads: int) -> Tensor:
         """[rows, heads, dim] as the left side of scores: [kv_heads, rows, groups, dim] without gaps."""
@@ -60,8 +74,20 @@ class Products(NamedTuple):
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """fp32 [batch, rows, keys] of query [batch, rows, dim] and key [batch, keys, dim], both prepared."""
         if self.narrow:
-            return torch.bmm(query, key.transpose(1, 2), out_dtype=torch.float32) * self.scale
-        return torch.bmm(query, key.transpose(1, 2))
+            found = torch.bmm(query, key.transpose(1, 2), out_dtype=torch.float32) * self.scale
+        else:
+            found = torch.bmm(query, key.transpose(1, 2))
+        return found if self.cap is None else torch.tanh(found * (1 / self.cap)) * self.cap
+
+
+def widened(cached: Tensor, like: Tensor) -> Tensor:
+    """What was read from a cache of 8-bit floats in the dtype of `like`; anything else as it is."""
+    if cached.dtype != torch.float8_e4m3fn:
+        return cached
+    if cached.device.type == "hpu":
+        found: Tensor = torch.ops.hpu.cast_from_fp8(cached, None, like.dtype)
+        return found
+    return cached.to(like.dtype)
 
 
 def packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,12 +119,27 @@ def without_garbage(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return key + broken.sum(-1, keepdim=True).to(key.dtype), value.masked_fill(broken != 0, 0)
 
 
-def write(seen: Seen | None, out: Tensor) -> None:
-    """Normalises to out [rows, heads, value_dim]. What is not finite in one element is NaN in the whole head."""
+def write(seen: Seen | None, out: Tensor, sinks: Tensor | None = None, log_sums: Tensor | None = None) -> None:
+    """Normalises to out [rows, heads, value_dim]. What is not finite in one element is NaN in the whole head.
+
+    sinks: fp32 [heads], one more term of each sum. log_sums: fp32 [rows, heads], see `unified_attention`.
+    """
     if seen is None:
         out.zero_()
+        if log_sums is not None:
+            log_sums.fill_(LOWEST)
         return
-    factor = (seen.max > SEES_NOTHING) / seen.sum
+    if log_sums is not None:
+        log_sums.copy_((seen.max + seen.sum.log()).clamp(min=LOWEST).flatten(1))
+    total, shrink = seen.sum, None
+    if sinks is not None:
+        logits = sinks.view(1, *seen.max.shape[1:])
+        top = torch.maximum(seen.max, logits)
+        shrink = torch.exp(seen.max - top)
+        total = total * shrink + torch.exp(logits - top)
+    factor = (seen.max > SEES_NOTHING) / total
+    if shrink is not None:
+        factor = factor * shrink
     found = seen.out * factor[..., None]
     found = found + (found - found).sum(-1, keepdim=True)
     out.unflatten(1, found.shape[1:3]).copy_(found)

@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import (
     Seen,
     value_dtype,
     weigh,
+    widened,
     without_garbage,
 )
 from vllm_gaudi_ucm.ops.unified_attention.parts import CausalPart, SharedPart
@@ -52,8 +53,12 @@ def attend_rows(
     rows, groups = query.shape[1:3]
     keys, values = [], []
     if shared is not None:
-        keys.append(key_cache.index_select(0, shared.blocks).flatten(0, 1))
-        values.append(value_cache.index_select(0, shared.blocks).flatten(0, 1))
+        ids, like = shared.blocks, key
+        both = products.read(
+            key_cache, value_cache, lambda cache: widened(cache.index_select(0, ids), like).flatten(0, 1)
+        )
+        keys.append(both[0])
+        values.append(both[1])
     before = keys[0].shape[0] if keys else 0
     if causal is not None:
         keys.append(key)
@@ -95,19 +100,25 @@ def _new_keys(causal: CausalPart, lo: int, hi: int) -> tuple[int, int]:
     return first, min(hi, last)
 
 
-def hidden_tokens(shared: SharedPart | None, groups: Tensor | None, token: Tensor | None) -> Tensor | None:
+def hidden_tokens(shared: SharedPart | None, causal: CausalPart | None, token: Tensor | None) -> Tensor | None:
     """bool [rows, shared tokens, then new ones]: those that a row does not see. None: there are neither.
 
-    groups: of the causal part, if its rows are multiplied with new tokens in chunks. token: int64 [block_size] 0, 1, ..
+    causal: this part, if its rows are multiplied with new tokens in chunks. token: int64 [block_size] 0, 1, ..
     """
     found = []
     if shared is not None and token is not None:
         lo = None if shared.from_first else shared.lo.index_select(0, shared.row_spans)
+        if lo is not None and shared.rise is not None:
+            lo = lo + shared.rise[:, None]
         found.append(outside(token, lo, shared.hi.index_select(0, shared.row_spans)).flatten(1))
-    if groups is not None:
+    if causal is not None:
+        groups = causal.groups
         place = torch.arange(groups.shape[0], device=groups.device)
         own = groups[:, None]
-        found.append((own != groups) | (own < 0) | (place > place[:, None]))
+        unseen = (own != groups) | (own < 0) | (place > place[:, None])
+        if causal.first_rows is not None:
+            unseen = unseen | (place < causal.first_rows[:, None])
+        found.append(unseen)
     return _join(found, 1) if found else None
 
 

@@ -67,8 +67,8 @@ def tile_products(tiles: CausalTiles, most: int) -> list[TileProduct]:
     return found
 
 
-def window_of(groups: Tensor, tiles: CausalTiles) -> Window:
-    """The rows of each tile, and all rows that the deepest ones look back on."""
+def window_of(groups: Tensor, tiles: CausalTiles, first_rows: Tensor | None = None) -> Window:
+    """The rows of each tile, and all rows that the deepest ones look back on. groups, first_rows: see CausalPart."""
     place = tiles.first[:, None] + torch.arange(tiles.rows, device=groups.device)
     rows = torch.minimum(place, tiles.last[:, None])
     back = (len(tiles.levels) - 1) * tiles.rows
@@ -78,6 +78,9 @@ def window_of(groups: Tensor, tiles: CausalTiles) -> Window:
     stale = place > tiles.last[:, None]
     hidden = (own[..., None] != theirs[:, None]) | ((own < 0) | stale)[..., None]
     hidden = hidden | (before < 0)[:, None] | (before[:, None] > rows[..., None])
+    if first_rows is not None:
+        first = first_rows.index_select(0, rows.flatten()).view(rows.shape)
+        hidden = hidden | (before[:, None] < first[..., None])
     return Window(rows, keys, hidden, stale)
 
 

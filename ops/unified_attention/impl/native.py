@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import Jobs, make_jobs
 from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
 _CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST_HEAD = 512  # of caches in half precision, which are converted in a buffer of this size
@@ -47,6 +47,7 @@ class _Layer(ctypes.Structure):
         ("sizes", c_int64 * 7),
         ("strides", c_int64 * 12),
         ("scale", c_float),
+        ("cap", c_float),
     )
 
 
@@ -54,7 +55,7 @@ class _Tensors(ctypes.Structure):
     """`Tensors` of source/attention_job.h."""
 
     _fields_ = tuple(
-        (name, c_void_p) for name in ("query", "key", "value", "key_cache", "value_cache", "out", "selected")
+        (name, c_void_p) for name in ("query", "key", "value", "key_cache", "value_cache", "out", "selected", "sinks")
     )
 
 
@@ -80,6 +81,9 @@ class NativeAttention(AttentionImplementation):
     priority = 20
     capturable = False
     traceable = False
+
+    def supports(self, spec: AttentionSpec) -> bool:
+        return not spec.has_slopes
 
     def unavailable(self, device: str) -> str | None:
         return super().unavailable(device) or why_not_native() or None
@@ -109,8 +113,12 @@ class NativeAttention(AttentionImplementation):
         spec: AttentionSpec,
         out: Tensor,
         selected_blocks: Tensor | None = None,
+        per_head: PerHead = NOTHING_PER_HEAD,
+        log_sums: Tensor | None = None,
     ) -> bool:
         """As the interface says. Raises IndexError if a block is outside the cache."""
+        if log_sums is not None:
+            return False
         library = native()
         assert library is not None, "planned for kernels that are not there"
         if query.dtype != torch.float32:
@@ -118,7 +126,7 @@ class NativeAttention(AttentionImplementation):
         result = (
             out if out.dtype == torch.float32 and out.is_contiguous() else torch.empty(out.shape, dtype=torch.float32)
         )
-        layer = _layer(query, key, value, key_cache, value_cache, plan, spec.scale)
+        layer = _layer(query, key, value, key_cache, value_cache, plan, spec)
         if layer is None:
             return False
         tensors = plan.tensors
@@ -127,6 +135,7 @@ class NativeAttention(AttentionImplementation):
         tensors.out = result.data_ptr()
         selected = plan.selected if selected_blocks is None else selected_blocks.contiguous()
         tensors.selected = selected.data_ptr()
+        tensors.sinks = None if per_head.sinks is None else per_head.sinks.data_ptr()
         status = library.ucm_attend(ctypes.byref(plan.struct), ctypes.byref(layer), ctypes.byref(tensors))
         if status == 2:
             given = "the parts or of selected_blocks" if len(selected) else "the parts"
@@ -140,12 +149,18 @@ class NativeAttention(AttentionImplementation):
 
 
 def _layer(
-    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: NativePlan, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: NativePlan,
+    spec: AttentionSpec,
 ) -> _Layer | None:
     """The description of the layer, made once per kind of layer; None if the kernel does not cover it."""
     five = (query, key, value, key_cache, value_cache)
     strides = tuple(tensor.stride() for tensor in five)
-    kind = (strides, query.shape, value_cache.shape, key_cache.dtype, scale)
+    kind = (strides, query.shape, value_cache.shape, key_cache.dtype, spec.scale, spec.logits_soft_cap)
     layer = plan.layers.get(kind)
     if layer is not None:
         return layer
@@ -159,7 +174,8 @@ def _layer(
     layer = plan.layers[kind] = _Layer(
         (c_int64 * 7)(heads, kv_heads, dim, value_dim, blocks, block_size, _CACHE_TYPES[key_cache.dtype]),
         (c_int64 * 12)(*(number for stride in strides for number in stride[:-1])),
-        scale,
+        spec.scale,
+        spec.logits_soft_cap or 0.0,
     )
     _make_room(plan, rows, heads, value_dim)
     return layer

@@ -26,11 +26,15 @@ class JobItem:
 
     ranges: [..., 4] block, lo, hi, and the entry of the selected part or NO_ENTRY.
     causal_first: the rows are consecutive, and also see the new tokens from this row on.
+    rise: [rows], under a window: ranges begin so much later for each row; lo may be below 0, see SharedPart.
+    first_rows: [rows], under a window: the first new token that each row sees.
     """
 
     rows: Ints
     ranges: Ints
     causal_first: int = NO_CAUSAL
+    rise: Ints | None = None
+    first_rows: Ints | None = None
 
 
 def make_items(parts: AttentionParts, block_size: int) -> list[JobItem]:
@@ -38,7 +42,7 @@ def make_items(parts: AttentionParts, block_size: int) -> list[JobItem]:
     chunks = {} if parts.causal is None else {item.causal_first: item for item in _chunks(parts.causal)}
     singles = {} if parts.unique is None else {int(i.rows[0]): i for i in _unique_items(parts.unique, block_size)}
     items = []
-    for item in _shared_items(parts.shared, block_size) if parts.shared is not None else ():
+    for item in _items_of(parts.shared, block_size) if parts.shared is not None else ():
         # a prompt chunk and its own context: one pass over both
         if not _joined(chunks, item):
             items.append(item)
@@ -55,6 +59,8 @@ def _joined(others: dict[int, JobItem], item: JobItem) -> bool:
     if other is None or not np.array_equal(other.rows, item.rows):
         return False
     other.ranges = np.concatenate((other.ranges, item.ranges))
+    if item.rise is not None:
+        other.rise = item.rise
     return True
 
 
@@ -64,7 +70,24 @@ def _chunks(part: CausalPart) -> Iterator[JobItem]:
     starts = np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1))
     for first, stop in zip(starts, np.append(starts, len(groups))[1:], strict=True):
         if groups[first] >= 0:
-            yield JobItem(np.arange(first, stop), np.zeros((0, 4), np.int64), int(first))
+            first_rows = None if part.first_rows is None else part.first_rows.numpy()[first:stop].astype(np.int64)
+            yield JobItem(np.arange(first, stop), np.zeros((0, 4), np.int64), int(first), None, first_rows)
+
+
+def _items_of(part: SharedPart, block_size: int) -> Iterator[JobItem]:
+    return _shared_items(part, block_size) if part.rise is None else _rising_items(part, part.rise.numpy(), block_size)
+
+
+def _rising_items(part: SharedPart, rise: Ints, block_size: int) -> Iterator[JobItem]:
+    """Under a window: the rows of each request in each group, whose ranges begin where those of its first row do."""
+    uses, blocks, lo, hi = _uses(part), part.blocks.numpy(), part.lo.numpy(), part.hi.numpy()
+    for group, request, start, end in zip(uses.group, uses.request, uses.rows_start, uses.rows_end, strict=True):
+        columns = slice(part.groups[group].block_lo, part.groups[group].block_hi)
+        its_lo, its_hi = lo[request, columns].astype(np.int64), np.minimum(hi[request, columns], block_size)
+        seen = np.flatnonzero(its_hi > np.maximum(its_lo, 0))
+        if len(seen):
+            ranges = _ranges(blocks[columns][seen], its_lo[seen], its_hi[seen])
+            yield JobItem(uses.rows[start:end], ranges, NO_CAUSAL, rise[uses.rows[start:end]].astype(np.int64))
 
 
 def _shared_items(part: SharedPart, block_size: int) -> Iterator[JobItem]:
@@ -216,8 +239,9 @@ TOKEN_TILE = 1024
 class Jobs:
     """Jobs as int64 tables, in the layout of source/attention_job.h.
 
-    jobs: [jobs, 5] row_lo, row_hi, range_lo, range_hi, causal_first; the most expensive first.
-    rows: [..., 2] row, partial. ranges: [..., 4] block, lo, hi, entry. merges: [..., 3] row, partial_lo, partial_hi.
+    jobs: [jobs, 6] row_lo, row_hi, range_lo, range_hi, causal_first, is_local; the most expensive first.
+    rows: [..., 4] row, partial, skip, first_new. ranges: [..., 4] block, lo, hi, entry.
+    merges: [..., 3] row, partial_lo, partial_hi.
     A range of the selected part names the entry whose block it reads; others have -1.
     partials: the number of partial results.
     """
@@ -244,19 +268,55 @@ def make_jobs(parts: AttentionParts, block_size: int) -> Jobs:
     return _tables([tile for item in make_items(parts, block_size) for tile in _tiles(item, size)])
 
 
+@dataclass
+class JobTile:
+    """A job: rows, and ranges of which row i does not see the first `skip[i]` tokens, nor new tokens before
+    `first_new[i]`; both None: it sees all."""
+
+    rows: Ints
+    ranges: Ints
+    causal_first: int = NO_CAUSAL
+    skip: Ints | None = None
+    first_new: Ints | None = None
+
+
 def row_tile(chunk_rows: int) -> int:
     """Most rows per job, in a step with this many rows of prompt chunks."""
     return ROW_TILE * 2 if chunk_rows >= MANY_ROWS else ROW_TILE
 
 
-def _tiles(item: JobItem, size: int) -> Iterator[JobItem]:
+def _tiles(item: JobItem, size: int) -> Iterator[JobTile]:
     """Cuts an item into tiles of so many rows; few rows with a long context are cut by tokens too."""
+    if item.rise is not None:
+        # in the order of positions, so that what a row does not see comes first
+        item.ranges = item.ranges[np.argsort(-item.ranges[:, 1], kind="stable")]
     for first in range(0, len(item.rows), size):
-        rows = item.rows[first : first + size]
-        pieces = [item.ranges] if len(item.rows) > size else _pieces(item.ranges)
-        yield JobItem(rows, pieces[0], item.causal_first)
-        for ranges in pieces[1:]:
-            yield JobItem(rows, ranges)
+        chosen = slice(first, first + size)
+        rows, ranges, skip, first_new = item.rows[chosen], item.ranges, None, None
+        if item.rise is not None:
+            ranges, skip = _from_first_row(ranges, item.rise[chosen])
+        causal_first = item.causal_first
+        if item.first_rows is not None:
+            first_new = item.first_rows[chosen]
+            causal_first = max(causal_first, int(first_new[0]))
+        pieces = [ranges] if len(item.rows) > size else _pieces(ranges)
+        for piece in pieces:
+            if len(piece) or causal_first != NO_CAUSAL:
+                yield JobTile(rows, piece, causal_first, skip, first_new)
+            causal_first, first_new = NO_CAUSAL, None
+            if skip is not None:
+                skip = np.maximum(skip - (piece[:, 2] - piece[:, 1]).sum(), 0)
+
+
+def _from_first_row(ranges: Ints, rise: Ints) -> tuple[Ints, Ints | None]:
+    """Ranges [lo, hi) that the first row sees, and [rows] how many of their tokens, the first ones, a row does not."""
+    lo = np.maximum(ranges[:, 1] + rise[0], 0)
+    seen = ranges[:, 2] > lo
+    signed, lo, ranges = ranges[seen, 1], lo[seen], ranges[seen]
+    hidden = np.clip(signed + rise[:, None], lo, ranges[:, 2]) - lo
+    skip = hidden.sum(axis=1)
+    ranges[:, 1] = lo
+    return ranges, skip if skip.any() else None
 
 
 def _pieces(ranges: Ints) -> list[Ints]:
@@ -268,27 +328,34 @@ def _pieces(ranges: Ints) -> list[Ints]:
     return [ranges[first:last] for first, last in zip([0, *cuts], [*cuts, len(ranges)], strict=True)]
 
 
-def _tables(tiles: list[JobItem]) -> Jobs:
+def _tables(tiles: list[JobTile]) -> Jobs:
     tiles = [tiles[index] for index in np.argsort(-_costs(tiles), kind="stable").tolist()]
     rows = np.concatenate([tile.rows for tile in tiles]) if tiles else np.zeros(0, np.int64)
     partial, merges = _partials(rows)
     row_ends = np.cumsum([len(tile.rows) for tile in tiles], dtype=np.int64)
     range_ends = np.cumsum([len(tile.ranges) for tile in tiles], dtype=np.int64)
-    jobs = np.zeros((len(tiles), 5), np.int64)
+    jobs = np.zeros((len(tiles), 6), np.int64)
     jobs[:, 1], jobs[:, 3] = row_ends, range_ends
     jobs[1:, 0], jobs[1:, 2] = row_ends[:-1], range_ends[:-1]
     jobs[:, 4] = [tile.causal_first for tile in tiles]
+    table = np.zeros((len(rows), 4), np.int64)
+    table[:, 0], table[:, 1] = rows, partial
+    for index, tile in enumerate(tiles):
+        for column, values in ((2, tile.skip), (3, tile.first_new)):
+            if values is not None:
+                jobs[index, 5] = 1
+                table[jobs[index, 0] : jobs[index, 1], column] = values
     ranges = np.concatenate([tile.ranges for tile in tiles]) if tiles else np.zeros((0, 4))
     return Jobs(
         jobs,
-        np.stack((rows, partial), 1),
+        table,
         np.ascontiguousarray(ranges, np.int64),
         merges,
         int(partial.max(initial=-1)) + 1,
     )
 
 
-def _costs(tiles: list[JobItem]) -> Ints:
+def _costs(tiles: list[JobTile]) -> Ints:
     """[tiles] rows times the tokens that they see, where not causality leaves some out."""
     if not tiles:
         return np.zeros(0, np.int64)

@@ -13,6 +13,8 @@ has weight 0. Source: seed 001; design.md 3.2.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     reduce_to_rows,
     shift,
 )
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
+from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
 # A tile of scores is at most ROW_TILE x TOKEN_TILE per head: memory is bounded however many rows share how many blocks.
 ROW_TILE = 256
@@ -41,6 +43,8 @@ TOKEN_TILE = 2048
 
 class ReferenceAttention(AttentionImplementation):
     """Plain torch, on any device."""
+
+    gives_log_sums = True
 
     def supports(self, spec: AttentionSpec) -> bool:
         return True
@@ -56,24 +60,51 @@ class ReferenceAttention(AttentionImplementation):
         spec: AttentionSpec,
         out: Tensor,
         selected_blocks: Tensor | None = None,
+        per_head: PerHead = NOTHING_PER_HEAD,
+        log_sums: Tensor | None = None,
     ) -> bool:
         """Writes the merge of the existing parts, which are the plan. Always returns True."""
-        parts = plan
+        parts, slopes = plan, _Slopes.of(per_head.slopes, plan.positions)
         partials = []
         if parts.causal is not None:
-            partials.append(causal(query, key, value, parts.causal, spec))
+            partials.append(causal(query, key, value, parts.causal, spec, slopes))
         if parts.shared is not None:
-            partials.append(shared(query, key_cache, value_cache, parts.shared, spec))
+            partials.append(shared(query, key_cache, value_cache, parts.shared, spec, slopes))
         if parts.unique is not None:
-            partials.append(unique(query, key_cache, value_cache, parts.unique, spec))
+            partials.append(unique(query, key_cache, value_cache, parts.unique, spec, slopes))
         if parts.selected is not None:
             blocks = parts.selected.blocks if selected_blocks is None else selected_blocks
             partials.append(selected(query, key_cache, value_cache, parts.selected, spec, blocks))
-        merge(partials, out)
+        if per_head.sinks is not None:
+            partials.append(sink(query, value.shape[-1], per_head.sinks))
+        merge(partials, out, log_sums)
         return True
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, part: CausalPart, spec: AttentionSpec) -> Partial:
+class _Slopes(NamedTuple):
+    """ALiBi: fp32 [heads], and the position of each row, int64 [rows]."""
+
+    slopes: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, slopes: Tensor | None, positions: Tensor | None) -> _Slopes | None:
+        return None if slopes is None or positions is None else cls(slopes, positions)
+
+    def bias(self, distance: Tensor) -> Tensor:
+        """fp32 [..., rows, heads, tokens] of distances [..., rows, tokens]."""
+        return -self.slopes[:, None] * distance[..., None, :]
+
+
+def sink(query: Tensor, value_dim: int, sinks: Tensor) -> Partial:
+    """The sinks as a partial of all rows: a term of each sum, without a value."""
+    found = nothing(query, query.shape[0], value_dim)
+    return Partial(found.out, sinks.float().expand_as(found.max), torch.ones_like(found.sum))
+
+
+def causal(
+    query: Tensor, key: Tensor, value: Tensor, part: CausalPart, spec: AttentionSpec, slopes: _Slopes | None = None
+) -> Partial:
     """The causal part, slice by slice; rows of different groups never see each other.
 
     query: [rows, heads, dim]; key: [rows, kv_heads, dim]; value: [rows, kv_heads, value_dim]. The partial has all rows.
@@ -84,20 +115,28 @@ def causal(query: Tensor, key: Tensor, value: Tensor, part: CausalPart, spec: At
         rows, keys = slice(query_lo, query_hi), slice(key_lo, key_hi)
         same = (part.groups[rows, None] == part.groups[None, keys]) & (part.groups[rows, None] >= 0)
         visible = same & (position[None, keys] <= position[rows, None])
-        if spec.sliding_window is not None:
-            visible &= position[None, keys] > position[rows, None] - spec.sliding_window
-        piece = _attend_visible(query[rows], key[keys], value[keys], visible, spec)
+        if part.first_rows is not None:
+            visible &= position[None, keys] >= part.first_rows[rows, None]
+        bias = None if slopes is None else slopes.bias(position[rows, None] - position[None, keys])
+        piece = _attend_visible(query[rows], key[keys], value[keys], visible, spec, bias)
         for whole, tile in zip(result, piece, strict=True):
             whole[rows] = tile
     return result
 
 
-def shared(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: SharedPart, spec: AttentionSpec) -> Partial:
+def shared(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    part: SharedPart,
+    spec: AttentionSpec,
+    slopes: _Slopes | None = None,
+) -> Partial:
     """The shared part; the work is rows x blocks of its groups. The partial has all rows."""
     result = nothing(query, query.shape[0], value_cache.shape[-1])
     for group in part.groups:
         for rows in group.rows.split(ROW_TILE):
-            _add_shared_rows(result, query, key_cache, value_cache, part, group._replace(rows=rows), spec)
+            _add_shared_rows(result, query, key_cache, value_cache, part, group._replace(rows=rows), spec, slopes)
     return result
 
 
@@ -109,24 +148,37 @@ def _add_shared_rows(
     part: SharedPart,
     group: SharedGroup,
     spec: AttentionSpec,
+    slopes: _Slopes | None,
 ) -> None:
     """Adds one tile of rows of a group to `result`, a tile of blocks at a time."""
     block_size = key_cache.shape[1]
     spans = part.row_spans[group.rows]
+    token = torch.arange(block_size, device=query.device)
     tile = max(1, TOKEN_TILE // block_size)
     for first in range(group.block_lo, group.block_hi, tile):
         blocks = slice(first, min(first + tile, group.block_hi))
         ids = part.blocks[blocks]
-        visible = _in_range(part.lo[:, blocks][spans], part.hi[:, blocks][spans], block_size).flatten(1)
+        lo = part.lo_of(group.rows, blocks)
+        visible = _in_range(lo, part.hi[:, blocks][spans], block_size).flatten(1)
+        bias = None
+        if slopes is not None:
+            bias = slopes.bias((slopes.positions[group.rows, None, None] + lo[..., None] - token).flatten(1))
         piece = _attend_visible(
-            query[group.rows], key_cache[ids].flatten(0, 1), value_cache[ids].flatten(0, 1), visible, spec
+            query[group.rows], key_cache[ids].flatten(0, 1), value_cache[ids].flatten(0, 1), visible, spec, bias
         )
         both = combine(Partial(*(whole[group.rows] for whole in result)), piece)
         for whole, rows in zip(result, both, strict=True):
             whole.index_copy_(0, group.rows, rows)
 
 
-def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePart, spec: AttentionSpec) -> Partial:
+def unique(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    part: UniquePart,
+    spec: AttentionSpec,
+    slopes: _Slopes | None = None,
+) -> Partial:
     """The unique part, computed per block. The partial has only the single rows [0, num_rows)."""
     count, block_size = part.rows.shape[0], key_cache.shape[1]
     result = nothing(query, part.num_rows, value_cache.shape[-1])
@@ -138,8 +190,11 @@ def unique(query: Tensor, key_cache: Tensor, value_cache: Tensor, part: UniquePa
         span = slice(first, min(first + tile, count))
         ids = span if part.blocks is None else part.blocks[span]
         visible = _in_range(part.lo[span], part.hi[span], block_size)[:, None]
-        rows = query[part.rows[span], None]
-        pieces.append(_attend_visible(rows, key_cache[ids], value_cache[ids], visible, spec))
+        rows, bias = query[part.rows[span], None], None
+        if slopes is not None:
+            token = torch.arange(block_size, device=query.device)
+            bias = slopes.bias((slopes.positions[part.rows[span], None] + part.lo[span, None] - token)[:, None])
+        pieces.append(_attend_visible(rows, key_cache[ids], value_cache[ids], visible, spec, bias))
     piece = Partial(*(torch.cat(tensors).squeeze(1) for tensors in zip(*pieces, strict=True)))
     return reduce_to_rows(piece, part.rows, result)
 
@@ -172,16 +227,22 @@ def selected(
     return reduce_to_rows(of_spans, rows.flatten(), result)
 
 
-def _attend_visible(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, spec: AttentionSpec) -> Partial:
+def _attend_visible(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, spec: AttentionSpec, bias: Tensor | None = None
+) -> Partial:
     """Partial of query [..., rows, heads, dim] over key and value [..., tokens, kv_heads, dim].
 
-    visible: bool [..., rows, tokens].
+    visible: bool [..., rows, tokens]. bias: fp32 [..., rows, heads, tokens] added to scores.
     """
+    if key.dtype == torch.float8_e4m3fn:
+        key, value = key.float(), value.float()
     kv_heads = key.shape[-2]
     folded = query.float().unflatten(-2, (kv_heads, -1))
     scores = torch.einsum("...rhgd,...shd->...rhgs", folded, key.float()) * spec.scale
     if spec.logits_soft_cap is not None:
         scores = spec.logits_soft_cap * torch.tanh(scores / spec.logits_soft_cap)
+    if bias is not None:
+        scores = scores + bias.unflatten(-2, (kv_heads, -1))
     scores = scores.masked_fill(~visible[..., None, None, :], NEG_INF)
     top = scores.amax(-1)
     weights = torch.exp(scores - shift(top)[..., None])

@@ -14,7 +14,8 @@ from tests.graphs.shapes import COST, LIMITS
 from tests.graphs.warm_up.sets import keys_of
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
-from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleRule, IdleWarmUp
+from vllm_gaudi_ucm.graphs.warm_up.idle_rule import IdleRule
+from vllm_gaudi_ucm.graphs.warm_up.idle_warm_up import IdleWarmUp
 from vllm_gaudi_ucm.graphs.warm_up.order import choose_skeleton
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey, GraphState

@@ -15,7 +15,8 @@ from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
 from vllm_gaudi_ucm.execution.bucketed_execution import is_remainder, remainder_shapes
 from vllm_gaudi_ucm.execution.decoder import step_metadata
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
-from vllm_gaudi_ucm.execution.step_tensors import StepInputs, TrueShapeTensors, true_shape
+from vllm_gaudi_ucm.execution.step_tensors import StepInputs, true_shape
+from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
@@ -123,7 +124,7 @@ class OneLayer:
             summary_blocks = torch.from_numpy(chosen_of.summary_blocks)
         write_kv(key, value, self.keys.flatten(0, 1), self.values.flatten(0, 1), slots)
         reused = not self.static and plan.selection is not None and bool((plan.selection.modes == 1).all())
-        implementation = "reference" if self.static else self.implementation
+        implementation = "reference" if self.static and self.implementation != "cuda" else self.implementation
         metadata = step_metadata(
             slots, parts, self.block_size, implementation, None, summary_blocks, selection, reused=reused
         )
@@ -174,7 +175,7 @@ class OneLayer:
         end = member.computed + member.new
         q, _, _ = self.tokens(member.request_id, range(member.computed, end))
         _, k, v = self.tokens(member.request_id, range(0, end))
-        k, v = (t.double().repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
+        k, v = (t.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
         scores = torch.einsum("rhd,shd->rhs", q.double(), k) * SCALE
         position = torch.arange(end)
         visible = position[None] <= torch.arange(member.computed, end)[:, None]

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.sparse.hook_log import HookLog
 from vllm_gaudi_ucm.attention import backend
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+from vllm_gaudi_ucm.execution.decoder import step_metadata
 from vllm_gaudi_ucm.kv_cache.pair import KvPair
+from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, UniquePart
 from vllm_gaudi_ucm.protocol.attachments import attach_sparse_meta
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode, SparseMeta
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
@@ -19,7 +22,9 @@ from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
-from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection, ServerSizes, SparseWorker
+from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer
+from vllm_gaudi_ucm.sparse.selection.selection_state import ChoiceSlots
+from vllm_gaudi_ucm.sparse.selection.sparse_worker import BlockSelection, LayerPlace, ServerSizes, SparseWorker
 
 BLOCK_SIZE = 4
 PADDING = -1
@@ -33,6 +38,43 @@ def worker(remainder_rows: int = 0) -> SparseWorker:
     )._replace(remainder_rows=remainder_rows)
     assert isinstance(method, BlockSparse)
     return SparseWorker(method, BlockSelection.of(method, [SelectionLayer(keys, 1.0)], sizes))
+
+
+@pytest.mark.parametrize(
+    ("place", "leaders"),
+    [
+        (LayerPlace(0, 8), [0, None, None, 3]),
+        (LayerPlace(3, 8), [0, 0, 0, None]),
+        # of layers 3 to 5, which share a choice, 3 is on the stage before
+        (LayerPlace(4, 8), [0, 0, None, 3]),
+    ],
+)
+def test_stages_count_layers_in_the_model(place: LayerPlace, leaders: list[int | None]) -> None:
+    """covers: C17. Which of a stage's four layers chooses for each; None: it is dense."""
+    options = {"reuse_layers": 3, "dense_layers": [1, 2, 6]}
+    method = UcmSparseFactory.create_sparse_method("GSA", UcmSparseRole.WORKER, options)
+    assert isinstance(method, BlockSparse)
+    layers = [SelectionLayer(torch.zeros(16, BLOCK_SIZE, 1, 8), 1.0)] * 4
+    sizes = ServerSizes(max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=True)
+    selector = BlockSelection.of(method, layers, sizes, place=place).selector
+    assert selector.leaders == leaders
+    numbers = [layer._layer_idx for layer in selector.layers if isinstance(layer, ChoosingLayer)]
+    assert numbers == [place.first + index for index, leader in enumerate(leaders) if leader == index]
+    with pytest.raises(ValueError, match=r"dense_layers has \[6\], expected indices below 6"):
+        BlockSelection.of(method, layers, sizes, place=LayerPlace(2, 6))
+
+
+def test_slots_do_not_depend_on_the_order_in_which_requests_are_forgotten() -> None:
+    """Each worker has its own order of a set, and all of them compare what they choose."""
+    found = []
+    for forgotten in (["a", "c", "unknown"], ["unknown", "c", "a"]):
+        slots = ChoiceSlots(4, 8)
+        for request_id in "abc":
+            slots.slot(request_id, ())
+        slots.forget(forgotten)
+        slots.check_integrity()
+        found.append([slots.slot(request_id, ()) for request_id in "bdef"])
+    assert found[0] == found[1]
 
 
 def summarised(computed: int, drafts: list[int]) -> list[int]:
@@ -49,6 +91,23 @@ def summarised(computed: int, drafts: list[int]) -> list[int]:
     requests: Any = [SimpleNamespace(request_id="a")]
     found = worker().step(output, step_drafts, requests, batch)
     return sorted(found.summary_blocks.tolist())
+
+
+def test_layers_of_a_dense_step_without_full_blocks_are_those_of_a_dense_server() -> None:
+    """They ask nobody, so that a CPU replays the step as it does there. A method with hooks of its own is asked."""
+
+    def metadata(sparse: SparseWorker, summary_blocks: torch.Tensor | None) -> Any:
+        rows = torch.zeros(1, dtype=torch.int64)
+        part = UniquePart(rows + 1, rows, rows.int(), rows.int() + 1, 1)
+        return step_metadata(rows, AttentionParts(unique=part), BLOCK_SIZE, "reference", sparse, summary_blocks)
+
+    sparse = worker()
+    assert metadata(sparse, None).sparse is None
+    assert metadata(sparse, torch.ones(1, dtype=torch.int64)).sparse is sparse.method
+    kvstar = UcmSparseFactory.create_sparse_method("KVStar", UcmSparseRole.WORKER, {})
+    assert metadata(SparseWorker(kvstar), None).sparse is None
+    watching = SparseWorker(HookLog(UcmSparseRole.WORKER))
+    assert metadata(watching, None).sparse is watching.method
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from typing import Any
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEVICES, LLAMA_8B, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
-from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError, strip_size
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 
-OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach")
+OPTIONAL_LIMITS = ("contiguous", "max_shared_blocks", "max_selected_blocks", "causal_reach", "strip", "window")
 LIMIT_NAMES = tuple(field.name for field in fields(Limits) if field.name not in OPTIONAL_LIMITS)
 LLAMA_NAME = "llama-8b"
 MOST_GRAPHS = 4096  # as of the option ucm.graphs.max_graphs
@@ -43,7 +43,7 @@ def strategy_options(args: argparse.Namespace, strategy: str) -> Mapping[str, An
 
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare --device and --model."""
+    """Declare --device and --model, and how many devices share the model."""
     parser.add_argument(
         "--device", choices=DEVICES, default="gaudi2", help="device spec of the cost model (default: gaudi2)"
     )
@@ -52,6 +52,20 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="CONFIG",
         help="config.json of the model, or the folder that holds it (default: sizes of Llama 3.1 8B)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that share each layer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages of layers, each on devices of its own (default: %(default)s)",
     )
 
 
@@ -71,6 +85,11 @@ def add_limit_arguments(parser: argparse.ArgumentParser, source: str) -> None:
         type=int,
         metavar="N",
         help="blocks that a sparse method selects for the requests of a step; 0: none",
+    )
+    group.add_argument(
+        "--granularity",
+        choices=("block", "token"),
+        help="as ucm.kv_cache.granularity; with a slot for each token sizes count ranges of blocks",
     )
     group.add_argument(
         "--contiguous",
@@ -101,8 +120,9 @@ def read_model(path: Path | None) -> tuple[str, ModelSpec]:
 
 
 def cost_model(args: argparse.Namespace, block_size: int) -> CostModel:
-    """The cost model of --device and --model."""
-    return CostModel(device_spec(args.device), read_model(args.model)[1], block_size)
+    """The cost model of --device and of its part of --model."""
+    part = read_model(args.model)[1].shard(args.tensor_parallel_size, args.pipeline_parallel_size)
+    return CostModel(device_spec(args.device), part, block_size)
 
 
 def check_max_graphs(number: int) -> None:
@@ -112,12 +132,18 @@ def check_max_graphs(number: int) -> None:
 
 
 def check_block_size(args: argparse.Namespace, known: Mapping[str, Any], where: str) -> None:
-    """Raises a ValueError where --block-size contradicts the log, whose steps are counted in blocks of its own size."""
+    """Raises a ValueError where --block-size or --granularity contradicts the log, whose steps are counted in blocks of
+    its own size, or in ranges of them."""
     logged = known.get("block_size")
     if args.block_size is not None and logged is not None and args.block_size != logged:
         raise ValueError(
             f"--block-size is {args.block_size}, but {where} says {logged}, and its steps count such blocks; "
             "leave the option out"
+        )
+    if args.granularity is not None and (args.granularity == "token") != bool(known.get("strip")):
+        counts = "ranges of blocks" if known.get("strip") else "blocks"
+        raise ValueError(
+            f"--granularity is {args.granularity!r}, but the steps of {where} count {counts}; leave the option out"
         )
 
 
@@ -143,13 +169,36 @@ def limits_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) ->
     try:
         return Limits(
             **values,
+            strip=_strip_of(args, known, values["block_size"], where),
             contiguous=bool(contiguous),
             max_shared_blocks=shared,
             max_selected_blocks=selected,
             causal_reach=args.device in CHIPS,
+            window=_window_of(args, known, where),
         )
     except LimitsError as error:
         raise ValueError(f"limits of {where}{_of_options(args)}: {error}") from error
+
+
+def _strip_of(args: argparse.Namespace, known: Mapping[str, Any], block_size: int, where: str) -> int:
+    """Of --granularity, and without it of the log."""
+    found = known.get("strip", 0)
+    if type(found) is not int:
+        raise ValueError(f"{where} has strip {found!r}, expected a number; give --granularity")
+    if args.granularity is None:
+        return found
+    return strip_size(block_size) if args.granularity == "token" else 0
+
+
+def _window_of(args: argparse.Namespace, known: Mapping[str, Any], where: str) -> int:
+    """Of a log, and where none says it of the model, if all of its layers have it."""
+    if "window" not in known:
+        model = read_model(args.model)[1]
+        return model.window if model.window_layers == model.layers else 0
+    found = known.get("window", 0)
+    if type(found) is not int:
+        raise ValueError(f"{where} has window {found!r}, expected a number of tokens")
+    return found
 
 
 def _of_options(args: argparse.Namespace) -> str:

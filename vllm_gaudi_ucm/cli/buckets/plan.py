@@ -125,7 +125,8 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     limits = limits_of(args, known, "the defaults")
     memory, asked = _step_memory(args, cost), limits.max_num_batched_tokens
     if memory is not None:
-        rows = memory.rows(asked, limits.max_num_seqs, limits.max_model_len)
+        longest = limits.blocks_per_request * limits.block_size if limits.strip else limits.max_model_len
+        rows = memory.rows(asked, limits.max_num_seqs, longest)
         limits = replace(limits, max_num_batched_tokens=rows)
     return replace(_report(args, as_served(limits, memory), cost, None), asked_tokens=asked)
 
@@ -153,7 +154,7 @@ def _step_memory(args: argparse.Namespace, cost: CostModel) -> StepMemory | None
 def _report(
     args: argparse.Namespace, limits: Limits, cost: CostModel, steps: Steps | None, tail_steps: int = 0
 ) -> PlanReport:
-    limits, remainders = with_sparse_method(args, limits)
+    limits, remainders, live_blocks, rows_each = with_sparse_method(args, limits)
     shapes = [] if remainders is None else remainders.shapes
     files = {"buckets": args.buckets, "trace": steps}
     strategy = args.strategy or automatic_strategy([key for key, value in files.items() if value is not None])
@@ -169,7 +170,7 @@ def _report(
     options = strategy_options(args, strategy)
     with task_progress("choosing buckets") as progress:
         most = most_buckets(args.max_graphs, strategy, len(shapes))
-        request = BucketRequest(limits, cost, most, args.buckets, steps, progress)
+        request = BucketRequest(limits, cost, most, args.buckets, steps, progress, live_blocks, rows_each)
         buckets = build_buckets(strategy, request, options)
         progress(1.0)
     name, _ = read_model(args.model)
@@ -177,7 +178,19 @@ def _report(
     memory = plan_memory(buckets, cost, shapes)
     nodes = _count(buckets, cost, shapes) if args.count_nodes else None
     return PlanReport(
-        name, strategy, traffic, cost, buckets, steps, divided, memory, args.skeleton, shapes, tail_steps, nodes
+        name,
+        strategy,
+        traffic,
+        cost,
+        buckets,
+        steps,
+        divided,
+        memory,
+        args.skeleton,
+        shapes,
+        tail_steps,
+        nodes,
+        pipeline=args.pipeline_parallel_size,
     )
 
 
@@ -204,7 +217,7 @@ def _simulate(mix: Mix, name: str, cost: CostModel) -> Steps:
 
 
 def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare --sparse and --partial-loads."""
+    """Declare --sparse and what goes with it: --partial-loads, --num-speculative-tokens."""
     group = parser.add_argument_group("sparse method of the server")
     group.add_argument(
         "--sparse",
@@ -216,20 +229,37 @@ def add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="prompts may be loaded in part, by UcmConnector under memory mode: count the graphs for their remainders",
     )
+    group.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="drafts of a request in a step, as num_speculative_tokens of --speculative-config: list the buckets of "
+        "their verification with selected blocks (default: %(default)s)",
+    )
 
 
-def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits, RemainderShapes | None]:
-    """The limits with the blocks that --sparse selects, and with --partial-loads the shapes for prompt remainders.
+def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits, RemainderShapes | None, int, int]:
+    """The limits with the blocks that --sparse selects, with --partial-loads the shapes for prompt remainders, the room
+    for live blocks of a sparse request, and its rows: a token and its drafts.
 
-    They are those of a server at static shapes without drafts.
+    They are those of a server at static shapes.
 
     Raises:
         ValueError: options that do not go together, or a configuration without what they need.
     """
+    drafts = args.num_speculative_tokens
+    if drafts < 0:
+        raise ValueError(f"--num-speculative-tokens is {drafts}, expected 0 or more")
     if args.sparse is None:
+        if drafts:
+            raise ValueError(
+                "--num-speculative-tokens needs --sparse: without a sparse method the verification of drafts takes the "
+                "buckets of prompts; leave it out"
+            )
         if args.partial_loads:
             raise ValueError("--partial-loads needs --sparse: what is selected decides how large the graphs are")
-        return limits, None
+        return limits, None, 0, 1
     if args.max_selected_blocks is not None:
         raise ValueError("--max-selected-blocks and --sparse both say how many blocks are selected; leave one out")
     # torch and vLLM take seconds, which a plan without a sparse method need not
@@ -247,11 +277,12 @@ def with_sparse_method(args: argparse.Namespace, limits: Limits) -> tuple[Limits
         raise ValueError(
             "--partial-loads: memory_mode.enabled of --sparse is false, and then nothing is loaded in part"
         )
-    sizes = ServerSizes(limits.max_model_len, limits.max_num_seqs, 1, limits.block_size, limits.num_blocks, static=True)
+    rows, blocks = 1 + drafts, limits.num_blocks
+    sizes = ServerSizes(limits.max_model_len, limits.max_num_seqs, rows, limits.block_size, blocks, static=True)
     if args.partial_loads:
         sizes = sizes._replace(
             remainder_rows=remainder_rows(limits.block_size, limits.max_num_batched_tokens, sizes.max_rows)
         )
     choices = selection_limits(options, sizes)
     limits = replace(limits, max_selected_blocks=choices.max_selected_blocks)
-    return limits, remainder_shapes(limits, choices)
+    return limits, remainder_shapes(limits, choices), choices.room_for_live_blocks, choices.max_rows

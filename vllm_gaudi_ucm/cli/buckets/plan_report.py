@@ -56,7 +56,7 @@ def plan_memory(buckets: BucketSet, cost: CostModel, remainders: Sequence[Forwar
         kv_cache=float(buckets.limits.num_blocks * cost.block_size * m.kv_bytes_per_token),
         graphs=(buckets.num_graphs + len(remainders)) * cost.device.graph_bytes,
         activations=max(activation_bytes(shape, cost) for shape in (*buckets.forward, *remainders))
-        + float(buckets.logits[-1] * m.vocab * PARTIAL_BYTES * 2),
+        + float(buckets.logits[-1] * m.vocab * m.tensor * PARTIAL_BYTES * 2),
         usable=USABLE * cost.device.memory,
     )
 
@@ -64,7 +64,7 @@ def plan_memory(buckets: BucketSet, cost: CostModel, remainders: Sequence[Forwar
 def activation_bytes(shape: ForwardShape, cost: CostModel) -> float:
     """The largest set of tensors alive at once in one layer: the MLP's, or the partials and scores of attention."""
     m = cost.model
-    mlp = shape.query_len * (2 * m.hidden + m.mlp_matrices * m.intermediate) * m.dtype_bytes
+    mlp = shape.query_len * (2 * m.hidden + m.mlp_activations) * m.dtype_bytes
     return float(max(mlp, attention_bytes(shape, cost)))
 
 
@@ -73,12 +73,12 @@ def attention_bytes(shape: ForwardShape, cost: CostModel) -> float:
     m = cost.model
     if cost.device.name in CHIPS:
         return float(step_bytes(shape, m, cost.block_size))
-    partials = 3 * shape.query_len * m.heads * (m.head_dim + 2) * PARTIAL_BYTES
+    partials = 3 * shape.query_len * m.heads * (m.value_dim + 2) * PARTIAL_BYTES
     keys = max(
         min(shape.query_len, CAUSAL_SLICE) if "c" in shape.phase else 0, cost.block_size if shape.shared_blocks else 0
     )
     scores = shape.query_len * m.heads * keys * PARTIAL_BYTES
-    per_block = (shape.unique_blocks + shape.selected_blocks) * m.heads * (m.head_dim + 2) * PARTIAL_BYTES
+    per_block = (shape.unique_blocks + shape.selected_blocks) * m.heads * (m.value_dim + 2) * PARTIAL_BYTES
     return float(partials + scores + per_block)
 
 
@@ -93,7 +93,8 @@ def blocks_that_fit(cost: CostModel) -> int:
     if blocks < 2:
         raise ValueError(
             f"--device {cost.device.name}: {cost.model.weight_bytes / 1e9:.1f} GB of weights leave no room for a KV "
-            f"cache in {USABLE * cost.device.memory / 1e9:.0f} GB; one device cannot serve this model"
+            f"cache in {USABLE * cost.device.memory / 1e9:.0f} GB; one device cannot serve this model; "
+            "have more of them share it, with --tensor-parallel-size"
         )
     return blocks
 
@@ -112,6 +113,7 @@ class PlanReport:
     all other figures are without them.
     attention_nodes: counts those of a layer's attention; None: the most that there may be.
     asked_tokens: of a step, where the limits may have fewer because of its memory; None: the limits were given so.
+    pipeline: stages of layers. Every figure of memory, shapes and time is of one device, in the largest stage.
     """
 
     model: str
@@ -127,6 +129,21 @@ class PlanReport:
     tail_steps: int
     attention_nodes: AttentionNodes | None
     asked_tokens: int | None = None
+    pipeline: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.cost.model.tensor * self.pipeline
+
+    def reduction_share(self, shape: ForwardShape) -> float:
+        """Of the time of a forward graph: what devices that share layers take to add up their results."""
+        return float(self.cost.reduction_seconds(shape.query_len)) / self.cost.forward(shape)
+
+    @property
+    def decode_maximum(self) -> ForwardShape:
+        """The largest bucket that decodes alone run in."""
+        decodes = [shape for shape in self.buckets.forward if "c" not in shape.phase]
+        return max(decodes or self.buckets.forward, key=lambda shape: shape.query_len)
 
     @cached_property
     def padding(self) -> Padding | None:
@@ -189,6 +206,17 @@ class PlanReport:
             "device_figures": self.cost.device.source,
             "strategy": self.strategy,
             "traffic": self.traffic,
+            "devices": {
+                "tensor_parallel_size": self.cost.model.tensor,
+                "pipeline_parallel_size": self.pipeline,
+                "heads": self.cost.model.heads,
+                "kv_heads": self.cost.model.kv_heads,
+                "layers": self.cost.model.layers,
+                "reduction_share": {
+                    "decode": round(self.reduction_share(self.decode_maximum), 4),
+                    "largest": round(self.reduction_share(self.buckets.limits.maximum.forward), 4),
+                },
+            },
             "limits": asdict(self.buckets.limits),
             "asked_tokens": self.asked_tokens,
             "graphs": self.num_graphs,
@@ -219,6 +247,8 @@ def show(report: PlanReport) -> None:
     console = Console(highlight=False)
     limits, buckets, memory = report.buckets.limits, report.buckets, report.memory
     console.print(f"{report.model} on {report.cost.device.name}; every figure is modelled", style="bold", markup=False)
+    if report.num_devices > 1:
+        _show_devices(console, report)
     selected = f", {limits.max_selected_blocks:,} selected" if limits.max_selected_blocks else ""
     console.print(
         f"limits    {limits.max_num_batched_tokens} tokens and {counted(limits.max_num_seqs, 'request')} per step,"
@@ -255,6 +285,22 @@ def show(report: PlanReport) -> None:
         console.print(f"steps with more than {most} shared blocks, which run in parts: {report.divided:,}")
     if report.tail_steps:
         console.print(f"steps in graphs for prompt remainders, which are in no other figure: {report.tail_steps:,}")
+
+
+def _show_devices(console: Any, report: PlanReport) -> None:
+    """What one device of several has, and what it costs that they share layers."""
+    part = report.cost.model
+    heads = f"{counted(part.heads, 'head')}, {counted(part.kv_heads, 'KV head')}"
+    console.print(
+        f"devices   {report.num_devices}: {part.tensor} share each layer, {counted(report.pipeline, 'stage')}; "
+        f"below is one of them,\n          with {heads}, {counted(part.layers, 'layer')}"
+    )
+    if part.tensor > 1:
+        decodes, largest = report.decode_maximum, report.buckets.limits.maximum.forward
+        console.print(
+            f"          adding up results takes {report.reduction_share(decodes):.0%} of a step of "
+            f"{counted(decodes.query_len, 'decode')},\n          {report.reduction_share(largest):.0%} of the largest"
+        )
 
 
 def _show_compilation(console: Any, report: PlanReport) -> None:

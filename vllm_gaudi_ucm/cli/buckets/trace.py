@@ -71,6 +71,8 @@ def _open(path: Path, header: dict[str, object], output: Path) -> PhaseLog:
 def mix_within(args: argparse.Namespace, name: str) -> Mix:
     """The mix, asked of a server with the limits that the options give."""
     mix = MIXES[name]
+    if args.granularity == "token":
+        raise ValueError("--granularity is 'token', expected 'block' with --mix: its traffic is simulated in blocks")
     return replace(mix, limits=limits_of(args, vars(mix.limits), f"the mix {name}"))
 
 

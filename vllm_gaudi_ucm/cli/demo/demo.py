@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_gaudi_ucm.cli.buckets.phases import PICTURES, write_plot
-from vllm_gaudi_ucm.cli.demo.engine import Answer, check_model, serve, start_engine
+from vllm_gaudi_ucm.cli.demo.engine import Answer, check_model, check_workers, serve, start_engine
 from vllm_gaudi_ucm.cli.demo.load import DemoRequest, build_load
 from vllm_gaudi_ucm.cli.demo.report import DemoResult, show_result
 from vllm_gaudi_ucm.cli.output import check_output
@@ -68,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests", type=int, default=DEFAULT_REQUESTS, metavar="N", help="how many (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="chooses the load and the samples (default: %(default)s)")
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="workers that share the model, each on a device of its own (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the phases (.png, .svg or .pdf)")
     parser.add_argument("--phase-log", type=Path, metavar="FILE", help="keep the phase log, for `gaudi-ucm phases`")
@@ -79,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     check_output("--plot", args.plot, PICTURES)
     check_output("--phase-log", args.phase_log)
     check_model(args.model)
+    check_workers(args.model, args.tensor_parallel_size)
     load = build_load(args.requests, args.seed)
     with tempfile.TemporaryDirectory(prefix="gaudi-ucm-demo-") as scratch:
         log = args.phase_log or Path(scratch) / "phases.jsonl"
@@ -98,7 +106,8 @@ async def _measure(args: argparse.Namespace, load: Sequence[DemoRequest], log: P
     """Start the engine, serve the load, stop the engine; progress goes to stderr."""
     print(f"loading {args.model} ...", file=sys.stderr)
     start = time.perf_counter()
-    engine = start_engine(args.model, log, args.seed, "INFO" if args.verbose else "ERROR")
+    level = "INFO" if args.verbose else "ERROR"
+    engine = start_engine(args.model, log, args.seed, level, args.tensor_parallel_size)
     try:
         ready = time.perf_counter()
         with DemoProgress(len(load)) as progress:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_gaudi_ucm.cli.buckets.cost_options import read_model
 from vllm_gaudi_ucm.cli.demo.load import DemoRequest
 from vllm_gaudi_ucm.device.detect import detect_device
 
@@ -69,7 +70,13 @@ def check_model(model: Path) -> int:
     return min(found, MAX_MODEL_LEN)
 
 
-def start_engine(model: Path, phase_log: Path, seed: int, log_level: str) -> AsyncLLM:
+def check_workers(model: Path, workers: int) -> None:
+    """Raises a ValueError that names the option where `workers` cannot share the heads of the model."""
+    if workers != 1:
+        read_model(model)[1].shard(workers)
+
+
+def start_engine(model: Path, phase_log: Path, seed: int, log_level: str, workers: int = 1) -> AsyncLLM:
     """The engine as `vllm serve` would start it, writing its phase log; only the sizes are small."""
     max_model_len = check_model(model)
     from vllm_gaudi_ucm.vllm_api.engine import AsyncEngineArgs, AsyncLLM, LoggingConfig, configure_logging
@@ -85,6 +92,7 @@ def start_engine(model: Path, phase_log: Path, seed: int, log_level: str) -> Asy
         max_num_batched_tokens=512,
         kv_cache_memory_bytes=KV_CACHE_BYTES,
         seed=seed,
+        tensor_parallel_size=workers,
         disable_log_stats=True,
         logging_config=logging_config,
         use_tqdm_on_load=False,

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_gaudi_ucm.cli.doctor.check import Check, guarded
+from vllm_gaudi_ucm.cli.doctor.collectives import collective_checks
 from vllm_gaudi_ucm.cli.doctor.configuration import (
     configuration_checks,
     place_checks,
@@ -58,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store", metavar="FILE|JSON", help="store of KV blocks to check: as `store` in kv_connector_extra_config"
     )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="workers that are to share a model: start as many, and have them add up tensors",
+    )
 
 
 class Examination(NamedTuple):
@@ -71,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """0 where no check failed, else 1."""
     # vLLM's logger and plugins write to stdout, which belongs to the report.
     with contextlib.redirect_stdout(sys.stderr):
-        examination = examine(args.config, args.store)
+        examination = examine(args.config, args.store, args.tensor_parallel_size)
     report = _report(examination, args.config)
     if args.json:
         print(json.dumps(report, indent=2))
@@ -80,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
-def examine(config: str | None, store: str | None = None) -> Examination:
+def examine(config: str | None, store: str | None = None, workers: int = 1) -> Examination:
     """All sections, each guarded: what one raises becomes a row of it."""
     plugins: list[PluginChecks] = []
 
@@ -97,6 +105,7 @@ def examine(config: str | None, store: str | None = None) -> Examination:
         checks += guarded("device", lambda: _of_config(config, lambda ucm: implementation_checks(ucm, device)))
     checks += guarded("device", thread_checks)
     checks += guarded("device", lambda: _of_config(config, lambda ucm: matrix_unit_checks(ucm, device)))
+    checks += guarded("several devices", lambda: collective_checks(device, workers))
     checks += guarded("operators", lambda: operator_checks(device))
     checks += guarded("static shapes", lambda: _of_config(config, lambda ucm: static_shape_checks(ucm, device)))
     checks += guarded("files", lambda: _of_config(config, lambda ucm: place_checks(ucm, device)))

@@ -12,13 +12,14 @@ from vllm_gaudi_ucm.cli.doctor.check import Check
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
 from vllm_gaudi_ucm.ops.kv_cache.implementation import KV_CACHE
+from vllm_gaudi_ucm.ops.moe.implementation import MOE
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 from vllm_gaudi_ucm.registry import Entry, Registry, RegistryError
 from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS
 from vllm_gaudi_ucm.store.factory import STORES
 
 EXTENSIONS = "extensions"
-REGISTRIES: Sequence[Registry[Any]] = (SPARSE_METHODS, STRATEGIES, STORES, ATTENTION, KV_CACHE, BLOCK_SELECTION)
+REGISTRIES: Sequence[Registry[Any]] = (SPARSE_METHODS, STRATEGIES, STORES, ATTENTION, KV_CACHE, BLOCK_SELECTION, MOE)
 
 
 @runtime_checkable

@@ -83,9 +83,10 @@ def implementation_checks(config: UcmConfig, device: str) -> Iterator[Check]:
     """A row for each operation: its implementation at true shapes, and why not others. May build the kernels."""
     from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
     from vllm_gaudi_ucm.ops.kv_cache.implementation import KV_CACHE
+    from vllm_gaudi_ucm.ops.moe.implementation import MOE
 
     of_attention = config.attention.implementation
-    for operations, name in ((ATTENTION, of_attention), (KV_CACHE, AUTO), (BLOCK_SELECTION, AUTO)):
+    for operations, name in ((ATTENTION, of_attention), (KV_CACHE, AUTO), (BLOCK_SELECTION, AUTO), (MOE, AUTO)):
         row = operations.operation
         try:
             chosen = operations.choose(name, device).name

@@ -6,7 +6,6 @@ Run as a module it is the child process of a `Probe`: a question to vLLM or to a
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -14,6 +13,7 @@ from typing import Any
 
 from vllm_gaudi_ucm import PLATFORM_CLASS, envs, register
 from vllm_gaudi_ucm.cli.doctor.check import Check, Status
+from vllm_gaudi_ucm.cli.doctor.child import ending_of, start
 from vllm_gaudi_ucm.device.detect import decide
 
 PLUGIN = "platform plugin"
@@ -27,24 +27,17 @@ class Probe:
     """A question under way in a child process."""
 
     def __init__(self, *question: str) -> None:
-        command = [sys.executable, "-m", "vllm_gaudi_ucm.cli.doctor.plugin", *question]
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        self._child = start("vllm_gaudi_ucm.cli.doctor.plugin", *question)
 
     def answer(self, timeout: float = 60.0) -> dict[str, Any]:
         """`{"value": ...}`, or `{"error": text}` where the child raised, died, or took over `timeout` seconds."""
-        try:
-            stdout, stderr = self._child.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.communicate()
+        ending = ending_of(self._child, timeout)
+        if ending.stdout is None:
             return {"error": f"no answer within {timeout:.0f} s"}
-        for line in stdout.splitlines():
+        for line in ending.stdout.splitlines():
             if line.startswith(_MARK):
                 return dict(json.loads(line.removeprefix(_MARK)))
-        last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "nothing on stderr")
-        return {"error": f"the process ended with code {self._child.returncode}: {last}"}
+        return {"error": f"the process {ending.how}"}
 
 
 class PluginChecks:

@@ -91,9 +91,9 @@ def full_work(phase: str, rows: int, shared: int, unique: int, block_size: int, 
 
 
 def _work(model: ModelSpec, rows: int, pairs: int, tokens: int) -> Work:
-    flops = 4.0 * model.heads * model.head_dim * pairs
-    vectors = 2 * rows * model.heads + 2 * tokens * model.kv_heads
-    return Work(flops, float(vectors * model.head_dim * model.dtype_bytes))
+    both = model.head_dim + model.value_dim
+    elements = rows * model.heads * both + tokens * model.kv_elements
+    return Work(2.0 * model.heads * both * pairs, float(elements * model.dtype_bytes))
 
 
 MOST_BUCKETS = 8
@@ -141,7 +141,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_batches(args: argparse.Namespace) -> OpCostReport:
     others = [name for name in LIMIT_NAMES if name not in BATCH_LIMITS]
-    others += ["max_shared_blocks", "max_selected_blocks", "contiguous", "strategy_options", "max_graphs", "rows"]
+    others += [
+        "max_shared_blocks",
+        "max_selected_blocks",
+        "contiguous",
+        "granularity",
+        "strategy_options",
+        "max_graphs",
+        "rows",
+    ]
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) is not None]
     if given:
         raise ValueError(f"{', '.join(given)}: of buckets; give --strategy, --buckets, --log or --mix, too")
@@ -151,7 +159,8 @@ def _of_batches(args: argparse.Namespace) -> OpCostReport:
     # late: it imports vLLM, which takes seconds
     from vllm_gaudi_ucm.cli.op_cost.row import batch_rows
 
-    name, model = read_model(args.model)
+    name, whole = read_model(args.model)
+    model = whole.shard(args.tensor_parallel_size, args.pipeline_parallel_size)
     batches = [BATCHES[batch] for batch in dict.fromkeys(args.batch or BATCHES)]
     with task_progress("counting operators") as progress:
         rows = batch_rows(batches, model, block_size, args.max_model_len, progress)

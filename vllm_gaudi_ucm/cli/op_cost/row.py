@@ -17,7 +17,8 @@ from torch.utils.flop_counter import register_flop_formula
 from vllm_gaudi_ucm.batch.batch_plan import UnifiedPlan
 from vllm_gaudi_ucm.cli.op_cost.op_cost import Batch, full_work, least_work
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
-from vllm_gaudi_ucm.execution.step_tensors import TrueShapeTensors, true_shape
+from vllm_gaudi_ucm.execution.step_tensors import true_shape
+from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
 from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, ModelSpec, Work, device_spec
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.node_count import NodeCount, count_nodes
@@ -128,9 +129,21 @@ class LayerTensors(NamedTuple):
     def of(cls, rows: int, num_blocks: int, block_size: int, model: ModelSpec) -> LayerTensors:
         """rows: of the flat batch. num_blocks: of the KV cache."""
         dtype = torch.float32 if model.dtype_bytes == 4 else torch.bfloat16
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=META)
+
+        size, value_size = model.head_dim, model.value_dim
+        query, out = empty(rows, model.heads, size), empty(rows, model.heads, value_size)
         new, cached = (rows, model.kv_heads), (num_blocks, block_size, model.kv_heads)
-        shapes: list[tuple[int, ...]] = [(rows, model.heads), new, new, cached, cached, (rows, model.heads)]
-        return cls(*(torch.empty(*shape, model.head_dim, dtype=dtype, device=META) for shape in shapes))
+        key, key_cache = empty(*new, size), empty(*cached, size)
+        if model.latent is not None:
+            return cls(query, key, key[..., :value_size], key_cache, key_cache[..., :value_size], out)
+        return cls(query, key, empty(*new, value_size), key_cache, empty(*cached, value_size), out)
+
+
+def _spec(model: ModelSpec) -> AttentionSpec:
+    return AttentionSpec(model.head_dim**-0.5, values_in_keys=model.latent is not None)
 
 
 def layer_cost(
@@ -138,7 +151,7 @@ def layer_cost(
 ) -> LayerCost:
     """The cost of attention in one layer, with the fused kernel of a card. See `LayerTensors.of`."""
     *tensors, out = LayerTensors.of(rows, num_blocks, block_size, model)
-    ready, spec = prepare(parts, block_size, implementation=implementation), AttentionSpec(model.head_dim**-0.5)
+    ready, spec = prepare(parts, block_size, implementation=implementation), _spec(model)
     with fused_kernel():
         return LayerCost.of(trace(unified_attention, *tensors, ready, spec, out))
 
@@ -150,7 +163,7 @@ def layer_nodes(
 
     A selected part is a choice of the layer's own. fused: with the card's kernel where a step is prompts alone.
     """
-    spec = AttentionSpec(model.head_dim**-0.5)
+    spec = _spec(model)
     ready = prepare(parts, block_size, implementation="hpu")
     chosen = None if parts.selected is None else parts.selected.blocks.clone()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,65 +11,22 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
+from vllm_gaudi_ucm.sampling.stages.token_counts import CountedRows, TokenCounts, count_tokens, read_lines
 from vllm_gaudi_ucm.vllm_api.sampling import apply_penalties
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
+    from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.execution.graph_manager import Stage
+    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
     from vllm_gaudi_ucm.vllm_api.sampling import SamplingMetadata
 
 
-class TokenRows(NamedTuple):
-    """tokens: int32 [rows, width], a prompt and behind it its outputs; what follows them is garbage, though a token id.
-    prompt_ends, ends: int32 [rows], where prompt and outputs end."""
-
-    tokens: torch.Tensor
-    prompt_ends: torch.Tensor
-    ends: torch.Tensor
-
-
-class TokenHistory:
-    """Appends what a slot's request has got since the last time, so that a step costs one token per slot.
-
-    Outputs may be cut, but never replaced by others at once: a preempted request comes back with the same ones.
-
-    Args:
-        max_rows: most logits rows of a step.
-        width: tokens of the longest request.
-        device: where they are read.
-    """
-
-    def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
-        self._tokens = StagedRows((max_rows, width), np.int32, 0, device)
-        self._prompt_ends = StagedRows((max_rows,), np.int32, 0, device)
-        self._ends = StagedRows((max_rows,), np.int32, 0, device)
-        self._owners: list[LiveRequest | None] = [None] * max_rows
-        self._known = [0] * max_rows
-
-    def stage(self, slots: Sequence[LiveRequest], rows: int) -> TokenRows:
-        """slots: at most `rows` requests, request i of row i."""
-        for slot, request in enumerate(slots):
-            self._write(slot, request)
-        prompt_ends = np.fromiter((len(request.prompt_token_ids) for request in slots), np.int32, len(slots))
-        return TokenRows(
-            self._tokens.copy(rows),
-            self._prompt_ends.stage(prompt_ends, rows),
-            self._ends.stage(np.array(self._known[: len(slots)], np.int32), rows),
-        )
-
-    def refill(self) -> None:
-        """See StagedRows."""
-        for rows in (self._tokens, self._prompt_ends, self._ends):
-            rows.refill()
-
-    def _write(self, slot: int, request: LiveRequest) -> None:
-        prompt, outputs = request.prompt_token_ids, request.output_token_ids
-        line, known, end = self._tokens.host[slot], self._known[slot], len(prompt) + len(outputs)
-        if self._owners[slot] is not request or not len(prompt) <= known <= end:
-            line[: len(prompt)] = prompt
-            known = len(prompt)
-        line[known:end] = outputs[known - len(prompt) :]
-        self._owners[slot], self._known[slot] = request, end
+def has_penalty(params: SamplingParams) -> bool:
+    """Whether any of the three does something."""
+    return params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
 
 
 class Penalties:
@@ -77,80 +34,83 @@ class Penalties:
 
     Args:
         max_rows: most logits rows of a step.
-        max_model_len: tokens of the longest request.
-        device: where the logits are.
+        vocab_size: of the logits.
+        device: where they are.
         stage: entered around the device work.
         region: makes a region of it.
+        carried: tokens of the step before, where the host may not know them.
     """
 
     def __init__(
-        self, max_rows: int, max_model_len: int, device: torch.device, stage: Stage, region: Compile = uncompiled
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        stage: Stage,
+        region: Compile = uncompiled,
+        carried: CarriedTokens | None = None,
     ) -> None:
         self._stage = stage
         self._penalise = region(penalised)
-        self._history = TokenHistory(max_rows, max_model_len, device)
-        self._positions = torch.arange(max_model_len, dtype=torch.int32, device=device).unsqueeze(0)
+        self._counts = TokenCounts(max_rows, vocab_size, device, stage, region, carried)
         self._presence = StagedRows((max_rows,), np.float32, 0.0, device)
         self._frequency = StagedRows((max_rows,), np.float32, 0.0, device)
         self._repetition = StagedRows((max_rows,), np.float32, 1.0, device)
+        self._staged_for: tuple[SamplingMetadata, int] | None = None
 
-    def apply(self, logits: torch.Tensor, slots: Sequence[LiveRequest], metadata: SamplingMetadata) -> torch.Tensor:
-        """slots, metadata: the batch's, on the host. Leaves the logits as they are and returns penalised ones."""
-        return self._run(
-            logits,
-            slots,
-            metadata.presence_penalties.numpy(),
-            metadata.frequency_penalties.numpy(),
-            metadata.repetition_penalties.numpy(),
-        )
+    def apply(
+        self, logits: torch.Tensor, batch: SamplingBatch, slots_before: Mapping[LiveRequest, int]
+    ) -> torch.Tensor:
+        """Leaves the logits as they are and returns penalised ones. slots_before: see TokenCounts."""
+        rows, metadata = len(logits), batch.metadata
+        if self._staged_for is None or self._staged_for[0] is not metadata or self._staged_for[1] != rows:
+            self._stage_factors(
+                metadata.presence_penalties.numpy(),
+                metadata.frequency_penalties.numpy(),
+                metadata.repetition_penalties.numpy(),
+                rows,
+            )
+            self._staged_for = (metadata, rows)
+        wanted = [request if has_penalty(request.sampling_params) else None for request in batch.slots]
+        return self._run(logits, self._counts.stage(wanted, rows, slots_before))
 
     def warm(self, logits: torch.Tensor) -> None:
         """Runs the stage once over pads."""
         none = np.zeros(0, np.float32)
-        self._run(logits, (), none, none, none)
+        self._staged_for = None
+        self._stage_factors(none, none, none, len(logits))
+        self._counts.warm()
+        self._run(logits, self._counts.stage((), len(logits), {}))
 
     def refill(self) -> None:
         """See StagedRows."""
-        for rows in (self._history, self._presence, self._frequency, self._repetition):
+        self._counts.refill()
+        for rows in (self._presence, self._frequency, self._repetition):
             rows.refill()
 
-    def _run(
-        self,
-        logits: torch.Tensor,
-        slots: Sequence[LiveRequest],
-        presence: NDArray,
-        frequency: NDArray,
-        repetition: NDArray,
-    ) -> torch.Tensor:
-        rows = len(logits)
-        history = self._history.stage(slots, rows)
-        factors = (
-            self._presence.stage(presence, rows),
-            self._frequency.stage(frequency, rows),
-            self._repetition.stage(repetition, rows),
-        )
+    def _stage_factors(self, presence: NDArray, frequency: NDArray, repetition: NDArray, rows: int) -> None:
+        self._presence.stage(presence, rows)
+        self._frequency.stage(frequency, rows)
+        self._repetition.stage(repetition, rows)
+
+    def _run(self, logits: torch.Tensor, counted: CountedRows) -> torch.Tensor:
+        factors = (part.staged(len(logits)) for part in (self._presence, self._frequency, self._repetition))
         with self._stage("penalties"):
-            found: torch.Tensor = self._penalise(logits, history, self._positions, *factors)
-            return found
+            found: tuple[torch.Tensor, torch.Tensor] = self._penalise(logits, self._counts.table, counted, *factors)
+        self._counts.keep(counted, found[1])
+        return found[0]
 
 
 def penalised(
     logits: torch.Tensor,
-    history: TokenRows,
-    positions: torch.Tensor,
+    table: torch.Tensor,
+    rows: CountedRows,
     presence: torch.Tensor,
     frequency: torch.Tensor,
     repetition: torch.Tensor,
-) -> torch.Tensor:
-    """positions: int32 [1, width]. presence, frequency, repetition: float32 [rows]."""
-    prompts, outputs = split_tokens(history, positions, logits.shape[1])
-    return apply_penalties(logits, prompts, outputs, presence, frequency, repetition)
-
-
-def split_tokens(history: TokenRows, positions: torch.Tensor, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompt and output token ids as vLLM's penalties count them: int64 [rows, width] each, padded with `pad`."""
-    tokens = history.tokens.long()
-    in_prompt = positions < history.prompt_ends.unsqueeze(1)
-    in_outputs = (positions < history.ends.unsqueeze(1)) & ~in_prompt
-    # no `where`: Gaudi's compiler is known to get it wrong for integers
-    return pad + (tokens - pad) * in_prompt, pad + (tokens - pad) * in_outputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits with penalties, and the lines to keep. table, rows: see TokenCounts. presence, frequency, repetition:
+    float32 [rows]."""
+    lines = count_tokens(table, rows)
+    counts, in_prompt = read_lines(lines)
+    return apply_penalties(logits, in_prompt, counts, presence, frequency, repetition), lines

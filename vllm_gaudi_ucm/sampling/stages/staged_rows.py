@@ -8,10 +8,10 @@ from numpy.typing import DTypeLike, NDArray
 
 
 class StagedRows:
-    """A host array and the tensor on the device that it is copied to, both for the largest number of rows.
+    """Two host arrays in turn, and the tensor on the device that they are copied to, for the largest number of rows.
 
-    The next step overwrites the array, so a step must have waited for the device before it ends; reading its tokens
-    does that.
+    The next step but one overwrites what a step has staged. It may: it has waited for the tokens of the step, also
+    where steps are queued ahead. One step stages once, unless it waits for the device in between.
 
     Args:
         shape: (rows,) or (rows, width).
@@ -21,22 +21,26 @@ class StagedRows:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, pad: float, device: torch.device) -> None:
-        self.host = np.full(shape, pad, dtype)
+        self._host, self._other = np.full(shape, pad, dtype), np.full(shape, pad, dtype)
         self._pad = pad
-        self._static = torch.from_numpy(self.host).to(device, copy=True)
+        self._static = torch.from_numpy(self._host).to(device, copy=True)
 
     def stage(self, values: NDArray, rows: int) -> torch.Tensor:
         """Copies values and, behind them, pads; returns the first `rows` rows on the device."""
-        self.host[: len(values)] = values
-        self.host[len(values) : rows] = self._pad
-        return self.copy(rows)
+        self._host, self._other = self._other, self._host
+        self._host[: len(values)] = values
+        self._host[len(values) : rows] = self._pad
+        return self._copy(rows)
+
+    def staged(self, rows: int) -> torch.Tensor:
+        """What was staged last, for as many rows."""
+        return self._static[:rows]
 
     def refill(self) -> None:
-        """Copies all of `host` as it is, after a warm-up that computed nothing."""
-        self.copy(len(self.host))
+        """Copies all of the host's array as it is, after a warm-up that computed nothing."""
+        self._copy(len(self._host))
 
-    def copy(self, rows: int) -> torch.Tensor:
-        """Copies the first rows of `host` as they are, whole; returns them on the device."""
+    def _copy(self, rows: int) -> torch.Tensor:
         static = self._static[:rows]
-        static.copy_(torch.from_numpy(self.host[:rows]), non_blocking=True)
+        static.copy_(torch.from_numpy(self._host[:rows]), non_blocking=True)
         return static

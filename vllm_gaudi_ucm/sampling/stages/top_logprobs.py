@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
-from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists
 
 if TYPE_CHECKING:
@@ -16,21 +15,19 @@ if TYPE_CHECKING:
 
 
 class TopLogprobs:
-    """The stage on the device, and what comes back of it.
+    """The stage on the device; `read_scores` reads what comes back of it.
 
     Args:
         width: scores per row beside the sampled token's.
         as_logits: logits instead of logprobs (`--logprobs-mode` raw_logits and processed_logits).
         stage: entered around the device work.
-        host: counts what is waited for.
         region: makes a region of the device work.
     """
 
-    def __init__(self, width: int, as_logits: bool, stage: Stage, host: HostWork, region: Compile = uncompiled) -> None:
+    def __init__(self, width: int, as_logits: bool, stage: Stage, region: Compile = uncompiled) -> None:
         self.width = width
         self._as_logits = as_logits
         self._stage = stage
-        self._host = host
         self._score = region(score_tokens)
 
     def score(self, logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,17 +45,18 @@ class TopLogprobs:
             scored: tuple[torch.Tensor, torch.Tensor] = self._score(logits, tokens, self.width, self._as_logits)
             return scored
 
-    def fetch(
-        self, scored: tuple[torch.Tensor, torch.Tensor], rows: int, width: int
-    ) -> tuple[list[list[int]], LogprobsLists]:
-        """The true rows on the host, cut to the width that the requests ask for: tokens and logprobs."""
-        numbers, scores = (self._host.fetch(tensor, "logprobs").numpy()[:rows] for tensor in scored)
-        logprobs = LogprobsLists(
-            np.ascontiguousarray(numbers[:, : width + 1]),
-            np.ascontiguousarray(scores[:, : width + 1]),
-            numbers[:, -1].astype(np.int64),
-        )
-        return numbers[:, :1].tolist(), logprobs
+
+def read_scores(
+    numbers: torch.Tensor, scores: torch.Tensor, rows: int, width: int
+) -> tuple[list[list[int]], LogprobsLists]:
+    """Tokens and logprobs of the true rows of what was scored, on the host, cut to the width that requests ask for."""
+    found, values = numbers.numpy()[:rows], scores.numpy()[:rows]
+    logprobs = LogprobsLists(
+        np.ascontiguousarray(found[:, : width + 1]),
+        np.ascontiguousarray(values[:, : width + 1]),
+        found[:, -1].astype(np.int64),
+    )
+    return found[:, :1].tolist(), logprobs
 
 
 def score_tokens(

@@ -304,12 +304,13 @@ class KVStar(WrappingSparse):
 
     def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
         """The base method's budgets, with the modes and windows of the locks."""
-        offered = self.base_sparse.build_sparse_meta(scheduler_output, requests).requests
+        base = self.base_sparse.build_sparse_meta(scheduler_output, requests)
+        offered = base.requests
         for request_id in scheduler_output.num_scheduled_tokens:
             if request_id not in offered:
                 self.unlock_selection(request_id)
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        meta = SparseMeta()
+        meta = SparseMeta(dense_steps=base.dense_steps)
         for request_id, selection in offered.items():
             meta.requests[request_id] = self._decide(request_id, selection, requests[request_id].num_tokens)
             if request_id in drafts:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+    from vllm_gaudi_ucm.sparse.selection.layer_selector import OverRanks
     from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
 
 
@@ -38,6 +39,7 @@ class BlockScorer:
         num_rows: blocks that can have a copy.
         width: logical blocks of the longest request.
         query_shape: (heads, dim) and dtype of a query.
+        over_ranks: where other ranks have other heads of the layers: makes of this rank's scores those of all heads.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class BlockScorer:
         width: int,
         query_shape: tuple[int, int],
         query_dtype: torch.dtype,
+        over_ranks: OverRanks | None = None,
     ) -> None:
+        self._over_ranks = over_ranks
         self.layers = list(layers)
         self._kind = kind
         self._places = {layer.layer_idx: place for place, layer in enumerate(layers)}
@@ -91,7 +95,7 @@ class BlockScorer:
     def scores(self, slot: int, blocks: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """float64 [full blocks]: shares of attention, averaged over layers and heads; below 0 without a summary.
 
-        Waits for the device.
+        Waits for the device, and for the other ranks, which score the same blocks.
 
         Args:
             slot: of the request whose queries score.
@@ -122,6 +126,8 @@ class BlockScorer:
                 layer.scale,
                 self._kind,
             )
+        if self._over_ranks is not None:
+            total = self._over_ranks(total)
         found = (total / len(self.layers)).cpu().numpy().astype(np.float64)[:end]
         found[~known] = -1
         return found
@@ -171,6 +177,10 @@ class SummaryQueue:
         """The summaries of these full blocks were copied from elsewhere."""
         self.ready[blocks] = True
         self._waiting[blocks] = False
+
+    def is_ready(self, blocks: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Which of them have a summary; any of the shape of `blocks`, whose entries may be no blocks."""
+        return self.ready.take(blocks, mode="clip")
 
     def full(self, blocks: NDArray[np.integer]) -> None:
         """These blocks are full once this step's tokens are written; a block that has a summary keeps it."""

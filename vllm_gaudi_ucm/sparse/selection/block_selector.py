@@ -10,6 +10,7 @@ import torch
 from vllm_gaudi_ucm.observability.room_metrics import DeviceCounts
 from vllm_gaudi_ucm.ops.block_selection.api import chosen_implementation, new_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.impl.native import covers as native_covers
 from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
 from vllm_gaudi_ucm.sparse.selection.layer_selector import (
     ChoosingLayer,
@@ -17,6 +18,7 @@ from vllm_gaudi_ucm.sparse.selection.layer_selector import (
     FollowingLayer,
     LayerSelection,
     LayerSelector,
+    OverRanks,
     Score,
 )
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
@@ -41,25 +43,29 @@ class SelectionLayer(NamedTuple):
 class KeptQueries(NamedTuple):
     """What is kept of each step to score all blocks of a request by, with KV offload.
 
-    num_rows: blocks that can have a copy off the device. heads, dtype: of queries.
+    num_rows: blocks that can have a copy off the device. heads, dtype: of queries. over_ranks: the mean over the ranks
+    where there are several, whatever the choices of each are made by: a block leaves all of them.
     """
 
     num_rows: int
     heads: int
     dtype: torch.dtype
+    over_ranks: OverRanks | None = None
 
 
 class BlockSelector:
     """Tensors of all layers. Nothing here reads the device from the host, so it runs inside captured graphs.
 
     Args:
-        layers: in the model's order.
+        layers: of this worker, in the model's order.
         kind: of the summaries.
         limits: sizes of choices.
         reuse_layers: consecutive layers that share a choice; the first of them makes it.
         dense_layers: layers that attend to whole contexts.
         score: a method's own scores.
         kept: queries to keep of each step; None: none are.
+        over_ranks: see ChoosingLayer.
+        first_layer: the first of `layers` in the model, where stages of a pipeline before this one have others.
     """
 
     def __init__(
@@ -71,24 +77,29 @@ class BlockSelector:
         dense_layers: Sequence[int] = (),
         score: Score | None = None,
         kept: KeptQueries | None = None,
+        over_ranks: OverRanks | None = None,
+        first_layer: int = 0,
     ) -> None:
         self._kind = kind
         self._limits = limits
-        self._scores_itself = score is not None
-        self.leaders = _leaders(len(layers), reuse_layers, dense_layers)
+        self._first_layer = first_layer
+        self.leaders = layer_leaders(len(layers), reuse_layers, dense_layers, first_layer)
         self._summaries = [new_summaries(layer.keys, kind) for layer in layers]
         device = layers[0].keys.device
         self.scorer = None if kept is None else self._scorer(layers, kept)
         """Keeps the queries of each step; None without KV offload."""
         self.checks = torch.zeros(2, dtype=torch.int64, device=device)
         self.recall = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-        self.layers = [self._make_layer(index, layer, score) for index, layer in enumerate(layers)]
+        self.layers = [self._make_layer(index, layer, score, over_ranks) for index, layer in enumerate(layers)]
         """Each is held by the attention of its layer."""
         self._choosing = [layer for layer in self.layers if isinstance(layer, ChoosingLayer)]
+        self._chooses_at_once = all(layer.chooses_at_once for layer in self._choosing)
         self._read: Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]] = _read_rows
         self._measure: Callable[[torch.Tensor, torch.Tensor, SelectionTensors, torch.Tensor], None] = _add_recall
 
-    def _make_layer(self, index: int, layer: SelectionLayer, score: Score | None) -> LayerSelector:
+    def _make_layer(
+        self, index: int, layer: SelectionLayer, score: Score | None, over_ranks: OverRanks | None
+    ) -> LayerSelector:
         leader, summaries = self.leaders[index], self._summaries[index]
         if leader is None:
             return DenseLayer(summaries, self._kind)
@@ -102,8 +113,9 @@ class BlockSelector:
         measured = index == max(leader for leader in self.leaders if leader is not None)
         recall = self.recall if measured else None
         name = chosen_implementation(layer.keys.device.type)
+        number = self._first_layer + index
         return ChoosingLayer(
-            summaries, self._kind, layer.scale, stored, self.checks, score, index, queries, recall, name
+            summaries, self._kind, layer.scale, stored, self.checks, score, number, queries, recall, name, over_ranks
         )
 
     def _scorer(self, layers: Sequence[SelectionLayer], kept: KeptQueries) -> BlockScorer:
@@ -111,7 +123,14 @@ class BlockSelector:
         scored = [ScoredLayer(index, self._summaries[index], layers[index].scale) for index in chosen]
         slots, width = self._limits.max_num_seqs + 1, self._limits.width
         shape = kept.heads, layers[0].keys.shape[-1]
-        return BlockScorer(scored, self._kind, slots, kept.num_rows, width, shape, kept.dtype)
+        return BlockScorer(scored, self._kind, slots, kept.num_rows, width, shape, kept.dtype, kept.over_ranks)
+
+    @property
+    def is_native_calls(self) -> bool:
+        """Whether a step's choices, made by native kernels, are nothing but their calls: `hash` has none."""
+        if not self._chooses_at_once or self.scorer is not None or None in self.leaders:
+            return False
+        return all(native_covers(summaries, self._kind) for summaries in self._summaries)
 
     def counts(self) -> DeviceCounts:
         """Reads the device: not to be called while graphs are captured, nor in every step."""
@@ -145,7 +164,9 @@ class BlockSelector:
 
     def begin(self, selection: LayerSelection) -> None:
         """Before the layers of a step run: they get the rankings that are stored of its requests."""
-        if selection.native is not None and not self._scores_itself:
+        if selection.native is not None and self._chooses_at_once:
+            return
+        if not selection.reused and all(layer.hands_over for layer in self._choosing):
             return
         rows = self._read([layer.stored for layer in self._choosing], selection.tensors.choice_slots)
         for layer, before in zip(self._choosing, rows, strict=True):
@@ -171,11 +192,14 @@ def _add_recall(scores: torch.Tensor, ranking: torch.Tensor, t: SelectionTensors
     recall += torch.stack((chosen.sum(), mass.sum())).to(recall.dtype)
 
 
-def _leaders(num_layers: int, reuse_layers: int, dense_layers: Sequence[int]) -> list[int | None]:
-    """For each layer the layer that chooses for it, None for dense layers."""
+def layer_leaders(
+    num_layers: int, reuse_layers: int, dense_layers: Sequence[int], first_layer: int = 0
+) -> list[int | None]:
+    """For each layer of this worker the one that chooses for it, None for dense layers. `dense_layers` and the groups
+    of `reuse_layers` are counted in the model; of a group that stages share, each chooses for its own layers."""
     leaders: list[int | None] = []
-    for layer in range(num_layers):
-        first = layer - layer % reuse_layers
+    for layer in range(first_layer, first_layer + num_layers):
+        first = max(first_layer, layer - layer % reuse_layers)
         group = [member for member in range(first, layer + 1) if member not in dense_layers]
-        leaders.append(None if layer in dense_layers else group[0])
+        leaders.append(None if layer in dense_layers else group[0] - first_layer)
     return leaders

@@ -15,13 +15,15 @@ import torch
 from vllm_gaudi_ucm.ops.block_selection.api import (
     block_scores,
     choose_blocks,
+    hands_over,
     keep_or_replace,
     prepare_spans,
+    take_choice,
     write_summaries,
 )
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.native import NativeSelection, StepCandidates
-from vllm_gaudi_ucm.ops.block_selection.implementation import PreparedSpans
+from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
 from vllm_gaudi_ucm.sparse.selection.block_scorer import keep_queries
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
@@ -53,7 +55,8 @@ class LayerSelection:
 
     tensors: of the step. dense_parts: the step's parts for dense layers, where there are such layers.
     reused: whether every request uses its stored choice, so that nothing is scored.
-    at_once: whether a layer's choice may be one native call, on a CPU and outside of graphs.
+    at_once: whether a layer's choice may be one native call, on a CPU and outside of captured graphs.
+    room: int64, where native calls leave the blocks that they choose; None: memory of this step.
     chosen: int64 [selected] the blocks of the current layer; None: it is dense.
     scores, ranking: float32 [candidates] and int64 [spans, most] of the last layer that has scored; None before that.
     """
@@ -62,13 +65,14 @@ class LayerSelection:
     dense_parts: PreparedParts | None = None
     reused: bool = False
     at_once: bool = False
+    room: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     ranking: torch.Tensor | None = None
     block_table: torch.Tensor = field(init=False)
     first_places: torch.Tensor = field(init=False)
     """int64 [selected] place of the first block of each chosen one's request."""
-    spans: PreparedSpans | None = field(init=False, default=None)
+    spans: Prepared | None = field(init=False, default=None)
     native: NativeSelection | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -83,12 +87,15 @@ class LayerSelection:
             candidates = t.candidate_blocks, t.candidate_spans, t.candidate_places
             choices = t.choice_places, t.choice_spans, t.choice_hi
             self.native = NativeSelection(
-                StepCandidates(*candidates, *spans, *choices, self.block_table, t.width, t.most)
+                StepCandidates(*candidates, *spans, *choices, self.block_table, t.width, t.most), self.room
             )
 
 
 Score = Callable[[int, torch.Tensor, CandidateBlocks], torch.Tensor | None]
 """(layer, query [rows, heads, dim], candidates) -> float32 [candidates], or None for the scores of the summaries."""
+
+OverRanks = Callable[[torch.Tensor], torch.Tensor]
+"""Scores by the heads of this rank, float32 [candidates] -> the mean over the ranks. It may run inside of a graph."""
 
 
 class SelectionMetadata(Protocol):
@@ -164,6 +171,8 @@ class ChoosingLayer(LayerSelector):
         queries: [slots, heads, dim] where queries are kept, with KV offload.
         recall: of a native choice, the one layer's that is measured.
         implementation: of block selection.
+        over_ranks: where other ranks have other heads of the layer: makes of this rank's scores those of all heads;
+            None: this rank chooses by its own scores.
     """
 
     def __init__(
@@ -178,6 +187,7 @@ class ChoosingLayer(LayerSelector):
         queries: torch.Tensor | None,
         recall: torch.Tensor | None,
         implementation: str,
+        over_ranks: OverRanks | None = None,
     ) -> None:
         super().__init__(summaries, kind)
         self._scale = scale
@@ -190,6 +200,14 @@ class ChoosingLayer(LayerSelector):
         self._queries = queries
         self._recall = recall
         self._implementation = implementation
+        self._over_ranks = over_ranks
+        self.hands_over = hands_over(stored.shape[1], stored.device.type, implementation=implementation)
+        """Whether a choice reads `stored` by itself, and gives what attention reads, so that nobody need `take`."""
+
+    @property
+    def chooses_at_once(self) -> bool:
+        """Whether a native call may score and choose: nothing has to happen in between."""
+        return self._score is None and self._over_ranks is None
 
     def take(self, before: torch.Tensor) -> None:
         """int64 [spans, most], the stored rankings of the step's requests.
@@ -202,7 +220,7 @@ class ChoosingLayer(LayerSelector):
         t = selection.tensors
         if self._queries is not None:
             keep_queries(self._queries, query, t)
-        if selection.native is not None and self._score is None:
+        if selection.native is not None and self.chooses_at_once:
             layer = query, self.summaries, self.stored, self._scale, self.kind
             found = selection.native.choose(*layer, self._checks, self._recall)
             if found is not None:
@@ -210,16 +228,17 @@ class ChoosingLayer(LayerSelector):
                 return
             # kernels do not cover these tensors, and `begin` has left the reading to them
             self.before = self.stored.index_select(0, t.choice_slots)
+        if self.hands_over and not selection.reused:
+            self._hand_over(query, selection)
+            return
         ranking = self.before if selection.reused else self._rank(query, selection)
         numbers = ranking.view(-1).index_select(0, t.choice_places).clamp_min(0)
         selection.chosen = selection.block_table.index_select(0, selection.first_places + numbers)
 
     def _rank(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
         """int64 [spans, most] the choice of this step, which is stored."""
-        t, before = selection.tensors, self.before
-        scores = self._scores(query, selection)
-        name = self._implementation
-        fresh = choose_blocks(scores, t.candidate_places, t.num_spans, t.width, t.most, implementation=name)
+        t, before, name = selection.tensors, self.before, self._implementation
+        scores, fresh = self._fresh(query, selection)
         of_spans = t.counts, t.modes, t.thresholds
         ranking, kept, replaced = keep_or_replace(
             before, fresh, *of_spans, t.width, implementation=name, prepared=selection.spans
@@ -228,6 +247,34 @@ class ChoosingLayer(LayerSelector):
         self._checks += torch.stack((kept, replaced)).sum(1)
         selection.scores, selection.ranking = scores, ranking
         return ranking
+
+    def _hand_over(self, query: torch.Tensor, selection: LayerSelection) -> None:
+        """Sets `selection.chosen`, and stores the choice, without an operation for each step of it."""
+        t = selection.tensors
+        scores, fresh = self._fresh(query, selection)
+        of_spans = t.choice_slots, t.counts, t.modes, t.thresholds
+        selection.scores = scores
+        selection.ranking, selection.chosen = take_choice(
+            fresh,
+            self.stored,
+            *of_spans,
+            t.width,
+            selection.block_table,
+            t.choice_spans.shape[0],
+            self._checks,
+            implementation=self._implementation,
+        )
+
+    def _fresh(self, query: torch.Tensor, selection: LayerSelection) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [candidates] scores, and int64 [spans, most] the ranking by them."""
+        t, name = selection.tensors, self._implementation
+        scores = self._scores(query, selection)
+        if self._over_ranks is not None:
+            # every head has a softmax of its own, and every rank as many heads: the mean of means is that of all heads
+            scores = self._over_ranks(scores)
+        sizes = t.num_spans, t.width, t.most
+        ranking = choose_blocks(scores, t.candidate_places, *sizes, implementation=name, prepared=selection.spans)
+        return scores, ranking
 
     def _scores(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
         t = selection.tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -48,7 +49,8 @@ class ChoiceSlots:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Frees the slots of requests that have ended, or whose cache is gone; others are ignored."""
-        for request_id in request_ids:
+        # a set of names has another order in each process, and all ranks are to give the next request the same slot
+        for request_id in sorted(request_ids):
             slot = self._slots.pop(request_id, None)
             if slot is not None:
                 self._free.append(slot)
@@ -69,6 +71,7 @@ class StepSelection(NamedTuple):
     summary_blocks: NDArray[np.int64]
 
 
+_DECISION = attrgetter("mode", "sink_blocks", "window_start", "num_selected", "update_threshold")
 DENSE_STEP = StepSelection(None, np.zeros(0, np.int64))
 
 
@@ -116,31 +119,49 @@ class SelectionState:
             decisions: what the scheduler says of sparse requests.
         """
         absent = self._absent(batch) if self._some_offloaded else None
-        is_full = self._follow(batch, num_drafts, absent)
+        is_full, is_ready = self._follow(batch, num_drafts, absent)
         rows = int(batch.num_scheduled.sum())
         summary_blocks = self.summaries.take(self._limits.summaries(rows) if self._bounded else None)
         sparse = [index for index, request_id in enumerate(request_ids) if request_id in decisions]
         if not sparse and absent is None:
             return StepSelection(None, summary_blocks)
         selection = self._all_dense(batch, num_drafts, absent)
-        # entries of a table beyond the request's tokens are undefined: only full blocks are read
-        open_blocks = is_full.copy()
-        open_blocks[is_full] = self.summaries.ready[batch.block_tables[is_full]]
-        room = self._limits.max_selected_blocks
-        num_full = (batch.num_computed + batch.num_scheduled - num_drafts) // self._limits.block_size
-        context_blocks = -(-(batch.num_computed + batch.num_scheduled) // self._limits.block_size)
-        for index in sparse:
-            decision = decisions[request_ids[index]]
-            slot = self.slots.slot(request_ids[index], request_ids)
-            chosen = self._decide(selection, index, slot, decision, open_blocks[index], room)
-            if chosen:
-                self.chosen[request_ids[index]] = slot, int(num_full[index])
-                mode, candidates = SelectionMode(int(selection.modes[index])), int(selection.candidates[index].sum())
-                self.totals.add(mode, int(context_blocks[index]), candidates, chosen)
-            room -= chosen
+        if sparse:
+            if len(summary_blocks):
+                is_ready = self.summaries.is_ready(batch.block_tables)
+            index = np.array(sparse, np.int64)
+            # entries of a table beyond the request's tokens are undefined: only full blocks count
+            open_blocks = is_full[index] & is_ready[index]
+            asked = [request_ids[one] for one in sparse]
+            slots = np.array([self.slots.slot(request_id, request_ids) for request_id in asked], np.int64)
+            counts = self._decide(selection, index, slots, [decisions[one] for one in asked], open_blocks)
+            self._count(batch, num_drafts, selection, asked, index, slots, counts)
         if absent is None and (selection.modes == DENSE).all():
             return StepSelection(None, summary_blocks)
         return StepSelection(selection, summary_blocks)
+
+    def _count(
+        self,
+        batch: BatchInput,
+        num_drafts: NDArray[np.int64],
+        selection: SelectionInput,
+        asked: Sequence[str],
+        index: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        counts: NDArray[np.int64],
+    ) -> None:
+        """Notes who has chosen: `chosen`, and the totals."""
+        block_size = self._limits.block_size
+        end = (batch.num_computed + batch.num_scheduled)[index].astype(np.int64)
+        num_full, context_blocks = (end - num_drafts[index]) // block_size, -(-end // block_size)
+        chose = counts > 0
+        entries = zip(asked, slots.tolist(), num_full.tolist(), chose.tolist(), strict=True)
+        self.chosen.update({one: (slot, full) for one, slot, full, has_chosen in entries if has_chosen})
+        candidates = int(np.count_nonzero(selection.candidates))
+        for mode in SelectionMode:
+            self.totals.modes[mode] += int(np.count_nonzero(selection.modes == mode))
+        self.totals.context_blocks += int(context_blocks[chose].sum())
+        self.totals.attended_blocks += int(context_blocks[chose].sum()) - candidates + int(counts.sum())
 
     def _all_dense(
         self, batch: BatchInput, num_drafts: NDArray[np.int64], absent: NDArray[np.bool_] | None
@@ -163,74 +184,100 @@ class SelectionState:
 
     def _follow(
         self, batch: BatchInput, num_drafts: NDArray[np.int64], absent: NDArray[np.bool_] | None
-    ) -> NDArray[np.bool_]:
-        """Applies what this step writes; returns [requests, width] which blocks are then full of certain tokens.
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Applies what this step writes; returns, [requests, width] each, which blocks are then full of certain tokens,
+        and which have a summary (anything where they are not full).
 
-        Blocks that are not on the device are left out.
+        Blocks that are not on the device are not full.
         """
-        block_size = self._limits.block_size
-        number = np.arange(batch.block_tables.shape[1])
+        block_size, tables = self._limits.block_size, batch.block_tables
+        number = np.arange(tables.shape[1], dtype=np.int32)
         end = batch.num_computed + batch.num_scheduled
         first, last = batch.num_computed // block_size, (end - 1) // block_size
-        is_written = (number >= first[:, None]) & (number <= last[:, None])
-        self.summaries.written(batch.block_tables[is_written])
-        is_full = number < ((end - num_drafts) // block_size)[:, None]
+        if (first == last).all():
+            written = tables[np.arange(len(first)), first]
+        else:
+            written = tables[(number >= first[:, None]) & (number <= last[:, None])]
+        self.summaries.written(written)
+        is_full = number < ((end - num_drafts) // block_size).astype(np.int32)[:, None]
         if absent is not None:
             is_full &= ~absent
-        self.summaries.full(batch.block_tables[is_full])
-        return is_full
+        is_ready = self.summaries.is_ready(tables)
+        missing = is_full & ~is_ready
+        if missing.any():
+            self.summaries.full(tables[missing])
+        return is_full, is_ready
 
     def _decide(
         self,
         selection: SelectionInput,
-        index: int,
-        slot: int,
-        decision: RequestSelection,
+        index: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        decisions: Sequence[RequestSelection],
         open_blocks: NDArray[np.bool_],
-        room: int,
-    ) -> int:
-        """Fills in the entry of one request; returns how many blocks it chooses."""
-        mode = SelectionMode(decision.mode)
-        stored = int(self.slots.num_stored[slot])
-        if not stored:
-            mode = SelectionMode.SELECT
-        width = len(open_blocks)
-        if mode == SelectionMode.REUSE:
-            candidates = self.slots.candidates[slot, :width].copy()
-            count = min(decision.num_selected, stored)
-        else:
-            candidates = open_blocks.copy()
-            candidates[: decision.sink_blocks] = False
-            candidates[decision.window_start :] = False
-            count = min(decision.num_selected, int(candidates.sum()), self._limits.most)
-        if not self._fits(count, int(candidates.sum()), room):
-            self.slots.num_stored[slot] = 0
-            return 0
-        self._store(slot, mode, candidates, count)
-        selection.modes[index], selection.counts[index] = mode, count
-        selection.thresholds[index], selection.slots[index] = decision.update_threshold, slot
-        selection.candidates[index] = candidates
-        return count
+    ) -> NDArray[np.int64]:
+        """Fills in the entries of the sparse requests; returns how many blocks each chooses, 0 where it is dense.
 
-    def _fits(self, count: int, candidates: int, room: int) -> bool:
-        """Whether a request can be sparse in this step; without candidates its whole context is attended anyway."""
-        if count == 0:
-            return False
-        fits = count <= room and candidates <= self._limits.most_candidates(count)
-        self.totals.fallbacks += not fits
+        index, slots: int64 [sparse]. open_blocks: bool [sparse, width] full blocks with a summary.
+        """
+        told = np.array([_DECISION(one) for one in decisions], np.int64)
+        modes, wanted, thresholds = told[:, 0], told[:, 3], told[:, 4]
+        width, stored = open_blocks.shape[1], self.slots.num_stored[slots]
+        modes = np.where(stored == 0, SelectionMode.SELECT, modes)
+        reuse = modes == SelectionMode.REUSE
+        number = np.arange(width, dtype=np.int32)
+        bounds = told[:, 1:3].astype(np.int32)
+        candidates = open_blocks & (number >= bounds[:, :1])
+        candidates &= number < bounds[:, 1:]
+        if reuse.any():
+            candidates[reuse] = self.slots.candidates[slots[reuse], :width]
+        competing = np.count_nonzero(candidates, axis=1)
+        counts = np.minimum(wanted, np.where(reuse, stored, np.minimum(competing, self._limits.most)))
+        counts[~self._fit(counts, competing)] = 0
+        chose = counts > 0
+        self.slots.num_stored[slots[~chose]] = 0
+        self._store(slots, modes, candidates, competing, counts, stored)
+        candidates &= chose[:, None]
+        selection.candidates[index] = candidates
+        selection.modes[index] = np.where(chose, modes, DENSE)
+        selection.counts[index] = counts
+        selection.thresholds[index], selection.slots[index] = thresholds * chose, slots * chose
+        return counts
+
+    def _fit(self, counts: NDArray[np.int64], competing: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool [sparse]: which requests can be sparse in this step, in their order as long as there is room."""
+        most = self._limits.most_candidates(counts)
+        fits = (counts > 0) & (competing <= most)
+        room = self._limits.max_selected_blocks
+        if int(counts[fits].sum()) > room:
+            for one in fits.nonzero()[0].tolist():
+                fits[one] = counts[one] <= room
+                room -= int(counts[one]) * bool(fits[one])
+        # without candidates the whole context is attended anyway
+        self.totals.fallbacks += int(np.count_nonzero((counts > 0) & ~fits))
         return fits
 
-    def _store(self, slot: int, mode: SelectionMode, candidates: NDArray[np.bool_], count: int) -> None:
-        """Notes what the device will have stored after the step."""
-        if mode == SelectionMode.REUSE:
+    def _store(
+        self,
+        slots: NDArray[np.int64],
+        modes: NDArray[np.int64],
+        candidates: NDArray[np.bool_],
+        competing: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        stored: NDArray[np.int64],
+    ) -> None:
+        """Notes what the device will have stored after the step; [sparse] each, candidates [sparse, width]."""
+        fresh = (counts > 0) & (modes != SelectionMode.REUSE)
+        if not fresh.any():
             return
-        stored = min(int(candidates.sum()), self._limits.most)
-        if mode == SelectionMode.CHECK and self.slots.num_stored[slot] >= count:
-            # kept or replaced: only the device knows, so no more is used than both have
-            stored = min(stored, int(self.slots.num_stored[slot]))
-        self.slots.num_stored[slot] = stored
-        self.slots.candidates[slot] = False
-        self.slots.candidates[slot, : len(candidates)] = candidates
+        now = np.minimum(competing, self._limits.most)
+        # kept or replaced: only the device knows, so no more is used than both have
+        both = (modes == SelectionMode.CHECK) & (stored >= counts)
+        now[both] = np.minimum(now, stored)[both]
+        into = slots[fresh]
+        self.slots.num_stored[into] = now[fresh]
+        self.slots.candidates[into, : candidates.shape[1]] = candidates[fresh]
+        self.slots.candidates[into, candidates.shape[1] :] = False
 
 
 @dataclass(frozen=True)
@@ -260,9 +307,16 @@ class SelectionLimits:
     remainder_rows: int = 0
     max_spans: int | None = None
 
-    def most_candidates(self, selected: int) -> int:
-        """Candidates of a request that chooses this many: chosen and live blocks are `sparse_ratio` of its blocks."""
-        return min(self.width, max(selected, math.floor((selected + self.live_blocks) / self.sparse_ratio)))
+    @property
+    def room_for_live_blocks(self) -> int:
+        """Of a request in a graph: one more than there are mostly, as the window of a choice that is used again stays
+        behind."""
+        return self.live_blocks + 1
+
+    def most_candidates(self, selected: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Candidates of requests that choose this many: chosen and live blocks are `sparse_ratio` of their blocks."""
+        bound = np.floor((selected + self.live_blocks) / self.sparse_ratio).astype(np.int64)
+        return np.minimum(self.width, np.maximum(selected, bound))
 
     def candidates(self, query_len: int, selected: int) -> int:
         """Candidates of all requests of a step with `query_len` rows and `selected` chosen blocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import ismethod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -12,25 +13,31 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.protocol.attachments import attach_report, sparse_meta_of
+from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import block_budget
 from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, KeptQueries, Region, SelectionLayer
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP, SelectionLimits, SelectionState, StepSelection
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.observability.room_metrics import SparseMetrics
     from vllm_gaudi_ucm.protocol.offload import OffloadOrders, OffloadReport
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
-    from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.sparse.options import BlockOptions
-    from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
+    from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, OverRanks
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
 
 
 # Reading the device's counts waits for the device, which after sampling has nothing left to do but this.
 STEPS_PER_READ = 16
+
+
+_LAYER_HOOKS = ("attention_begin", "attention_finished")
+_NO_HOOKS = tuple(getattr(UcmSparseBase, name) for name in _LAYER_HOOKS)
 
 
 class ServerSizes(NamedTuple):
@@ -48,6 +55,13 @@ class ServerSizes(NamedTuple):
     static: bool
     some_offloaded: bool = False
     remainder_rows: int = 0
+
+
+class LayerPlace(NamedTuple):
+    """Which layers of the model a worker has: with pipeline stages a part of them. total: of the model."""
+
+    first: int
+    total: int
 
 
 class BlockMover(Protocol):
@@ -73,17 +87,26 @@ class BlockSelection:
 
     @classmethod
     def of(
-        cls, method: BlockSparse, layers: Sequence[SelectionLayer], sizes: ServerSizes, kept: KeptQueries | None = None
+        cls,
+        method: BlockSparse,
+        layers: Sequence[SelectionLayer],
+        sizes: ServerSizes,
+        kept: KeptQueries | None = None,
+        over_ranks: OverRanks | None = None,
+        place: LayerPlace | None = None,
     ) -> BlockSelection:
-        """layers: the model's attention layers, in its order. kept: see BlockSelector.
+        """layers: the attention layers of this worker, in the model's order. kept: see BlockSelector. over_ranks: the
+        mean over the ranks where there are several, of which the method's options may make no use. place: of the layers
+        in the model; None: they are all of it.
 
         Raises ValueError for dense layers that the model does not have.
         """
         options = method.block_options
-        beyond = [layer for layer in method.dense_layers if layer >= len(layers)]
+        first, total = place or LayerPlace(0, len(layers))
+        beyond = [layer for layer in method.dense_layers if layer >= total]
         if beyond:
             raise ValueError(
-                f"ucm_sparse_config: dense_layers has {beyond}, expected indices below {len(layers)}, "
+                f"ucm_sparse_config: dense_layers has {beyond}, expected indices below {total}, "
                 "the number of the model's attention layers"
             )
         limits = selection_limits(options, sizes)
@@ -95,6 +118,8 @@ class BlockSelection:
             method.dense_layers,
             method.block_scores if type(method).block_scores is not BlockSparse.block_scores else None,
             kept,
+            over_ranks if options.scores_over_ranks == "all" else None,
+            first,
         )
         return cls(limits, SelectionState(sizes.num_blocks, limits, sizes.static, sizes.some_offloaded), selector)
 
@@ -124,10 +149,25 @@ class SparseWorker:
         self._metrics = metrics
         self._steps = 0
         self._locks = (0, 0)
+        self._dense_steps = 0
+
+    @property
+    def watches_layers(self) -> bool:
+        """Whether the method does anything around the attention of a layer, now: a recorder comes and goes."""
+        hooks = (getattr(self.method, name) for name in _LAYER_HOOKS)
+        # also an object may have hooks of its own, and one that wraps another has that one's
+        return any(not ismethod(hook) or hook.__func__ not in _NO_HOOKS for hook in hooks)
 
     @property
     def has_dense_layers(self) -> bool:
         return self.selector is not None and None in self.selector.leaders
+
+    @property
+    def counters(self) -> tuple[torch.Tensor, ...] | None:
+        """What choices add to beside their results, where native calls are all that layers do; None: they do more."""
+        if self.selector is None or self.watches_layers or not self.selector.is_native_calls:
+            return None
+        return self.selector.checks, self.selector.recall
 
     def compile(self, region: Region) -> None:
         """What runs before and behind the layers is compiled from now on."""
@@ -158,7 +198,7 @@ class SparseWorker:
         self.method.update_states(scheduler_output)
         meta = sparse_meta_of(scheduler_output)
         if meta is not None:
-            self._locks = meta.locks
+            self._locks, self._dense_steps = meta.locks, meta.dense_steps
         if self.offload is not None and meta is not None and meta.offload is not None:
             self.offload.begin_step(meta.offload)
 
@@ -173,9 +213,9 @@ class SparseWorker:
             self.offload.close()
 
     def loaded(self, blocks: NDArray[np.int64], summarised: NDArray[np.int64]) -> None:
-        """A connector has filled these blocks, int64 [n]: the summaries that they had are those of other keys.
+        """A connector fills these blocks, int64 [n]: the summaries that they had are those of other keys.
 
-        summarised: int64 [n], the blocks among them that came with their summaries.
+        summarised: int64 [n], the blocks among them that come with their summaries.
         """
         if self.state is not None:
             self.state.summaries.written(blocks)
@@ -210,6 +250,7 @@ class SparseWorker:
             return
         self._metrics.totals(self.state.totals)
         self._metrics.locks(*self._locks)
+        self._metrics.dense_steps(self._dense_steps)
         self._steps += 1
         if self._steps % STEPS_PER_READ == 0:
             self._metrics.device(self.selector.counts())
@@ -237,8 +278,8 @@ def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimi
     )
 
 
-def summary_share(options: BlockOptions, block_size: int, head_size: int, key_bytes: int) -> float:
+def summary_share(options: BlockOptions, block_size: int, head_size: int, value_size: int, key_bytes: int) -> float:
     """Bytes of a block's summaries over the bytes of its keys and values."""
     kind = SummaryKind(options.summary)
     width = kind.width(head_size) * (1 if kind is SummaryKind.HASH else key_bytes)
-    return kind.vectors(block_size) * width / (2 * block_size * head_size * key_bytes)
+    return kind.vectors(block_size) * width / (block_size * (head_size + value_size) * key_bytes)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, softmax_step, without_garbage
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, add_sink, softmax_step, without_garbage
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -60,6 +60,7 @@ def store_tile(
     acc_out,
     top_out,
     total_out,
+    sinks,
     o_row,
     o_head,
     HEADS: tl.constexpr,
@@ -69,11 +70,16 @@ def store_tile(
     ALONE: tl.constexpr,
     SAVES: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Writes rows [first, first + BLOCK_M) of a head to the result, or their sums to scratch; see `attend_causal`."""
     # a row that takes no part may have summed up keys: what is not finite there is in `broken` and computed again
-    inverse = tl.where(active, 1.0 / tl.where(total == 0.0, 1.0, total), 0.0)
-    result = (acc * inverse[:, None]).to(out.dtype.element_ty)
+    if SINKS:
+        whole, sums = add_sink(acc, top, total, tl.load(sinks + head))
+    else:
+        whole, sums = acc, total
+    inverse = tl.where(active, 1.0 / tl.where(sums == 0.0, 1.0, sums), 0.0)
+    result = (whole * inverse[:, None]).to(out.dtype.element_ty)
     if DESCRIBED and ALONE:
         out_tiles.store([first, head * VALUE_DIM], result)
     else:
@@ -96,6 +102,54 @@ def store_tile(
 
 
 @triton.jit
+def begin_sums(
+    row,
+    active,
+    head,
+    own_place,
+    own_acc,
+    own_top,
+    own_total,
+    own_offsets,
+    own_lists,
+    own_programs,
+    HEADS: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CONTINUES: tl.constexpr,
+):
+    """acc, top, total of rows of a head before their new keys: nothing, or what was found of their own blocks."""
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if CONTINUES:
+        e = tl.arange(0, BLOCK_V)
+        at = tl.load(own_place + row, mask=active, other=-1)
+        index, lane = tl.maximum(at, 0) // OWN_ROWS, tl.maximum(at, 0) % OWN_ROWS
+        begin, end = tl.load(own_offsets + index).to(tl.int64), tl.load(own_offsets + index + 1).to(tl.int64)
+        entries = tl.maximum(tl.load(own_offsets + own_lists).to(tl.int64), 1)
+        # the programs that hold the first and the last entry, see `share_of`
+        sharing = tl.minimum(own_programs, entries)
+        first, last = ((begin + 1) * sharing - 1) // entries, (end * sharing - 1) // entries
+        pieces = tl.where(at >= 0, last - first + 1, 0).to(tl.int32)
+        for piece in range(tl.max(pieces, 0)):
+            there = piece < pieces
+            slot = ((first + piece + index) * OWN_ROWS + lane) * HEADS + head
+            more_top = tl.load(own_top + slot, mask=there, other=LOWEST)
+            more_total = tl.load(own_total + slot, mask=there, other=0.0)
+            places = own_acc + slot[:, None] * VALUE_DIM + e[None, :]
+            more = tl.load(places, mask=there[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
+            new_top = tl.maximum(top, more_top)
+            shrink, weight = tl.exp2(top - new_top), tl.exp2(more_top - new_top)
+            total = total * shrink + more_total * weight
+            acc = acc * shrink[:, None] + more * weight[:, None]
+            top = new_top
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["own_lists", "own_programs"])
 def attend_causal(
     query,
     key,
@@ -112,6 +166,14 @@ def attend_causal(
     acc_out,
     top_out,
     total_out,
+    own_place,
+    own_acc,
+    own_top,
+    own_total,
+    own_offsets,
+    own_lists,
+    own_programs,
+    sinks,
     scale,
     rows,
     q_row,
@@ -132,9 +194,13 @@ def attend_causal(
     BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
     DESCRIBED: tl.constexpr,
     ALONE: tl.constexpr,
     SAVES: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    CONTINUES: tl.constexpr,
+    SINKS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -147,6 +213,9 @@ def attend_causal(
     broken: int32 [tiles * heads], set to 1 if a result is not finite: `repair_causal` computes the tile again.
     DESCRIBED: the `_tiles` are descriptors of [rows, heads * dim]: query and out in tiles [BLOCK_M, dim], key and value
         in tiles [BLOCK_N, dim].
+    own_place .. own_programs, OWN_ROWS: if CONTINUES, what was found of own blocks, as the merge takes lists of ROWS
+        rows: the sums begin with it.
+    sinks: fp32 [heads], read if SINKS.
     ALONE: the step has no other part, so rows without a causal part become zeros here.
     EARLY: the repair may start and wait inside.
     """
@@ -159,9 +228,10 @@ def attend_causal(
     stop = tl.load(bounds + tile * 3 + 2)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.load(starts + row, mask=row < rows, other=2147483647)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    acc, top, total = begin_sums(
+        row, start <= row, head, own_place, own_acc, own_top, own_total, own_offsets, own_lists, own_programs, HEADS,
+        OWN_ROWS, VALUE_DIM, BLOCK_M, BLOCK_V, CONTINUES,
+    )  # fmt: skip
     kv_head = head // GROUP
     q = load_tile(
         query_tiles, query, tile * BLOCK_M, head, q_row, q_head, rows, DIM, BLOCK_D, BLOCK_M, DESCRIBED
@@ -175,17 +245,17 @@ def attend_causal(
             n = first + tl.arange(0, BLOCK_N)
             visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
             scores = tl.where(visible, scores, float("-inf"))
-        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, CAP)
     # a value that is not finite, times the weight 0 of a row that does not see it
     found = tl.abs(tl.sum(acc, 1)) < float("inf")
     tl.store(broken + tile * HEADS + head + tl.zeros([BLOCK_M], tl.int32), 1, mask=found == 0)
     store_tile(
         acc, top, total, tile * BLOCK_M, start <= row, head, rows, cached, out, out_tiles, acc_out, top_out, total_out,
-        o_row, o_head, HEADS, VALUE_DIM, BLOCK_M, BLOCK_V, ALONE, SAVES, DESCRIBED,
+        sinks, o_row, o_head, HEADS, VALUE_DIM, BLOCK_M, BLOCK_V, ALONE, SAVES, DESCRIBED, SINKS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "own_lists", "own_programs"])
 def repair_causal(
     query,
     key,
@@ -198,6 +268,14 @@ def repair_causal(
     acc_out,
     top_out,
     total_out,
+    own_place,
+    own_acc,
+    own_top,
+    own_total,
+    own_offsets,
+    own_lists,
+    own_programs,
+    sinks,
     scale,
     rows,
     tiles,
@@ -219,8 +297,12 @@ def repair_causal(
     BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
     ALONE: tl.constexpr,
     SAVES: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    CONTINUES: tl.constexpr,
+    SINKS: tl.constexpr,
     LOOKED_AT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -242,10 +324,11 @@ def repair_causal(
                 lowest, stop = tl.load(bounds + tile * 3), tl.load(bounds + tile * 3 + 2)
                 row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
                 start = tl.load(starts + row, mask=row < rows, other=2147483647)
-                acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-                top = tl.full([BLOCK_M], LOWEST, tl.float32)
-                total = tl.zeros([BLOCK_M], tl.float32)
-                tainted = tl.zeros([BLOCK_M], tl.int32)
+                acc, top, total = begin_sums(
+                    row, start <= row, head, own_place, own_acc, own_top, own_total, own_offsets, own_lists,
+                    own_programs, HEADS, OWN_ROWS, VALUE_DIM, BLOCK_M, BLOCK_V, CONTINUES,
+                )  # fmt: skip
+                tainted = tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1)
                 q = load_tile(
                     None, query, tile * BLOCK_M, head, q_row, q_head, rows, DIM, BLOCK_D, BLOCK_M, False
                 ).to(COMPUTE)  # fmt: skip
@@ -258,10 +341,10 @@ def repair_causal(
                     scores = tl.where(visible, scores, float("-inf"))
                     v, tainted = without_garbage(v, visible, tainted)
                     acc, top, total = softmax_step(
-                        acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION
+                        acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, CAP
                     )  # fmt: skip
                 acc = tl.where(tainted[:, None] > 0, float("nan"), acc)
                 store_tile(
                     acc, top, total, tile * BLOCK_M, start <= row, head, rows, cached, out, None, acc_out, top_out,
-                    total_out, o_row, o_head, HEADS, VALUE_DIM, BLOCK_M, BLOCK_V, ALONE, SAVES, False,
+                    total_out, sinks, o_row, o_head, HEADS, VALUE_DIM, BLOCK_M, BLOCK_V, ALONE, SAVES, False, SINKS,
                 )  # fmt: skip

@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import finish
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import add_sink, finish
+
+NOTHING_SEEN = tl.constexpr(-3.4028234663852886e38)  # as in `parts`
 
 
 @triton.jit
@@ -59,9 +61,21 @@ def _add_list(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["u_lists", "u_programs", "s_lists", "s_programs", "c_lists", "c_programs"])
+@triton.jit(
+    do_not_specialize=[
+        "u_lists",
+        "u_programs",
+        "s_lists",
+        "s_programs",
+        "c_lists",
+        "c_programs",
+        "w_lists",
+        "w_programs",
+    ]
+)
 def merge_parts(
     out,
+    log_sums,
     starts,
     causal_acc,
     causal_top,
@@ -87,11 +101,20 @@ def merge_parts(
     c_offsets,
     c_lists,
     c_programs,
+    w_place,
+    w_acc,
+    w_top,
+    w_total,
+    w_offsets,
+    w_lists,
+    w_programs,
+    sinks,
     o_row,
     o_head,
     HEADS: tl.constexpr,
     S_ROWS: tl.constexpr,
     C_ROWS: tl.constexpr,
+    W_ROWS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -100,14 +123,21 @@ def merge_parts(
     UNIQUE: tl.constexpr,
     SHARED: tl.constexpr,
     SELECTED: tl.constexpr,
+    OWN: tl.constexpr,
+    CONTINUED: tl.constexpr,
     PIECES: tl.constexpr,
+    LOGS: tl.constexpr,
     EARLY: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
-    """One row and BLOCK_H heads per program. u, s, c: partial results of the unique, shared and selected lists.
+    """One row and BLOCK_H heads per program. u, s, c, w: partial results of the unique, shared, selected
+    and own lists.
 
     place: int32 [rows] list * ROWS + lane of the row, or -1. Rows with only a causal part are already complete.
-    EARLY: it starts before the part in use ends, and waits for it.
-    CAUSAL: there is a causal part. SAVED: causal_acc, causal_top, causal_total hold its sums of rows with more parts.
+    EARLY: it starts before the part in use ends, and waits for it. LOGS: log_sums, fp32 [rows, HEADS], is written with
+        natural logarithms of the sums.
+    CAUSAL: there is a causal part. CONTINUED: its sums contain the own lists of its rows. SAVED: causal_acc,
+        causal_top, causal_total hold its sums of rows with more parts. SINKS: sinks is fp32 [heads].
     """
     row = tl.program_id(0)
     at = -1
@@ -120,9 +150,12 @@ def merge_parts(
     active = False
     if CAUSAL:
         active = tl.load(starts + row) <= row
+    has_own = False
+    if OWN:
+        has_own = (tl.load(w_place + row) >= 0) & ((active == 0) | (not CONTINUED))
     if EARLY:
         gdc_wait()
-    if (at >= 0) | (active == 0):
+    if (at >= 0) | has_own | (active == 0):
         head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
         real = head < HEADS
         e = tl.arange(0, BLOCK_V)
@@ -154,6 +187,18 @@ def merge_parts(
                 acc, top, total, c_place, c_acc, c_top, c_total, c_offsets, c_lists, c_programs, row, head, real,
                 HEADS, C_ROWS, VALUE_DIM, BLOCK_V, PIECES,
             )  # fmt: skip
+        if OWN:
+            if has_own:
+                acc, top, total = _add_list(
+                    acc, top, total, w_place, w_acc, w_top, w_total, w_offsets, w_lists, w_programs, row, head, real,
+                    HEADS, W_ROWS, VALUE_DIM, BLOCK_V, PIECES,
+                )  # fmt: skip
+        if LOGS:
+            logs = (top + tl.log2(tl.where(total == 0.0, 1.0, total))) * 0.6931471805599453
+            logs = tl.where(total == 0.0, NOTHING_SEEN, logs)
+            tl.store(log_sums + row.to(tl.int64) * HEADS + head, logs, mask=real)
+        if SINKS:
+            acc, total = add_sink(acc, top, total, tl.load(sinks + head, mask=real, other=0.0))
         result = finish(acc, total)
         tl.store(
             out + row.to(tl.int64) * o_row + head[:, None] * o_head + e[None, :],

@@ -24,6 +24,7 @@ def _partly_seen(
     keys,
     values,
     span,
+    raised,
     real,
     lo_span,
     lo_column,
@@ -39,6 +40,7 @@ def _partly_seen(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    RISES: tl.constexpr,
 ):
     """Tokens [first, first + BLOCK_N) of a tile's list of columns: key, value, bool [rows, tokens] who sees them."""
     n = first + tl.arange(0, BLOCK_N)
@@ -50,6 +52,8 @@ def _partly_seen(
     mask = real[:, None] & inside[None, :]
     lows = tl.load(lo + span[:, None] * lo_span + column[None, :] * lo_column, mask=mask, other=0)
     highs = tl.load(hi + span[:, None] * hi_span + column[None, :] * hi_column, mask=mask, other=0)
+    if RISES:
+        lows += raised[:, None]
     visible = mask & (token[None, :] >= lows) & (token[None, :] < highs)
     k_place = block * k_block + token * k_token
     v_place = block * v_block + token * v_token
@@ -76,6 +80,7 @@ def attend_shared(
     acc_out,
     top_out,
     total_out,
+    rise,
     scale,
     num_tiles,
     num_columns,
@@ -104,8 +109,10 @@ def attend_shared(
     BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
     DESCRIBED: tl.constexpr,
     STAGES: tl.constexpr,
+    RISES: tl.constexpr,
 ):
     """Grid (KV heads, programs): each program takes an even share of the (tile, block) pairs in use.
 
@@ -115,6 +122,7 @@ def attend_shared(
     order, columns, column_blocks, whole_counts: see `list_columns`; offsets: int32 [tiles + 1] of their counts.
     acc_out: fp32 [programs + tiles, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: the partial
         result of program p for tile t is at p + t.
+    rise: as in SharedPart, read if RISES.
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
@@ -147,9 +155,13 @@ def attend_shared(
             whole = tl.minimum(begins + tl.load(whole_counts + tile), stop)
             from_list = (position - begins) * BLOCK_SIZE
             whole_end = (whole - begins) * BLOCK_SIZE
+            # one step ahead, see `attend_own`
+            ahead = tl.load(column_blocks + lists + from_list // BLOCK_SIZE)
             for first in tl.range(from_list, whole_end, BLOCK_N, num_stages=STAGES):
                 if DESCRIBED:
-                    block32, inner = tl.load(column_blocks + lists + first // BLOCK_SIZE), first % BLOCK_SIZE
+                    block32, inner = ahead, first % BLOCK_SIZE
+                    after = tl.minimum(first + BLOCK_N, whole_end - BLOCK_N)
+                    ahead = tl.load(column_blocks + lists + after // BLOCK_SIZE)
                     k = key_tiles.load([block32, kv_head, inner, 0]).reshape(BLOCK_N, BLOCK_D).to(COMPUTE)
                     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                     v = value_tiles.load([block32, kv_head, inner, 0]).reshape(BLOCK_N, BLOCK_V).to(COMPUTE)
@@ -170,18 +182,21 @@ def attend_shared(
                         mask=inside[:, None] & (e < VALUE_DIM)[None, :],
                         other=0.0,
                     ).to(COMPUTE)
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION)
+                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP)
             span = tl.load(row_spans + row, mask=real, other=0).to(tl.int64)
+            raised = 0
+            if RISES:
+                raised = tl.load(rise + row, mask=real, other=0).to(tl.int32)
             part_end = (stop - begins) * BLOCK_SIZE
             for first in tl.range(tl.maximum(from_list, whole_end), part_end, BLOCK_N, num_stages=1):
                 k, v, visible = _partly_seen(
-                    first, part_end, lists, columns, column_blocks, lo, hi, keys, values, span, real, lo_span,
+                    first, part_end, lists, columns, column_blocks, lo, hi, keys, values, span, raised, real, lo_span,
                     lo_column, hi_span, hi_column, k_block, k_token, v_block, v_token, DIM, VALUE_DIM, BLOCK_SIZE,
-                    BLOCK_N, BLOCK_D, BLOCK_V,
+                    BLOCK_N, BLOCK_D, BLOCK_V, RISES,
                 )  # fmt: skip
                 scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
                 scores = tl.where(visible, scores, float("-inf"))
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+                acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, CAP)
             # a value that is not finite, times the weight 0 of a row that does not see it: look at every value
             if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) > 0:
                 acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -190,14 +205,16 @@ def attend_shared(
                 tainted = tl.zeros([BLOCK_M], tl.int32)
                 for first in tl.range(from_list, part_end, BLOCK_N, num_stages=1):
                     k, v, visible = _partly_seen(
-                        first, part_end, lists, columns, column_blocks, lo, hi, keys, values, span, real, lo_span,
-                        lo_column, hi_span, hi_column, k_block, k_token, v_block, v_token, DIM, VALUE_DIM, BLOCK_SIZE,
-                        BLOCK_N, BLOCK_D, BLOCK_V,
+                        first, part_end, lists, columns, column_blocks, lo, hi, keys, values, span, raised, real,
+                        lo_span, lo_column, hi_span, hi_column, k_block, k_token, v_block, v_token, DIM, VALUE_DIM,
+                        BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, RISES,
                     )  # fmt: skip
                     scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
                     scores = tl.where(visible, scores, float("-inf"))
                     v, tainted = without_garbage(v, visible, tainted)
-                    acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+                    acc, top, total = softmax_step(
+                        acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, CAP
+                    )
                 acc = tl.where(tainted[:, None] > 0, float("nan"), acc)
             place = ((program + tile).to(tl.int64) * ROWS + lane) * HEADS + head
             tl.store(top_out + place, top, mask=real)

@@ -12,11 +12,19 @@ LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def softmax_step(acc, top, total, scores, scale, value, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
+def softmax_step(
+    acc, top, total, scores, scale, value, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr
+):
     """Adds a tile of keys to (acc, top, total): [rows, value_dim], [rows], [rows], all fp32; top is LOWEST at first.
 
     scores: fp32 [rows, keys], before scaling; -inf if a row does not see a key. scale: positive, times log2(e).
+    CAP: of scores, times log2(e); 0: there is none.
     """
+    if CAP > 0.0:
+        # tanh(x) = 1 - 2 / (e^2x + 1); a key that is not seen stays so
+        capped = CAP - 2.0 * CAP / (tl.exp2(scores * (scale * (2.8853900817779268 / CAP))) + 1.0)
+        scores = tl.where(scores == float("-inf"), float("-inf"), capped)
+        scale = 1.0
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - new_top[:, None])
     shrink = tl.exp2(top - new_top)
@@ -36,6 +44,15 @@ def without_garbage(value, visible, tainted):
     broken = tl.max(tl.where(finite, 0, 1), 1)
     sees = tl.max(tl.where(visible, broken[None, :], 0), 1)
     return tl.where(finite, value, 0.0).to(value.dtype), tl.maximum(tainted, sees)
+
+
+@triton.jit
+def add_sink(acc, top, total, logit):
+    """acc and total with one more term of the sum. logit: fp32, before log2(e); as many as tops, or one for all."""
+    logit = logit * 1.4426950408889634
+    both = tl.maximum(tl.maximum(top, logit), LOWEST)
+    shrink = tl.exp2(top - both)
+    return acc * shrink[:, None], total * shrink + tl.exp2(logit - both)
 
 
 @triton.jit
@@ -101,6 +118,7 @@ def list_columns(
     column_blocks,
     counts,
     whole_counts,
+    rise,
     num_columns,
     lo_span,
     lo_column,
@@ -110,8 +128,10 @@ def list_columns(
     ROWS: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     COLUMNS: tl.constexpr,
+    RISES: tl.constexpr,
 ):
-    """One tile per program. order: int32 [tiles * ROWS] rows, or -1; row_spans, blocks, lo, hi as in SharedPart.
+    """One tile per program. order: int32 [tiles * ROWS] rows, or -1; row_spans, blocks, lo, hi as in SharedPart, and
+    rise if RISES.
 
     columns, column_blocks: int32 [tiles, num_columns]: the first `counts[tile]` are written, and all rows see the first
     `whole_counts[tile]` of these completely.
@@ -130,6 +150,8 @@ def list_columns(
             inside = column < num_columns
             mask = real[:, None] & inside[None, :]
             begin = tl.load(lo + span[:, None] * lo_span + column[None, :] * lo_column, mask=mask, other=0)
+            if RISES:
+                begin += tl.load(rise + row, mask=real, other=0).to(tl.int32)[:, None]
             end = tl.load(hi + span[:, None] * hi_span + column[None, :] * hi_column, mask=mask, other=0)
             begin, end = tl.maximum(begin, 0), tl.minimum(end, BLOCK_SIZE)
             seen = tl.max(tl.where(mask & (end > begin), 1, 0), 0)
@@ -157,6 +179,7 @@ def attend_rows(
     hi,
     offsets,
     out,
+    sinks,
     scale,
     num_spans,
     q_row,
@@ -180,9 +203,14 @@ def attend_rows(
     BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
     STAGES: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
-    """Grid (rows, KV heads); arguments as in `attend_spans`; span i is row i. Rows without blocks become zeros."""
+    """Grid (rows, KV heads); arguments as in `attend_spans`; span i is row i. Rows without blocks become zeros.
+
+    sinks: fp32 [heads], read if SINKS.
+    """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     begin = tl.load(offsets + tl.minimum(row, num_spans))
@@ -208,7 +236,9 @@ def attend_rows(
         scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         v = tl.load(values + v_place[:, None] + e[None, :], mask=seen[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
-        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, CAP)
+    if SINKS:
+        acc, total = add_sink(acc, top, total, tl.load(sinks + head, mask=real, other=0.0))
     result = finish(acc, total)
     tl.store(
         out + row.to(tl.int64) * o_row + head[:, None] * o_head + e[None, :],

@@ -51,6 +51,7 @@ def attend_spans(
     BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -105,7 +106,7 @@ def attend_spans(
                 v = tl.load(
                     values + v_place[:, None] + e[None, :], mask=seen[:, None] & (e < VALUE_DIM)[None, :], other=0.0
                 ).to(COMPUTE)
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION)
+                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP)
             place = ((program + span).to(tl.int64) * ROWS + lane) * HEADS + head
             tl.store(top_out + place, top, mask=real)
             tl.store(total_out + place, total, mask=real)
@@ -150,6 +151,7 @@ def attend_spans_flat(
     BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Arguments as in `attend_spans`; span i is row i; owners: int32 [entries] the span of each.
@@ -185,7 +187,7 @@ def attend_spans_flat(
         scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         v = tl.load(values + v_place[:, None] + e[None, :], mask=seen[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
-        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION)
+        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, CAP)
         after = (first + BLOCK_N) // BLOCK_SIZE
         if (after >= end) | (tl.load(owners + after, mask=after < end, other=-1) != owner):
             place = (program + owner).to(tl.int64) * HEADS + head

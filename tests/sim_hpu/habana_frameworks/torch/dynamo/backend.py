@@ -8,6 +8,7 @@ from habana_frameworks.torch import core
 from habana_frameworks.torch.dynamo.disabled import watch_disabled
 from habana_frameworks.torch.dynamo.inlining import inline_when_called
 from habana_frameworks.torch.dynamo.limits import watch_limits
+from habana_frameworks.torch.dynamo.measurements import measure_nothing
 from habana_frameworks.torch.dynamo.options import Options, read_options
 from habana_frameworks.torch.dynamo.region import NAME, Region, dropping
 from habana_frameworks.torch.dynamo.traced_calls import pass_unchanged_calls
@@ -41,6 +42,7 @@ def register_compiler() -> None:
     # torch 2.11 asks modes about some factories (torch.zeros) and not about others (torch.arange)
     get_overridable_functions().update(default_device._device_constructors())
     pass_unchanged_calls()
+    measure_nothing()
     watch_disabled()
     watch_limits()
 

@@ -161,7 +161,10 @@ def _seen(
 
 def _average(weights: _Weights, v: Tensor, dtype: torch.dtype) -> Tensor:
     """The values, weighted: exponentials are rounded to v's dtype, sums are f32."""
-    product = torch.matmul(weights.exponentials.to(v.dtype), v).float()
+    # rows with NaN get it back from their total: the product of bfloat16 on a CPU's matrix unit spreads it to the
+    # rows beside them, the card's does not
+    exponentials = weights.exponentials.nan_to_num(nan=0.0).to(v.dtype)
+    product = torch.matmul(exponentials, v).float()
     out = product / weights.total
     if card.masked_rows_are_zero:
         out = torch.where(weights.top == float("-inf"), torch.zeros_like(out), out)

@@ -6,6 +6,7 @@ from habana_frameworks.torch.simulator import (
     fp8_kernels,
     norm_kernels,
     softmax_kernels,
+    uint4_kernels,
 )
 from habana_frameworks.torch.simulator.card import card
 from habana_frameworks.torch.simulator.kernel import Kernel
@@ -18,6 +19,7 @@ _ALL: tuple[Kernel, ...] = (
     *fp8_kernels.KERNELS,
     *norm_kernels.KERNELS,
     *softmax_kernels.KERNELS,
+    *uint4_kernels.KERNELS,
 )
 _library = torch.library.Library("hpu", "DEF")
 

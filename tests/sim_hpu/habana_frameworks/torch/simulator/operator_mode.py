@@ -35,6 +35,8 @@ _COPIES = frozenset({"aten::copy_", "aten::_to_copy"})
 _MOVES_INDICES = frozenset({"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"})
 # Of their host inputs these read the shape alone.
 _SHAPED_LIKE = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+# Calls of HCCL, for which nothing is compiled. In lazy mode they are part of what accumulates.
+_BETWEEN_CARDS = frozenset({"c10d::send", "c10d::recv_"})
 _ALLOCATIONS = frozenset(f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty"))
 
 
@@ -143,7 +145,8 @@ def _on_card(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
             dtype_views.note(args[0], result)
         return result
     if func._schema.name not in _ALLOCATIONS:
-        state.stream.add(func, args, kwargs)
+        if is_lazy() or func._schema.name not in _BETWEEN_CARDS:
+            state.stream.add(func, args, kwargs)
         state.catch_up()
     encoded = state.tape.encode(args, kwargs) if state.tape is not None else None
     result = _mark(_without_writing(func, args, kwargs) if compile_only() else _compute(func, args, kwargs, named))

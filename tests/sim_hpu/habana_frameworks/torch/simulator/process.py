@@ -18,12 +18,17 @@ def enter_modes() -> None:
 
 
 def enter_modes_in_threads() -> None:
-    """Modes belong to a thread: every thread started from now on enters its own."""
+    """Modes belong to a thread: every thread started from now on enters its own.
+
+    It leaves them, too: torch releases those that are left when the system's thread is gone, which is after `join`
+    returned, and a release while the interpreter ends aborts the process ("terminate called without an active
+    exception").
+    """
     bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def entered(self: threading.Thread) -> Any:
-        enter_modes()
-        return bootstrap(self)
+        with CardOperatorMode(), DeviceMode():
+            return bootstrap(self)
 
     threading.Thread._bootstrap_inner = entered  # type: ignore[attr-defined]
 

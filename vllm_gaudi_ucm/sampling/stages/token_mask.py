@@ -1,15 +1,14 @@
-"""Structured outputs: tokens that a request's grammar does not allow get the logit -inf."""
+"""Tokens that a request must not get have the logit -inf: those that its grammar or its parameters do not allow."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
 from vllm_gaudi_ucm.sampling.stages.staged_rows import StagedRows
 
 if TYPE_CHECKING:
@@ -22,8 +21,15 @@ WORD = 32
 ALL_ALLOWED = -1
 """The word whose bits are all set."""
 
+Mask = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-class GrammarMask:
+
+def num_words(vocab_size: int) -> int:
+    """Of a row's bitmask."""
+    return -(-vocab_size // WORD)
+
+
+class TokenMask:
     """The stage on the device.
 
     Args:
@@ -31,23 +37,23 @@ class GrammarMask:
         vocab_size: tokens that a bitmask covers.
         device: where the logits are.
         stage: entered around the device work.
-        region: makes a region of it.
+        mask: `mask_logits`, or a region of it; several masks share one.
     """
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device, stage: Stage, region: Compile = uncompiled
+        self, max_rows: int, vocab_size: int, device: torch.device, stage: Stage, mask: Mask | None = None
     ) -> None:
         self._stage = stage
-        self._mask = region(mask_logits)
-        self._words = StagedRows((max_rows, -(-vocab_size // WORD)), np.int32, ALL_ALLOWED, device)
+        self._mask = mask or mask_logits
+        self._words = StagedRows((max_rows, num_words(vocab_size)), np.int32, ALL_ALLOWED, device)
         self._shifts = torch.arange(WORD, dtype=torch.int32, device=device)
 
-    def apply(self, logits: torch.Tensor, bitmask: NDArray[np.int32]) -> torch.Tensor:
-        """bitmask: [at most rows, words]; rows behind it are not masked."""
-        words = self._words.stage(bitmask, len(logits))
-        with self._stage("grammar"):
-            masked: torch.Tensor = self._mask(logits, words, self._shifts)
-            return masked
+    def apply(self, logits: torch.Tensor, bitmask: NDArray[np.int32] | None) -> torch.Tensor:
+        """bitmask: [at most rows, words]; rows behind it are not masked. None: the one before, for as many rows."""
+        rows = len(logits)
+        words = self._words.staged(rows) if bitmask is None else self._words.stage(bitmask, rows)
+        with self._stage("token mask"):
+            return self._mask(logits, words, self._shifts)
 
     def refill(self) -> None:
         """See StagedRows."""
@@ -55,7 +61,7 @@ class GrammarMask:
 
     def warm(self, logits: torch.Tensor) -> None:
         """Runs the stage once over pads."""
-        self.apply(logits, self._words.host[:0])
+        self.apply(logits, np.zeros((0, 1), np.int32))
 
 
 def mask_logits(logits: torch.Tensor, words: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:

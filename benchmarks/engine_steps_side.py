@@ -1,0 +1,284 @@
+"""One engine of benchmarks.engine_steps: times its steps, and writes `result.json` into the folder it is given."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPLAYS = 10
+KERNELS = 25  # that are listed, those of the longest time
+SETTLED = 6  # decode steps that do not count
+SPARE = 4  # tokens of each request beyond the measured steps, for those that are profiled
+BLOCK = 128
+
+
+def prompt_steps(requests: int, context: int, budget: int) -> int:
+    """Most steps until `requests` prompts of `context` tokens are computed, `budget` tokens a step: those that are
+    computed decode meanwhile. Raises ValueError where so many decodes leave no room for prompts."""
+    if budget <= requests:
+        raise ValueError(
+            f"--requests {requests} needs a prompt step (--prompt) of more than {requests} tokens, found {budget}"
+        )
+    return -(-requests * context // (budget - requests)) + 1
+
+
+def new_tokens(asked: dict[str, Any], requests: int) -> int:
+    """That each of so many requests gets: the first of them decodes while the prompts of the others are computed."""
+    return prompt_steps(requests, asked["context"], asked["prompt"]) + SETTLED + asked["repeats"] + SPARE
+
+
+def longest_request(asked: dict[str, Any]) -> int:
+    """Tokens, in whole blocks."""
+    decodes = (asked["context"] + new_tokens(asked, requests) for requests in asked["requests"])
+    return -(-max(*decodes, asked["prompt"] + 1) // BLOCK) * BLOCK
+
+
+def write_buckets(path: Path, asked: dict[str, Any]) -> None:
+    """A bucket of its own for each kind of step, as `gaudi-ucm tune` finds them for such traffic, and the largest."""
+    from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec, device_spec
+    from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+    from vllm_gaudi_ucm.graphs.lookup import BucketSet
+    from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+    from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+    from vllm_gaudi_ucm.graphs.strategies.file import write_bucket_file
+
+    longest, most = longest_request(asked), max(asked["requests"])
+    blocks = longest // BLOCK
+    limits = Limits(asked["prompt"], most, longest, BLOCK, most * blocks + 1, False, 2 * blocks)
+    shapes = [limits.maximum.forward, ForwardShape.of(True, asked["prompt"], 0, 0)]
+    for requests in asked["requests"]:
+        each = -(-(asked["context"] + new_tokens(asked, requests)) // BLOCK)
+        # one entry more than blocks, which is the dummy block's
+        shapes.append(ForwardShape.of(False, requests, 0, min(requests * each + 1, limits.max_unique_blocks)))
+    cost = CostModel(device_spec("h200"), ModelSpec.from_hf_config(asked["config"]), BLOCK)
+    buckets = BucketSet(shapes, sorted({1, *asked["requests"]}), limits, cost)
+    write_bucket_file(path, buckets, {"benchmark": "engine_steps"})
+
+
+class Side:
+    """An engine over a model of random weights, and what is measured in it.
+
+    asked: see `engine_steps.serve`. engine: vLLM's. log: where the phase log is written.
+    """
+
+    def __init__(self, asked: dict[str, Any], engine: Any, log: Path) -> None:
+        self._asked = asked
+        self._engine = engine
+        self._log = log
+        self._runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self._steps = 0
+        self.kernels: dict[str, list[tuple[str, int, float]]] = {}
+
+    def decode(self, requests: int) -> dict[str, Any]:
+        """Steps in which every request gets one token, after all have theirs of the prompt."""
+        context, repeats = self._asked["context"], self._asked["repeats"]
+        self._add(requests, context, new_tokens(self._asked, requests))
+        walls: list[float] = []
+        settled, begin = 0, time.perf_counter()
+        while self._engine.has_unfinished_requests() and len(walls) < repeats:
+            outputs = self._step()
+            if not outputs and self._asked["ahead"]:
+                # it has only been queued: the time belongs to the step that is read next
+                continue
+            now = time.perf_counter()
+            wall, begin = now - begin, now
+            if len(outputs) < requests or any(len(output.outputs[0].token_ids) < 2 for output in outputs):
+                continue
+            settled += 1
+            if settled > SETTLED:
+                walls.append(wall)
+        if len(walls) < repeats:
+            raise RuntimeError(
+                f"found {len(walls)} decode steps of {requests} requests after the first {SETTLED}, expected {repeats}"
+            )
+        last = self._recorded()
+        device = self._replays(requests)
+        launches = self._profile(f"decode of {requests}", self._step)
+        while self._engine.has_unfinished_requests():
+            self._step()
+        return self._found(requests, context, walls, range(last - repeats, last), device, launches)
+
+    def prompt(self) -> dict[str, Any]:
+        """Steps that compute a whole prompt and its token."""
+        tokens, walls = self._asked["prompt"], []
+        self._prompt(tokens)
+        first = self._recorded()
+        for _ in range(self._asked["repeats"]):
+            begin = time.perf_counter()
+            self._prompt(tokens)
+            walls.append(time.perf_counter() - begin)
+        last = self._recorded()
+        device = self._replays(1)
+        launches = self._profile(f"prompt of {tokens}", lambda: self._prompt(tokens))
+        return self._found(0, tokens, walls, range(first, last), device, launches)
+
+    def worker_times(self, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The steps with what the phase log says of them."""
+        from vllm_gaudi_ucm.observability.phase_log import read_phase_log
+
+        records = [record for record in read_phase_log(self._log)[1] if record.tokens]
+        found = []
+        for step in steps:
+            low, high = step.pop("steps")
+            mine = records[low:high]
+            worker = statistics.median(record.plan_ms + record.forward_ms + record.sample_ms for record in mine)
+            expected = step["requests"] or step["tokens"]
+            if any(record.tokens != expected for record in mine):
+                raise RuntimeError(f"steps of {[record.tokens for record in mine]} tokens, expected {expected}")
+            seen = sum(record.unique_pairs + record.shared_pairs for record in mine) / (len(mine) * expected)
+            shape = str(mine[-1].padded.to_list())
+            found.append({**step, "worker_ms": worker, "padded": shape, "context": seen if step["requests"] else 0.0})
+        return found
+
+    def _add(self, requests: int, tokens: int, new: int) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        for index in range(requests):
+            prompt = [(index * 31 + self._steps * 7 + t) % 4000 + 3 for t in range(tokens)]
+            self._engine.add_request(f"{self._steps}-{index}", {"prompt_token_ids": prompt}, params)
+
+    def _step(self) -> list[Any]:
+        self._steps += 1
+        return self._engine.step()
+
+    def _recorded(self) -> int:
+        """Steps that the phase log has. One that is queued has no record until its tokens are read."""
+        steps: int = self._runner.parts.steps.phase_log.summary.steps
+        return steps
+
+    def _prompt(self, tokens: int) -> None:
+        self._add(1, tokens, 1)
+        while self._engine.has_unfinished_requests():
+            self._step()
+
+    def _found(
+        self,
+        requests: int,
+        tokens: int,
+        walls: list[float],
+        steps: range,
+        device: float | None,
+        launches: int | None,
+    ) -> dict[str, Any]:
+        return {
+            "requests": requests,
+            "tokens": tokens,
+            "wall_ms": 1e3 * statistics.median(walls),
+            "device_ms": device,
+            "launches": launches,
+            "steps": [steps.start, steps.stop],
+        }
+
+    @torch.inference_mode()
+    def _replays(self, logits: int) -> float | None:
+        """Milliseconds of the last step's graphs, one replay after the other: they compute that step again, over what
+        it wrote. None without graphs."""
+        if self._runner.static is None:
+            return None
+        import numpy as np
+
+        rows, execution = np.arange(logits), self._runner.static.execution
+        return milliseconds(execution.forward) + milliseconds(lambda: execution.logits(rows))
+
+    def _profile(self, name: str, run: Callable[[], object]) -> int | None:
+        """Launches of a step, on a CPU its operators; those that take longest are kept in `kernels`. None without
+        `--kernels`."""
+        if not self._asked["kernels"]:
+            return None
+        kinds, on_gpu = torch.profiler.ProfilerActivity, torch.cuda.is_available()
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU]) as profile:
+            run()
+            if on_gpu:
+                torch.cuda.synchronize()
+        times: dict[str, list[float]] = defaultdict(list)
+        wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+        for event in profile.events():
+            if event.device_type == wanted:
+                times[event.name].append(event.time_range.elapsed_us() / 1e3)
+        longest = sorted(times.items(), key=lambda item: -sum(item[1]))
+        self.kernels[name] = [(kernel, len(spans), sum(spans)) for kernel, spans in longest[:KERNELS]]
+        return sum(len(spans) for spans in times.values())
+
+
+def milliseconds(replay: Callable[[], object]) -> float:
+    """Of one replay, among REPLAYS that the device does one after the other."""
+    replay()
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        for _ in range(REPLAYS):
+            replay()
+        return 1e3 * (time.perf_counter() - begin) / REPLAYS
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(REPLAYS):
+        replay()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / REPLAYS
+
+
+def start(asked: dict[str, Any], folder: Path, log: Path) -> Any:
+    """The engine."""
+    from vllm import LLM
+
+    (folder / "config.json").write_text(json.dumps(asked["config"]))
+    graphs: dict[str, Any] = {"mode": asked["mode"], "warm_up": "full"}
+    scheduler = {"async_scheduling": asked["ahead"]}
+    if asked["max_graphs"] is not None:
+        graphs["max_graphs"] = asked["max_graphs"]
+    else:
+        write_buckets(folder / "buckets.yaml", asked)
+        graphs["buckets"] = str(folder / "buckets.yaml")
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=asked["dtype"],
+        block_size=BLOCK,
+        max_model_len=longest_request(asked),
+        max_num_seqs=max(asked["requests"]),
+        max_num_batched_tokens=asked["prompt"],
+        enable_prefix_caching=False,
+        seed=0,
+        compilation_config={"custom_ops": asked["custom_ops"]},
+        additional_config={"ucm": {"phase_log": str(log), "graphs": graphs, "scheduler": scheduler}},
+        **({"kv_cache_memory_bytes": asked["kv_bytes"]} if asked["kv_bytes"] else {}),
+    )
+    return llm.llm_engine
+
+
+def device_name() -> str:
+    """Of the GPU, or of nothing but torch."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{name}, torch {torch.__version__}"
+
+
+def main() -> None:
+    """Measures every kind of step that was asked for."""
+    asked, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    log, begin = folder / "steps.jsonl", time.perf_counter()
+    engine = start(asked, folder, log)
+    start_seconds = time.perf_counter() - begin
+    side = Side(asked, engine, log)
+    steps = [side.decode(requests) for requests in asked["requests"]]
+    steps.append(side.prompt())
+    # writes the end of the log
+    engine.engine_core.shutdown()
+    found = {
+        "steps": side.worker_times(steps),
+        "facts": {"device": device_name(), "start_seconds": start_seconds, "kernels": side.kernels},
+    }
+    (folder / "result.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

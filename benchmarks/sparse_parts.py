@@ -1,0 +1,158 @@
+"""Where the time of a layer with chosen blocks goes on a GPU: scores, choice, hand-over and attention, each as a graph.
+
+A graph holds the part for several layers, whose blocks do not fit the GPU's cache together; figures are medians of its
+replays, for one layer. `--sweep` repeats attention and scores with other numbers of programs and other tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import sparse_attention_workload as workloads
+from benchmarks.sparse_device import MODEL, copy_bandwidth, milliseconds
+from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, prepare_spans, take_choice
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.impl import cuda
+from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_plan
+
+LAYERS = 4
+SIZES = ((8, 32768, 0.1), (8, 32768, 0.3), (1, 131072, 0.1), (1, 131072, 0.3))
+BLOCK_BYTES = workloads.BLOCK_SIZE * MODEL.kv_heads * 2 * MODEL.dim * 2
+Part = Callable[[int], Any]
+
+
+class Layers:
+    """Requests of a size, and the parts of each of their layers."""
+
+    def __init__(self, requests: int, context: int, kind: SummaryKind) -> None:
+        blocks = requests * context // workloads.BLOCK_SIZE
+        workloads.KIND = kind
+        workloads.POOL_BYTES = 4 * LAYERS * (blocks + 1) * workloads.BLOCK_SIZE * MODEL.kv_heads * 2 * MODEL.dim
+        self.load = workloads.Workload(MODEL, requests, context, one_call=False)
+        self.kind, self.context = kind, context
+        self.new = self.load._tokens(1)
+        candidates = self.load.tables[:, 1:-1].contiguous()
+        self.width, self.spans = candidates.shape[1], self.load.spans
+        self.blocks, self.places = candidates.flatten(), torch.arange(requests * self.width)
+        self.owners, self.ones = self.spans.repeat_interleave(self.width), torch.ones_like(self.spans)
+        self.table = torch.cat((self.blocks, self.blocks[:1] * 0))
+
+    def parts(self, ratio: float) -> dict[str, Part]:
+        load, chosen = self.load, self.load._chosen(ratio)
+        count = chosen * self.ones
+        ready = prepare_spans(self.owners, self.spans, self.ones, 1, count, 0 * count, chosen)
+        stored, checks = torch.zeros(load.requests + 1, chosen, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        kept = [self._scores(layer, ready) for layer in range(LAYERS)]
+        rankings = [self._rank(scores, chosen, ready) for scores in kept]
+        of_spans = self.spans, count, 0 * count, 0 * count
+
+        def take(layer: int) -> Tensor:
+            total = chosen * load.requests
+            return take_choice(rankings[layer], stored, *of_spans, self.width, self.table, total, checks)[1]
+
+        ids = [take(layer).clone() for layer in range(LAYERS)]
+        unique, selected = load._unique(load.tables[:, [0, -1]]), load._selected(chosen, 1)
+        attend = load._attention(workloads.AttentionParts(unique=unique, selected=selected))
+        return {
+            "scores": lambda layer: self._scores(layer, ready),
+            "ranking": lambda layer: self._rank(kept[layer], chosen, ready),
+            "hand-over": take,
+            "attention": lambda layer: attend(layer, self.new, ids[layer]),
+        }
+
+    def dense(self) -> Part:
+        run = self.load.dense().run
+        return lambda layer: run(layer, self.new)
+
+    def _scores(self, layer: int, ready: Any) -> Tensor:
+        rows = self.blocks, self.owners, self.spans, self.ones, 1, MODEL.dim**-0.5
+        return block_scores(self.new.query, self.load.summaries[layer], *rows, self.kind, prepared=ready)
+
+    def _rank(self, scores: Tensor, chosen: int, ready: Any) -> Tensor:
+        return choose_blocks(scores, self.places, len(self.spans), self.width, chosen, prepared=ready)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--summary", choices=[kind.value for kind in SummaryKind], default="box_mean")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("found no CUDA device")
+    torch.manual_seed(0)
+    torch.set_default_device("cuda")
+    torch.set_default_dtype(torch.bfloat16)
+    bandwidth, kind = copy_bandwidth(), SummaryKind(options.summary)
+    print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e12:.2f} TB/s, summary {kind.value}; microseconds of a layer")
+    rows: list[dict[str, Any]] = []
+    layers, before = None, None
+    for requests, context, ratio in SIZES:
+        if before != (requests, context):
+            layers, before = None, (requests, context)
+            torch.cuda.empty_cache()
+            layers = Layers(requests, context, kind)
+            dense = timed(layers.dense(), options.repeats)
+        assert layers is not None
+        row = {name: timed(part, options.repeats) for name, part in layers.parts(ratio).items()}
+        attended = (layers.load._chosen(ratio) + workloads.LIVE) * requests * BLOCK_BYTES
+        read = layers.blocks.shape[0] * kind.vectors(workloads.BLOCK_SIZE) * MODEL.kv_heads * kind.width(MODEL.dim) * 2
+        shown = "  ".join(f"{name} {spent:6.1f}" for name, spent in row.items())
+        print(
+            f"{requests}x{context} {ratio:.0%}: dense {dense:6.1f}  {shown}  | bytes alone: "
+            f"attention {attended / bandwidth * 1e6:.1f}, scores {read / bandwidth * 1e6:.1f}",
+            flush=True,
+        )
+        rows.append({"requests": requests, "context": context, "ratio": ratio, "dense": dense, **row})
+        if options.sweep:
+            rows[-1]["sweep"] = sweep(layers, ratio, options.repeats)
+    if options.json:
+        options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=2) + "\n")
+
+
+def sweep(layers: Layers, ratio: float, repeats: int) -> dict[str, float]:
+    """Microseconds by setting, the fastest first."""
+    found: dict[str, float] = {}
+    usual = cuda_plan.PROGRAMS, cuda_plan.LARGE_STAGE, cuda_plan.SPANS_STAGES, cuda.PRODUCTS
+    for programs, stage, stages in product((2, 3, 4, 6), (32768, 65536), (2, 3)):
+        cuda_plan.PROGRAMS, cuda_plan.LARGE_STAGE, cuda_plan.SPANS_STAGES = programs, stage, stages
+        name = f"attention: {programs} programs, {stage >> 10} KiB, {stages} stages"
+        found[name] = timed(layers.parts(ratio)["attention"], repeats)
+    cuda_plan.PROGRAMS, cuda_plan.LARGE_STAGE, cuda_plan.SPANS_STAGES = usual[:3]
+    for products in (32, 64, 128, 256):
+        cuda.PRODUCTS = products
+        found[f"scores: {products} vectors"] = timed(layers.parts(ratio)["scores"], repeats)
+    cuda.PRODUCTS = usual[3]
+    for name, spent in sorted(found.items(), key=lambda item: item[1]):
+        print(f"    {spent:7.1f}  {name}", flush=True)
+    return found
+
+
+def timed(part: Part, repeats: int) -> float:
+    """Microseconds of a layer."""
+    for layer in range(LAYERS):
+        part(layer)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        kept = [part(layer) for layer in range(LAYERS)]
+    graph.replay()
+    spent = statistics.median(milliseconds(graph.replay) for _ in range(repeats))
+    del kept
+    return spent * 1e3 / LAYERS
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Whole steps that verify drafts under a lock (KVStar), against sparse decodes without drafts (GSA) and dense ones.
+
+Every engine has the same random weights, in which a token is followed by the next number; so the proposer knows what is
+right, and spoils each draft with a given probability. Contexts and summaries are random (benchmarks.sparse_engine).
+Steps of the engines take turns, in one run. A goal is printed beside what it is of: a verification of 1 + 4 rows takes
+at most 1.2 times a sparse decode of the same method, and yields at least 1.5 times the tokens per second of GSA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_side import EngineSide, SideFailed
+from benchmarks.known_drafts import LOAD_FORMAT
+from benchmarks.machine import describe_machine
+from benchmarks.positive import positive
+from benchmarks.sparse_engine import SHAPES, medians, random_model, side, size
+
+DENSE, GSA, KVSTAR, VERIFY, UNLOCKED = "dense", "GSA", "KVStar", "KVStar, drafts", "GSA, drafts"
+STEP_GOAL, TOKENS_GOAL = 1.2, 1.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints; 2 where an engine ends, 1 where a token is wrong."""
+    options = parse(argv)
+    with tempfile.TemporaryDirectory() as name:
+        sides = engines(random_model(Path(name), options), options)
+        try:
+            device = {name: one.start()[1]["device"] for name, one in sides.items()}[DENSE]
+            print(f"{device}, {describe_machine()}; {options.shape}, {options.layers or 'all'} layers", flush=True)
+            rows = [measure(sides, *of, options) for of in options.sizes]
+        except SideFailed as error:
+            print(f"benchmarks.sparse_speculation: {error}", file=sys.stderr)
+            return 2
+        finally:
+            for one in sides.values():
+                one.stop()
+    if options.json:
+        options.json.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=2) + "\n")
+    return int(any(found["wrong"] for row in rows for found in row["engines"].values()))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", choices=SHAPES, help="without it 8b on a GPU, small on a CPU")
+    parser.add_argument("--layers", type=positive, help="without it those of the shape")
+    parser.add_argument("--sizes", nargs="+", type=size, default=[size("8x32768")], metavar="REQUESTSxCONTEXT")
+    parser.add_argument("--ratio", type=float, default=0.1, help="sparse_ratio")
+    parser.add_argument("--drafts", type=positive, default=4)
+    parser.add_argument("--acceptance", type=float, default=0.6, help="of a draft that follows accepted ones")
+    parser.add_argument("--always", action="store_true", help="sparse_steps: always, where a choice does not pay, too")
+    parser.add_argument("--unlocked", action="store_true", help="verify drafts with GSA, too")
+    parser.add_argument("--steps", type=positive, default=32)
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--max-graphs", type=positive, default=32)
+    parser.add_argument("--kernels", type=int, default=12, help="of a GPU, to name")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    options = parser.parse_args(argv)
+    options.model = None
+    options.shape = options.shape or ("8b" if options.device == "cuda" else "small")
+    return options
+
+
+def engines(model: Path, options: argparse.Namespace) -> dict[str, EngineSide]:
+    """By name, not started."""
+    always = {"sparse_steps": "always"} if options.always else {}
+    section = {"sparse_ratio": options.ratio, **always}
+
+    def sparse(method: str) -> dict[str, Any]:
+        return {"ucm_sparse_method": method, "ucm_sparse_config": {method: section}}
+
+    asked = {
+        DENSE: ({}, 0),
+        GSA: (sparse("GSA"), 0),
+        KVSTAR: (sparse("KVStar"), 0),
+        VERIFY: (sparse("KVStar"), options.drafts),
+    }
+    if options.unlocked:
+        asked[UNLOCKED] = (sparse("GSA"), options.drafts)
+    return {name: side(name, ucm, model, options, drafts, LOAD_FORMAT) for name, (ucm, drafts) in asked.items()}
+
+
+def measure(sides: dict[str, EngineSide], requests: int, context: int, options: argparse.Namespace) -> dict[str, Any]:
+    """A table of one size: medians of the repeats, in turn."""
+    order = {"requests": requests, "context": context, "steps": options.steps, "kernels": options.kernels}
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for _ in range(options.repeats):
+        for name, one in sides.items():
+            drafts = {"drafts": options.drafts, "acceptance": options.acceptance} if "drafts" in name else {}
+            answers[name].append(one.ask({**order, **drafts}))
+    found = {name: medians(given) for name, given in answers.items()}
+    row = {"requests": requests, "context": context, "engines": found, "answers": answers}
+    show(row, options)
+    return row
+
+
+def show(row: dict[str, Any], options: argparse.Namespace) -> None:
+    found = row["engines"]
+    print(
+        f"\n{row['requests']} x {row['context']}, {options.ratio:.0%}, {options.drafts} drafts, "
+        f"each accepted with {options.acceptance:.0%} where those before it are"
+    )
+    print(f"{'':<16}{'step, ms':>9}{'mean':>8}{'CPU ms':>8}{'device':>8}{'tokens':>8}{'tokens/s':>10}  dense  wrong")
+    for name, one in found.items():
+        device = f"{one['device_ms']:>8.3f}" if "device_ms" in one else f"{'-':>8}"
+        print(
+            f"{name:<16}{one['wall_ms']:>9.3f}{one['mean_ms']:>8.3f}{one['cpu_ms']:>8.2f}{device}{one['tokens']:>8.2f}"
+            f"{rate(one):>10.1f}{one['dense_steps']:>4.0f}/{one['steps']:.0f}{one['wrong']:>6.0f}"
+        )
+    verify = found[VERIFY]
+    for against in (GSA, KVSTAR):
+        step = verify["wall_ms"] / found[against]["wall_ms"]
+        mean = verify["mean_ms"] / found[against]["mean_ms"]
+        print(f"verification over a decode of {against}: {step:.2f}x, mean {mean:.2f}x (goal {STEP_GOAL}x at most)")
+    gain = rate(verify) / rate(found[GSA])
+    print(f"tokens per second with drafts over GSA without: {gain:.2f}x (goal {TOKENS_GOAL}x)", flush=True)
+    for name, one in found.items():
+        for kernel, count, spent in one.get("kernels", []):
+            print(f"  {name:<16}{spent:>8.3f} ms {count:>6.0f} x  {kernel}")
+
+
+def rate(found: dict[str, Any]) -> float:
+    """Tokens per second, of the mean step: some choose, most do not."""
+    return float(found["tokens"] / found["mean_ms"] * 1e3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""How many blocks a bucket holds of each KV-cache group beyond the first: a function of the bucket alone.
+
+The sizes in a bucket are those of the first group. A group that sees less needs less, and the same bucket says how
+much, so there is one graph for each bucket whatever the number of groups.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape, phase_string
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+
+
+class GroupBlocks(NamedTuple):
+    """Blocks of one group: used by more than one row, and by one."""
+
+    shared: int
+    unique: int
+
+
+def most_blocks(window: int, block_size: int) -> int:
+    """Cached blocks that the rows of one request see at once under a window of `window` tokens, at most: it may begin
+    and end inside of a block."""
+    return -(-(window - 1) // block_size) + 1
+
+
+def group_room(shape: ForwardShape, limits: Limits, in_window: int | None) -> GroupBlocks:
+    """Blocks of a group that a bucket has room for.
+
+    in_window: `most_blocks` of the group's window, for each request: rows x (window / block + 1) in all. A block that
+        several rows use is in the window of one of them alone sometimes, so a window's unique blocks are the
+        bucket's shared and unique ones at most. None: the group has full attention, and blocks as the first one has.
+    """
+    if in_window is None:
+        return GroupBlocks(shape.shared_blocks, shape.unique_blocks)
+    most = min(shape.query_len, limits.max_num_seqs) * in_window
+    return GroupBlocks(min(most, shape.shared_blocks), min(most, shape.shared_blocks + shape.unique_blocks))
+
+
+def with_groups(step: Bucket, others: list[tuple[GroupBlocks, int | None]]) -> Bucket:
+    """A step's shape, raised until its buckets have room for its other groups, too.
+
+    Mostly they have it: requests that share a block of the first group share those of the others. Not always, where
+    several copies of a prefix have been computed and some are evicted.
+
+    others: of each group what the step has, and `in_window` of `group_room`. No group has more shared blocks than
+        the limits allow: steps are divided by the blocks of each.
+    """
+    shared, unique = step.shared_blocks, step.unique_blocks
+    for blocks, in_window in others:
+        shared = max(shared, blocks.shared)
+        unique = max(unique, blocks.unique - (0 if in_window is None else shared))
+    if (shared, unique) == (step.shared_blocks, step.unique_blocks):
+        return step
+    phase = phase_string("c" in step.phase, shared > 0, unique > 0)
+    return step._replace(phase=phase, shared_blocks=shared, unique_blocks=unique)

@@ -1,0 +1,27 @@
+"""What several workers that warm the same graphs must agree on."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Agreement(Protocol):
+    """Every worker calls the same methods in the same order, and all get the same answer."""
+
+    def all_of(self, is_true: bool) -> bool:
+        """Whether it is true for every worker."""
+
+    def most(self, value: int) -> int:
+        """The largest value of all workers."""
+
+
+class _Alone:
+    def all_of(self, is_true: bool) -> bool:
+        return is_true
+
+    def most(self, value: int) -> int:
+        return value
+
+
+ALONE: Agreement = _Alone()
+"""Of one worker."""

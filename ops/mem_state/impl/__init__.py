@@ -1,0 +1,1 @@
+"""Implementations of `ops/mem_state`; none imports another."""

@@ -1,0 +1,3 @@
+"""The slot that is never free."""
+
+DUMMY_SLOT = 0

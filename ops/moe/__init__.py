@@ -1,0 +1,1 @@
+"""Mixture of experts: the chosen experts of each row, weighted and summed."""

@@ -1,0 +1,96 @@
+"""Mixture of experts of one layer: prepares its experts once, validates rows, and calls the implementation.
+
+Routing is the model's: what comes here is which experts each row takes, and by which share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights, MoeImplementation
+from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
+from vllm_gaudi_ucm.ops.moe.validation import validate_rows, validate_weights
+from vllm_gaudi_ucm.ops.registry import AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer that are here, as an implementation wants them.
+
+    form: what the implementation made of the weights. plain: the weights, where they are kept.
+    """
+
+    spec: MoeSpec
+    implementation: MoeImplementation
+    form: Any
+    count: int
+    hidden: int
+    dtype: torch.dtype
+    device: str
+    plain: ExpertWeights | None
+
+
+def prepare_experts(
+    weights: ExpertWeights, spec: MoeSpec, *, implementation: str = AUTO, captured: bool = False
+) -> Experts:
+    """Prepares a layer's experts once, for all rows. The weights must not change while the result is in use.
+
+    implementation: a name in `MOE`, or `auto` for the fastest suitable one: `cpu` on a CPU, `hpu` on a Gaudi, `cuda` on
+        a GPU with Triton, `grouped` on a GPU without; otherwise `reference`.
+    captured: they will run while a graph is captured, at static shapes.
+
+    Raises ValueError if shapes, dtypes or devices do not match, or if no implementation, or not the requested one,
+    supports the case.
+    """
+    validate_weights(weights, spec)
+    chosen = MOE.choose(implementation, weights.w13.device.type, spec, captured=captured)
+    return _experts(weights, spec, chosen, chosen.prepare(weights, spec), weights)
+
+
+def pack_experts(weights: ExpertWeights, spec: MoeSpec, compact: bool = False) -> Experts:
+    """The same for a CPU, with packed weights (`ops/packed_linear`), in copies: the plain ones may be freed.
+
+    compact: also look for forms of fewer bits. `packed_linear.api.can_pack` must hold for both weights.
+    """
+    from vllm_gaudi_ucm.ops.moe.impl.cpu import pack_each
+
+    validate_weights(weights, spec)
+    form, packed_spec = pack_each(weights, spec, compact)
+    return _experts(weights, packed_spec, MOE.make("cpu"), form, None)
+
+
+def _experts(
+    weights: ExpertWeights, spec: MoeSpec, chosen: MoeImplementation, form: Any, plain: ExpertWeights | None
+) -> Experts:
+    w13 = weights.w13
+    return Experts(spec, chosen, form, w13.shape[0], w13.shape[2], w13.dtype, w13.device.type, plain)
+
+
+def mixture_of_experts(x: Tensor, ids: Tensor, shares: Tensor, experts: Experts) -> Tensor:
+    """The sum over a row's chosen experts: share * (w2 gate(w13 x + bias) + bias).
+
+    x: [rows, hidden] in the dtype of the weights.
+    ids: int64 or int32 [rows, chosen], numbers of experts that are here. A number outside of 0 to count - 1 adds
+        nothing and costs nothing: the expert of another device, or a padded row's.
+    shares: float [rows, chosen], the router's weights.
+
+    Returns [rows, hidden] in the dtype of x. A row reads itself and its experts alone, so NaN in other rows, and in
+    experts that it did not choose, does not reach it; a row without experts is zeros, whatever it holds.
+    Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
+    """
+    chosen = experts.implementation
+    if not torch.compiler.is_compiling():
+        validate_rows(x, ids, shares, experts.hidden, experts.dtype, experts.device)
+        if not x.shape[0]:
+            return torch.empty_like(x)
+    elif not chosen.traceable:
+        assert experts.plain is not None, "packed experts are not compiled"
+        return _REFERENCE.compute(x, ids, shares, experts.plain, experts.spec)
+    return chosen.compute(x, ids, shares, experts.form, experts.spec)
+
+
+_REFERENCE = MOE.make("reference")

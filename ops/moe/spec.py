@@ -1,0 +1,57 @@
+"""What an expert computes between its two products, and the form of its weights; uses the standard library only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal
+
+Form = Literal["silu", "gelu", "gelu_tanh"]
+"""What gates pass: x sigmoid(alpha x); x times the normal distribution's cumulative function; or its tanh form."""
+
+PLAIN = "plain"
+"""Weights as they are: one float tensor for all experts of each product."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """The specification of a layer's experts; hashable.
+
+    form: how a gate enters.
+    interleaved: gate and up stand in alternate rows of the first product; otherwise all gates stand first.
+    alpha, beta: of the form silu alone: (up + beta) * gate * sigmoid(alpha * gate). gpt-oss has 1.702 and 1.
+    limit: of the form silu alone: before that the gate is at most the limit, and up within plus and minus the limit.
+    bias: both products add one.
+    weights: the form of the weights. Implementations that know another than `PLAIN` say so in `supports`.
+    """
+
+    form: Form = "silu"
+    interleaved: bool = False
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+    bias: bool = False
+    weights: str = PLAIN
+
+    def __post_init__(self) -> None:
+        if self.form not in ("silu", "gelu", "gelu_tanh"):
+            raise ValueError(f"MoeSpec: form is {self.form!r}, expected silu, gelu or gelu_tanh")
+        if self.limit is not None and not (self.limit > 0 and math.isfinite(self.limit)):
+            raise ValueError(f"MoeSpec: limit is {self.limit}, expected a positive number")
+        if self.form != "silu" and (self.alpha, self.beta, self.limit) != (1.0, 0.0, None):
+            raise ValueError(f"MoeSpec: alpha, beta and limit belong to the form silu, got {self}")
+
+    @property
+    def is_plain_gate(self) -> bool:
+        """Whether gates are `form` itself, all of them before the others."""
+        return not self.interleaved and (self.alpha, self.beta, self.limit) == (1.0, 0.0, None)
+
+    def __str__(self) -> str:
+        """What differs from SwiGLU experts with plain weights, for errors."""
+        plain = MoeSpec()
+        more = [
+            f"{one.name}={value}"
+            for one in fields(self)
+            if (value := getattr(self, one.name)) != getattr(plain, one.name)
+        ]
+        return ", ".join(more) or "SwiGLU experts"

@@ -1,0 +1,1 @@
+"""Products with weights that stay quantised, by device."""

@@ -1,0 +1,143 @@
+"""Products on CUDA: 8-bit floats with a scale per output by torch's scaled product, the rest by one Triton kernel.
+
+The kernel reads codes as they lie, 4 or 8 bits each, and rows in the model's dtype: rows are not rounded. torch's
+scaled product rounds rows to e4m3, as vLLM's layers do there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+from vllm_gaudi_ucm.ops.registry import why_not_triton
+
+# e4m3 in tensor cores, and its conversion in registers
+WITH_E4M3 = (8, 9)
+# Inputs that a program multiplies at a time.
+MOST_INPUTS, FEWEST_INPUTS = 128, 32
+LARGEST = 448.0
+SMALLEST_SCALE = 1e-12
+
+
+def _capability(weight: QuantisedWeight) -> tuple[int, int]:
+    device = weight.codes.device
+    # Triton's interpreter, on a CPU, has every format
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else WITH_E4M3
+
+
+class CudaFp8:
+    """e4m3 rows by an e4m3 weight with a scale per output, in one scaled product; each row gets its own scale."""
+
+    @staticmethod
+    def covers(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
+        """Whether torch's product takes this weight here: it wants sizes of 16 and results in bfloat16."""
+        is_e4m3 = weight.codes.dtype == torch.float8_e4m3fn and weight.zeros is None
+        by_output = weight.by_channel and weight.block[0] == 1
+        sizes = weight.outputs % 16 == 0 and weight.inputs % 16 == 0
+        on_gpu = weight.codes.device.type == "cuda" and _capability(weight) >= WITH_E4M3
+        return is_e4m3 and by_output and sizes and dtype == torch.bfloat16 and on_gpu
+
+    def pack(self, weight: QuantisedWeight) -> dict[str, Tensor]:
+        return {"weight": weight.codes.contiguous(), "weight_scale": weight.scales.reshape(1, -1).contiguous()}
+
+    def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        scale = (rows.abs().amax(1, keepdim=True).float() / LARGEST).clamp_min(SMALLEST_SCALE)
+        narrow = (rows.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        weight, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale)
+        found = torch._scaled_mm(narrow, weight.t(), scale_a=scale, scale_b=scales, bias=bias, out_dtype=x.dtype)
+        return found.reshape(*x.shape[:-1], found.shape[-1])
+
+
+class CudaCodes:
+    """Rows by codes of 4 or 8 bits with scales of any blocks; the Triton kernel."""
+
+    def __init__(self, weight: QuantisedWeight) -> None:
+        self._block = weight.block
+        self._group = group_of(weight)
+        self._packed = is_packable(weight) and self._group is not None
+        self._has_zeros = weight.zeros is not None
+
+    @staticmethod
+    def covers(weight: QuantisedWeight) -> bool:
+        """Whether the kernel runs here and takes these blocks."""
+        if why_not_triton(weight.codes.device.type) is not None or group_of(weight) is None:
+            return False
+        return weight.codes.dtype != torch.float8_e4m3fn or _capability(weight) >= WITH_E4M3
+
+    def pack(self, weight: QuantisedWeight) -> dict[str, Tensor]:
+        codes = weight.codes
+        if self._packed:
+            assert self._group is not None
+            low, high = codes.unflatten(1, (-1, 2, self._group // 2)).unbind(2)
+            codes = (low | high << 4).flatten(1)
+        found = {"weight": codes.contiguous(), "weight_scale": weight.scales.contiguous()}
+        if weight.zeros is not None:
+            found["weight_zeros"] = weight.zeros.float().contiguous()
+        return found
+
+    def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
+        from vllm_gaudi_ucm.ops.quantised_linear.impl.triton.rows import multiply_codes
+
+        rows = x.reshape(-1, x.shape[-1])
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        codes, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale)
+        outputs = codes.shape[0]
+        out = x.new_empty(rows.shape[0], outputs)
+        tile = next(size for size in (16, 32, 64, 128) if size >= min(rows.shape[0], 128))
+        columns = 32 if tile == 16 else 64 if tile < 128 else 128
+        grid = (-(-rows.shape[0] // tile), -(-outputs // columns))
+        if rows.shape[0]:
+            multiply_codes[grid](
+                rows,
+                codes,
+                scales,
+                layer.weight_zeros if self._has_zeros else scales,
+                scales if bias is None else bias,
+                out,
+                rows.shape[0],
+                outputs,
+                rows.stride(0),
+                out.stride(0),
+                INPUTS=rows.shape[1],
+                GROUP=self._group,
+                SCALE_ROWS=self._block[0],
+                SCALE_COLUMNS=self._block[1],
+                SCALES=scales.shape[1],
+                PACKED=self._packed,
+                HAS_ZEROS=self._has_zeros,
+                HAS_BIAS=bias is not None,
+                COMPUTE=_compute_type(x.dtype),
+                ROWS=tile,
+                OUTPUTS=columns,
+            )
+        return out.reshape(*x.shape[:-1], outputs)
+
+
+def _compute_type(dtype: torch.dtype) -> Any:
+    """Triton's. Its interpreter has no products of bfloat16."""
+    import triton.language as tl
+    from triton import knobs
+
+    if dtype == torch.float32 or (knobs.runtime.interpret and dtype == torch.bfloat16):
+        return tl.float32
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+
+
+def group_of(weight: QuantisedWeight) -> int | None:
+    """Inputs that are multiplied at a time: a power of two that divides all of them and shares a scale; or None."""
+    size = MOST_INPUTS
+    while size >= FEWEST_INPUTS:
+        if weight.inputs % size == 0 and (weight.by_channel or weight.block[1] % size == 0):
+            return size
+        size //= 2
+    return None
+
+
+def is_packable(weight: QuantisedWeight) -> bool:
+    """Whether codes are unsigned integers of 4 bits."""
+    return weight.codes.dtype == torch.uint8 and int(weight.codes.amax()) < 16

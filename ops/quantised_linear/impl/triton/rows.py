@@ -1,0 +1,71 @@
+"""Rows by a quantised weight: codes are read as they lie, widened in registers, and scaled after each group's sum."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["rows"])
+def multiply_codes(
+    x,
+    codes,
+    scales,
+    zeros,
+    bias,
+    out,
+    rows,
+    outputs,
+    x_row,
+    out_row,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """ROWS x OUTPUTS of the product per program.
+
+    codes: [outputs, INPUTS], or PACKED: bytes [outputs, INPUTS / 2], of which byte j of a group has codes j (low) and
+    j + GROUP / 2. GROUP: inputs that are multiplied at a time, all of one scale. scales, zeros: float32 rows of SCALES;
+    SCALE_ROWS outputs and SCALE_COLUMNS inputs share one. COMPUTE: dtype of products, which codes are exact in.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row, is_output = (row < rows)[:, None], output < outputs
+    SPAN: tl.constexpr = GROUP // 2 if PACKED else GROUP
+    element = tl.arange(0, SPAN)
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    x_place = x + row[:, None] * x_row + element[None, :]
+    if PACKED:
+        code_place = codes + output[None, :] * (INPUTS // 2) + element[:, None]
+    else:
+        code_place = codes + output[None, :] * INPUTS + element[:, None]
+    scale_place = (output // SCALE_ROWS) * SCALES
+    for group in range(INPUTS // GROUP):
+        scale = tl.load(scales + scale_place + group * GROUP // SCALE_COLUMNS, mask=is_output, other=0.0)
+        code = tl.load(code_place + group * SPAN, mask=is_output[None, :], other=0.0)
+        part = tl.load(x_place + group * GROUP, mask=is_row, other=0.0).to(COMPUTE)
+        if HAS_ZEROS:
+            zero = tl.load(zeros + scale_place + group * GROUP // SCALE_COLUMNS, mask=is_output, other=0.0)
+        if PACKED:
+            low, high = (code & 15).to(tl.float32), (code >> 4).to(tl.float32)
+            if HAS_ZEROS:
+                low, high = low - zero[None, :], high - zero[None, :]
+            later = tl.load(x_place + group * GROUP + SPAN, mask=is_row, other=0.0).to(COMPUTE)
+            found = tl.dot(part, low.to(COMPUTE), input_precision="ieee")
+            found = tl.dot(later, high.to(COMPUTE), found, input_precision="ieee")
+        else:
+            wide = code.to(tl.float32)
+            if HAS_ZEROS:
+                wide = wide - zero[None, :]
+            found = tl.dot(part, wide.to(COMPUTE), input_precision="ieee")
+        total += found * scale[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    place = out + row[:, None] * out_row + output[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=is_row & is_output[None, :])

@@ -1,0 +1,1 @@
+"""The norm in Triton. Imported by the CUDA implementation alone: triton is optional."""

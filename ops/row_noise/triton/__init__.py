@@ -1,0 +1,1 @@
+"""Noise of rows in Triton. Imported by the CUDA implementation alone: triton is optional."""

@@ -1,0 +1,203 @@
+"""The limits of whole steps, which steps are measured, and the table. An engine stands for vLLM's, none is started."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import engine_steps
+from benchmarks.engine_steps import FUSED, PRODUCTS, TORCH, StepTime, limit_ms, table
+from benchmarks.engine_steps_side import SETTLED, Side, longest_request, new_tokens, write_buckets
+from benchmarks.tensor_parallel import BANDWIDTH, config_of
+from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
+from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
+from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
+from vllm_gaudi_ucm.graphs.strategies.file import FromFile, read_bucket_file
+from vllm_gaudi_ucm.observability import phase_log
+
+ASKED: dict[str, Any] = {
+    "config": config_of("8b"),
+    "requests": [1, 16, 64],
+    "context": 1024,
+    "prompt": 2048,
+    "repeats": 12,
+    "kernels": True,
+    "ahead": False,
+}
+
+
+def test_a_decode_step_of_an_8b_model_is_bound_by_memory() -> None:
+    """15.0 GB of weights, and 128 KiB of KV for each token of context."""
+    for requests in (1, 16, 64):
+        read = LLAMA_8B.weight_bytes + requests * 1024 * 131072
+        found = limit_ms(LLAMA_8B, requests, 1024, BANDWIDTH, PRODUCTS)
+        assert found == pytest.approx(1e3 * read / BANDWIDTH)
+    assert limit_ms(LLAMA_8B, 1, 1024, BANDWIDTH, PRODUCTS) == pytest.approx(3.57, abs=0.01)
+
+
+def test_a_prompt_step_is_bound_by_products() -> None:
+    """7.0 billion weights of layers, half of 2048 x 2048 pairs of 32 heads of 128 twice, and one row of logits."""
+    layers = 32 * (4096 * 128 * 80 + 3 * 4096 * 14336)
+    attended = 2 * 32 * 32 * 128 * 2048 * 2049 / 2
+    computed = 2 * (2048 * layers + 4096 * 128256 + attended)
+    found = limit_ms(LLAMA_8B, 0, 2048, BANDWIDTH, PRODUCTS)
+    assert found == pytest.approx(1e3 * computed / PRODUCTS)
+    assert found == pytest.approx(37.6, abs=0.1)
+    # one token is a decode step without a context
+    assert limit_ms(LLAMA_8B, 0, 1, BANDWIDTH, PRODUCTS) == pytest.approx(1e3 * LLAMA_8B.weight_bytes / BANDWIDTH)
+
+
+def test_the_table_has_ratios_where_there_are_limits() -> None:
+    steps = [
+        StepTime(FUSED, 16, 1024, 9.0, 8.5, 8.0, "[]", 1040.0, 4.0, 300, True),
+        StepTime(TORCH, 0, 2048, 50.0, 49.0, None, "[]"),
+    ]
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(table(steps))
+    lines = [line for line in capture.get().splitlines() if FUSED in line or TORCH in line]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert cells[0] == ["decode of 16 at 1024", "fused, ahead", "9.00", "8.50", "8.00", "1.00", "4.00", "2.25", "300"]
+    assert cells[1] == ["prompt of 2048", "torch", "50.00", "49.00", "-", "-", "-", "-", "-"]
+
+
+class Engine:
+    """Schedules as vLLM does: a token for each decode first, then prompts in their order, up to a step's budget.
+
+    ahead: what a step gives comes with the next one.
+    """
+
+    def __init__(self, budget: int, ahead: bool = False) -> None:
+        self._queued: list[list[Any]] = [[]] if ahead else []
+        self.phase_log = SimpleNamespace(summary=SimpleNamespace(steps=0))
+        self.budget = budget
+        self.records: list[SimpleNamespace] = []
+        self.replays = 0
+        self._live: list[SimpleNamespace] = []
+        static = SimpleNamespace(execution=SimpleNamespace(forward=self._replay, logits=lambda rows: self._replay()))
+        parts = SimpleNamespace(steps=SimpleNamespace(phase_log=self.phase_log))
+        worker = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(static=static, parts=parts)))
+        self.engine_core = SimpleNamespace(
+            engine_core=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+        )
+
+    def _replay(self) -> None:
+        self.replays += 1
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
+        tokens = len(prompt["prompt_token_ids"])
+        self._live.append(SimpleNamespace(name=name, left=tokens, prompt=tokens, new=params.max_tokens, said=0))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._live or any(self._queued))
+
+    def step(self) -> list[Any]:
+        torch.zeros(8).add_(1)  # which the profiler sees
+        if not self._live:
+            self._queued.insert(0, [])
+            return self._queued.pop()
+        room, seen, outputs = self.budget, 0, []
+        for request in sorted(self._live, key=lambda one: one.left > 0):
+            taken = min(room, request.left or 1)
+            room -= taken
+            if not request.left:
+                seen += request.prompt + request.said - 1
+            request.left -= taken if request.left else 0
+            if taken and not request.left:
+                request.said += 1
+                outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * request.said)]))
+        self._live = [request for request in self._live if request.said < request.new]
+        tokens = self.budget - room
+        self.phase_log.summary.steps += 1
+        times = {"plan_ms": 1.0, "forward_ms": 2.0, "sample_ms": 3.0}
+        padded = Bucket("--u", tokens, 0, 9, 1)
+        self.records.append(SimpleNamespace(tokens=tokens, unique_pairs=seen, shared_pairs=0, padded=padded, **times))
+        if not self._queued:
+            return outputs
+        self._queued.insert(0, outputs)
+        return self._queued.pop()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_steps_that_are_measured(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """Every request decodes in all of them, though those that came first have many more tokens; nothing is left."""
+    engine = Engine(ASKED["prompt"], ahead)
+    side = Side({**ASKED, "ahead": ahead}, engine, Path("unused"))
+    found = []
+    for requests in ASKED["requests"]:
+        before = engine.replays
+        found.append(side.decode(requests))
+        assert engine.replays > before
+        assert not engine.has_unfinished_requests()
+    found.append(side.prompt())
+    monkeypatch.setattr(phase_log, "read_phase_log", lambda path: (None, engine.records))
+    steps = side.worker_times(found)
+    for step, requests in zip(steps, (1, 16, 64), strict=False):
+        assert step["requests"] == requests
+        assert step["worker_ms"] == 6.0
+        assert 1024 + SETTLED < step["context"] < 1024 + new_tokens(ASKED, requests)
+        assert step["padded"] == f"['--u', {requests}, 0, 9, 1]"
+    assert (steps[3]["requests"], steps[3]["tokens"], steps[3]["padded"]) == (0, 2048, "['--u', 2048, 0, 9, 1]")
+    assert all(step["wall_ms"] > 0 and step["device_ms"] > 0 and step["launches"] > 0 for step in steps)
+    assert set(side.kernels) == {"decode of 1", "decode of 16", "decode of 64", "prompt of 2048"}
+    json.dumps([steps, side.kernels])
+
+
+def test_too_few_decode_steps_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"needs a prompt step .* of more than 64 tokens, found 64"):
+        longest_request({**ASKED, "prompt": 64})
+    monkeypatch.setattr("benchmarks.engine_steps_side.new_tokens", lambda asked, requests: 10)
+    with pytest.raises(RuntimeError, match=r"found \d+ decode steps of 64 requests after the first 6, expected 12"):
+        Side(ASKED, Engine(ASKED["prompt"]), Path("unused")).decode(64)
+
+
+def test_every_kind_of_step_has_a_bucket_of_its_own_size(tmp_path: Path) -> None:
+    """The server takes the file, whatever blocks it has, and finds a decode of N requests a bucket of N rows."""
+    write_buckets(tmp_path / "buckets.yaml", ASKED)
+    limits, _, logits = read_bucket_file(tmp_path / "buckets.yaml")
+    assert sorted(logits) == [1, 16, 64]
+    cost = CostModel(device_spec("h200"), LLAMA_8B, 128)
+    served = replace(limits, num_blocks=6000, max_shared_blocks=40)
+    buckets = FromFile().choose(BucketRequest(served, cost, path=tmp_path / "buckets.yaml"))
+    for requests in (1, 16, 64):
+        # blocks of each, and the dummy block's
+        step = Bucket("--u", requests, 0, requests * 9 + 1, requests)
+        assert buckets.lookup(step) == step
+    assert buckets.lookup(Bucket("c--", 2048, 0, 0, 1)) == Bucket("c--", 2048, 0, 0, 1)
+    assert buckets.num_graphs == 8
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_what_is_measured_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, both: bool
+) -> None:
+    """From the command line to the table and the file; the limit is that of the context that requests really had."""
+
+    def serve(options: Any, layers: str, ahead: bool) -> dict[str, Any]:
+        step = {"requests": 64, "tokens": 1024, "wall_ms": 9.0, "worker_ms": 8.0, "device_ms": 7.0, "padded": "[]"}
+        kernels = {"decode of 64": [["norm_rows", 65, 0.3]]} if layers == FUSED else {}
+        return {
+            "steps": [{**step, "launches": 300, "context": 1060.0}],
+            "facts": {"device": "a GPU", "start_seconds": 1.0, "kernels": kernels},
+        }
+
+    monkeypatch.setattr(engine_steps, "serve", serve)
+    written = tmp_path / "steps.json"
+    more = ["--without-fused-layers", "--asynchronous"] if both else []
+    options = ["--device", "cuda", "--json", str(written), *more]
+    engine_steps.main(options)
+    shown = capsys.readouterr().out
+    assert "norm_rows" in shown
+    steps = json.loads(written.read_text())["steps"]
+    assert [step["layers"] for step in steps] == ([FUSED, FUSED, TORCH] if both else [FUSED])
+    assert [step["ahead"] for step in steps] == ([False, True, False] if both else [False])
+    assert steps[0]["limit_ms"] == pytest.approx(limit_ms(LLAMA_8B, 64, 1060.0, BANDWIDTH, PRODUCTS))
+    assert steps[0]["ratio"] == pytest.approx(9.0 / steps[0]["limit_ms"])

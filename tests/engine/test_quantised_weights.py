@@ -1,0 +1,139 @@
+"""Models with quantised weights give the tokens of Transformers for the exact values of the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.hpu_process import run_on_card
+from tests.engine.quantised_models import (
+    Quantise,
+    awq,
+    compressed_tensors,
+    fp8_block,
+    fp8_tensor,
+    gptq,
+    write_quantised,
+)
+from tests.engine.reference_model import ReferenceModel
+from tests.engine.serving import Answer, Engine
+from tests.engine.tiny_models import make_config, make_model
+
+pytestmark = pytest.mark.slow  # starts engines
+
+PROMPTS = [[(7 * i + j) % 250 + 3 for i in range(length)] for j, length in enumerate((40, 3, 90, 17))]
+# fused layers (q, k and v; gate and up) have one scheme
+MIXED = {
+    r".*layers\.0\.self_attn\.[qkv]_proj": "fp8 per tensor",
+    r".*layers\.0\.self_attn\.o_proj": "fp8 per channel",
+    r".*layers\.0\.mlp\.(gate|up)_proj": "fp8 per block",
+    r".*layers\.0\.mlp\.down_proj": "int8 per channel",
+    r".*layers\.1\.self_attn\.[qkv]_proj": "4 bits with zeros",
+    r".*layers\.1\.self_attn\.o_proj": "int8 per tensor",
+    r".*layers\.1\.mlp\.(gate|up)_proj": "4 bits in groups",
+    r".*layers\.1\.mlp\.down_proj": "mxfp4",
+    r".*layers\.2\.self_attn\.[qkv]_proj": "fp8 per channel",
+    r".*layers\.2\.self_attn\.o_proj": "4 bits per channel",
+    r".*layers\.2\.mlp\.(gate|up)_proj": "int8 per tensor",
+    r".*layers\.2\.mlp\.down_proj": "8 bits in groups",
+}
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[str], Quantise | None]]] = {
+    "compressed-tensors": compressed_tensors(MIXED),
+    "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, lambda _: fp8_tensor()),
+    "fp8 blocks": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]},
+        lambda _: fp8_block("weight_scale_inv"),
+    ),
+    "gptq": (
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 32,
+            "desc_act": False,
+            "sym": True,
+            "dynamic": {r"+:.*layers\.1\.mlp.*": {"bits": 8}, r"+:.*layers\.2\..*": {"group_size": -1}},
+        },
+        lambda name: gptq(8 if "layers.1.mlp" in name else 4, None if "layers.2." in name else 32),
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        lambda _: awq(32),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("plain"), make_config("llama", num_hidden_layers=3))
+
+
+def written(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
+    config, choose = FORMATS[name]
+    return write_quantised(plain, folder, config, choose)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_are_those_of_the_exact_values(plain: Path, tmp_path: Path, name: str) -> None:
+    quantised, meant = written(plain, tmp_path, name)
+    with Engine(quantised) as engine:
+        answers = engine.greedy(PROMPTS, 24)
+    ReferenceModel(meant).assert_greedy(PROMPTS, answers)
+
+
+# behind three layers without experts
+EXPERTS = ("fp8 per tensor", "fp8 per channel", "fp8 per block", "4 bits with zeros", "mxfp4")
+
+
+def test_two_workers(tmp_path: Path) -> None:
+    """In buckets. Each worker loads its part of every format; a scale of a whole matrix is on both."""
+    layers = {"num_hidden_layers": 3 + len(EXPERTS), "mlp_only_layers": [0, 1, 2], "moe_intermediate_size": 64}
+    plain = make_model(tmp_path / "random", make_config("qwen2_moe", **layers))
+    experts = {rf".*layers\.{layer}\.mlp\.experts.*": scheme for layer, scheme in enumerate(EXPERTS, 3)}
+    quantised, meant = write_quantised(plain, tmp_path, *compressed_tensors(MIXED | experts))
+    ucm = {"distributed": {"check_ranks": True}, "graphs": {"mode": "eager", "warm_up": "skeleton", "max_graphs": 3}}
+    with Engine(quantised, ucm, tensor_parallel_size=2, max_num_batched_tokens=64) as engine:
+        answers = engine.greedy(PROMPTS, 12)
+    ReferenceModel(meant).assert_greedy(PROMPTS, answers)
+
+
+def serve_on_card(model: str, ucm: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+    with Engine(Path(model), ucm, max_num_batched_tokens=64, kv_cache_memory_bytes=4 << 20) as engine:
+        answers = [dataclasses.asdict(answer) for answer in engine.greedy(PROMPTS, max_tokens)]
+        dtypes = {str(weight.dtype) for weight in engine.runner.decoder.model.parameters()}
+        return {"answers": answers, "dtypes": sorted(dtypes)}
+
+
+# Rows stay as they are: everything but 8-bit floats with a scale per output.
+EXACT_ON_CARD = {pattern: scheme.replace("fp8 per channel", "mxfp4") for pattern, scheme in MIXED.items()}
+EXACT_ON_CARD[r".*layers\.0\.self_attn\.[qkv]_proj"] = "fp8 per block"
+
+
+def test_exact_products_on_a_card(plain: Path, tmp_path: Path) -> None:
+    """In regions of torch.compile: weights of 4 bits stay as they are, others are written out."""
+    quantised, meant = write_quantised(plain, tmp_path, *compressed_tensors(EXACT_ON_CARD))
+    ucm = {"graphs": {"warm_up": "skeleton", "max_graphs": 2}}
+    found = run_on_card(serve_on_card, tmp_path, model=str(quantised), ucm=ucm, max_tokens=8).result
+    assert found["dtypes"] == ["torch.float32", "torch.int32"]
+    ReferenceModel(meant).assert_greedy(PROMPTS, [Answer(**answer) for answer in found["answers"]])
+
+
+def test_floats_of_eight_bits_on_a_card(tmp_path: Path) -> None:
+    """At true shapes. Rows are rounded to three bits there: logits are near, as where rounding is everywhere.
+
+    Experts, in one of two layers, become plain weights.
+    """
+    config = make_config("qwen3_moe", mlp_only_layers=[1])
+    plain = make_model(tmp_path / "random", config)
+    schemes = {r".*\.[qkv]_proj": "fp8 per tensor", r".*\.(o|gate|up|gate_up|down)_proj": "fp8 per channel"}
+    quantised, meant = write_quantised(plain, tmp_path, *compressed_tensors(schemes))
+    ucm = {"graphs": {"mode": "off"}}
+    found = run_on_card(serve_on_card, tmp_path, model=str(quantised), ucm=ucm, max_tokens=1).result
+    assert found["dtypes"] == ["torch.float32", "torch.float8_e4m3fn"]
+    reference = ReferenceModel(meant)
+    for prompt, answer in zip(PROMPTS, found["answers"], strict=True):
+        exact = reference.logprobs(prompt, 1)[0, answer["tokens"][0]]
+        assert abs(answer["logprobs"][0] - float(exact)) < 1.0

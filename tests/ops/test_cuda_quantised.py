@@ -1,0 +1,91 @@
+"""The CUDA kernel of quantised linear layers against float64.
+
+On a GPU, or on a CPU in the process of test_interpreter.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ops.oracle import CUDA_RUNS
+from tests.ops.quantised import exact, random_weight
+from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8
+from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+
+pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+E4M3 = torch.float8_e4m3fn
+WEIGHTS = {
+    "fp8 per channel": random_weight(40, 96, (1, 96), E4M3),
+    "fp8 per block": random_weight(40, 128, (32, 64), E4M3),
+    "int8": random_weight(33, 64, (1, 64), torch.int8),
+    "4 bits in groups": random_weight(40, 128, (1, 32), torch.uint8, bits=4),
+    "4 bits per channel": random_weight(24, 128, (1, 128), torch.uint8, bits=4),
+    "8 bits in groups": random_weight(24, 64, (1, 32), torch.uint8, bits=8),
+    "mxfp4": random_weight(24, 64, (1, 32), E4M3),
+}
+
+
+def on_device(weight: QuantisedWeight) -> QuantisedWeight:
+    moved = (None if part is None else part.to(DEVICE) for part in (weight.codes, weight.scales, weight.zeros))
+    codes, scales, zeros = moved
+    assert codes is not None
+    assert scales is not None
+    return QuantisedWeight(codes, scales, weight.block, zeros)
+
+
+def layer_of(product: CudaCodes | CudaFp8, weight: QuantisedWeight) -> nn.Module:
+    layer = nn.Module()
+    for name, tensor in product.pack(weight).items():
+        setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+    return layer
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 19])
+def test_cuda_codes(name: str, dtype: torch.dtype, rows: int) -> None:
+    """Codes are exact in the dtype of rows, so sums in float32 and one rounding are all.
+
+    Rows lie within a larger tensor of NaN. Triton's interpreter cuts bf16 off where a GPU rounds.
+    """
+    weight = WEIGHTS[name]
+    here = on_device(weight)
+    assert CudaCodes.covers(here)
+    product = CudaCodes(here)
+    layer = layer_of(product, here)
+    if name.startswith("4 bits"):
+        assert isinstance(layer.weight, Tensor)
+        assert layer.weight.nbytes == weight.codes.numel() // 2
+    whole = torch.full((rows, weight.inputs + 8), torch.nan, dtype=dtype, device=DEVICE)
+    x = whole[:, : weight.inputs]
+    x.copy_(torch.randn(rows, weight.inputs))
+    bias = torch.randn(weight.outputs).to(dtype)
+    found = product.multiply(x, layer, bias.to(DEVICE)).cpu()
+    assert found.shape == (rows, weight.outputs)
+    assert found.isfinite().all()
+    terms = x.cpu().double().abs() @ exact(weight).abs().T + bias.double().abs()
+    oracle = x.cpu().double() @ exact(weight).T + bias.double()
+    budget = terms * weight.inputs * torch.finfo(torch.float32).eps + oracle.abs() * torch.finfo(dtype).eps
+    assert bool(((found.double() - oracle).abs() <= budget).all())
+
+
+def test_cuda_rows_of_more_dimensions_and_none() -> None:
+    weight = on_device(WEIGHTS["int8"])
+    product = CudaCodes(weight)
+    layer = layer_of(product, weight)
+    x = torch.randn(2, 3, 64, device=DEVICE)
+    assert torch.equal(product.multiply(x, layer, None).flatten(0, 1), product.multiply(x.flatten(0, 1), layer, None))
+    assert product.multiply(x[:0], layer, None).shape == (0, 3, 33)
+
+
+def test_cuda_choice() -> None:
+    """Groups that no power of two divides are written out."""
+    odd = on_device(random_weight(24, 60, (1, 20), torch.int8))
+    assert choose_product(odd, Target("cuda", torch.bfloat16)) is None
+    scaled = choose_product(on_device(random_weight(32, 64, (1, 64), E4M3)), Target("cuda", torch.bfloat16))
+    assert isinstance(scaled, CudaFp8 if GPU and torch.cuda.get_device_capability() >= (8, 9) else CudaCodes)

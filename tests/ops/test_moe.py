@@ -1,0 +1,265 @@
+"""Mixture of experts against float64: every implementation, every gate, garbage, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.ops.oracle import CUDA_RUNS, examples
+from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, pack_experts, prepare_experts
+from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
+from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
+from vllm_gaudi_ucm.ops.native.call_graph.call_graph import capture
+from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
+from vllm_gaudi_ucm.ops.packed_linear.api import can_pack
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+GPT_OSS = MoeSpec(interleaved=True, alpha=1.702, beta=1.0, limit=7.0, bias=True)
+SPECS = (
+    MoeSpec(),
+    MoeSpec("gelu"),
+    MoeSpec("gelu_tanh", interleaved=True),
+    MoeSpec(limit=0.5, bias=True),
+    GPT_OSS,
+)
+OTHERS = ("reference", "cpu", "packed", "grouped")
+# under Triton's interpreter its kernels alone
+IMPLEMENTATIONS = (*(() if CUDA_RUNS and not GPU else OTHERS), *(("cuda",) if CUDA_RUNS else ()))
+
+
+class Case(NamedTuple):
+    """Rows that took experts, and their weights; all on the CPU."""
+
+    x: Tensor
+    ids: Tensor
+    shares: Tensor
+    weights: ExpertWeights
+    spec: MoeSpec
+
+
+def make_case(
+    spec: MoeSpec,
+    rows: int = 5,
+    experts: int = 4,
+    chosen: int = 2,
+    hidden: int = 16,
+    inner: int = 24,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    absent: float = 0.0,
+) -> Case:
+    """absent: of the pairs, how many have an expert that is not here."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(dtype)
+
+    ids = torch.rand(rows, experts, generator=random).topk(chosen).indices
+    gone = torch.rand(rows, chosen, generator=random) < absent
+    ids = torch.where(gone, torch.where(ids % 2 == 0, -1, experts + ids), ids)
+    weights = ExpertWeights(draw(experts, 2 * inner, hidden), draw(experts, hidden, inner) / 4)
+    if spec.bias:
+        weights = weights._replace(w13_bias=draw(experts, 2 * inner), w2_bias=draw(experts, hidden))
+    return Case(draw(rows, hidden), ids, torch.rand(rows, chosen, generator=random), weights, spec)
+
+
+def oracle(case: Case, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Row by row, in float64; in another dtype for the error that honest arithmetic has there."""
+    spec = case.spec
+    w13, w2, b13, b2 = (None if each is None else each.to(dtype) for each in case.weights)
+    assert w13 is not None
+    assert w2 is not None
+    out = torch.zeros(case.x.shape, dtype=dtype)
+    for row, (x, ids) in enumerate(zip(case.x.to(dtype), case.ids.tolist(), strict=True)):
+        for number, share in zip(ids, case.shares[row].to(dtype), strict=True):
+            if not 0 <= number < len(w13):
+                continue
+            both = (w13[number] @ x) if b13 is None else w13[number] @ x + b13[number]
+            gates, up = (both[::2], both[1::2]) if spec.interleaved else both.chunk(2)
+            if spec.limit is not None:
+                gates, up = gates.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+            if spec.form == "silu":
+                passed = gates / (1 + torch.exp(-spec.alpha * gates))
+            else:
+                name = "tanh" if spec.form == "gelu_tanh" else "none"
+                passed = torch.nn.functional.gelu(gates, approximate=name)
+            found = w2[number] @ (passed * (up + spec.beta))
+            out[row] += share * (found if b2 is None else found + b2[number])
+    return out
+
+
+def prepared(case: Case, implementation: str) -> Experts:
+    if implementation == "packed":
+        return pack_experts(case.weights, case.spec)
+    on_gpu = GPU and implementation in ("cuda", "grouped")
+    weights = ExpertWeights(*(each.cuda() if on_gpu and each is not None else each for each in case.weights))
+    return prepare_experts(weights, case.spec, implementation=implementation)
+
+
+def run(case: Case, implementation: str, experts: Experts | None = None) -> Tensor:
+    experts = experts or prepared(case, implementation)
+    given = (each.to(experts.device) for each in (case.x, case.ids, case.shares))
+    found = mixture_of_experts(*given, experts)
+    assert (found.dtype, found.shape) == (case.x.dtype, case.x.shape)
+    return found.cpu()
+
+
+def assert_near(case: Case, found: Tensor) -> None:
+    """Error <= 2 x (error of row-by-row arithmetic in the same dtype + an epsilon band).
+
+    Triton's interpreter (3.9) cuts bf16 off where a GPU rounds, which is twice the error.
+    """
+    assert found.isfinite().all()
+    exact = oracle(case)
+    plain = (oracle(case, case.x.dtype).double() - exact).abs().max()
+    band = 4 * torch.finfo(case.x.dtype).eps * exact.abs().max().clamp(min=1)
+    cut = case.x.dtype == torch.bfloat16 and CUDA_RUNS and not GPU
+    assert (found.double() - exact).abs().max() <= (4 if cut else 2) * (plain + band)
+
+
+def supported(spec: MoeSpec, implementation: str) -> bool:
+    return implementation == "packed" or MOE.make(implementation).supports(spec)
+
+
+CASES = [(spec, name) for spec in SPECS for name in IMPLEMENTATIONS if supported(spec, name)]
+
+
+@pytest.mark.parametrize(("spec", "implementation"), CASES, ids=lambda value: str(value))
+def test_experts_cuda_and_others(spec: MoeSpec, implementation: str) -> None:
+    """covers: A1"""
+    for rows, absent in ((1, 0.0), (5, 0.0), (7, 0.4), (3, 1.0)):
+        case = make_case(spec, rows, absent=absent, seed=rows)
+        assert_near(case, run(case, implementation))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_half_precision_cuda_and_others(dtype: torch.dtype, implementation: str) -> None:
+    case = make_case(MoeSpec(), 6, dtype=dtype)
+    if implementation == "packed" and not can_pack(case.weights.w13):
+        pytest.skip("this CPU packs no weights of the dtype")
+    assert_near(case, run(case, implementation))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@settings(max_examples=examples(30), deadline=None)
+@given(data=st.data())
+def test_any_sizes_cuda_and_others(implementation: str, data: st.DataObject) -> None:
+    """Sizes that no tile divides, one expert, all experts, more rows than a tile has."""
+    experts = data.draw(st.integers(1, 9))
+    case = make_case(
+        MoeSpec(),
+        data.draw(st.integers(0, 70)),
+        experts,
+        data.draw(st.integers(1, experts)),
+        # torch's grouped product wants strides of 16 bytes
+        4 * data.draw(st.integers(1, 20)),
+        4 * data.draw(st.integers(1, 20)),
+        seed=data.draw(st.integers(0, 9)),
+        absent=data.draw(st.sampled_from([0.0, 0.3])),
+    )
+    found = run(case, implementation)
+    if len(found):
+        assert_near(case, found)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_garbage_stays_where_it_is_cuda_and_others(implementation: str) -> None:
+    """NaN in a padded row, in a row with experts, and in an expert that nobody chose. covers: A9"""
+    case = make_case(GPT_OSS if implementation != "grouped" else MoeSpec(), 6)
+    case.ids[case.ids == 3] = 0
+    case.ids[4] = 4  # of no expert
+    clean = run(case, implementation)
+    assert not clean[4].any()
+    for each in case.weights:
+        if each is not None:
+            each[3] = float("nan")
+    case.x[4], case.shares[4], case.x[2] = float("nan"), float("nan"), float("nan")
+    found = run(case, implementation)
+    assert found[2].isnan().all()
+    rest = [0, 1, 3, 4, 5]
+    torch.testing.assert_close(found[rest], clean[rest], rtol=1e-5, atol=1e-5)
+    assert not found[4].any()
+
+
+def test_a_row_is_the_same_whatever_stands_beside_it() -> None:
+    """On a CPU to the last bit where products are: sums go over experts in the order of their numbers."""
+    case = make_case(MoeSpec(), 9, experts=3)
+    both = run(case, "reference")
+    torch.testing.assert_close(run(case._replace(ids=case.ids.flip(1), shares=case.shares.flip(1)), "cpu"), both)
+
+
+def test_what_is_chosen() -> None:
+    assert MOE.choose("auto", "cpu", MoeSpec()).name == "cpu"
+    assert MOE.choose("auto", "cpu", MoeSpec(), captured=True).name == "reference"
+    assert MOE.choose("auto", "meta", GPT_OSS).name == "reference"
+    with pytest.raises(ValueError, match=r"no implementation of weights=fp8 on cpu"):
+        MOE.choose("auto", "cpu", MoeSpec(weights="fp8"))
+    with pytest.raises(ValueError, match="form is 'relu'"):
+        MoeSpec("relu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="limit is -1"):
+        MoeSpec(limit=-1)
+    with pytest.raises(ValueError, match="belong to the form silu"):
+        MoeSpec("gelu", alpha=2.0)
+
+
+def test_experts_are_in_no_native_graph() -> None:
+    """Which rows an expert gets differs from step to step."""
+    case = make_case(MoeSpec())
+    experts = prepared(case, "cpu")
+    found = capture(lambda: mixture_of_experts(case.x, case.ids, case.shares, experts), MemoryPool(), {})
+    assert found.graph is None
+
+
+def test_a_compiled_layer_has_the_reference() -> None:
+    case = make_case(MoeSpec())
+    experts = prepared(case, "cpu")
+    compiled = torch.compile(lambda *rows: mixture_of_experts(*rows, experts), backend="eager", fullgraph=True)
+    assert_near(case, compiled(case.x, case.ids, case.shares))
+
+
+CHANGES: list[tuple[Callable[[Case], Any], str]] = [
+    (lambda c: c._replace(x=c.x[:, :8]), "x is torch.float32 (5, 8) on cpu, expected torch.float32 [rows, 16]"),
+    (lambda c: c._replace(x=c.x.double()), "expected torch.float32 [rows, 16]"),
+    (lambda c: c._replace(ids=c.ids.float()), "ids are torch.float32 (5, 2) on cpu, expected integers [5, chosen]"),
+    (lambda c: c._replace(shares=c.shares[:3]), "shares are torch.float32 (3, 2) on cpu, expected floats (5, 2)"),
+    (lambda c: c._replace(ids=c.ids.to("meta")), "ids on meta"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES)
+def test_rows_that_do_not_fit(change: Callable[[Case], Case], says: str) -> None:
+    case = make_case(MoeSpec())
+    experts = prepared(case, "cpu")
+    x, ids, shares, *_ = change(case)
+    with pytest.raises(ValueError, match="mixture_of_experts") as error:
+        mixture_of_experts(x, ids, shares, experts)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"w2": torch.zeros(4, 16, 25)}, r"w2 torch.float32 \(4, 16, 25\) on cpu; expected \[experts, 2 \* inner"),
+        ({"w2": torch.zeros(4, 16, 24).half()}, "expected one dtype"),
+        ({"w13": torch.zeros(4, 48)}, "three dimensions"),
+        ({"w13_bias": torch.zeros(4, 48)}, "w13_bias is there, spec.bias False"),
+        ({"w13": torch.zeros(0, 48, 16), "w2": torch.zeros(0, 16, 24)}, "at least one expert"),
+    ],
+)
+def test_weights_that_do_not_fit(change: dict[str, Tensor], says: str) -> None:
+    case = make_case(MoeSpec())
+    with pytest.raises(ValueError, match=says):
+        prepare_experts(case.weights._replace(**change), case.spec)
+    with pytest.raises(ValueError, match="w13_bias is missing"):
+        prepare_experts(case.weights, MoeSpec(bias=True))
+    biased = make_case(MoeSpec(bias=True))
+    with pytest.raises(ValueError, match=r"w2_bias is .*expected \[4, 16\]"):
+        prepare_experts(biased.weights._replace(w2_bias=torch.zeros(4, 3)), biased.spec)

@@ -1,0 +1,91 @@
+"""When the next step is planned while one runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from tests.platform.test_features import NGRAM, save_config, start
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
+from vllm_gaudi_ucm.platform.asynchronous import SYNCHRONOUS, reasons
+
+GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {}}}
+# of an engine on a CPU that is asked to be asynchronous
+SYNCHRONOUS_OPTIONS: dict[str, dict[str, Any]] = {
+    "a CPU": {"ucm": {"scheduler": {}}},
+    "ucm.scheduler.async_scheduling false": {"ucm": {"scheduler": {"async_scheduling": False}}},
+    "several workers": {"tensor_parallel_size": 2},
+    "a worker in a process of its own": {"distributed_executor_backend": "mp"},
+    "speculative decoding": {"speculative_config": NGRAM},
+    "a KV connector": {
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"cpu_bytes_to_use": 1 << 20},
+        )
+    },
+    "ucm.memory_mode": {"ucm": {**GSA, "memory_mode": {"enabled": True}}},
+    "ucm.preemption.mode swap or auto": {"ucm": {"preemption": {"mode": "swap"}}},
+    "ucm.kv_cache.compaction": {"ucm": {"kv_cache": {"compaction": True}}},
+    "ucm.kv_cache.partial_hits": {"ucm": {"kv_cache": {"partial_hits": True}}},
+    "ucm.kv_cache.granularity token": {"ucm": {"kv_cache": {"granularity": "token"}}},
+    "ucm.scheduler.admission": {"ucm": {"scheduler": {"admission": "exact", "async_scheduling": True}}},
+    "custom logits processors": {"logits_processors": ["a.module:Class"]},
+    "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_config(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM", "llama")
+
+
+def configured(model: Path, ucm: dict[str, Any] | None = None, **options: Any) -> Any:
+    ucm = {"scheduler": {"async_scheduling": True}, **(ucm or {})}
+    return start(model, additional_config={"ucm": ucm}, **options)
+
+
+def test_every_reason_has_an_engine_here() -> None:
+    assert set(SYNCHRONOUS_OPTIONS) == {row.what for row in SYNCHRONOUS} - {"a Gaudi card"}
+
+
+def test_the_page_has_every_reason() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "support.md").read_text(encoding="utf-8")
+    table = page.split("## Asynchronous scheduling")[1].split("|---|---|\n")[1]
+    assert table.splitlines() == [f"| {row.what} | {row.why} |" for row in SYNCHRONOUS]
+
+
+@pytest.mark.parametrize("what", SYNCHRONOUS_OPTIONS)
+def test_what_keeps_an_engine_synchronous(llama: Path, what: str) -> None:
+    config = configured(llama, **SYNCHRONOUS_OPTIONS[what])
+    assert not config.scheduler_config.async_scheduling
+    found = reasons(config, resolve_config(config.additional_config), "cpu")
+    assert what in [row.what for row in found]
+    assert len(found) == (2 if what == "several workers" else 1)
+
+
+def test_the_default_is_asynchronous_on_a_gpu(llama: Path) -> None:
+    config = start(llama)
+    assert not config.scheduler_config.async_scheduling
+    ucm = resolve_config(config.additional_config)
+    found = {device: [row.what for row in reasons(config, ucm, device)] for device in ("cpu", "cuda", "hpu")}
+    assert found == {"cpu": ["a CPU"], "cuda": [], "hpu": ["a Gaudi card"]}
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_vllms_flag_is_respected(llama: Path, asked: bool | None) -> None:
+    config = configured(llama, async_scheduling=asked)
+    assert config.scheduler_config.async_scheduling == (asked is not False)
+    assert config.max_concurrent_batches == (1 if asked is False else 2)
+
+
+def test_a_sparse_method_has_our_asynchronous_scheduler(llama: Path) -> None:
+    """Also where vLLM comes a second time, with a copy."""
+    config = configured(llama, GSA)
+    assert config.scheduler_config.async_scheduling
+    assert config.scheduler_config.scheduler_cls == "vllm_gaudi_ucm.scheduler.scheduler.UcmAsyncScheduler"
+    config.__post_init__()
+    assert config.scheduler_config.async_scheduling

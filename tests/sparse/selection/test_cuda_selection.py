@@ -1,0 +1,58 @@
+"""A layer that chooses by the CUDA kernels. Runs on a CPU in the process of tests/ops/test_interpreter.py alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.oracle import CUDA_RUNS
+from tests.sparse.selection.one_layer import Member, OneLayer, select
+from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
+from vllm_gaudi_ucm.sparse.options import BlockOptions
+from vllm_gaudi_ucm.sparse.selection import block_selector
+
+pytestmark = pytest.mark.skipif(
+    not CUDA_RUNS or torch.cuda.is_available(), reason="runs on the CPU, under Triton's interpreter"
+)
+SELECT, REUSE, CHECK = SelectionMode
+OPTIONS = BlockOptions(min_tokens=1, sparse_ratio=0.3, min_blocks=1)
+
+
+def layer(implementation: str, monkeypatch: pytest.MonkeyPatch, *, static: bool, max_rows: int) -> OneLayer:
+    with monkeypatch.context() as patch:
+        patch.setattr(block_selector, "chosen_implementation", lambda device_type: implementation)
+        return OneLayer(OPTIONS, static=static, max_rows=max_rows, implementation=implementation)
+
+
+@pytest.mark.parametrize(("static", "drafts"), [(True, 0), (False, 2)])
+def test_cuda_choices_and_attention_equal_the_references(
+    monkeypatch: pytest.MonkeyPatch, static: bool, drafts: int
+) -> None:
+    """covers: C13, C17. Sparse, dense and prompt rows in a step; anew, again, and after checks of either outcome."""
+    kernels, reference = (
+        layer(name, monkeypatch, static=static, max_rows=1 + drafts) for name in ("cuda", "reference")
+    )
+    assert kernels.selector.layers[0].hands_over
+    assert not reference.selector.layers[0].hands_over
+
+    def compare(members: list[Member]) -> None:
+        found, expected = (server.step(members) for server in (kernels, reference))
+        for name, seen in expected.items():
+            assert found[name].chosen == seen.chosen
+            torch.testing.assert_close(found[name].output, seen.output, atol=2e-6, rtol=1e-4)
+
+    compare([Member("a", 0, 41), Member("b", 0, 12)])
+    compare([Member("b", 12, 25)])
+    steps = [(SELECT, 0), (REUSE, 0), (CHECK, 9), (CHECK, 0), (SELECT, 0)]
+    for step, (mode, threshold) in enumerate(steps):
+        sparse = select((1, 7, 3), mode, threshold)
+        compare(
+            [
+                Member("a", 41 + step, 1 + drafts, drafts, sparse),
+                Member("b", 37 + step, 1),
+                Member("c", 3 * (step - 2), 3),
+                Member("d", step - 3, 1),
+            ][: 2 + (step > 1) + (step > 2)]
+        )
+    assert kernels.selector.counts()[:2] == reference.selector.counts()[:2] == (1, 1)
+    assert torch.equal(kernels.selector.layers[0].stored[:-1], reference.selector.layers[0].stored[:-1])

@@ -1,0 +1,342 @@
+"""Multi-head latent attention (DeepSeek): the layer that vLLM's models find in place of vLLM's own.
+
+The cache has one row per token, the latent and the rotary key that all heads share. With `uk` absorbed into queries
+and `uv` applied to results, attention over the cache is that of one KV head whose values are a part of its keys, so
+parts, buckets and merges are those of every model. New tokens among themselves are computed with the keys and values
+of each head, which are a third of the work, where they are many, and merged with what their rows find in the cache by
+the logarithms of the sums. Source: DeepSeek-V2, arXiv 2405.04434, 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionBackend, UnifiedAttentionImpl, UnifiedAttentionMetadata
+from vllm_gaudi_ucm.kv_cache.pair import LatentRows, in_blocks
+from vllm_gaudi_ucm.ops.kv_cache.api import write_rows
+from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.attention import (
+    AttentionBackend,
+    MLAModules,
+    MultiHeadLatentAttentionWrapper,
+    PluggableLayer,
+    get_attn_backend,
+    take_kv_b_proj,
+)
+from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec, MLAAttentionSpec
+from vllm_gaudi_ucm.vllm_api.model import AttentionLayerBase, get_forward_context, op_registry_oot
+
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig, VllmConfig
+
+    from vllm_gaudi_ucm.attention.groups import GroupStep
+    from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Of one token and head: latent, and rotary and other elements of a key, and a value; heads: of this device."""
+
+    heads: int
+    latent: int
+    rotary: int
+    nope: int
+    value: int
+
+    @property
+    def cached(self) -> int:
+        """Elements of a row of the cache."""
+        return self.latent + self.rotary
+
+    def divides(self, parts: AttentionParts) -> bool:
+        """Whether new tokens beside cached blocks are computed with keys and values of their own: making these costs
+        less than they save."""
+        if parts.causal is None or parts.selected is not None or not _reads_cache(parts):
+            return False
+        pairs = 0
+        for one in parts.causal.slices:
+            rows = one.query_hi - one.query_lo
+            # of those of a slice's own rows, which end with it, the half is seen
+            pairs += rows * (one.key_hi - one.key_lo) - rows * (rows - 1) // 2
+        saved = self.cached + self.latent - (self.nope + self.rotary + self.value)
+        return pairs * saved > parts.causal.groups.shape[0] * self.latent * (self.nope + self.value)
+
+
+BESIDE_LATENTS = "beside multi-head latent attention"
+
+
+class LatentAttentionBackend(UnifiedAttentionBackend):
+    """The same backend for layers with one row per token."""
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_impl_cls(cls) -> type[LatentAttentionImpl]:
+        return LatentAttentionImpl
+
+
+class LatentAttentionImpl(UnifiedAttentionImpl):
+    """Attention of one such layer, between its projections."""
+
+    def __init__(self, sizes: LatentSizes, scale: float, kv_cache_dtype: str) -> None:
+        if kv_cache_dtype.startswith("fp8"):
+            raise UnsupportedFeatureError(f"a KV cache of dtype {kv_cache_dtype} {BESIDE_LATENTS}", "--kv-cache-dtype")
+        super().__init__(sizes.heads, sizes.cached, scale, num_kv_heads=1, kv_cache_dtype=kv_cache_dtype)
+        self.sizes = sizes
+        # with the keys and values of each head, and over the cache
+        self._of_heads = self.spec
+        self.spec = replace(self.spec, values_in_keys=True)
+
+    def join(self, group: GroupStep | None) -> None:
+        """Refuses what makes several groups: windows in other layers of the model."""
+        if group is not None:
+            raise UnsupportedFeatureError(f"several KV-cache groups {BESIDE_LATENTS}", "the model")
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        rotary: torch.Tensor,
+        weights: LatentWeights,
+        kv_cache: LatentRows,
+        attn_metadata: UnifiedAttentionMetadata | None,
+    ) -> torch.Tensor:
+        """[rows, heads * value size]. query: [rows, heads, nope + rotary]; latent: [rows, latent size]; rotary: [rows,
+        1, rotary size], with their positions. Without metadata (a memory measurement) nothing is attended.
+        """
+        sizes, rows = self.sizes, query.shape[0]
+        if attn_metadata is None:
+            return query.new_zeros((rows, sizes.heads * sizes.value))
+        key = torch.cat((latent[:, None], rotary), -1)
+        written = LatentRows(write_rows(key, kv_cache.key, attn_metadata.slots))
+        parts = attn_metadata.parts
+        if attn_metadata.sparse is None and not _reads_cache(parts.parts):
+            return self._attend_expanded(query, latent, rotary, weights, parts).flatten(1)
+        cache = in_blocks(written, attn_metadata.parts.block_size).key
+        absorbed = weights.absorb(query, sizes.nope)
+        found = absorbed.new_empty((rows, sizes.heads, sizes.latent))
+        values, cached_values = key[..., : sizes.latent], cache[..., : sizes.latent]
+        tensors = (absorbed, key, values, cache, cached_values)
+        if attn_metadata.new_tokens is None:
+            return weights.values(self._attend(*tensors, attn_metadata, found))
+        of_cached, of_new = (query.new_empty((rows, sizes.heads), dtype=torch.float32) for _ in range(2))
+        unified_attention(*tensors, parts, self.spec, found, log_sums=of_cached)
+        new = self._attend_expanded(query, latent, rotary, weights, attn_metadata.new_tokens, of_new)
+        share = torch.softmax(torch.stack((of_cached, of_new)), 0)[..., None]
+        return (weights.values(found).view(new.shape) * share[0] + new * share[1]).to(query.dtype).flatten(1)
+
+    def _attend_expanded(
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        rotary: torch.Tensor,
+        weights: LatentWeights,
+        parts: PreparedParts,
+        log_sums: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[rows, heads, value]: new tokens among themselves, with the keys and values of each head. No cached block is
+        read. log_sums: see `unified_attention`."""
+        key, value = weights.expand(latent, rotary)
+        no_keys, no_values = (one.new_empty((0, parts.block_size, *one.shape[1:])) for one in (key, value))
+        return unified_attention(query, key, value, no_keys, no_values, parts, self._of_heads, log_sums=log_sums)
+
+
+def _reads_cache(parts: AttentionParts) -> bool:
+    return parts.shared is not None or parts.unique is not None or parts.selected is not None
+
+
+class LatentWeights(nn.Module):
+    """What makes keys and values of latents, head by head.
+
+    Args:
+        uk: [heads, nope, latent], without gaps.
+        uv: [heads, value, latent].
+    """
+
+    def __init__(self, uk: torch.Tensor, uv: torch.Tensor) -> None:
+        super().__init__()
+        self.uk, self.uv = (nn.Parameter(weight, requires_grad=False) for weight in (uk, uv))
+
+    def absorb(self, query: torch.Tensor, nope: int) -> torch.Tensor:
+        """[rows, heads, latent + rotary] of query [rows, heads, nope + rotary]: its product with a row of the cache is
+        that with the head's key."""
+        absorbed = torch.bmm(query[..., :nope].transpose(0, 1), self.uk).transpose(0, 1)
+        return torch.cat((absorbed, query[..., nope:]), -1)
+
+    def expand(self, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [rows, heads, nope + rotary] and values [rows, heads, value] of latents [rows, latent] and rotary keys
+        [rows, 1, rotary]."""
+        heads, both = self.uk.shape[0], (self.uk, self.uv)
+        key, value = (nn.functional.linear(latent, one.flatten(0, 1)).unflatten(1, (heads, -1)) for one in both)
+        return torch.cat((key, rotary.expand(-1, heads, -1)), -1), value
+
+    def values(self, found: torch.Tensor) -> torch.Tensor:
+        """[rows, heads * value] of weighted sums of latents [rows, heads, latent]."""
+        return torch.bmm(found.transpose(0, 1), self.uv.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
+class LatentAttention(nn.Module, AttentionLayerBase):
+    """What has the cache: queries, latents and rotary keys of a step to what each head found.
+
+    It knows no name in a forward, so all layers of a model are one region; see `NamelessAttention`.
+
+    Args:
+        sizes: of the heads on this device.
+        scale: of the scores.
+        projection: of latents to keys and values, `kv_b_proj`; its weight moves here once it is loaded.
+        vllm_config, cache_config: the engine's; the cache's own.
+        prefix: the layer's name.
+    """
+
+    weights: LatentWeights
+
+    def __init__(
+        self,
+        sizes: LatentSizes,
+        scale: float,
+        projection: nn.Module,
+        vllm_config: VllmConfig,
+        cache_config: CacheConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.layer_name = prefix
+        self.kv_cache: Any = torch.tensor([])
+        self.kv_cache_dtype = "auto" if cache_config is None else cache_config.cache_dtype
+        self._projection = [projection]  # in a list: it is the model's submodule, not ours
+        self._backend = get_attn_backend(
+            sizes.cached, torch.get_default_dtype(), self.kv_cache_dtype, use_mla=True, num_heads=sizes.heads
+        )
+        self.impl = LatentAttentionImpl(sizes, scale, self.kv_cache_dtype)
+        vllm_config.compilation_config.static_forward_context[prefix] = self
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        """Called by vLLM. The projection's own weight is given back: nothing else reads it."""
+        sizes, (projection,) = self.sizes, self._projection
+        try:
+            uk, uv = take_kv_b_proj(projection, dtype, sizes.latent, sizes.heads, sizes.nope, sizes.value)
+        except LookupError as error:
+            raise UnsupportedFeatureError(str(error), "the model's quantization_config") from error
+        self.weights = LatentWeights(uk, uv)
+
+    def forward(self, query: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        """See `LatentAttentionImpl.attend`."""
+        metadata: Any = get_forward_context().attn_metadata
+        if isinstance(metadata, dict):
+            metadata = metadata[self.layer_name]
+        impl = cast(LatentAttentionImpl, self.impl)
+        return impl.attend(query, latent, rotary, self.weights, self.kv_cache, metadata)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return self._backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        name = self.kv_cache_dtype
+        dtype = vllm_config.model_config.dtype if name == "auto" else getattr(torch, name)
+        return MLAAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            max_tp_shards=1,
+            head_size=self.sizes.cached,
+            dtype=cast(torch.dtype, dtype),
+            cache_dtype_str=self.kv_cache_dtype,
+        )
+
+
+class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
+    """From hidden states to hidden states: the projections that the model made, rotary embedding, and attention.
+
+    vLLM makes one of these where a model makes its wrapper, with the same arguments. others: how vLLM's own layer may
+    fuse its operations.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        scale: float,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        mla_modules: MLAModules,
+        cache_config: CacheConfig | None = None,
+        quant_config: object = None,
+        prefix: str = "",
+        skip_topk: bool = False,
+        non_causal_multi_token_decode: bool = False,
+        **others: Any,
+    ) -> None:
+        from vllm.config import get_current_vllm_config
+
+        nn.Module.__init__(self)
+        if mla_modules.is_sparse or skip_topk:
+            raise UnsupportedFeatureError(
+                "sparse attention that the model defines (DSA)", f"the model's layer {prefix}"
+            )
+        if non_causal_multi_token_decode:
+            raise UnsupportedFeatureError("latent attention in both directions", f"the model's layer {prefix}")
+        self.sizes = LatentSizes(num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim)
+        self.q_lora_rank = q_lora_rank
+        self.fused_qkv_a_proj = mla_modules.fused_qkv_a_proj
+        self.kv_a_proj_with_mqa = mla_modules.kv_a_proj_with_mqa
+        self.q_a_layernorm = mla_modules.q_a_layernorm
+        self.query_proj = mla_modules.q_proj if q_lora_rank is None else mla_modules.q_b_proj
+        self.kv_a_layernorm = mla_modules.kv_a_layernorm
+        self.rotary_emb = mla_modules.rotary_emb
+        self.g_proj = mla_modules.g_proj
+        self.o_proj = mla_modules.o_proj
+        self.mla_attn = LatentAttention(  # type: ignore[assignment]  # in place of vLLM's
+            self.sizes, scale, mla_modules.kv_b_proj, get_current_vllm_config(), cache_config, f"{prefix}.attn"
+        )
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """positions: [rows]; hidden_states: [rows, hidden size]; llama_4_scaling: factor of queries, [rows, 1, 1]."""
+        sizes = self.sizes
+        given, of_token = self._down(hidden_states)
+        latent = self.kv_a_layernorm(of_token[:, : sizes.latent].contiguous())
+        rotary = of_token[:, None, sizes.latent :]
+        query = _project(self.query_proj, given).unflatten(1, (sizes.heads, -1))
+        if self.rotary_emb is not None:
+            turned = query[..., sizes.nope :].contiguous()
+            turned, rotary = self.rotary_emb(positions, turned, rotary.contiguous())
+            query = torch.cat((query[..., : sizes.nope], turned), -1)
+        if llama_4_scaling is not None:
+            query = query * llama_4_scaling
+        found = self.mla_attn(query, latent, rotary)
+        if self.g_proj is not None:
+            found = found * _project(self.g_proj, hidden_states).sigmoid()
+        return _project(self.o_proj, found)
+
+    def _down(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What queries are made of, and [rows, latent + rotary] before the norm and the positions."""
+        if self.q_lora_rank is None:
+            return hidden_states, _project(self.kv_a_proj_with_mqa, hidden_states)
+        both = _project(self.fused_qkv_a_proj, hidden_states)
+        assert self.q_a_layernorm is not None, "of models with a latent of queries"
+        query, of_token = both.split([self.q_lora_rank, self.sizes.cached], -1)
+        return self.q_a_layernorm(query.contiguous()), of_token
+
+
+def _project(projection: nn.Module | None, x: torch.Tensor) -> torch.Tensor:
+    """vLLM's linear layers return their bias beside the product."""
+    assert projection is not None, "vLLM's model makes it"
+    return cast(torch.Tensor, projection(x)[0])
+
+
+def register_latent_attention() -> None:
+    """Models built afterwards in this process have our layer. Safe to call more than once."""
+    name = MultiHeadLatentAttentionWrapper.__name__
+    if name not in op_registry_oot:
+        PluggableLayer.register_oot(LatentAttentionBlock, name=name)

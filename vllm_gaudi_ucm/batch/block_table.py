@@ -1,0 +1,45 @@
+"""The block tables of the live requests in one KV-cache group: a row per request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class BlockTable:
+    """Physical block ids of each request, in the order of its context.
+
+    A group with a window frees blocks that no row sees any more. vLLM hands a new request the null block in their
+    place, and does not tell of a running one: what is left of it in its row is not read (`Window`).
+
+    Args:
+        num_rows: requests to begin with.
+        width: blocks of the longest request.
+    """
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        self.blocks = np.zeros((num_rows, width), np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int32)
+
+    def append(self, row: int, block_ids: Sequence[int]) -> None:
+        """Gives a request more blocks."""
+        start = self.num_blocks[row]
+        self.blocks[row, start : start + len(block_ids)] = block_ids
+        self.num_blocks[row] += len(block_ids)
+
+    def clear(self, row: int) -> None:
+        """Takes all blocks from a request."""
+        self.num_blocks[row] = 0
+
+    def of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """[requests, width] the blocks of some requests, as a BatchInput has them."""
+        found: NDArray[np.int32] = self.blocks[rows, : int(self.num_blocks[rows].max(initial=0))]
+        return found
+
+    def grow(self, num_rows: int) -> None:
+        """Makes room for more requests."""
+        more = BlockTable(num_rows - len(self.num_blocks), self.blocks.shape[1])
+        self.blocks = np.concatenate([self.blocks, more.blocks])
+        self.num_blocks = np.concatenate([self.num_blocks, more.num_blocks])

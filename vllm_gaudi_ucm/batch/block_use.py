@@ -1,0 +1,60 @@
+"""Requests in groups whose blocks fit the largest bucket, where those of a whole step do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Room(NamedTuple):
+    """What the largest bucket holds.
+
+    shared_blocks: distinct blocks that more than one row uses. ranges: with a slot for each token ranges in all, shared
+    and unique ones; blocks always fit.
+    """
+
+    shared_blocks: int
+    ranges: int
+
+
+def fitting_groups(
+    contexts: Iterable[NDArray[np.integer]], num_rows: NDArray[np.integer], room: Room
+) -> list[list[int]]:
+    """Indices of requests, in order; each group takes as many as fit.
+
+    Args:
+        contexts: of each request the blocks of its cached context, or first slots of ranges.
+        num_rows: [requests] new tokens of each.
+        room: of a group.
+    """
+    groups: list[list[int]] = [[]]
+    use = _Use(set(), set())
+    for index, found in enumerate(contexts):
+        blocks, rows = set(found.tolist()), int(num_rows[index])
+        shared = use.newly_shared(blocks, rows)
+        if groups[-1] and not use.has_room(blocks, shared, room):
+            groups.append([])
+            use = _Use(set(), set())
+            shared = use.newly_shared(blocks, rows)
+        groups[-1].append(index)
+        use.shared.update(shared)
+        use.any.update(blocks)
+    return groups
+
+
+class _Use(NamedTuple):
+    """Blocks that the requests of a group use: any of them, and those that more than one row does."""
+
+    any: set[int]
+    shared: set[int]
+
+    def newly_shared(self, blocks: set[int], rows: int) -> set[int]:
+        """The blocks that become shared once a request of `rows` rows uses `blocks`, too."""
+        return (blocks if rows > 1 else blocks & self.any) - self.shared
+
+    def has_room(self, blocks: set[int], shared: set[int], room: Room) -> bool:
+        """Whether a request may be added that uses `blocks`, and makes `shared` so."""
+        return len(self.shared) + len(shared) <= room.shared_blocks and len(self.any | blocks) <= room.ranges

@@ -1,0 +1,32 @@
+"""A KV-cache group: layers that read the same blocks, and see equally far back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm_gaudi_ucm.batch.window import Window
+from vllm_gaudi_ucm.graphs.shapes.group_room import most_blocks
+
+
+class KvGroup(NamedTuple):
+    """What a step is planned for once. The first group of an engine has full attention wherever any has: sparse
+    methods, drafts and the sizes of buckets speak of its blocks.
+
+    number: of vLLM's group, whose block ids it reads. With `--disable-hybrid-kv-cache-manager` layers of several
+        windows share one table, and several groups have one number.
+    block_size: tokens per block.
+    window: how far back its rows see; None: over their whole context.
+    layers: by name.
+    """
+
+    number: int
+    block_size: int
+    window: Window | None = None
+    layers: tuple[str, ...] = ()
+
+    @property
+    def most_blocks(self) -> int | None:
+        """Cached blocks that the rows of one request see at once, at most; None: all of its context."""
+        if self.window is None:
+            return None
+        return most_blocks(self.window.tokens, self.block_size)

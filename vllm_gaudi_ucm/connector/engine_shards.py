@@ -1,0 +1,60 @@
+"""Which part of a block each worker of an engine holds: both sides of the connector know it from the configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.store.shards import Part, Shard
+from vllm_gaudi_ucm.vllm_api.distributed import get_pp_indices
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import ModelConfig, VllmConfig
+
+
+def engine_shards(vllm_config: VllmConfig, layer_bytes: Sequence[int]) -> tuple[Shard, ...]:
+    """One for each worker, by rank: the ranks of a pipeline stage follow each other.
+
+    layer_bytes: bytes of a block in each layer of one worker. With several stages all layers are alike.
+    """
+    parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    models = [vllm_config.model_config]
+    if speculation is not None and speculation.method == "draft_model":
+        # its layers lie in the same blocks, and their heads may be shared out in another way
+        models.append(speculation.draft_model_config)
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    shards = []
+    for rank in range(tp_size * pp_size):
+        stage, tp_rank = divmod(rank, tp_size)
+        first, end = get_pp_indices(total, stage, pp_size)
+        shards.append(
+            Shard(
+                kv_heads=tuple(_kv_heads(model, tp_rank, tp_size) for model in models),
+                layers=(first, end, total),
+                tp_size=tp_size,
+                pp_size=pp_size,
+                block_bytes=sum(layer_bytes) if pp_size == 1 else (end - first) * layer_bytes[0],
+            )
+        )
+    return tuple(shards)
+
+
+def stage_sizes(vllm_config: VllmConfig) -> list[int]:
+    """Layers of each stage of the pipeline."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    ranges = [get_pp_indices(total, stage, stages) for stage in range(stages)]
+    return [end - first for first, end in ranges]
+
+
+def _kv_heads(model: ModelConfig, tp_rank: int, tp_size: int) -> Part:
+    """As vLLM's layers share them out: where there are more ranks than heads, several ranks have the same one."""
+    # every rank has the whole latent of a token
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    if heads >= tp_size:
+        each = heads // tp_size
+        return tp_rank * each, (tp_rank + 1) * each, heads
+    head = tp_rank // (tp_size // heads)
+    return head, head + 1, heads

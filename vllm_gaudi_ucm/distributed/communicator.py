@@ -1,0 +1,32 @@
+"""What vLLM's layers call for collectives between cards: NCCL, HCCL or gloo, through torch.distributed.
+
+Source: vLLM's `DeviceCommunicatorBase`; `HpuCommunicator` of vllm-gaudi for what lazy mode needs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.vllm_api.distributed import DeviceCommunicatorBase
+
+
+class Communicator(DeviceCommunicatorBase):
+    """Collectives in place and by concatenation, which graphs can hold: a CUDA graph, or a compiled region.
+
+    The device group is of the platform's `dist_backend`.
+    """
+
+
+class LazyCommunicator(Communicator):
+    """On Gaudi in lazy mode: what has accumulated is launched before a collective reads it."""
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        """The sum over the group, in `input_`."""
+        get_device("hpu").end_recipe()
+        return super().all_reduce(input_)
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The inputs of all ranks, one after the other in `dim`."""
+        get_device("hpu").end_recipe()
+        return super().all_gather(input_, dim)

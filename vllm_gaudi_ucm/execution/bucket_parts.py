@@ -1,0 +1,106 @@
+"""The parts of attention at the static shapes of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.execution.group_tensors import group_blocks
+from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.ops.unified_attention.parts import (
+    AttentionParts,
+    CausalPart,
+    CausalSlice,
+    CausalTiles,
+    SharedGroup,
+    SharedPart,
+    UniquePart,
+)
+
+# Rows that Gaudi's matrix engine multiplies at once.
+SHORTEST_SLICE = 128
+
+
+class BucketParts:
+    """Makes the parts of each KV-cache group from the static tensors of a bucket.
+
+    Args:
+        limits: of the steps; `contiguous` decides whether the first group's unique part reads a slice of the cache or
+            gathers.
+        causal_slice: rows per slice of the causal part.
+        device: where the tensors are.
+        groups: of the KV cache.
+    """
+
+    def __init__(self, limits: Limits, causal_slice: int, device: torch.device, groups: Sequence[KvGroup]) -> None:
+        self._limits = limits
+        self._max_decode_rows = limits.max_decode_rows
+        self._causal_slice = causal_slice
+        self._groups = groups
+        self._zero = torch.zeros(1, dtype=torch.int64, device=device)
+        self._row_numbers = torch.arange(limits.max_num_batched_tokens, device=device)
+
+    def of(self, number: int, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> AttentionParts:
+        """number: of the group, among `groups`. tensors: by their plain names."""
+        return AttentionParts(
+            causal=self._causal(number, shape, tensors) if "groups" in tensors else None,
+            shared=self._shared(number, shape, tensors) if "shared_hi" in tensors else None,
+            unique=self._unique(number, shape, tensors) if "unique_hi" in tensors else None,
+            positions=tensors["positions"] if self._window(number) else None,
+        )
+
+    def _window(self, number: int) -> int:
+        """Tokens that a row of a group sees; 0: all."""
+        if not number:
+            return self._limits.window
+        window = self._groups[number].window
+        return 0 if window is None else window.tokens
+
+    def refill(self) -> None:
+        """Its tensors anew, after a warm-up that computed nothing."""
+        self._zero.zero_()
+        self._row_numbers.copy_(torch.arange(len(self._row_numbers)))
+
+    def _causal(self, number: int, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> CausalPart:
+        """Which rows are one request's is data: a slice sees as many rows before it as a request has at most, or as a
+        window shows."""
+        q, step, longest = shape.query_len, self._causal_slice, self._limits.max_model_len
+        longest = min(longest, self._window(number) or longest)
+        if q > longest:
+            # packed prompts: all rows of a slice look back as far as its first, so short slices waste less
+            step = min(step, max(SHORTEST_SLICE, longest // 4))
+        before = longest - 1
+        slices = (
+            CausalSlice(lo, min(lo + step, q), max(0, lo - before), min(lo + step, q)) for lo in range(0, q, step)
+        )
+        tiles = None
+        if "tiles" in tensors:
+            rows, levels = prompt_tiles.TILE_ROWS, prompt_tiles.levels(q, shape.causal_reach)
+            tiles = CausalTiles(tensors["tiles"][0], tensors["tiles"][1], rows, levels)
+        return CausalPart(tensors["groups"], tuple(slices), tiles, tensors.get("causal_first_rows"))
+
+    def _shared(self, number: int, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> SharedPart:
+        hi = tensors["shared_hi"]
+        blocks = group_blocks(number, self._groups[number], shape, self._limits).shared
+        everything = SharedGroup(self._row_numbers[: shape.query_len], 0, blocks)
+        if "shared_lo" in tensors:
+            lo, from_first = tensors["shared_lo"], False
+        else:
+            lo, from_first = tensors.get("shared_from", self._zero).expand(hi.shape), "shared_from" not in tensors
+        spans, rise = tensors["row_spans"], tensors.get("shared_rise")
+        return SharedPart(tensors["shared_blocks"], spans, lo, hi, (everything,), from_first, rise)
+
+    def _unique(self, number: int, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> UniquePart:
+        hi = tensors["unique_hi"]
+        return UniquePart(
+            blocks=None if self._limits.contiguous and not number else tensors["unique_blocks"],
+            rows=tensors["unique_rows"],
+            lo=tensors.get("unique_lo", self._zero).expand(hi.shape),
+            hi=hi,
+            num_rows=min(shape.query_len, self._max_decode_rows),
+            from_first="unique_lo" not in tensors,
+        )

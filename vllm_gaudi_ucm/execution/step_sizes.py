@@ -1,0 +1,57 @@
+"""Sizes of the tensors of a step in a bucket."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import is_bounded, levels
+from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
+
+
+class Sizes(NamedTuple):
+    """What sizes and pads in a bucket follow from. choices: of a sparse method, where one is on."""
+
+    shape: ForwardShape
+    limits: Limits
+    choices: SelectionLimits | None
+
+    @property
+    def spans(self) -> int:
+        """Requests, and a last entry for rows without a request, which sees nothing."""
+        return min(self.shape.query_len, self.limits.max_num_seqs) + 1
+
+
+def of_rows(sizes: Sizes) -> tuple[int, ...]:
+    return (sizes.shape.query_len,)
+
+
+def of_causal_rows(sizes: Sizes) -> tuple[int, ...] | None:
+    return (sizes.shape.query_len,) if "c" in sizes.shape.phase else None
+
+
+def of_tiles(sizes: Sizes) -> tuple[int, ...] | None:
+    rows, most = sizes.shape.query_len, sizes.shape.causal_reach
+    return (2, levels(rows, most)[0]) if is_bounded(rows, most) else None
+
+
+def of_shared_blocks(sizes: Sizes) -> tuple[int, ...] | None:
+    return (sizes.shape.shared_blocks,) if sizes.shape.shared_blocks else None
+
+
+def of_unique_blocks(sizes: Sizes) -> tuple[int, ...] | None:
+    return (sizes.shape.unique_blocks,) if sizes.shape.unique_blocks else None
+
+
+def of_first_tokens(sizes: Sizes) -> tuple[int, ...] | None:
+    """Blocks of requests begin at their first token: then there is no such tensor, and no operator that reads it."""
+    return of_shared_blocks(sizes) if sizes.limits.strip else None
+
+
+def of_unique_lo(sizes: Sizes) -> tuple[int, ...] | None:
+    return of_unique_blocks(sizes) if sizes.limits.strip or sizes.limits.window else None
+
+
+def of_shared_lo(sizes: Sizes) -> tuple[int, ...] | None:
+    return (sizes.spans, sizes.shape.shared_blocks) if sizes.shape.shared_blocks and sizes.limits.window else None

@@ -1,0 +1,70 @@
+"""Copies that several workers make, each of its part of a block: they end everywhere in the same step, and alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_gaudi_ucm.distributed.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.kv_offload.copies import Pair
+
+# the smallest of all ranks' is what all of them make of a move
+_UNDER_WAY, _FAILED, _DONE = range(3)
+
+
+class EndedMove(NamedTuple):
+    """Of all ranks. is_save: off the device, not back. is_done: on every rank. was_done: on this one."""
+
+    pair: Pair
+    is_save: bool
+    is_done: bool
+    was_done: bool
+
+
+class AgreedMoves:
+    """Follows the moves that the scheduler has ordered, which every rank begins and cancels in the same steps.
+
+    A rank that has made its copy waits for the others; one that could not fails it for all. A block has one move at a
+    time. With one rank nothing waits.
+
+    Args:
+        ranks: all that have a part of each block.
+    """
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
+        # in the order of the orders, which all ranks have: (is_save, how it stands here)
+        self._moves: dict[Pair, tuple[bool, int]] = {}
+
+    def begin(self, pair: Pair, is_save: bool) -> None:
+        """A move was ordered."""
+        assert pair not in self._moves, f"block {pair} is moved already"
+        self._moves[pair] = is_save, _UNDER_WAY
+
+    def end(self, pair: Pair, is_done: bool) -> None:
+        """It has ended on this rank."""
+        is_save, _ = self._moves[pair]
+        self._moves[pair] = is_save, _DONE if is_done else _FAILED
+
+    def cancel(self, generation: int) -> None:
+        """Its moves are of no interest any more."""
+        self._moves = {pair: move for pair, move in self._moves.items() if pair[0] != generation}
+
+    def take_ended(self) -> list[EndedMove]:
+        """Those that have ended on all ranks, once each, in the same order everywhere.
+
+        To be called by all ranks in the same steps. While moves are under way it is a collective on the host.
+        """
+        if not self._moves:
+            return []
+        agreed = self._ranks.least_of([state for _, state in self._moves.values()])
+        found = zip(list(self._moves.items()), agreed, strict=True)
+        ended = [
+            EndedMove(pair, is_save, state == _DONE, own == _DONE)
+            for (pair, (is_save, own)), state in found
+            if state != _UNDER_WAY
+        ]
+        for move in ended:
+            del self._moves[move.pair]
+        return ended

@@ -1,0 +1,189 @@
+"""Mixtures of experts of vLLM's models: routing stays vLLM's, and `ops/moe` computes the experts, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, pack_experts, prepare_experts
+from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
+from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
+from vllm_gaudi_ucm.ops.packed_linear.api import can_pack
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.model import op_registry_oot
+from vllm_gaudi_ucm.vllm_api.moe import (
+    DirectMoERunner,
+    MoEActivation,
+    MoERunner,
+    RoutedExperts,
+    UnquantizedFusedMoEMethod,
+    padded_rows,
+    router_without_kernels,
+)
+
+logger = plugin_logger(__name__)
+
+# gpt-oss: vLLM's kernels have these numbers in them.
+OAI_ALPHA, OAI_BETA, OAI_LIMIT = 1.702, 1.0, 7.0
+
+
+def moe_spec(layer: RoutedExperts) -> MoeSpec:
+    """What the experts of a layer compute.
+
+    Raises UnsupportedFeatureError for a gate that is not known.
+    """
+    config = layer.moe_config
+    bias, limit = bool(config.has_bias), config.swiglu_limit
+    match layer.activation:
+        case MoEActivation.SILU:
+            return MoeSpec(limit=limit, bias=bias)
+        case MoEActivation.GELU:
+            return MoeSpec("gelu", bias=bias)
+        case MoEActivation.GELU_TANH:
+            return MoeSpec("gelu_tanh", bias=bias)
+        case MoEActivation.SWIGLUOAI:
+            return MoeSpec(interleaved=True, alpha=OAI_ALPHA, beta=OAI_BETA, limit=OAI_LIMIT, bias=bias)
+        case MoEActivation.SWIGLUOAI_UNINTERLEAVE:
+            alpha = 1.0 if config.swiglu_alpha is None else config.swiglu_alpha
+            return MoeSpec(alpha=alpha, beta=config.swiglu_beta or 0.0, limit=limit, bias=bias)
+    raise UnsupportedFeatureError(
+        f"experts with the gate {layer.activation.value}", f"the model's layer {layer.layer_name}"
+    )
+
+
+def checked_spec(layer: RoutedExperts) -> MoeSpec:
+    """What the experts of a layer compute.
+
+    Raises UnsupportedFeatureError for what is not served, before weights are read.
+    """
+    if layer.apply_router_weight_on_input and layer.moe_config.experts_per_token > 1:
+        raise UnsupportedFeatureError(
+            "several experts for each row where shares weigh the rows, and not the experts' results (take a model "
+            "with num_experts_per_tok 1)",
+            f"the model's layer {layer.layer_name}",
+        )
+    return moe_spec(layer)
+
+
+class ServedMoeRunner(DirectMoERunner):
+    """vLLM's mixture of experts; routings that we do not have are refused by name."""
+
+    def __init__(self, layer_name: str, moe_config: Any, router: Any, *arguments: Any, **named: Any) -> None:
+        try:
+            router = router_without_kernels(router)
+        except LookupError as error:
+            raise UnsupportedFeatureError(str(error), f"the model's layer {layer_name}") from error
+        super().__init__(layer_name, moe_config, router, *arguments, **named)
+
+
+class ExpertsMethod(UnquantizedFusedMoEMethod):
+    """Computes the experts of a layer that are on this device; what devices add up, vLLM's runner does."""
+
+    written_out = False
+    """Whether weights were quantised in the checkpoint."""
+    _experts: Experts | None = None
+    _here: torch.Tensor | None = None
+
+    @property
+    def experts(self) -> Experts:
+        """Those of the layer that are on this device."""
+        assert self._experts is not None, "prepare_model_experts comes behind the loading of weights"
+        return self._experts
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype:
+        """As Gaudi's operator wants them."""
+        return torch.int64
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Routing is the runner's; vLLM asks its class of kernels, of which there is none."""
+        return False
+
+    @property
+    def supports_eplb(self) -> bool:
+        return False
+
+    def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
+        checked_spec(layer)
+        super().create_weights(layer, *arguments, **named)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        # the runner asks for it in its first forward, which may be traced
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        if layer.expert_map is not None:
+            placed = layer.expert_map.to(torch.int64)
+            # above all numbers, as an expert of the next device is
+            self._here = placed.masked_fill(placed < 0, layer.local_num_experts)
+
+    def prepare(self, layer: Any, captured: bool, packed: bool, compact: bool) -> None:
+        """Once the weights are there; see `prepare_model_experts`."""
+        weights, spec = _weights(layer), moe_spec(layer)
+        if not (packed and can_pack(weights.w13)):
+            self._experts = prepare_experts(weights, spec, captured=captured)
+            return
+        self._experts = pack_experts(weights, spec, compact)
+        for weight in (layer.w13_weight, layer.w2_weight):
+            weight.data = weight.new_empty(0)
+
+    def apply(  # type: ignore[override]  # a method of weights, by vLLM's signature, which is a module, too
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """x: [rows, hidden]. Shared experts are the runner's. Padded rows take no expert."""
+        experts = self.experts
+        ids = topk_ids
+        if self._here is not None:
+            ids = self._here.index_select(0, ids.flatten()).view(ids.shape)
+        padding = padded_rows()
+        if padding is not None:
+            ids = ids.masked_fill(padding.unsqueeze(1), experts.count)
+        if layer.apply_router_weight_on_input:
+            # Llama 4: one expert for each row
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+        return mixture_of_experts(x, ids, topk_weights, experts)
+
+
+def _weights(layer: Any) -> ExpertWeights:
+    biases = (getattr(layer, name, None) for name in ("w13_bias", "w2_bias"))
+    return ExpertWeights(layer.w13_weight.data, layer.w2_weight.data, *(None if b is None else b.data for b in biases))
+
+
+def register_experts() -> None:
+    """Models loaded afterwards in this process are built with our experts. Safe to call more than once."""
+    for layer, ours in ((MoERunner, ServedMoeRunner), (UnquantizedFusedMoEMethod, ExpertsMethod)):
+        if layer.__name__ not in op_registry_oot:
+            layer.register_oot(ours)
+
+
+def prepare_model_experts(model: nn.Module, *, captured: bool, packed: bool = False, compact: bool = False) -> None:
+    """Prepares the experts of a loaded model, and logs how they are computed.
+
+    captured: steps have static shapes. packed: packs weights for a CPU, and gives the plain ones back to the system;
+        not with `captured`. compact: looks for forms of fewer bits as well.
+    """
+    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    experts: Experts | None = None
+    written_out = False
+    for layer in layers:
+        method = layer.quant_method
+        if not isinstance(method, ExpertsMethod):
+            raise UnsupportedFeatureError("quantised experts", f"the model's layer {layer.layer_name}")
+        method.prepare(layer, captured, packed, compact)
+        experts, written_out = method.experts, written_out or method.written_out
+    if experts is not None:
+        logger.info(
+            "%d layers of %d experts here, computed by %r%s%s",
+            *(len(layers), experts.count, experts.implementation.name),
+            "" if experts.plain is not None else ", packed",
+            ", written out of quantised weights" if written_out else "",
+        )

@@ -1,0 +1,167 @@
+"""Quantised experts of a model: loaded in the checkpoint's format, then written out as plain weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from vllm_gaudi_ucm.layers.experts import ExpertsMethod, checked_spec
+from vllm_gaudi_ucm.layers.quantised.expert_formats import (
+    NOT_LOADED,
+    ONE,
+    ExpertMatrix,
+    ExpertSizes,
+    Stacked,
+    decode,
+    matrices,
+    refined,
+    stacked,
+)
+from vllm_gaudi_ucm.layers.quantised.formats import Mxfp4Format, WeightFormat
+from vllm_gaudi_ucm.ops.quantised_linear.api import dequantise
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.quantisation import RoutedExperts, set_weight_attrs
+
+BIASES = ("w13_bias", "w2_bias")
+
+
+class QuantisedExpertsMethod(ExpertsMethod):
+    """Loads experts in a checkpoint's format, and gives the layer plain weights in the model's dtype.
+
+    Each element is the exact value rounded once. What computes them, and packs them on a CPU, treats them like any
+    others.
+    """
+
+    # by `process_weights_after_loading` itself, expert by expert
+    requires_device_loading = False
+    written_out = True
+
+    def __init__(self, moe: Any, form: WeightFormat, *, whole_groups: bool = False) -> None:
+        """whole_groups: the model's loader gives each rank whole groups of inputs, and the last rank what is left."""
+        super().__init__(moe)
+        self._form = form
+        self._whole_groups = whole_groups
+        # vLLM's loaders read both of a method
+        self.weight_scale_refine: tuple[int, int] | None = None
+        self.weight_dtype = "gpt_oss_mxfp4" if whole_groups else ""
+        self._device, self._dtype = torch.device("cpu"), torch.float32
+        self._stacks: ExpertStacks | None = None
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        hidden, inner = super().maybe_roundup_sizes(
+            hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+        )
+        if self._whole_groups and isinstance(self._form, Mxfp4Format):
+            inner = -(-inner // self._form.group) * self._form.group
+        return hidden, inner
+
+    def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
+        if checked_spec(layer).interleaved and not self._whole_groups:
+            raise UnsupportedFeatureError(
+                "quantised experts with gates and ups in turn in another format than gpt-oss's `mxfp4`",
+                f"the model's layer {layer.layer_name}",
+            )
+        parallel, whole = self.moe.moe_parallel_config, self.moe.intermediate_size
+        inner, self._dtype = named["intermediate_size_per_partition"], named["params_dtype"]
+        filled = min(max(whole - parallel.tp_rank * inner, 0), inner)
+        sizes = ExpertSizes(named["hidden_size"], inner, whole, parallel.tp_size, filled)
+        self._stacks = ExpertStacks(self._form, sizes)
+        self.weight_scale_refine = self._stacks.refine
+        # the loader makes layers on the model's device; a Gaudi 2 cannot hold all 8-bit floats
+        self._device = torch.empty(0).device
+        experts, load = named["num_experts"], named["weight_loader"]
+        with torch.device("cpu") if self._device.type == "hpu" else self._device:
+            self._stacks.create(layer, experts, load)
+        # vLLM's loader drops biases for which there is no parameter: a checkpoint may have some that its model has not
+        for name, matrix in zip(BIASES, self._stacks.matrices, strict=True):
+            _register(layer, name, torch.zeros(experts, matrix.outputs, dtype=self._dtype), {"weight_loader": load})
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        assert self._stacks is not None, "weights are created before they are loaded"
+        for matrix in self._stacks.matrices:
+            weight = self._stacks.write_out(layer, matrix, self._dtype, self._device)
+            layer.register_parameter(f"{matrix.name}_weight", nn.Parameter(weight, requires_grad=False))
+        if not self.moe.has_bias:
+            for name in BIASES:
+                if bool(getattr(layer, name).data.any()):
+                    raise ValueError(f"{layer.layer_name}: the checkpoint has biases of experts, its model has none")
+                delattr(layer, name)
+        super().process_weights_after_loading(layer)
+
+
+class ExpertStacks:
+    """The parameters of a layer's quantised experts, from when they are made until they are read."""
+
+    def __init__(self, form: WeightFormat, sizes: ExpertSizes) -> None:
+        """Raises ValueError where ranks cannot share what the checkpoint gives one scale."""
+        self.form, self.refine = refined(form, sizes)
+        self.matrices = matrices(sizes)
+        self._parts = {matrix.name: list(stacked(self.form, matrix, self.refine)) for matrix in self.matrices}
+
+    def create(self, layer: RoutedExperts, experts: int, load: Callable[..., object]) -> None:
+        for matrix in self.matrices:
+            for part in self._parts[matrix.name]:
+                _register(layer, f"{matrix.name}_{part.name}", _padded(part, matrix, experts), _marks(part, load))
+
+    def write_out(self, layer: RoutedExperts, matrix: ExpertMatrix, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[experts, outputs, inputs]: each element the exact value rounded once. Takes the parameters from the layer.
+
+        Raises ValueError for scales that were not loaded.
+        """
+        loaded: dict[str, Tensor] = {}
+        for part in self._parts[matrix.name]:
+            name = f"{matrix.name}_{part.name}"
+            if part.loaded:
+                loaded[part.name] = cast(Tensor, getattr(layer, name)).data
+                _check_loaded(loaded[part.name], part, f"{layer.layer_name}: {name}")
+            delattr(layer, name)
+        (experts,) = {len(tensor) for tensor in loaded.values()}
+        found = torch.empty(experts, matrix.outputs, matrix.inputs, dtype=dtype, device=device)
+        for expert in range(experts):
+            weight = decode(self.form, matrix, {name: tensor[expert] for name, tensor in loaded.items()})
+            weight.check()
+            found[expert] = dequantise(weight, dtype)
+        return found
+
+
+def _padded(part: Stacked, matrix: ExpertMatrix, experts: int) -> Tensor:
+    """Scales that no checkpoint fills are ones, of zeros."""
+    found = part.empty(experts)
+    sizes = matrix.sizes
+    if sizes.filled < sizes.inner and part.scale:
+        if matrix.halves == 2:
+            found[:, 2 * sizes.filled :] = ONE
+        else:
+            found[:, :, found.shape[2] * sizes.filled // sizes.inner :] = ONE
+    return found
+
+
+def _register(layer: nn.Module, name: str, data: Tensor, marks: dict[str, Any]) -> None:
+    parameter = nn.Parameter(data, requires_grad=False)
+    set_weight_attrs(parameter, marks)
+    layer.register_parameter(name, parameter)
+
+
+def _marks(part: Stacked, load: Callable[..., object]) -> dict[str, Any]:
+    """What vLLM's loader reads of a parameter."""
+    marks = {"weight_loader": load if part.loaded else _ignore, "is_transposed": part.inputs_first}
+    return {**marks, "quant_method": part.scale} if part.scale else marks
+
+
+def _ignore(*args: object, **options: object) -> bool:
+    """Loads nothing, and says that it has."""
+    return True
+
+
+def _check_loaded(tensor: Tensor, part: Stacked, name: str) -> None:
+    """Raises ValueError where scales are not in the checkpoint, or no numbers."""
+    if part.scale is None or tensor.dtype == torch.int32:
+        return
+    lacks = tensor == NOT_LOADED if tensor.dtype == torch.uint8 else tensor.isnan()
+    if bool(lacks.any()):
+        raise ValueError(f"{name}: scales of experts are not in the checkpoint, or no numbers")

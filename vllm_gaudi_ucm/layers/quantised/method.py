@@ -1,0 +1,77 @@
+"""A quantised linear layer of a model: loaded in the checkpoint's format, then given the device's form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from vllm_gaudi_ucm.device import get_device
+from vllm_gaudi_ucm.layers.quantised.formats import LayerPart, WeightFormat
+from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target, choose_product, dequantise
+from vllm_gaudi_ucm.vllm_api.model import UnquantizedLinearMethod
+from vllm_gaudi_ucm.vllm_api.quantisation import LinearMethodBase, register_weight_loader_v2_supported_method
+
+LARGEST_OF_GAUDI_2 = 240.0
+
+
+@register_weight_loader_v2_supported_method
+class QuantisedLinearMethod(LinearMethodBase):
+    """Loads a weight in a checkpoint's format.
+
+    Where the device has a product for it, the layer keeps its codes; else it becomes a layer of plain weights in the
+    model's dtype, each element the exact value rounded once, which other parts (packing on a CPU) treat like any other.
+    """
+
+    # by `process_weights_after_loading` itself: what a Gaudi 2 gets must be within its range
+    requires_device_loading = False
+
+    def __init__(self, form: WeightFormat, *, plain: bool = False) -> None:
+        """plain: written out on every device, for what reads the weight as a matrix."""
+        self._form = form
+        self.plain = plain
+        self._product: Product | None = None
+        self._device = torch.device("cpu")
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        load = cast(Callable[..., None], extra_weight_attrs["weight_loader"])
+        part = LayerPart(output_partition_sizes, input_size_per_partition, input_size, output_size, load)
+        cast(Any, layer).params_dtype = params_dtype
+        # the loader makes layers on the model's device
+        self._device = torch.empty(0).device
+        with torch.device("cpu") if self._device.type == "hpu" else self._device:
+            self._form.create(layer, part)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        weight = self._form.read(layer)
+        weight.check()
+        dtype = cast(torch.dtype, layer.params_dtype)
+        self._product = None if self.plain else choose_product(weight, _target(self._device.type, dtype))
+        if self._product is None:
+            layer.weight = nn.Parameter(dequantise(weight, dtype).to(self._device), requires_grad=False)
+            cast(Any, layer).quant_method = UnquantizedLinearMethod()
+            return
+        # as parameters of the layer: one compiled region serves all layers
+        for name, tensor in self._product.pack(weight).items():
+            setattr(layer, name, nn.Parameter(tensor.to(self._device), requires_grad=False))
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        assert self._product is not None, "weights are processed after loading"
+        return self._product.multiply(x, layer, bias)
+
+
+def _target(device: str, dtype: torch.dtype) -> Target:
+    if device == "hpu" and get_device(device).name() == "GAUDI2":
+        return Target(device, dtype, LARGEST_OF_GAUDI_2)
+    return Target(device, dtype)

@@ -1,0 +1,92 @@
+"""Strips of slots for requests, and how far a prefix that others have computed may be scattered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_gaudi_ucm.memory.free_strips import FreeStrips
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm_gaudi_ucm.vllm_api.scheduling import BlockPool, KVCacheBlock
+    from vllm_gaudi_ucm.vllm_api.steps import Request
+
+
+class StripSizes:
+    """What a server's buckets hold.
+
+    Args:
+        tile: slots that attention reads as a block.
+        strip: slots of a strip; tiles are made of strips.
+        max_model_len: tokens of a request.
+        most_ranges: of a context.
+    """
+
+    def __init__(self, tile: int, strip: int, max_model_len: int, most_ranges: int) -> None:
+        self.tile, self.strip = tile, strip
+        self.max_model_len, self.most_ranges = max_model_len, most_ranges
+
+    def longest_hit(self, slots: Sequence[KVCacheBlock]) -> int:
+        """How many of the first `slots` a request may share, so that its context has at most `most_ranges` ranges,
+        however it goes on: each strip of its own is one more."""
+        ids = np.fromiter((block.block_id for block in slots), np.int64, len(slots))
+        begins = np.diff(ids, prepend=-1) != 1
+        begins |= (ids - 1) % self.tile == 0
+        own = -(-(self.max_model_len - np.arange(1, len(ids) + 1)) // self.strip) + 1
+        fits = np.flatnonzero(begins.cumsum() + own <= self.most_ranges)
+        return int(fits[-1]) + 1 if len(fits) else 0
+
+
+class SlotStrips:
+    """Gives slots to the requests of a manager whose blocks are slots.
+
+    A request that finds too few empty strips waits, or preempts others, as where there are too few blocks. If nobody
+    else has any slot, what it has found in the prefix cache lies so that there are too few strips beside it: then it
+    computes that again, and everything fits.
+
+    Args:
+        pool: vLLM's.
+        sizes: of the server.
+        evict: takes slots, by id, out of the prefix cache.
+    """
+
+    def __init__(self, pool: BlockPool, sizes: StripSizes, evict: Callable[[set[int]], None]) -> None:
+        queue = pool.free_block_queue
+        self.free = FreeStrips(pool.blocks, queue.popleft_n(queue.num_free_blocks), sizes.strip, evict)
+        self._sizes = sizes
+        self._without_hits: set[str] = set()
+
+    def longest_hit(self, request: Request, slots: Sequence[KVCacheBlock]) -> int:
+        """How many of the slots that the prefix cache has for a request it may get."""
+        return 0 if request.request_id in self._without_hits else self._sizes.longest_hit(slots)
+
+    def reserve(self, request: Request, held: Sequence[KVCacheBlock], num_tokens: int, begins: bool) -> bool:
+        """Chooses the slots for the first `num_tokens` tokens of a request; whether there are as many.
+
+        held: its slots; of one that begins those that the prefix cache has for it.
+        """
+        last = held[-1].block_id if held else 0
+        # a step without drafts needs none of the slots of those that were rejected
+        count = max(0, min(num_tokens, self._sizes.max_model_len) - len(held))
+        is_alone = begins and self.free.num_free_blocks == self.free.num_slots
+        expected = request.num_tokens - len(held)
+        is_there = self.free.reserve(request.request_id, last, count, expected, held if begins else ())
+        if not is_there and is_alone:
+            self._without_hits.add(request.request_id)
+        return is_there
+
+    def given(self, request: Request) -> None:
+        """A request has the slots that were chosen."""
+        self._without_hits.discard(request.request_id)
+
+    def not_given(self, request: Request, held: Sequence[KVCacheBlock]) -> None:
+        """It has not. held: its slots; empty for one that would have begun."""
+        self.free.cancel(request.request_id, held[-1].block_id if held else 0)
+
+    def leaves(self, request: Request) -> None:
+        """A request has ended, has never begun, or is preempted."""
+        self.free.release(request.request_id)
+        self._without_hits.discard(request.request_id)

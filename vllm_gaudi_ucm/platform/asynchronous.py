@@ -1,0 +1,125 @@
+"""Whether the next step is planned while one runs: decided once at start, as one table (`SYNCHRONOUS`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.scheduler.scheduler_class import is_foreign
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+
+logger = plugin_logger(__name__)
+
+# vLLM loads these in every engine, beside --logits-processors
+_PROCESSORS = "vllm.logits_processors"
+
+
+class Engine(NamedTuple):
+    """What the decision is made of. device: its kind."""
+
+    vllm: VllmConfig
+    ucm: UcmConfig
+    device: str
+
+
+class Synchronous(NamedTuple):
+    """A row of the table.
+
+    Args:
+        what: is used.
+        why: steps wait for their tokens then.
+        is_used: by an engine.
+    """
+
+    what: str
+    why: str
+    is_used: Callable[[Engine], object]
+
+
+def _has_processors(engine: Engine) -> bool:
+    return bool(engine.vllm.model_config.logits_processors) or bool(entry_points(group=_PROCESSORS))
+
+
+def _has_connector(engine: Engine) -> bool:
+    return engine.vllm.kv_transfer_config is not None or engine.vllm.cache_config.kv_offloading_size is not None
+
+
+_BLOCKS = "blocks move between steps, at the scheduler's word about a step that has ended"
+
+SYNCHRONOUS: tuple[Synchronous, ...] = (
+    Synchronous(
+        "a Gaudi card",
+        "the copies of tokens to the host are not known to be safe beside the next step there",
+        lambda e: e.device == "hpu",
+    ),
+    Synchronous(
+        "a CPU",
+        "steps and plans take the same cores; `ucm.scheduler.async_scheduling` true switches it on",
+        lambda e: e.device == "cpu" and e.ucm.scheduler.async_scheduling == "auto",
+    ),
+    Synchronous(
+        "ucm.scheduler.async_scheduling false",
+        "the configuration says so",
+        lambda e: e.ucm.scheduler.async_scheduling is False,
+    ),
+    Synchronous(
+        "several workers",
+        "they agree on each step on the host, and stages hand on its tokens",
+        lambda e: e.vllm.parallel_config.world_size > 1,
+    ),
+    Synchronous(
+        "a worker in a process of its own",
+        "only vLLM's `uni` executor takes a step while one runs",
+        lambda e: e.vllm.parallel_config.distributed_executor_backend not in (None, "uni"),
+    ),
+    Synchronous(
+        "speculative decoding", "drafts are made of the tokens before them", lambda e: e.vllm.speculative_config
+    ),
+    Synchronous("a KV connector", "it saves and loads between steps", _has_connector),
+    Synchronous("ucm.memory_mode", _BLOCKS, lambda e: e.ucm.memory_mode.enabled),
+    Synchronous("ucm.preemption.mode swap or auto", _BLOCKS, lambda e: e.ucm.preemption.swaps),
+    Synchronous("ucm.kv_cache.compaction", _BLOCKS, lambda e: e.ucm.kv_cache.compaction),
+    Synchronous("ucm.kv_cache.partial_hits", _BLOCKS, lambda e: e.ucm.kv_cache.partial_hits),
+    Synchronous(
+        "ucm.kv_cache.granularity token",
+        "its scheduler counts ranges of steps that have ended",
+        lambda e: e.ucm.kv_cache.granularity == "token",
+    ),
+    Synchronous(
+        "ucm.scheduler.admission",
+        "it foresees memory from the tokens that requests have",
+        lambda e: e.ucm.scheduler.admission != "greedy",
+    ),
+    Synchronous("custom logits processors", "they read the tokens that a request has", _has_processors),
+    Synchronous(
+        "a scheduler of your own", "it may be none that schedules ahead", lambda e: is_foreign(e.vllm.scheduler_config)
+    ),
+)
+"""What keeps an engine synchronous."""
+
+
+def reasons(vllm_config: VllmConfig, config: UcmConfig, device: str) -> list[Synchronous]:
+    """The rows that an engine has. vllm_config: with a model. device: its kind."""
+    engine = Engine(vllm_config, config, device)
+    return [row for row in SYNCHRONOUS if row.is_used(engine)]
+
+
+def schedules_ahead(vllm_config: VllmConfig, config: UcmConfig, device: str) -> bool:
+    """Whether an engine does: `async_scheduling`, as vLLM has made it of its flags, if nothing speaks against it.
+
+    The answer is the same when vLLM comes a second time, with a copy of its configuration. device: its kind.
+    """
+    if not vllm_config.scheduler_config.async_scheduling or vllm_config.model_config is None:
+        return False
+    found = reasons(vllm_config, config, device)
+    if found:
+        logger.info("Asynchronous scheduling is off: %s", "; ".join(f"{row.what}: {row.why}" for row in found))
+    else:
+        logger.info("Asynchronous scheduling is on: the next step is planned while one runs.")
+    return not found

@@ -1,0 +1,43 @@
+"""A feature that an engine refuses: a row of the tables in `features` and `speculation_features`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+ConfigT = TypeVar("ConfigT")
+
+
+class Asked(NamedTuple):
+    """A feature, and the flag or model that asks for it."""
+
+    feature: str
+    asked_by: str
+
+
+class Feature(NamedTuple, Generic[ConfigT]):
+    """A row of the table.
+
+    Args:
+        name: of the feature; `{found}` is the value that asks for it.
+        asked_by: the flag, or `{model}`; `{found}` as in `name`.
+        why: the reason, and what to do instead where there is something; for docs.
+        found: the value in a configuration that asks for the feature; false where it does not ask.
+    """
+
+    name: str
+    asked_by: str
+    why: str
+    found: Callable[[ConfigT], object]
+
+    def asked(self, config: ConfigT, model: str = "") -> Asked | None:
+        """The feature and who asks for it, as the error names them; None where the configuration does not."""
+        found = self.found(config)
+        if not found:
+            return None
+        return Asked(self.name.format(found=found), self.asked_by.format(found=found, model=f"model {model}"))
+
+
+def unless(found: str, supported: Sequence[str]) -> str | None:
+    """What was found, where it is none of the supported ones."""
+    return None if found in supported else found

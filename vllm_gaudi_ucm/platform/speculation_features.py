@@ -1,0 +1,93 @@
+"""What speculative decoding refuses: options of `--speculative-config`, and draft models."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from vllm_gaudi_ucm.platform.feature import Feature, unless
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+_TOKENS_ONLY = "drafts must be a function of the tokens alone"
+
+
+def _option(name: str, supported: object, why: str) -> Feature[SpeculativeConfig]:
+    """An option of `--speculative-config` with one supported value."""
+    value = attrgetter(name)
+    return Feature(
+        f"the speculative option {name}={{found}}",
+        "--speculative-config",
+        why,
+        lambda c: None if value(c) == supported else repr(value(c)),
+    )
+
+
+OF_SPECULATION: tuple[Feature[SpeculativeConfig], ...] = (
+    Feature(
+        "the speculative method {found}",
+        "--speculative-config",
+        f"{_TOKENS_ONLY}: `ngram` and `draft_model` are supported",
+        lambda c: unless(str(c.method), ("ngram", "draft_model")),
+    ),
+    _option("rejection_sample_method", "standard", _TOKENS_ONLY),
+    _option("draft_sample_method", "greedy", _TOKENS_ONLY),
+    _option("parallel_drafting", False, _TOKENS_ONLY),
+    _option("enable_adaptive_verification", False, "the number of drafts is part of a bucket"),
+    _option("use_heterogeneous_vocab", False, "a draft is a token id of the model"),
+    _option("disable_padded_drafter_batch", False, "buckets pad a draft model's batch, too"),
+    _option("kv_cache_dtype", None, "a draft model's KV cache is like the model's"),
+    _option("quantization", None, "operations take float32, float16 and bfloat16"),
+    _option("moe_backend", None, "the plugin chooses the kernels of experts"),
+    _option("attention_backend", None, "a draft model has the plugin's attention, too"),
+    Feature(
+        "custom logits processors beside speculative decoding",
+        "--logits-processors",
+        "vLLM has none beside drafts",
+        lambda c: c.target_model_config is not None and bool(c.target_model_config.logits_processors),
+    ),
+)
+
+
+def _other_vocabulary(config: SpeculativeConfig) -> str | None:
+    draft, target = config.draft_model_config.get_vocab_size(), config.target_model_config.get_vocab_size()
+    return None if draft == target else f"{draft} tokens, the model has {target}"
+
+
+def _other_size(config: SpeculativeConfig) -> int | None:
+    """vLLM allows 1 beside a model with several ranks."""
+    draft, target = config.draft_parallel_config, config.target_parallel_config
+    return None if draft.tensor_parallel_size == target.tensor_parallel_size else draft.tensor_parallel_size
+
+
+def _other_attention(config: SpeculativeConfig) -> bool:
+    return bool(config.draft_model_config.use_mla != config.target_model_config.use_mla)
+
+
+OF_DRAFT_MODEL: tuple[Feature[SpeculativeConfig], ...] = (
+    Feature(
+        "a draft model of another vocabulary ({found})",
+        "--speculative-config",
+        "a draft is a token id of the model",
+        _other_vocabulary,
+    ),
+    Feature(
+        "a draft model with quantised weights ({found})",
+        "--speculative-config",
+        "vLLM gives a draft model the configuration of the model's weights; take it in bfloat16",
+        lambda c: c.draft_model_config.quantization,
+    ),
+    Feature(
+        "a draft model with tensor parallelism of its own",
+        "--speculative-config draft_tensor_parallel_size={found}",
+        "its layers are shared out like the model's",
+        _other_size,
+    ),
+    Feature(
+        "a draft model of another kind of attention (multi-head latent attention beside keys and values of each head)",
+        "--speculative-config",
+        "blocks of both are one size; take a draft model of the same kind, or `ngram`",
+        _other_attention,
+    ),
+)

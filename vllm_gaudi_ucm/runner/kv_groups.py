@@ -1,0 +1,94 @@
+"""The KV-cache groups of an engine, from what vLLM has decided and from the windows of its layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
+from vllm_gaudi_ucm.attention.groups import LayerGroups
+from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.batch.window import Window
+from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, shared_with
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.config.ucm_config import UcmConfig
+    from vllm_gaudi_ucm.execution.decoder import Decoder
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheGroupSpec
+
+
+def kv_groups(groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig) -> tuple[KvGroup, ...]:
+    """Those with full attention come first, then windows, the widest first; a stage has no layers of some.
+
+    Layers of one of vLLM's groups are several of ours where they see differently far back, which layers do with
+    `--disable-hybrid-kv-cache-manager`. A layer that reads another one's cache is in a group of that one's table. A
+    draft model has steps of its own.
+    """
+    layers = _implementations(vllm_config)
+    number_of = {name: number for number, group in enumerate(groups) for name in group.layer_names}
+    for name, layer in attention_layers(vllm_config).items():
+        if (target := shared_with(layer)) is not None:
+            number_of[name] = number_of[target]
+    found: dict[tuple[int, Window | None], list[str]] = {}
+    for name, number in number_of.items():
+        if name in layers:
+            found.setdefault((number, layers[name].window), []).append(name)
+    made = [
+        KvGroup(number, groups[number].kv_cache_spec.block_size, window, tuple(names))
+        for (number, window), names in found.items()
+    ]
+    return tuple(sorted(made, key=lambda group: 0 if group.window is None else 1 / group.window.tokens))
+
+
+def layer_groups(groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig) -> LayerGroups:
+    """The same, known to the layers."""
+    return LayerGroups.of(kv_groups(groups, vllm_config), _implementations(vllm_config))
+
+
+def _implementations(vllm_config: VllmConfig) -> dict[str, UnifiedAttentionImpl]:
+    layers = attention_layers(vllm_config).items()
+    return {name: cast("UnifiedAttentionImpl", layer.impl) for name, layer in layers if not is_draft_layer(name)}
+
+
+def described(groups: Sequence[KvGroup]) -> dict[str, Any]:
+    """For the header of a phase log: of each group its layers, and the tokens that its rows see (None: all), at most
+    where these are chunks. Nothing where there is one group with full attention."""
+    if len(groups) == 1 and groups[0].window is None:
+        return {}
+    return {"kv_cache_groups": [_described(group) for group in groups]}
+
+
+def _described(group: KvGroup) -> dict[str, Any]:
+    window = group.window
+    found = {"layers": len(group.layers), "window": None if window is None else window.tokens}
+    return {**found, "chunked": True} if window is not None and window.chunked else found
+
+
+def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmConfig) -> None:
+    """Once the layers are made. Raises UnsupportedFeatureError for what takes whole contexts, and keys and values of
+    each layer, beside other ones."""
+    if draft is not None and draft.windows != [decoder.window]:
+        raise UnsupportedFeatureError(
+            "a draft model with another window or chunk size than the model", "--speculative-config"
+        )
+    windows = [window for window in decoder.windows if window is not None]
+    beside = "a model with layers that share keys and values" if decoder.shares_caches else ""
+    if windows:
+        some = "alone" if None not in decoder.windows else "in some layers"
+        if all(window.by_distance for window in windows):
+            beside = "a model with ALiBi slopes"
+        elif any(window.chunked for window in windows):
+            beside = f"a model with chunked local attention {some}"
+        else:
+            beside = f"a model with a sliding window {some}"
+        if config.kv_cache.granularity == "token":
+            raise UnsupportedFeatureError(f"a slot for each token beside {beside}", "ucm.kv_cache.granularity token")
+    if config.ucm_sparse_method is not None and beside:
+        raise UnsupportedFeatureError(
+            f"the sparse method {config.ucm_sparse_method} beside {beside}", "ucm.ucm_sparse_method"
+        )

@@ -1,0 +1,79 @@
+"""Where the proposer of drafts is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_gaudi_ucm.batch.request_table import RequestTable
+from vllm_gaudi_ucm.execution.decoder import Decoder
+from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs, TrueShapeExecution
+from vllm_gaudi_ucm.observability.host_work import HostWork
+from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
+from vllm_gaudi_ucm.runner.step_runner import TOO_MANY_BLOCKS
+from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
+from vllm_gaudi_ucm.speculation.proposer import NgramProposer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
+    from vllm_gaudi_ucm.speculation.proposer import DraftProposer
+
+
+def make_proposer(
+    vllm_config: VllmConfig,
+    attention: AttentionConfig,
+    draft_model: Decoder | None,
+    table: RequestTable,
+    block_size: int,
+    device: torch.device,
+    host: HostWork,
+    static: StaticShapes | None = None,
+    graphs: NativeGraphs | None = None,
+) -> DraftProposer | None:
+    """None without speculative decoding; features.py lets no other method pass.
+
+    Args:
+        vllm_config: the engine's.
+        attention: kernels of a draft model, the target's.
+        draft_model: where the method has one.
+        table: the requests.
+        block_size: tokens per cache block.
+        device: where the draft model runs.
+        host: counts what is waited for, and what runs on the host.
+        static: the engine's static shapes with the draft model's graphs; None: steps run at true shapes.
+        graphs: of the draft model's steps at true shapes, on a CPU.
+    """
+    config = vllm_config.speculative_config
+    if config is None:
+        return None
+    if draft_model is not None:
+        longest = config.draft_model_config.max_model_len
+        if static is None:
+            execution = TrueShapeExecution(draft_model, attention, block_size, device, graphs=graphs)
+            return DraftModelProposer(execution, table, block_size, longest, window=draft_model.window)
+        return _draft_model_at_static_shapes(static, draft_model, table, block_size, longest, host)
+    assert config.prompt_lookup_min is not None
+    assert config.prompt_lookup_max is not None
+    return NgramProposer(table, config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max, host)
+
+
+def _draft_model_at_static_shapes(
+    static: StaticShapes,
+    draft_model: Decoder,
+    table: RequestTable,
+    block_size: int,
+    max_model_len: int,
+    host: HostWork,
+) -> DraftModelProposer:
+    graphs = static.draft_model
+    assert graphs is not None, "static shapes without the draft model"
+
+    def divided() -> None:
+        static.bypassed(f"pass of the draft model divided: {TOO_MANY_BLOCKS}")
+
+    return DraftModelProposer(
+        graphs.execution, table, block_size, max_model_len, graphs.likeliest, divided, host, draft_model.window
+    )

@@ -1,0 +1,65 @@
+"""Compares what workers run, step by step: `ucm.distributed.check_ranks`."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm_gaudi_ucm.protocol.attachments import report_of
+from vllm_gaudi_ucm.protocol.memory_orders import memory_orders_of
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
+    from vllm_gaudi_ucm.distributed.ranks import Ranks
+    from vllm_gaudi_ucm.execution.execution import StepShape
+    from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
+
+
+class StepCheck:
+    """Raises RanksDisagreeError on every rank at the first difference.
+
+    ranks: all workers, which call the same methods in the same order.
+    samplers: those of them that sample, for `logits` and `tokens`.
+    """
+
+    def __init__(self, ranks: Ranks, samplers: Ranks) -> None:
+        self._ranks = ranks
+        self._samplers = samplers
+        self._step = 0
+
+    def begin(self, scheduler_output: SchedulerOutput) -> None:
+        """A step as the worker got it: tokens of each request, drafts, and orders."""
+        self._step += 1
+        orders = memory_orders_of(scheduler_output)
+        moved = None if orders is None else (orders.moves, orders.swap_outs, orders.swap_ins)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        tokens = scheduler_output.num_scheduled_tokens
+        self._ranks.check_same(f"step {self._step}", f"tokens {tokens}, drafts {drafts}, moved blocks {moved}")
+
+    def shape(self, shape: StepShape, selection: SelectionPlan | None) -> None:
+        """The bucket that a step, or a part of it, is about to run in, and the blocks that its sparse requests choose
+        among, whose scores the ranks add up one by one."""
+        self._ranks.check_same(f"step {self._step}, bucket", f"{shape.padded} for {shape.true}")
+        if selection is not None:
+            bits = zlib.crc32(np.concatenate(selection).tobytes())
+            found = f"{len(selection.candidate_blocks)}, modes {selection.modes.tolist()}, checksum {bits:08x}"
+            self._ranks.check_same(f"step {self._step}, candidates of sparse requests", found)
+
+    def logits(self, logits: torch.Tensor) -> None:
+        """To the last bit, of any shape and dtype."""
+        bits = zlib.crc32(logits.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        self._samplers.check_same(f"step {self._step}, checksum of logits", f"{bits:08x}")
+
+    def offload(self, output: ModelRunnerOutput) -> None:
+        """What an output reports of offloaded blocks: of which there are copies, which came back, and their scores."""
+        report = report_of(output)
+        found = "nothing" if report is None else msgspec.json.encode(report).decode()
+        self._ranks.check_same(f"step {self._step}, report of offloaded blocks", found)
+
+    def tokens(self, sampled: list[list[int]]) -> None:
+        """Of each request, in the order of the sampler."""
+        self._samplers.check_same(f"step {self._step}, tokens", str(sampled))

@@ -1,0 +1,117 @@
+"""Steps whose tokens the host has not read yet, while the next ones are planned: asynchronous scheduling."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_gaudi_ucm.vllm_api.steps import AsyncModelRunnerOutput, ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
+    from vllm_gaudi_ucm.observability.host_work import HostWork
+    from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens, TokensInFlight
+    from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
+
+REASON = "tokens of the step before"
+
+
+Finish = Callable[["SampledTokens", float], ModelRunnerOutput]
+"""Ends a step whose tokens the host has, after so many seconds of waiting for them; makes its output."""
+
+
+class StepOutput(AsyncModelRunnerOutput):
+    """What a step gives, once its tokens have crossed; vLLM's engine asks for it when the next step is queued.
+
+    Args:
+        tokens: of the sampler's slots.
+        finish: called once.
+        read: called before the engine gets the output.
+    """
+
+    def __init__(self, tokens: TokensInFlight, finish: Finish, read: Callable[[StepOutput], None]) -> None:
+        self._tokens = tokens
+        self._finish = finish
+        self._read = read
+        self._output: ModelRunnerOutput | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host has no tokens of it yet."""
+        return not self._tokens.are_known
+
+    def settle(self) -> float:
+        """Waits for the tokens, which the request table learns, and ends the step. Returns the seconds of the wait."""
+        if self._output is not None:
+            return 0.0
+        sampled, waited = self._tokens.settle()
+        self._output = self._finish(sampled, waited)
+        return waited
+
+    @torch.inference_mode()
+    def get_output(self) -> ModelRunnerOutput:
+        """Waits for the tokens."""
+        self._read(self)
+        assert self._output is not None, "reading settles"
+        return self._output
+
+
+class StepsAhead:
+    """The outputs that the engine has not asked for, oldest first: at most two, as long as the engine's queue.
+
+    Tokens of the last step are stand-ins in the request table, which `carried` resolves on the device. All older ones
+    are known before a step is planned.
+
+    Args:
+        table: of the requests.
+        carried: the last sampled tokens on the device.
+        host: counts what had to be waited for early.
+        idle: called when the engine has read every step.
+    """
+
+    def __init__(
+        self, table: RequestTable, carried: CarriedTokens, host: HostWork, idle: Callable[[], None] = lambda: None
+    ) -> None:
+        self.carried = carried
+        self._table = table
+        self._host = host
+        self._idle = idle
+        self._outputs: deque[StepOutput] = deque()
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Before the request table takes a step over."""
+        if self._table.sends_again(scheduler_output):
+            self.settle()
+        elif len(self._outputs) > 1:
+            self._settle(list(self._outputs)[:-1])
+
+    def settle(self) -> float:
+        """Waits for the tokens of all steps. Returns the seconds of the wait."""
+        return self._settle(list(self._outputs))
+
+    def add(self, tokens: TokensInFlight, finish: Finish) -> StepOutput:
+        """A step that has been queued. finish: see StepOutput; steps end in their order."""
+        step = StepOutput(tokens, finish, self._read)
+        self._outputs.append(step)
+        return step
+
+    def _settle(self, outputs: list[StepOutput]) -> float:
+        if any(output.waits for output in outputs):
+            self._host.waited(REASON)
+        return sum(output.settle() for output in outputs)
+
+    def _read(self, step: StepOutput) -> None:
+        while self._outputs:
+            oldest = self._outputs.popleft()
+            oldest.settle()
+            if oldest is step:
+                break
+        if not self._outputs:
+            self._idle()

@@ -1,0 +1,112 @@
+"""Which tokens the parameters of requests allow, as bits: allowed tokens, bad words, no stop before `min_tokens`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.sampling.stages.token_mask import ALL_ALLOWED, WORD, num_words
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_gaudi_ucm.batch.request_table import LiveRequest
+
+Words = NDArray[np.int32]
+
+
+def reads_tokens(params: SamplingParams) -> bool:
+    """Whether what is allowed depends on the tokens that a request has: bad words of several tokens."""
+    return any(len(word) > 1 for word in params.bad_words_token_ids or ())
+
+
+class AllowedTokens:
+    """Composes the bitmask of a batch; what does not change with a request's tokens is made once for it.
+
+    Args:
+        vocab_size: of the logits.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._own: WeakKeyDictionary[LiveRequest, Words] = WeakKeyDictionary()
+        self._none = np.full(num_words(vocab_size), ALL_ALLOWED, np.int32)
+        self._last: tuple[object, ...] = ()
+
+    def forbids(self, slots: Sequence[LiveRequest]) -> bool:
+        """Whether any of these requests must not get some token."""
+        return any(_is_limited(request) for request in slots)
+
+    def of(self, slots: Sequence[LiveRequest], rows: int, grammar: Words | None) -> Words | None:
+        """[slots, words] in tokens' order; None where they are those of the call before, for as many rows.
+
+        grammar: [slots, words] that are masked beside it. Source: vLLM's `Sampler.apply_logits_processors`.
+        """
+        changing = tuple(self._changing(request) for request in slots)
+        has_grammar = grammar is not None and any(
+            stops and request.sampling_params.structured_outputs is not None
+            for request, (_, stops) in zip(slots, changing, strict=True)
+        )
+        state = (rows, *slots, *changing)
+        if state == self._last and not has_grammar:
+            return None
+        # what a grammar decides is composed anew in each step
+        self._last = () if has_grammar else state
+        lines = [self._line(request, *found) for request, found in zip(slots, changing, strict=True)]
+        if has_grammar:
+            assert grammar is not None
+            for slot, (request, (words, _)) in enumerate(zip(slots, changing, strict=True)):
+                # vLLM lets a structured output end where nothing else is left
+                is_structured = request.sampling_params.structured_outputs is not None
+                if is_structured and not self._any(lines[slot] & grammar[slot]):
+                    lines[slot] = self._line(request, words, False)
+        return np.stack(lines)
+
+    def _any(self, words: Words) -> bool:
+        last = self._vocab_size % WORD
+        return bool(words[:-1].any() or (words[-1] & ((1 << last) - 1 if last else ALL_ALLOWED)))
+
+    def _changing(self, request: LiveRequest) -> tuple[tuple[int, ...], bool]:
+        """Last tokens of the bad words that have begun, and whether it must not stop yet."""
+        params, outputs = request.sampling_params, request.output_token_ids
+        begun = tuple(
+            word[-1]
+            for word in params.bad_words_token_ids or ()
+            if len(word) > 1 and outputs[max(0, len(outputs) + 1 - len(word)) :] == word[:-1]
+        )
+        return begun, params.min_tokens > len(outputs)
+
+    def _line(self, request: LiveRequest, begun: Sequence[int], must_go_on: bool) -> Words:
+        own = self._own.get(request)
+        if own is None:
+            own = self._own[request] = self._of_parameters(request.sampling_params)
+        if not begun and not must_go_on:
+            return own
+        stops = request.sampling_params.all_stop_token_ids if must_go_on else ()
+        return self._without(own, [*begun, *stops])
+
+    def _of_parameters(self, params: SamplingParams) -> Words:
+        words = self._none
+        if params.allowed_token_ids:
+            bits = np.zeros(len(words) * WORD, np.uint8)
+            bits[params.allowed_token_ids] = 1
+            words = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+        return self._without(words, [word[0] for word in params.bad_words_token_ids or () if len(word) == 1])
+
+    def _without(self, words: Words, tokens: Iterable[int]) -> Words:
+        places = np.array([token for token in tokens if token < self._vocab_size], np.int64)
+        found = words.copy()
+        bits = (np.uint32(1) << (places % WORD).astype(np.uint32)).view(np.int32)
+        np.bitwise_and.at(found, places // WORD, ~bits)
+        return found
+
+
+def _is_limited(request: LiveRequest) -> bool:
+    params = request.sampling_params
+    return bool(
+        params.allowed_token_ids or params.bad_words_token_ids or params.min_tokens > len(request.output_token_ids)
+    )

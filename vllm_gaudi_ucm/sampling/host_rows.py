@@ -1,0 +1,115 @@
+"""What single requests ask for that only the host does; their rows alone cross, the others stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
+from vllm_gaudi_ucm.vllm_api.sampling import BUILTIN_LOGITS_PROCESSORS, AdapterLogitsProcessor
+from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
+
+Edit = Callable[[torch.Tensor], torch.Tensor]
+"""Logits of a row to others, float32 [vocabulary] on the host."""
+
+
+class HostRows(NamedTuple):
+    """Of a batch, by slot. edits: between bias and penalties, each with what it is. scores: reasons for logprobs."""
+
+    edits: dict[int, list[tuple[str, Edit]]]
+    scores: dict[int, str]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why rows cross, each once."""
+        return list(
+            dict.fromkeys([name for edits in self.edits.values() for name, _ in edits] + [*self.scores.values()])
+        )
+
+
+def has_processors_of_batches(batch: SamplingBatch) -> bool:
+    """Whether a custom logits processor must see all rows at once, or sees them where the device is in the middle."""
+    custom = (p for p in batch.metadata.logitsprocs.all if type(p) not in BUILTIN_LOGITS_PROCESSORS)
+    return any(not isinstance(p, AdapterLogitsProcessor) or p.is_argmax_invariant() for p in custom)
+
+
+def host_rows(batch: SamplingBatch, most_biases: int, most_logprobs: int) -> HostRows:
+    """Finds them.
+
+    Args:
+        batch: without processors of whole batches.
+        most_biases, most_logprobs: that the device has room for.
+    """
+    rows = HostRows({}, {})
+    for slot, request in enumerate(batch.slots):
+        params = request.sampling_params
+        if len(params.logit_bias or ()) > most_biases:
+            rows.edits[slot] = [(f"more than {most_biases} logit_bias", _bias(params))]
+        if params.logprob_token_ids:
+            rows.scores[slot] = "logprob_token_ids"
+        elif params.logprobs is not None and not 0 <= params.logprobs <= most_logprobs:
+            rows.scores[slot] = f"more than {most_logprobs} logprobs"
+    for processor in batch.metadata.logitsprocs.all:
+        if isinstance(processor, AdapterLogitsProcessor):
+            for slot, edit in processor.req_info.items():
+                rows.edits.setdefault(slot, []).append(("custom logits processors", edit))
+    return rows
+
+
+def _bias(params: SamplingParams) -> Edit:
+    wanted = params.logit_bias or {}
+    tokens, biases = torch.tensor([*wanted]), torch.tensor([*wanted.values()], dtype=torch.float32)
+    return lambda row: row.index_add(0, tokens, biases)
+
+
+class RowScores(NamedTuple):
+    """tokens: int32 [n], the sampled one first. scores: float32 [n]. rank: of the sampled one, 1 is the top."""
+
+    tokens: NDArray[np.int32]
+    scores: NDArray[np.float32]
+    rank: int
+
+
+def score_row(logits: torch.Tensor, token: int, params: SamplingParams, as_logits: bool) -> RowScores:
+    """logits: float32 [vocabulary] on the host. token: sampled. Source: vLLM's `Sampler.gather_logprobs`."""
+    scores = logits if as_logits else logits.log_softmax(dim=-1)
+    if params.logprob_token_ids:
+        others = torch.tensor(params.logprob_token_ids)
+    else:
+        width = params.logprobs if params.logprobs and params.logprobs > 0 else len(scores)
+        others = scores.topk(min(width, len(scores))).indices
+    tokens = torch.cat((torch.tensor([token]), others))
+    rank = int((scores >= scores[token]).sum())
+    return RowScores(tokens.to(torch.int32).numpy(), scores[tokens].numpy(), rank)
+
+
+def with_scores(sampled: SampledTokens, rows: Mapping[int, RowScores]) -> SampledTokens:
+    """Puts scores of single rows in the place of theirs; what a row lacks in width is token 0 at -inf, which vLLM does
+    not read."""
+    lists = sampled.logprobs
+    width = max(len(row.tokens) for row in rows.values())
+    if lists is not None:
+        width = max(width, lists.logprobs.shape[1])
+    count = len(sampled.tokens)
+    tokens, scores = np.zeros((count, width), np.int32), np.full((count, width), -np.inf, np.float32)
+    ranks = np.zeros(count, np.int64)
+    if lists is not None:
+        place = slice(0, lists.logprobs.shape[1])
+        tokens[:, place], scores[:, place], ranks[:] = (
+            lists.logprob_token_ids,
+            lists.logprobs,
+            lists.sampled_token_ranks,
+        )
+    for slot, row in rows.items():
+        tokens[slot], scores[slot], ranks[slot] = 0, -np.inf, row.rank
+        tokens[slot, : len(row.tokens)], scores[slot, : len(row.scores)] = row.tokens, row.scores
+    return SampledTokens(sampled.tokens, LogprobsLists(tokens, scores, ranks))

@@ -1,0 +1,92 @@
+"""Tokens that are sampled on the device, and on their way to the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable
+    from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
+
+
+class SampledTokens(NamedTuple):
+    """One list of token ids for each slot of the batch, and logprobs where a request asked for them."""
+
+    tokens: list[list[int]]
+    logprobs: LogprobsLists | None
+
+
+@dataclass(frozen=True)
+class DeviceTokens:
+    """What a step has sampled, on the device.
+
+    tokens: [at least slots] of an integer type, one for each slot.
+    tensors: what crosses to the host; reason: under which these reads are counted.
+    read: makes `SampledTokens` of the same tensors on the host.
+    """
+
+    tokens: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    reason: str
+    read: Callable[..., SampledTokens]
+
+
+class TokensInFlight:
+    """The tokens of one step, until the host has them.
+
+    The copies are queued behind the step, into pinned memory. Meanwhile the request table has a stand-in for each.
+
+    Args:
+        sampled: by a sampler; what it has on the host already is not in flight, and is in the table.
+        slots: requests by slot.
+        table: learns the tokens.
+        carried: has them for the next step.
+    """
+
+    def __init__(
+        self,
+        sampled: DeviceTokens | SampledTokens,
+        slots: list[LiveRequest],
+        table: RequestTable,
+        carried: CarriedTokens,
+    ) -> None:
+        self._table = table
+        self._found: SampledTokens | None = None
+        self._places: list[tuple[LiveRequest, int]] = []
+        if isinstance(sampled, SampledTokens):
+            self._found = sampled
+            return
+        carried.put(sampled.tokens[: len(slots)])
+        # copies even on a CPU, where the next step may write to the same memory
+        self._copies = [tensor.to("cpu", copy=True, non_blocking=True) for tensor in sampled.tensors]
+        self._copied: torch.Event | None = None
+        if sampled.tokens.device.type != "cpu":
+            self._copied = torch.Event(sampled.tokens.device)
+            self._copied.record()
+        self._read = sampled.read
+        self._places = [(request, table.append_unknown(request, slot)) for slot, request in enumerate(slots)]
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the host has them."""
+        return self._found is not None
+
+    def settle(self) -> tuple[SampledTokens, float]:
+        """The tokens, which the request table has learned, and the seconds that the host has waited for them."""
+        if self._found is not None:
+            return self._found, 0.0
+        began = time.perf_counter()
+        if self._copied is not None:
+            self._copied.synchronize()
+        waited = time.perf_counter() - began
+        self._found = found = self._read(*self._copies)
+        for (request, index), (token,) in zip(self._places, found.tokens, strict=True):
+            self._table.learn(request, index, token)
+        return found, waited

@@ -1,0 +1,45 @@
+"""The figures by which a scheduler decides whether choosing blocks pays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, DEFAULT_SPECS, device_spec
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
+from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost
+from vllm_gaudi_ucm.sparse.selection.block_selector import layer_leaders
+from vllm_gaudi_ucm.sparse.selection.sparse_worker import summary_share
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.sparse.base import UcmSparseBase
+    from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
+    from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
+
+
+def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
+    """Has a method that chooses blocks leave steps dense where that is faster, unless its options say `always`.
+
+    The figures are those of one worker, whose layers and heads are alike on all ranks.
+    """
+    choosing = method.selecting_method
+    if not isinstance(choosing, BlockSparse) or choosing.block_options.sparse_steps == "always":
+        return
+    (group,) = scheduler.kv_cache_config.kv_cache_groups
+    spec = cast("AttentionSpec", group.kv_cache_spec)
+    leaders = layer_leaders(len(group.layer_names), choosing.reuse_layers, choosing.dense_layers)
+    device = DEFAULT_SPECS[str(scheduler.vllm_config.device_config.device_type)]
+    sizes = spec.head_size, spec.head_size_v, spec.dtype.itemsize
+    share = summary_share(choosing.block_options, scheduler.block_size, *sizes)
+    # a page of the cache has as many tokens as a block, or one with slots for tokens
+    block_bytes = spec.page_size_bytes / spec.block_size * scheduler.block_size
+    choosing.register_choice_cost(
+        ChoiceCost(
+            sparse_layers=sum(leader is not None for leader in leaders),
+            choosing_layers=len({leader for leader in leaders if leader is not None}),
+            block_bytes=block_bytes,
+            summary_bytes=share * block_bytes,
+            bandwidth=device_spec(device).bandwidth,
+            layer_seconds=CHOICES[device].layer_seconds,
+            step_seconds=CHOICES[device].step_seconds,
+        )
+    )

@@ -1,0 +1,42 @@
+"""Whether choosing blocks makes a step faster: the seconds that it costs and those that it saves, from sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.sparse.budget import Budget
+
+
+@dataclass(frozen=True)
+class ChoiceCost:
+    """Of one server: the same for all of its ranks, as the scheduler decides for them.
+
+    sparse_layers: layers that attend to chosen blocks. choosing_layers: those among them that choose.
+    block_bytes: keys and values of a block in one layer on one device. summary_bytes: its summary there.
+    bandwidth: bytes per second that attention, and scoring, read.
+    layer_seconds: fixed cost of a choice in a layer. step_seconds: of a step with choices, on the host.
+    """
+
+    sparse_layers: int
+    choosing_layers: int
+    block_bytes: float
+    summary_bytes: float
+    bandwidth: float
+    layer_seconds: float
+    step_seconds: float
+
+    def pays(self, budgets: Iterable[Budget]) -> bool:
+        """Whether a step in which these requests choose is faster than one in which they are dense.
+
+        A block that several requests share counts for each, although dense attention reads it once.
+        """
+        candidates = selected = 0
+        for budget in budgets:
+            candidates += budget.num_candidates
+            selected += budget.num_selected
+        saved = self.sparse_layers * (candidates - selected) * self.block_bytes
+        read = self.choosing_layers * candidates * self.summary_bytes
+        return (saved - read) / self.bandwidth > self.step_seconds + self.choosing_layers * self.layer_seconds

@@ -1,0 +1,117 @@
+"""Blocks of which several workers hold a part each: a part is a record of its own, and a block is there with all parts.
+
+The key of a block is that of all its parts. What a store is asked for is a digest of it and of the part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from vllm_gaudi_ucm.store.base import KvStore, StoreStats
+from vllm_gaudi_ucm.store.block_key import digest_of
+
+Part = tuple[int, int, int]
+"""(first, end, how many there are)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What a worker holds of every block; workers with equal shards hold the same.
+
+    kv_heads: of each model that has layers in the block. layers: of the model. tp_size, pp_size: of the engine.
+    block_bytes: of the part.
+    """
+
+    kv_heads: tuple[Part, ...]
+    layers: Part
+    tp_size: int
+    pp_size: int
+    block_bytes: int
+
+    @cached_property
+    def _digest(self) -> bytes:
+        return digest_of(["gaudi-ucm shard", asdict(self)])
+
+    def key(self, block: bytes) -> bytes:
+        """Of the record, 32 bytes. block: the block's own key."""
+        return hashlib.sha256(self._digest + block).digest()
+
+    def keys(self, blocks: Sequence[bytes]) -> list[bytes]:
+        """Of several records."""
+        return [self.key(block) for block in blocks]
+
+
+class ShardStore(KvStore):
+    """A store as one worker uses it: by the keys of blocks, of which it saves and loads its own part.
+
+    Args:
+        store: of the worker's parts; closed with this one.
+        shard: the worker's.
+    """
+
+    def __init__(self, store: KvStore, shard: Shard) -> None:
+        self._store = store
+        self._shard = shard
+        self.batch_bytes = store.batch_bytes
+        self.waits = store.waits
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._store.lookup(self._shard.keys(keys))
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        return self._store.load(self._shard.key(key), into)
+
+    def lend(self, keys: Sequence[bytes]) -> list[AbstractContextManager[memoryview] | None] | None:
+        return self._store.lend(self._shard.keys(keys))
+
+    def save(self, key: bytes, block: memoryview) -> bool:
+        return self._store.save(self._shard.key(key), block)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        return self._store.delete(self._shard.keys(keys))
+
+    def clear(self) -> int:
+        return self._store.clear()
+
+    def verify(self) -> tuple[int, int]:
+        return self._store.verify()
+
+    def stats(self) -> StoreStats:
+        return self._store.stats()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class ShardLookups:
+    """The stores as the scheduler uses them, which only asks: a block is there when every shard of it is.
+
+    Args:
+        stores: by the bytes of a part; closed with this object.
+        shards: of all workers.
+    """
+
+    def __init__(self, stores: Mapping[int, KvStore], shards: Sequence[Shard]) -> None:
+        self._stores = stores
+        self._shards = tuple(dict.fromkeys(shards))
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        """As `KvStore.lookup`; a block that one shard lacks is not asked for further."""
+        wanted = list(range(len(keys)))
+        for shard in self._shards:
+            found = self._stores[shard.block_bytes].lookup([shard.key(keys[index]) for index in wanted])
+            wanted = [index for index, is_there in zip(wanted, found, strict=True) if is_there]
+        there = set(wanted)
+        return [index in there for index in range(len(keys))]
+
+    def clear(self) -> int:
+        """As `KvStore.clear`, of all sizes; the number of parts."""
+        return sum(store.clear() for store in self._stores.values())
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()

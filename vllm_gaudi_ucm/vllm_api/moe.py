@@ -1,0 +1,189 @@
+"""Mixtures of experts: `vllm.model_executor.layers.fused_moe`.
+
+Extension point: a platform plugin replaces `UnquantizedFusedMoEMethod`, which computes routed experts, and `MoERunner`,
+which routes, by subclasses. `MoEActivation` names gates.
+Internal: `RoutedExperts`, which holds the weights; the routers, whose choices stay vLLM's; `ForwardContext.is_padding`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter, grouped_topk
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+__all__ = [
+    "DirectMoERunner",
+    "MoEActivation",
+    "MoERunner",
+    "RoutedExperts",
+    "UnquantizedFusedMoEMethod",
+    "padded_rows",
+    "router_without_kernels",
+]
+
+# vLLM's own kernels keep a sum of sigmoids from zero so
+_TINY = 1e-20
+
+Choice = tuple[torch.Tensor, torch.Tensor]
+"""Weights float32 [rows, chosen], and ids int32."""
+
+
+def padded_rows() -> torch.Tensor | None:
+    """bool [rows] of the step whose forward runs: what fills a bucket up; None where nothing says so.
+
+    Reason: `ForwardContext` is where vLLM's layers find what a step is.
+    Remove when: routed experts are told which rows are padding.
+    """
+    return get_forward_context().is_padding if is_forward_context_available() else None
+
+
+class DirectMoERunner(MoERunner):
+    """vLLM's mixture of experts, called directly.
+
+    Reason: `MoERunner.forward` calls itself through an opaque operator, by its layer's name: that has no lowering on
+    Gaudi, and a name that differs between layers compiles each of them anew. vLLM does without it on its own CPU
+    platform alone.
+    Remove when: `MoERunner` asks the platform whether it needs the operator.
+    """
+
+    def _select_forward(self) -> Callable[..., Any]:
+        return self._call_directly
+
+    def _encode_layer_name(self) -> str:
+        return ""
+
+    def _call_directly(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        shared_experts_input: torch.Tensor | None,
+        input_ids: torch.Tensor | None,
+        layer_name: str,
+        hidden_dim_unpadded: int,
+    ) -> Any:
+        return self._forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)
+
+
+def router_without_kernels(router: Any) -> Any:
+    """A router that chooses what `router` does, by torch's operators.
+
+    Reason: vLLM's routers call compiled operators (`topk_softmax`, `topk_sigmoid`), which its empty-device build lacks,
+    or torch.compile, which cannot stand inside of another compiled region. Its CPU platform has a router of torch's
+    operators, but not of all kinds, and no other platform gets it.
+    Remove when: vLLM's routers have a form without kernels.
+
+    Raises:
+        LookupError: another kind of router, or a score that has none; the message says which.
+    """
+    replaced = _ROUTERS.get(type(router))
+    if replaced is None:
+        raise LookupError(f"routing by {type(router).__name__}")
+    if replaced is _BiasedRouter and router.scoring_func not in _SCORES:
+        raise LookupError(f"routing by {router.scoring_func}")
+    router.__class__ = replaced
+    return router
+
+
+_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: functional.softmax(logits, -1),
+    "sigmoid": torch.sigmoid,
+}
+
+
+def _choose(
+    logits: torch.Tensor, chosen: int, score: str, renormalise: bool, bias: torch.Tensor | None = None
+) -> Choice:
+    """The best by score and bias, weighted by score alone."""
+    scores = _SCORES[score](logits.float())
+    if bias is None:
+        weights, ids = scores.topk(chosen, -1)
+    else:
+        ids = (scores + bias.float()).topk(chosen, -1).indices
+        weights = scores.gather(1, ids)
+    if renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return weights, ids.to(torch.int32)
+
+
+class _PlainRouter(FusedTopKRouter):
+    """The k best by softmax or sigmoid."""
+
+    def _compute_routing(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> Choice:
+        return _choose(router_logits, self.top_k, self.scoring_func, self.renormalize)
+
+
+class _BiasedRouter(FusedTopKBiasRouter):
+    """The k best by score and a bias that corrects the load."""
+
+    def _compute_routing(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> Choice:
+        bias = self.e_score_correction_bias
+        weights, ids = _choose(router_logits, self.top_k, self.scoring_func, self.renormalize, bias)
+        return weights * self.routed_scaling_factor, ids
+
+
+class _GroupedRouter(GroupedTopKRouter):
+    """The k best of the best groups, by vLLM's own function, which it compiles."""
+
+    def _compute_routing(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> Choice:
+        experts, bias = router_logits.shape[-1], self.e_score_correction_bias
+        if experts <= self.num_expert_group or experts % self.num_expert_group:
+            # as vLLM does; without a bias it scores by softmax, and does not scale
+            score = "softmax" if bias is None else self.scoring_func
+            weights, ids = _choose(router_logits, self.top_k, score, self.renormalize, bias)
+            return weights if bias is None else weights * self.routed_scaling_factor, ids
+        return _grouped_topk(
+            hidden_states=hidden_states,
+            gating_output=router_logits,
+            topk=self.top_k,
+            renormalize=self.renormalize,
+            num_expert_group=self.num_expert_group,
+            topk_group=self.topk_group,
+            scoring_func=self.scoring_func,
+            routed_scaling_factor=self.routed_scaling_factor,
+            e_score_correction_bias=bias,
+        )
+
+
+# the function that torch.compile wraps
+_grouped_topk: Callable[..., Choice] = inspect.unwrap(grouped_topk)
+
+_ROUTERS: dict[type[Any], type[Any]] = {
+    FusedTopKRouter: _PlainRouter,
+    FusedTopKBiasRouter: _BiasedRouter,
+    GroupedTopKRouter: _GroupedRouter,
+    # the model's own function, of torch's operators
+    CustomRoutingRouter: CustomRoutingRouter,
+}
