@@ -129,7 +129,11 @@ def forget_names(model: nn.Module) -> None:
 
 
 def tokens_chosen(model_config: "ModelConfig") -> int | None:
-    """How many tokens each row of the model chooses by itself (DSA); None for every other family."""
+    """How many tokens each row of the model chooses by itself (DSA); None for every other family.
+
+    Reason: only the configurations of those families have `index_topk`, and vLLM has no property that says it.
+    Remove when: `ModelConfig` has one.
+    """
     try:
         return cast("int", model_config.hf_text_config.index_topk)
     except AttributeError:

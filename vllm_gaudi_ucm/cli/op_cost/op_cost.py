@@ -179,6 +179,7 @@ def _of_buckets(args: argparse.Namespace) -> OpCostReport:
         "skeleton": SERVER.skeleton,
         "step_memory": SERVER.step_memory,
         "sparse": None,
+        "num_speculative_tokens": 0,
         "partial_loads": False,
         "count_nodes": False,
     }
