@@ -21,6 +21,7 @@ from benchmarks.known_drafts import LOAD_FORMAT
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from benchmarks.sparse_engine import SHAPES, medians, random_model, side, size
+from vllm_gaudi_ucm.cli.output import task_progress
 
 DENSE, GSA, KVSTAR, VERIFY, UNLOCKED = "dense", "GSA", "KVStar", "KVStar, drafts", "GSA, drafts"
 STEP_GOAL, TOKENS_GOAL = 1.2, 1.5
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         sides = engines(random_model(Path(name), options), options)
         try:
-            device = {name: one.start()[1]["device"] for name, one in sides.items()}[DENSE]
+            device = start(sides)
             print(f"{device}, {describe_machine()}; {options.shape}, {options.layers or 'all'} layers", flush=True)
             rows = [measure(sides, *of, options) for of in options.sizes]
         except SideFailed as error:
@@ -87,14 +88,26 @@ def engines(model: Path, options: argparse.Namespace) -> dict[str, EngineSide]:
     return {name: side(name, ucm, model, options, drafts, LOAD_FORMAT) for name, (ucm, drafts) in asked.items()}
 
 
+def start(sides: dict[str, EngineSide]) -> str:
+    """Starts the engines one after the other; the device on which they run."""
+    device = ""
+    with task_progress("starting engines") as progress:
+        for index, one in enumerate(sides.values()):
+            device = one.start()[1]["device"]
+            progress((index + 1) / len(sides))
+    return device
+
+
 def measure(sides: dict[str, EngineSide], requests: int, context: int, options: argparse.Namespace) -> dict[str, Any]:
     """A table of one size: medians of the repeats, in turn."""
     order = {"requests": requests, "context": context, "steps": options.steps, "kernels": options.kernels}
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    for _ in range(options.repeats):
-        for name, one in sides.items():
+    turns = [name for _ in range(options.repeats) for name in sides]
+    with task_progress(f"{requests} x {context}") as progress:
+        for index, name in enumerate(turns):
             drafts = {"drafts": options.drafts, "acceptance": options.acceptance} if "drafts" in name else {}
-            answers[name].append(one.ask({**order, **drafts}))
+            answers[name].append(sides[name].ask({**order, **drafts}))
+            progress((index + 1) / len(turns))
     found = {name: medians(given) for name, given in answers.items()}
     row = {"requests": requests, "context": context, "engines": found, "answers": answers}
     show(row, options)

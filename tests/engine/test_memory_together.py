@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, answer_of, assert_same, greedy_params
-from tests.engine.test_swap import Poisoned
+from tests.engine.test_swap import ROOMY, Poisoned
 from tests.engine.tiny_models import VOCAB
 from vllm_gaudi_ucm.memory.free_runs import FreeRuns
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
@@ -23,7 +23,7 @@ RNG = random.Random(21)
 BLOCK = 16
 SWAPPED: dict[str, Any] = {
     "scheduler": {"admission": "predicted", "preemption_rate": 1.0, "least_output": 0},
-    "preemption": {"mode": "swap"},
+    "preemption": {"mode": "swap", "host_memory": ROOMY},
 }
 ALL: dict[str, Any] = {**SWAPPED, "kv_cache": {"partial_hits": True, "compaction": True}}
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 40, "max_num_seqs": 8}

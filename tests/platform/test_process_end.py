@@ -8,6 +8,8 @@ import inspect
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +138,35 @@ def test_vllm_gets_its_handler_back() -> None:
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_an_engine_that_waits_hears_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that another thread takes does not end a wait of the main thread, as one right before it. covers: F12"""
+    before = signal.getsignal(signal.SIGTERM)
+    woken, waiting = threading.Event(), threading.Lock()
+    waiting.acquire()
+
+    def take() -> None:
+        # once the main thread waits
+        time.sleep(0.3)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore_DP0")
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: (woken.set(), waiting.release()))
+        engine_process.wake_at_sigterm()
+        engine_process.wake_at_sigterm()
+        other = threading.Thread(target=take)
+        other.start()
+        begin = time.monotonic()
+        assert waiting.acquire(timeout=20)
+        assert time.monotonic() - begin < 10
+        assert woken.is_set()
+        other.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGURG, signal.SIG_DFL)
+        os.close(signal.set_wakeup_fd(-1))
 
 
 def test_vllm_has_the_handlers_that_ours_stand_in_for() -> None:

@@ -49,6 +49,7 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
     give_engine_time_to_stop,
     is_engine_process,
     leave_engines_heap_to_the_system,
+    wake_at_sigterm,
     watch_parent,
 )
 from vllm_gaudi_ucm.vllm_api.kv_cache import keep_tile_of_slots
@@ -110,6 +111,7 @@ class UcmPlatform(Platform):
             # where a worker has a process of its own, the engine's configuration is not the one it sets
             abort_at_shutdown(vllm_config)
             leave_engines_heap_to_the_system()
+            wake_at_sigterm()
         else:
             # an engine of several is configured as the only one
             announce_local_engines(vllm_config.parallel_config.data_parallel_size_local)
