@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,7 @@ from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFuncti
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
+from vllm_gaudi_ucm.ops.side_by_side import compiled_side_by_side, has_kernels
 from vllm_gaudi_ucm.ops.unified_attention.api import plan_of
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ def is_remainder(plan: UnifiedPlan, most_rows: int) -> bool:
 
 # Logits of more rows at once would take more memory than one product with the output head saves time.
 MOST_VERIFIED = 512
+# Shapes of a kind, one after the other, that launch nothing new: the rest of their kind is taken to launch nothing new.
+WITHOUT_NEWS = 3
 
 
 class BucketedExecution:
@@ -229,6 +233,27 @@ class BucketedExecution:
         self._ordinary.warm(shape)
         self._shape = StepShape(shape.step(0), shape.step(0))
 
+    def compile_kernels(self, shapes: Sequence[ForwardShape]) -> None:
+        """Compiles what buckets of these shapes launch side by side, where a device has such kernels.
+
+        They are found by computing over pads, which reads and writes the dummy block only. A stage of a pipeline does
+        nothing: it would wait for others.
+        """
+        if self._handover is not None or not has_kernels(self._hidden.device):
+            return
+        inputs = self._ordinary.inputs
+        with compiled_side_by_side() as found:
+            ordered = sorted(shapes, key=_kind_first, reverse=True)
+            for _, kind in groupby(ordered, key=lambda shape: _kind_first(shape)[:2]):
+                without_news = 0
+                for shape in kind:
+                    known = len(found)
+                    one = shape if self._selects else shape.with_selected(0)
+                    self._compute(inputs.split(inputs.fill_pads(one), one))
+                    without_news = without_news + 1 if len(found) == known else 0
+                    if without_news == WITHOUT_NEWS:
+                        break
+
     def warm_remainder(self, shape: ForwardShape) -> None:
         """Captures and executes the graph of one of `remainders`."""
         assert self._remainders is not None, "no graphs for prompt remainders where no prompt is loaded in part"
@@ -323,6 +348,11 @@ class BucketedExecution:
         if plan.unique is None:
             return 0
         return int(plan.unique.blocks.max()) + 1 if self._contiguous else len(plan.unique.blocks)
+
+
+def _kind_first(shape: ForwardShape) -> tuple[str, bool, tuple[int, ...]]:
+    """Phase, and whether blocks are chosen: the kind of a shape; then its sizes."""
+    return shape.phase, shape.selected_blocks > 0, shape.sizes
 
 
 def _likeliest_room(limits: Limits, rows_each: int) -> int:

@@ -138,6 +138,7 @@ def _measure(
         for model in filter(None, (decoder, draft_model))
     ]
     buffers = max(0, free - device.memory().free) + _sampling_bytes(executions[0], vllm_config)
+    executions[0].compile_kernels(ready.buckets.forward)
     measured = [_bytes_of(run, device) for run in _runs(executions, ready)]
     bind_kv_caches(vllm_config, no_kv_cache(specs, tensors_on))
     del executions, sparse
