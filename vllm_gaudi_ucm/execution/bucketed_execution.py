@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,8 +60,6 @@ def is_remainder(plan: UnifiedPlan, most_rows: int) -> bool:
 
 # Logits of more rows at once would take more memory than one product with the output head saves time.
 MOST_VERIFIED = 512
-# Shapes of a kind, one after the other, that launch nothing new: the rest of their kind is taken to launch nothing new.
-WITHOUT_NEWS = 3
 
 
 class BucketedExecution:
@@ -236,23 +233,15 @@ class BucketedExecution:
     def compile_kernels(self, shapes: Sequence[ForwardShape]) -> None:
         """Compiles what buckets of these shapes launch side by side, where a device has such kernels.
 
-        They are found by computing over pads, which reads and writes the dummy block only. A stage of a pipeline does
-        nothing: it would wait for others.
+        They are found by computing over pads; nothing that is computed may be read, and nothing is kept. A stage of a
+        pipeline does nothing: it would wait for others.
         """
         if self._handover is not None or not has_kernels(self._hidden.device):
             return
         inputs = self._ordinary.inputs
-        with compiled_side_by_side() as found:
-            ordered = sorted(shapes, key=_kind_first, reverse=True)
-            for _, kind in groupby(ordered, key=lambda shape: _kind_first(shape)[:2]):
-                without_news = 0
-                for shape in kind:
-                    known = len(found)
-                    one = shape if self._selects else shape.with_selected(0)
-                    self._compute(inputs.split(inputs.fill_pads(one), one))
-                    without_news = without_news + 1 if len(found) == known else 0
-                    if without_news == WITHOUT_NEWS:
-                        break
+        with compiled_side_by_side():
+            for shape in shapes:
+                self._compute(inputs.split(inputs.fill_pads(shape), shape))
 
     def warm_remainder(self, shape: ForwardShape) -> None:
         """Captures and executes the graph of one of `remainders`."""
@@ -348,11 +337,6 @@ class BucketedExecution:
         if plan.unique is None:
             return 0
         return int(plan.unique.blocks.max()) + 1 if self._contiguous else len(plan.unique.blocks)
-
-
-def _kind_first(shape: ForwardShape) -> tuple[str, bool, tuple[int, ...]]:
-    """Phase, and whether blocks are chosen: the kind of a shape; then its sizes."""
-    return shape.phase, shape.selected_blocks > 0, shape.sizes
 
 
 def _likeliest_room(limits: Limits, rows_each: int) -> int:

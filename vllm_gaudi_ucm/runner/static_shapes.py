@@ -159,11 +159,8 @@ class StaticShapes:
         buckets = self.execution.ready.buckets
         skeleton = choose_skeleton(buckets, self._usage, self._config.skeleton)
         with self._report.bar():
-            first = [key for key in skeleton.keys if isinstance(key, ForwardShape)]
-            self._warm(lambda: self.execution.compile_kernels(first))
             self._compile_first(lambda compiles_only: self._warm_up.run_skeleton(skeleton, compiles_only))
             if self._config.warm_up == "full":
-                self._warm(lambda: self.execution.compile_kernels(buckets.forward))
                 self._compile_first(self._warm_up.run_all)
         self.stages.seal()
         self._metrics.waits(self._idle.waits, self._idle.waited_seconds)
