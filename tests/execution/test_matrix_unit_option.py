@@ -38,6 +38,7 @@ def test_the_option_has_its_effect(wanted: bool, monkeypatch: pytest.MonkeyPatch
     runner._device = SimpleNamespace(kind="cpu")  # type: ignore[assignment]
     runner.kind = "off"
     runner._stage = None
+    runner._lockstep = None
     runner._tensors_on = torch.device("cpu")
     with matrix_unit.using(not wanted):
         runner.load_model()

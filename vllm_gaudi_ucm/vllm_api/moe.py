@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +64,10 @@ class DirectMoERunner(MoERunner):
 
     def _encode_layer_name(self) -> str:
         return ""
+
+    def _sequence_parallel_context(self) -> AbstractContextManager[None]:
+        """vLLM's counts the rows of all engines, on the host; ours have as many each."""
+        return nullcontext()
 
     def _call_directly(
         self,
