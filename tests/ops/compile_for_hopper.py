@@ -26,7 +26,7 @@ from vllm_gaudi_ucm.ops.kv_cache.api import E4M3
 from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, narrow_rows
 from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
 from vllm_gaudi_ucm.ops.rotary.cuda import cuda_rotate
 from vllm_gaudi_ucm.ops.row_noise.cuda import cuda_noise
@@ -134,6 +134,7 @@ def quantised(dtype: torch.dtype) -> None:
             setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
         for rows in (1, 200) if dtype.itemsize < 4 else (1,):
             product.multiply(torch.empty(rows, 256, dtype=dtype), layer, None)
+    narrow_rows(torch.empty(3, 300, dtype=dtype))
 
 
 def select(dtype: torch.dtype) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from tests.ops.oracle import CUDA_RUNS
 from tests.ops.quantised import exact, random_weight
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8
+from vllm_gaudi_ucm.ops.quantised_linear.impl import cuda
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8, Tiles, narrow_rows
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
@@ -47,9 +48,10 @@ def layer_of(product: CudaCodes | CudaFp8, weight: QuantisedWeight) -> nn.Module
 
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 19])
-def test_cuda_codes(name: str, dtype: torch.dtype, rows: int) -> None:
-    """Codes are exact in the dtype of rows, so sums in float32 and one rounding are all.
+@pytest.mark.parametrize(("rows", "splits"), [(1, 1), (19, 1), (19, 3)])
+def test_cuda_codes(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, rows: int, splits: int) -> None:
+    """Also where parts of the inputs are summed up by themselves, some of which may be empty. Codes are exact in the
+    dtype of rows, so sums in float32 and one rounding are all.
 
     Rows lie within a larger tensor of NaN. Triton's interpreter cuts bf16 off where a GPU rounds.
     """
@@ -61,6 +63,7 @@ def test_cuda_codes(name: str, dtype: torch.dtype, rows: int) -> None:
     if name.startswith("4 bits"):
         assert isinstance(layer.weight, Tensor)
         assert layer.weight.nbytes == weight.codes.numel() // 2
+    monkeypatch.setattr(cuda, "tiles_of", lambda *_: Tiles(32, 32, splits))
     whole = torch.full((rows, weight.inputs + 8), torch.nan, dtype=dtype, device=DEVICE)
     x = whole[:, : weight.inputs]
     x.copy_(torch.randn(rows, weight.inputs))
@@ -81,6 +84,23 @@ def test_cuda_rows_of_more_dimensions_and_none() -> None:
     x = torch.randn(2, 3, 64, device=DEVICE)
     assert torch.equal(product.multiply(x, layer, None).flatten(0, 1), product.multiply(x.flatten(0, 1), layer, None))
     assert product.multiply(x[:0], layer, None).shape == (0, 3, 33)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cuda_narrow_rows(dtype: torch.dtype) -> None:
+    """Numbers of e4m3 stay what they are, whatever their row's scale; zeros stay zeros; what is not finite spoils its
+    own row. Triton's interpreter rounds other numbers, and NaN, unlike a GPU."""
+    numbers = (torch.randn(6, 100) * 60).clamp(-448, 448).to(E4M3).to(dtype).to(DEVICE)
+    numbers[:, 5], numbers[2] = 448, 0
+    rows = (numbers * 2.0 ** torch.arange(-9, 3, 2, device=DEVICE).unsqueeze(1).to(dtype))[:, :90]
+    rows[3, 7] = torch.nan
+    narrow, scales = narrow_rows(rows)
+    assert narrow.is_contiguous()
+    sound = [0, 1, 2, 4, 5]
+    assert torch.equal(narrow.to(dtype)[sound], numbers[sound, :90])
+    torch.testing.assert_close(scales[sound] * 448, rows.float().amax(1, keepdim=True)[sound].clamp_min(448e-12))
+    assert not GPU or bool(narrow.float()[3].isnan().any())
+    assert narrow_rows(rows[:0])[0].shape == (0, 90)
 
 
 def test_cuda_choice() -> None:

@@ -6,7 +6,7 @@ scaled product rounds rows to e4m3, as vLLM's layers do there.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from vllm_gaudi_ucm.ops.registry import why_not_triton
 WITH_E4M3 = (8, 9)
 # Inputs that a program multiplies at a time.
 MOST_INPUTS, FEWEST_INPUTS = 128, 32
+# Elements of a program that adds parts up.
+ADDED = 1024
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
 
@@ -44,9 +46,7 @@ class CudaFp8:
         return {"weight": weight.codes.contiguous(), "weight_scale": weight.scales.reshape(1, -1).contiguous()}
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        scale = (rows.abs().amax(1, keepdim=True).float() / LARGEST).clamp_min(SMALLEST_SCALE)
-        narrow = (rows.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        narrow, scale = narrow_rows(x.reshape(-1, x.shape[-1]))
         weight, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale)
         found = torch._scaled_mm(narrow, weight.t(), scale_a=scale, scale_b=scales, bias=bias, out_dtype=x.dtype)
         return found.reshape(*x.shape[:-1], found.shape[-1])
@@ -80,7 +80,7 @@ class CudaCodes:
         return found
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
-        from vllm_gaudi_ucm.ops.quantised_linear.impl.triton.rows import multiply_codes
+        from vllm_gaudi_ucm.ops.quantised_linear.impl.triton.rows import add_parts, multiply_codes
 
         rows = x.reshape(-1, x.shape[-1])
         if rows.stride(1) != 1:
@@ -88,21 +88,22 @@ class CudaCodes:
         codes, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale)
         outputs = codes.shape[0]
         out = x.new_empty(rows.shape[0], outputs)
-        tile = next(size for size in (16, 32, 64, 128) if size >= min(rows.shape[0], 128))
-        columns = 32 if tile == 16 else 64 if tile < 128 else 128
-        grid = (-(-rows.shape[0] // tile), -(-outputs // columns))
+        tiles = tiles_of(rows.shape[0], outputs, rows.shape[1] // self._group)
+        whole = tiles.splits == 1
+        # sums of parts of the inputs
+        to = out if whole else x.new_empty(tiles.splits, *out.shape, dtype=torch.float32)
         if rows.shape[0]:
-            multiply_codes[grid](
+            multiply_codes[tiles.grid(rows.shape[0], outputs)](
                 rows,
                 codes,
                 scales,
                 layer.weight_zeros if self._has_zeros else scales,
                 scales if bias is None else bias,
-                out,
+                to,
                 rows.shape[0],
                 outputs,
                 rows.stride(0),
-                out.stride(0),
+                outputs,
                 INPUTS=rows.shape[1],
                 GROUP=self._group,
                 SCALE_ROWS=self._block[0],
@@ -110,12 +111,70 @@ class CudaCodes:
                 SCALES=scales.shape[1],
                 PACKED=self._packed,
                 HAS_ZEROS=self._has_zeros,
-                HAS_BIAS=bias is not None,
+                HAS_BIAS=bias is not None and whole,
                 COMPUTE=_compute_type(x.dtype),
-                ROWS=tile,
-                OUTPUTS=columns,
+                ROWS=tiles.rows,
+                OUTPUTS=tiles.outputs,
+                SPLITS=tiles.splits,
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
             )
+            if not whole:
+                add_parts[(-(-out.numel() // ADDED),)](
+                    to,
+                    scales if bias is None else bias,
+                    out,
+                    out.numel(),
+                    outputs,
+                    SPLITS=tiles.splits,
+                    HAS_BIAS=bias is not None,
+                    ELEMENTS=ADDED,
+                )
         return out.reshape(*x.shape[:-1], outputs)
+
+
+class Tiles(NamedTuple):
+    """Of the kernel: rows and outputs of a program, parts that the inputs are split into, and Triton's own options."""
+
+    rows: int
+    outputs: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+
+    def grid(self, rows: int, outputs: int) -> tuple[int, int, int]:
+        return -(-rows // self.rows), -(-outputs // self.outputs), self.splits
+
+
+def tiles_of(rows: int, outputs: int, groups: int) -> Tiles:
+    """Of products of so many rows; groups: of inputs."""
+    tile = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
+    return Tiles(tile, 32 if tile == 16 else 64 if tile < 128 else 128)
+
+
+def narrow_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 [rows, inputs], and float32 [rows, 1], the scale of each row."""
+    narrow = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
+    scales = torch.empty(len(rows), 1, dtype=torch.float32, device=rows.device)
+    if why_not_triton(rows.device.type) is not None or rows.stride(1) != 1:
+        scales = (rows.abs().amax(1, keepdim=True).float() / LARGEST).clamp_min(SMALLEST_SCALE)
+        return (rows.float() / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales
+    if len(rows):
+        from vllm_gaudi_ucm.ops.quantised_linear.impl.triton import rows as kernels
+
+        inputs = rows.shape[1]
+        kernels.narrow_rows[(len(rows),)](
+            rows,
+            narrow,
+            scales,
+            inputs,
+            rows.stride(0),
+            LARGEST=LARGEST,
+            SMALLEST=SMALLEST_SCALE,
+            INPUTS=1 << (inputs - 1).bit_length(),
+            num_warps=8,
+        )
+    return narrow, scales
 
 
 def _compute_type(dtype: torch.dtype) -> Any:
