@@ -89,8 +89,8 @@ def measure(options: argparse.Namespace) -> tuple[list[StepTime], dict[str, Any]
     """A row for each kind of step and of engine; and facts about the engines."""
     model = ModelSpec.from_hf_config(config_of(options.shape))
     rows, facts = [], {}
-    kinds = [(FUSED, False)]
-    if options.asynchronous:
+    kinds = [] if options.only_asynchronous else [(FUSED, False)]
+    if options.asynchronous or options.only_asynchronous:
         kinds.append((FUSED, True))
     if options.without_fused_layers:
         kinds.append((TORCH, False))
@@ -220,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--asynchronous", action="store_true", help="measure an engine that queues the next step ahead beside them"
     )
+    parser.add_argument("--only-asynchronous", action="store_true", help="measure that engine alone")
     parser.add_argument(
         "--kernels", action="store_true", help="list the kernels of each kind of step with fused layers"
     )

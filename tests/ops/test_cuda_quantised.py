@@ -13,8 +13,8 @@ from tests.ops.oracle import CUDA_RUNS
 from tests.ops.quantised import exact, random_weight
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
 from vllm_gaudi_ucm.ops.quantised_linear.impl import cuda
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8, Tiles, narrow_rows
-from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8, Tiles, narrow_rows, tiles_of
+from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, dequantise
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
 GPU = torch.cuda.is_available()
@@ -75,6 +75,32 @@ def test_cuda_codes(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dty
     oracle = x.cpu().double() @ exact(weight).T + bias.double()
     budget = terms * weight.inputs * torch.finfo(torch.float32).eps + oracle.abs() * torch.finfo(dtype).eps
     assert bool(((found.double() - oracle).abs() <= budget).all())
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_cuda_many_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The weight is written out as for a device without a product of its own, element by element."""
+    monkeypatch.setattr(cuda, "MANY_ROWS", 3)
+    here = on_device(WEIGHTS[name])
+    product = CudaCodes(here)
+    layer = layer_of(product, here)
+    written = product._written_out(layer, torch.float32)
+    assert torch.equal(written, dequantise(here, torch.float32))
+    x = torch.randn(2, 3, here.inputs, device=DEVICE).to(torch.bfloat16)
+    bias = torch.randn(here.outputs, device=DEVICE).to(torch.bfloat16)
+    found = product.multiply(x, layer, bias)
+    oracle = x.cpu().double() @ exact(WEIGHTS[name]).T + bias.cpu().double()
+    torch.testing.assert_close(found.cpu().double(), oracle, rtol=0.02, atol=0.02 * float(oracle.abs().amax()))
+
+
+def test_cuda_tiles() -> None:
+    """Layers of few outputs are split by inputs, so that there are programs for the whole device."""
+    assert tiles_of(1, 14336, 32) == Tiles(16, 128, 8, 4, 3)
+    assert tiles_of(16, 4096, 112).splits == 8
+    assert tiles_of(64, 14336, 32) == Tiles(64, 64, 1, 4, 3)
+    assert tiles_of(64, 4096, 112) == Tiles(64, 64, 4, 4, 4)
+    assert tiles_of(200, 4096, 112) == Tiles(128, 128, 1, 8, 3)
+    assert tiles_of(1, 64, 1).splits == 1
 
 
 def test_cuda_rows_of_more_dimensions_and_none() -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, pack_experts, prepare_experts
+from vllm_gaudi_ucm.ops.moe.choice import SCORES, choose_experts
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm.ops.packed_linear.api import can_pack
@@ -75,7 +76,7 @@ class ServedMoeRunner(DirectMoERunner):
 
     def __init__(self, layer_name: str, moe_config: Any, router: Any, *arguments: Any, **named: Any) -> None:
         try:
-            router = router_without_kernels(router)
+            router = router_without_kernels(router, choose_experts, SCORES)
         except LookupError as error:
             raise UnsupportedFeatureError(str(error), f"the model's layer {layer_name}") from error
         super().__init__(layer_name, moe_config, router, *arguments, **named)

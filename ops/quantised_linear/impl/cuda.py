@@ -1,7 +1,8 @@
 """Products on CUDA: 8-bit floats with a scale per output by torch's scaled product, the rest by one Triton kernel.
 
-The kernel reads codes as they lie, 4 or 8 bits each, and rows in the model's dtype: rows are not rounded. torch's
-scaled product rounds rows to e4m3, as vLLM's layers do there.
+The kernel reads codes as they lie, 4 or 8 bits each, and rows in the model's dtype: rows are not rounded. For many rows
+of half precision another one writes the weight out, and torch multiplies: a layer's plain weight is there as long as
+its product takes. torch's scaled product rounds rows to e4m3, as vLLM's layers do there.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from vllm_gaudi_ucm.ops.registry import why_not_triton
 WITH_E4M3 = (8, 9)
 # Inputs that a program multiplies at a time.
 MOST_INPUTS, FEWEST_INPUTS = 128, 32
-# Elements of a program that adds parts up.
-ADDED = 1024
+# Elements of a program that adds parts up, and outputs of one that writes a weight out.
+ADDED, WRITTEN = 1024, 16
+# Rows that a written-out weight pays for: on an H200 the kernel takes as long as writing out and torch's product.
+MANY_ROWS = 256
+# Programs that keep the device busy, by their rows.
+PROGRAMS = {16: 896, 32: 200, 64: 200}
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
 
@@ -80,13 +85,19 @@ class CudaCodes:
         return found
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
+        import triton.language as tl
+
         from vllm_gaudi_ucm.ops.quantised_linear.impl.triton.rows import add_parts, multiply_codes
 
+        compute = _compute_type(x.dtype)
         rows = x.reshape(-1, x.shape[-1])
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         codes, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale)
         outputs = codes.shape[0]
+        if len(rows) >= MANY_ROWS and x.dtype.itemsize < 4:
+            found = nn.functional.linear(rows, self._written_out(layer, x.dtype), bias)
+            return found.reshape(*x.shape[:-1], outputs)
         out = x.new_empty(rows.shape[0], outputs)
         tiles = tiles_of(rows.shape[0], outputs, rows.shape[1] // self._group)
         whole = tiles.splits == 1
@@ -112,7 +123,8 @@ class CudaCodes:
                 PACKED=self._packed,
                 HAS_ZEROS=self._has_zeros,
                 HAS_BIAS=bias is not None and whole,
-                COMPUTE=_compute_type(x.dtype),
+                OFFSET=self._packed and compute == tl.bfloat16,
+                COMPUTE=compute,
                 ROWS=tiles.rows,
                 OUTPUTS=tiles.outputs,
                 SPLITS=tiles.splits,
@@ -132,6 +144,26 @@ class CudaCodes:
                 )
         return out.reshape(*x.shape[:-1], outputs)
 
+    def _written_out(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
+        """The plain weight, for as long as the product takes."""
+        from vllm_gaudi_ucm.ops.quantised_linear.impl.triton.rows import write_out
+
+        codes, scales, group = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale), self._group
+        assert group is not None
+        outputs, inputs = codes.shape[0], codes.shape[1] * (2 if self._packed else 1)
+        out = torch.empty(outputs, inputs, dtype=dtype, device=codes.device)
+        write_out[(-(-outputs // WRITTEN), inputs // group)](
+            *(codes, scales, layer.weight_zeros if self._has_zeros else scales, out, outputs, inputs),
+            GROUP=group,
+            SCALE_ROWS=self._block[0],
+            SCALE_COLUMNS=self._block[1],
+            SCALES=scales.shape[1],
+            PACKED=self._packed,
+            HAS_ZEROS=self._has_zeros,
+            OUTPUTS=WRITTEN,
+        )
+        return out
+
 
 class Tiles(NamedTuple):
     """Of the kernel: rows and outputs of a program, parts that the inputs are split into, and Triton's own options."""
@@ -149,7 +181,15 @@ class Tiles(NamedTuple):
 def tiles_of(rows: int, outputs: int, groups: int) -> Tiles:
     """Of products of so many rows; groups: of inputs."""
     tile = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
-    return Tiles(tile, 32 if tile == 16 else 64 if tile < 128 else 128)
+    if tile == 128:
+        return Tiles(128, 128, warps=8)
+    columns = 128 if tile == 16 else 64
+    programs, most = -(-outputs // columns), 8 if tile == 16 else 4
+    splits = 1
+    # each keeps some groups
+    while splits < most and programs * splits < PROGRAMS[tile] and groups >= 8 * splits:
+        splits *= 2
+    return Tiles(tile, columns, splits, stages=3 if splits == 1 or tile == 16 else 4)
 
 
 def narrow_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
