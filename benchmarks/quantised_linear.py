@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from vllm_gaudi_ucm.graphs.cost.specs import device_spec
 from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target, choose_product, dequantise
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8, narrow_rows
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import FEW_ROWS, CudaCodes, CudaFp8, narrow_rows
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 
 E4M3 = torch.float8_e4m3fn
@@ -105,13 +105,14 @@ def sides(kind: str, weights: Sequence[QuantisedWeight], x: Tensor) -> Iterator[
     """(name, whether rows are narrowed, a call for each layer)."""
     device = x.device.type
     products = [choose_product(weight, Target(device, x.dtype)) for weight in weights]
-    narrows = isinstance(products[0], CudaFp8)
+    is_scaled = isinstance(products[0], CudaFp8)
+    narrows = is_scaled and len(x) > FEW_ROWS
     if products[0] is not None:
         name = "ours, scaled product" if narrows else "ours, codes"
         yield name, narrows, [by_product(p, w) for p, w in zip(products, weights, strict=True) if p is not None]
-    if narrows and all(map(CudaCodes.covers, weights)):
+    if narrows and all(CudaCodes.covers(weight) for weight in weights):
         yield "ours, codes", False, [by_product(CudaCodes(weight), weight) for weight in weights]
-    if narrows:
+    if is_scaled:
         yield "torch, scaled product alone", True, [by_scaled_product(weight, x) for weight in weights]
     yield f"torch, written out in {x.dtype}", False, [by_written_out(weight, x.dtype) for weight in weights]
 

@@ -93,6 +93,16 @@ def test_cuda_many_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     torch.testing.assert_close(found.cpu().double(), oracle, rtol=0.02, atol=0.02 * float(oracle.abs().amax()))
 
 
+def test_cuda_few_rows_of_a_scaled_product() -> None:
+    """They are not rounded."""
+    weight = random_weight(32, 64, (1, 64), E4M3)
+    product = CudaFp8(on_device(weight))
+    layer = layer_of(product, on_device(weight))
+    x = torch.randn(5, 64, dtype=torch.float32, device=DEVICE)
+    oracle = x.cpu().double() @ exact(weight).T
+    torch.testing.assert_close(product.multiply(x, layer, None).cpu().double(), oracle, rtol=1e-5, atol=1e-4)
+
+
 def test_cuda_tiles() -> None:
     """Layers of few outputs are split by inputs, so that there are programs for the whole device."""
     assert tiles_of(1, 14336, 32) == Tiles(16, 128, 8, 4, 3)

@@ -24,7 +24,6 @@ def multiply_codes(
     PACKED: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
     COMPUTE: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -35,8 +34,6 @@ def multiply_codes(
     codes: [outputs, INPUTS], or PACKED: bytes [outputs, INPUTS / 2], of which byte j of a group has codes j (low) and
     j + GROUP / 2. GROUP: inputs that are multiplied at a time, all of one scale. scales, zeros: float32 rows of SCALES;
     SCALE_ROWS outputs and SCALE_COLUMNS inputs share one. COMPUTE: dtype of products, which codes are exact in.
-    OFFSET: codes of 4 bits are multiplied as 128 and so much more, as which bits of bfloat16 say them without a
-    conversion; 128 times the row's sum is taken away again, and so are zeros.
     out: [rows, outputs], or float32 [SPLITS, rows, outputs], which `add_parts` adds up.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -60,14 +57,7 @@ def multiply_codes(
         part = tl.load(x_place + group * GROUP, mask=is_row, other=0.0).to(COMPUTE)
         if HAS_ZEROS:
             zero = tl.load(zeros + scale_place + group * GROUP // SCALE_COLUMNS, mask=is_output, other=0.0)
-        if OFFSET:
-            later = tl.load(x_place + group * GROUP + SPAN, mask=is_row, other=0.0).to(COMPUTE)
-            bits = code.to(tl.int16)
-            found = tl.dot(part, ((bits & 15) | 0x4300).to(tl.bfloat16, bitcast=True))
-            found = tl.dot(later, ((bits >> 4) | 0x4300).to(tl.bfloat16, bitcast=True), found)
-            away = zero + 128.0 if HAS_ZEROS else tl.full((OUTPUTS,), 128.0, tl.float32)
-            found -= tl.sum(part.to(tl.float32) + later.to(tl.float32), 1)[:, None] * away[None, :]
-        elif PACKED:
+        if PACKED:
             low, high = (code & 15).to(tl.float32), (code >> 4).to(tl.float32)
             if HAS_ZEROS:
                 low, high = low - zero[None, :], high - zero[None, :]
