@@ -24,9 +24,10 @@ from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
 from vllm_gaudi_ucm.ops.kv_cache.api import E4M3
 from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
+from vllm_gaudi_ucm.ops.moe.choice import _by_kernel
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, narrow_rows
 from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
 from vllm_gaudi_ucm.ops.rotary.cuda import cuda_rotate
 from vllm_gaudi_ucm.ops.row_noise.cuda import cuda_noise
@@ -132,8 +133,9 @@ def quantised(dtype: torch.dtype) -> None:
         product, layer = CudaCodes(weight), nn.Module()
         for name, tensor in product.pack(weight).items():
             setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
-        for rows in (1, 200) if dtype.itemsize < 4 else (1,):
+        for rows in (1, 40, 200, 300) if dtype.itemsize < 4 else (1,):
             product.multiply(torch.empty(rows, 256, dtype=dtype), layer, None)
+    narrow_rows(torch.empty(3, 300, dtype=dtype))
 
 
 def select(dtype: torch.dtype) -> None:
@@ -161,6 +163,13 @@ def experts(dtype: torch.dtype) -> None:
         x, ids = torch.empty(rows, 2048, dtype=dtype), torch.zeros(rows, 2, dtype=torch.int64)
         spec, added = (gpt_oss, biases) if rows == 64 else (MoeSpec(), ())
         MOE.make("cuda").compute(x, ids, torch.ones(rows, 2), ExpertWeights(w13, w2, *added), spec)
+
+
+def choices(dtype: torch.dtype) -> None:
+    """Of a few experts and many, with a bias and without one."""
+    logits = torch.zeros(3, 128, dtype=dtype)
+    _by_kernel(logits, 8, "softmax", True, None, 1.0, torch.int64)
+    _by_kernel(torch.zeros(3, 700, dtype=dtype), 8, "sigmoid", True, torch.zeros(700), 2.5, torch.int32)
 
 
 def main(dtype: torch.dtype) -> None:
@@ -191,6 +200,7 @@ def main(dtype: torch.dtype) -> None:
     select(dtype)
     quantised(dtype)
     experts(dtype)
+    choices(dtype)
     for name, shared in found.items():
         print(name, shared)
 

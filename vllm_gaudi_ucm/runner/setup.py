@@ -224,6 +224,7 @@ def make_parts(
             host,
             model.decoder.has_logits,
             None if carried is None else StepsAhead(requests, carried, host, partial(_all_read, static)),
+            model.decoder.lockstep,
         )
         undo.pop_all()
     return WorkerParts(block_size, kv_caches, requests, transfer, sparse, static, steps)
@@ -318,10 +319,12 @@ def _native_graphs(
     """Of a decoder's small steps at true shapes, on a CPU.
 
     Not beside other connectors than ours, which may be called between the layers: a graph runs no Python there. Not
-    with several ranks, whose collectives are no native calls.
+    with several ranks or engines, whose collectives are no native calls.
     """
     on_cpu = model.tensors_on.type == "cpu" and model.kind == "off"
-    if decoder is None or not on_cpu or calls_layers or model.ranks.size > 1 or not model.config.cpu.native_graphs:
+    if decoder is None or not on_cpu or calls_layers or not model.config.cpu.native_graphs:
+        return None
+    if model.ranks.size > 1 or decoder.lockstep is not None:
         return None
     if decoder.latent is not None:
         # which way new tokens take there depends on the parts, and its products are no native calls
@@ -382,7 +385,7 @@ def _make_static(
         model.draft_decoder,
         model.compiler,
         refill,
-        model.ranks,
+        model.ranks if model.decoder.lockstep is None else model.decoder.lockstep.workers,
         carried,
         kv_groups,
     )

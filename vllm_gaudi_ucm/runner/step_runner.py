@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
     from vllm_gaudi_ucm.batch.group_planner import GroupPlanner
     from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
@@ -109,7 +110,8 @@ class StepRunner:
     requests: the live ones. sampling: their parameters. static: graphs; without them steps run at their true shapes.
     host: counts what steps wait for, and what they do on the host. samples: whether this is the last stage of a
     pipeline, or all of the model; another one has no logits, and the scheduler sends it the tokens that were sampled.
-    ahead: with asynchronous scheduling, the steps whose tokens are not read yet.
+    ahead: with asynchronous scheduling, the steps whose tokens are not read yet. lockstep: the engines that share out
+    experts, whose forwards this one follows.
     """
 
     requests: RequestTable
@@ -132,6 +134,7 @@ class StepRunner:
     host: HostWork = field(default_factory=HostWork)
     samples: bool = True
     ahead: StepsAhead | None = None
+    lockstep: Lockstep | None = None
 
     def __post_init__(self) -> None:
         self._computed: ComputedStep | None = None
@@ -183,14 +186,26 @@ class StepRunner:
             verified = StepLogits(self.execution, drafts, self.static is None, self.sampling.wants_likeliest)
         step = ComputedStep(scheduler_output, requests, batch, yields, drafts, verified)
         divisions = self._divide(scheduler_output, requests, batch)
+        if self.lockstep is not None:
+            self.lockstep.begin(len(divisions))
         if len(divisions) == 1:
             self._compute(step, requests, batch, clock, divided=False)
         else:
             for index in divisions:
                 self._compute(step, [requests[i] for i in index.tolist()], batch.take(index), clock, divided=True)
                 clock = StepClock()
+        if self.lockstep is not None:
+            self.lockstep.finish(self.execution.follow)
         self._computed = step
         return None
+
+    @torch.inference_mode()
+    def execute_dummy(self) -> None:
+        """A step without requests: takes part in those of other engines, where some share out experts."""
+        if self.lockstep is not None:
+            self.lockstep.begin(0)
+            self.execution.follow()
+            self.lockstep.finish(self.execution.follow)
 
     def _divide(
         self, scheduler_output: SchedulerOutput, requests: list[LiveRequest], batch: BatchInput
