@@ -79,7 +79,14 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         lambda e: e.vllm.parallel_config.distributed_executor_backend not in (None, "uni"),
     ),
     Synchronous(
-        "speculative decoding", "drafts are made of the tokens before them", lambda e: e.vllm.speculative_config
+        "drafts by n-grams",
+        "vLLM has it so: they are looked up among the tokens on the host",
+        lambda e: e.vllm.speculative_config is not None and e.vllm.speculative_config.method == "ngram",
+    ),
+    Synchronous(
+        "drafts beside a sparse method",
+        "its choices and locks follow from how many drafts were right",
+        lambda e: e.vllm.speculative_config is not None and e.ucm.ucm_sparse_method is not None,
     ),
     Synchronous("a KV connector", "it saves and loads between steps", _has_connector),
     Synchronous("ucm.memory_mode", _BLOCKS, lambda e: e.ucm.memory_mode.enabled),

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.execution.execution import StepShape
+    from vllm_gaudi_ucm.observability.step_clock import StepClock
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
-    from vllm_gaudi_ucm.runner.step_runner import StepClock
     from vllm_gaudi_ucm.speculation.verification import StepLogits
     from vllm_gaudi_ucm.vllm_api.steps import LogprobsTensors, SchedulerOutput
 
