@@ -29,11 +29,7 @@ SYNCHRONOUS_OPTIONS: dict[str, dict[str, Any]] = {
         )
     },
     "ucm.memory_mode": {"ucm": {**GSA, "memory_mode": {"enabled": True}}},
-    "ucm.preemption.mode swap or auto": {"ucm": {"preemption": {"mode": "swap"}}},
-    "ucm.kv_cache.compaction": {"ucm": {"kv_cache": {"compaction": True}}},
-    "ucm.kv_cache.partial_hits": {"ucm": {"kv_cache": {"partial_hits": True}}},
     "ucm.kv_cache.granularity token": {"ucm": {"kv_cache": {"granularity": "token"}}},
-    "ucm.scheduler.admission": {"ucm": {"scheduler": {"admission": "exact", "async_scheduling": True}}},
     "custom logits processors": {"logits_processors": ["a.module:Class"]},
     "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
 }
@@ -88,6 +84,17 @@ def test_vllms_flag_is_respected(llama: Path, asked: bool | None) -> None:
 
 def test_drafts_of_a_model_are_asynchronous(llama: Path) -> None:
     assert configured(llama, drafts=True).scheduler_config.async_scheduling
+
+
+def test_what_decides_over_blocks_is_asynchronous(llama: Path) -> None:
+    ucm = {
+        "scheduler": {"admission": "exact", "async_scheduling": True},
+        "kv_cache": {"partial_hits": True, "compaction": True},
+        "preemption": {"mode": "auto"},
+    }
+    config = configured(llama, ucm)
+    assert config.scheduler_config.async_scheduling
+    assert config.scheduler_config.scheduler_cls == "vllm_gaudi_ucm.scheduler.scheduler.UcmAsyncScheduler"
 
 
 def test_a_sparse_method_has_our_asynchronous_scheduler(llama: Path) -> None:

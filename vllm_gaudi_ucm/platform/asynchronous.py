@@ -50,8 +50,6 @@ def _has_connector(engine: Engine) -> bool:
     return engine.vllm.kv_transfer_config is not None or engine.vllm.cache_config.kv_offloading_size is not None
 
 
-_BLOCKS = "blocks move between steps, at the scheduler's word about a step that has ended"
-
 SYNCHRONOUS: tuple[Synchronous, ...] = (
     Synchronous(
         "a Gaudi card",
@@ -89,19 +87,15 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         lambda e: e.vllm.speculative_config is not None and e.ucm.ucm_sparse_method is not None,
     ),
     Synchronous("a KV connector", "it saves and loads between steps", _has_connector),
-    Synchronous("ucm.memory_mode", _BLOCKS, lambda e: e.ucm.memory_mode.enabled),
-    Synchronous("ucm.preemption.mode swap or auto", _BLOCKS, lambda e: e.ucm.preemption.swaps),
-    Synchronous("ucm.kv_cache.compaction", _BLOCKS, lambda e: e.ucm.kv_cache.compaction),
-    Synchronous("ucm.kv_cache.partial_hits", _BLOCKS, lambda e: e.ucm.kv_cache.partial_hits),
+    Synchronous(
+        "ucm.memory_mode",
+        "blocks move between steps, at the scheduler's word about a step that has ended",
+        lambda e: e.ucm.memory_mode.enabled,
+    ),
     Synchronous(
         "ucm.kv_cache.granularity token",
         "its scheduler counts ranges of steps that have ended",
         lambda e: e.ucm.kv_cache.granularity == "token",
-    ),
-    Synchronous(
-        "ucm.scheduler.admission",
-        "it foresees memory from the tokens that requests have",
-        lambda e: e.ucm.scheduler.admission != "greedy",
     ),
     Synchronous("custom logits processors", "they read the tokens that a request has", _has_processors),
     Synchronous(

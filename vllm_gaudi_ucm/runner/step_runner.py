@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -252,8 +252,7 @@ class StepRunner:
 
         def finish(sampled: SampledTokens, waited: float) -> ModelRunnerOutput:
             clock.waited(waited)
-            self._record(step)
-            return _output(step, sampled_ids, sampled)
+            return self._finish_ahead(step, sampled_ids, sampled)
 
         return ahead.add(tokens, finish)
 
@@ -269,16 +268,21 @@ class StepRunner:
             self._sampled(step)
             return sampled
 
-        def finish(sampled: SampledTokens, waited: float) -> ModelRunnerOutput:
-            self._record(step)
-            return _output(step, sampled_ids, sampled)
+        return ahead.add(VerifiedLater(sample), lambda sampled, _: self._finish_ahead(step, sampled_ids, sampled))
 
-        return ahead.add(VerifiedLater(sample), finish)
+    def _finish_ahead(self, step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
+        self._record(step)
+        output = _output(step, sampled_ids, sampled)
+        if self.memory is not None:
+            self.memory.attach_report(output)
+        return output
 
     def _sampled(self, step: ComputedStep) -> None:
         for computed in step.divisions:
             computed.clock.sampled(took_part=computed is step.divisions[-1])
         step.host, step.nans = self.host.take(), self.nans.take()
+        if self.memory is not None:
+            step.moved = self.memory.take_work()
 
     def _forward(self, plan: UnifiedPlan) -> None:
         if self.sparse is None:
@@ -359,9 +363,8 @@ class StepRunner:
             if self.transfer is not None and computed is step.divisions[-1]:
                 record = self.transfer.take_work().noted_in(record)
             if computed is step.divisions[-1]:
-                record = replace(record, host_reads=step.host.reads, host_stages=step.host.stages)
-                if self.memory is not None:
-                    record = self.memory.noted_in(record)
+                moved: dict[str, Any] = {**step.moved}
+                record = replace(record, host_reads=step.host.reads, host_stages=step.host.stages, **moved)
             self.phase_log.append(record)
             self.metrics.step(record.bucket, record.padded, computed.shape.remainder)
             self.metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
