@@ -103,3 +103,19 @@ def test_exact_admission_never_preempts(tiny_llama: Path, roomy: Engine, with_dr
         for _ in range(3):
             engine.step()
         engine.check_idle()
+
+
+@pytest.mark.parametrize("kind", ["true shapes", "static", "drafts"])
+def test_a_slot_for_each_token(tiny_llama: Path, roomy: Engine, kind: str) -> None:
+    """Slots that a request has had are another's in the next step. covers: A7 D1"""
+    prompts = admitted.PROMPTS
+    cache = {"granularity": "token", "max_total_token_num": 320}
+    ucm = {**AHEAD, "kv_cache": cache, **({"graphs": STATIC} if kind == "static" else {})}
+    options = {"max_num_batched_tokens": 48, "speculative_config": drafts_of(tiny_llama) if kind == "drafts" else None}
+    with Engine(tiny_llama, ucm, max_model_len=256, **options) as engine:
+        assert engine.core.batch_queue_size == 2
+        assert_same(engine.staggered(prompts, admitted.ARRIVALS, LENGTH), roomy.alone(prompts, LENGTH))
+        assert engine.preemptions
+        for _ in range(3):
+            engine.step()
+        engine.check_idle()

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from tests.engine.async_traffic import (
     GROWING,
@@ -134,3 +137,45 @@ def test_a_step_waits_for_no_token(tiny_text_model: Path, tmp_path: Path) -> Non
     assert reads[False] == [1] * 9 * len(asked)
     # the first step has no token before it
     assert reads[True] == [0] * 9 * len(SAMPLED_AHEAD) + [0] + [1] * 8
+
+
+class NeverTwice(LogitsProcessor):
+    """Forbids all tokens of a request so far."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._outputs: dict[int, list[int]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for slot in batch_update.removed:
+            self._outputs.pop(slot, None)
+        for slot, _, _, outputs in batch_update.added:
+            self._outputs[slot] = outputs
+        for source, target, direction in batch_update.moved:
+            assert direction == MoveDirectionality.UNIDIRECTIONAL
+            self._outputs[target] = self._outputs.pop(source)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for slot, outputs in self._outputs.items():
+            assert min(outputs, default=0) >= 0
+            logits[slot, outputs] = float("-inf")
+        return logits
+
+
+@pytest.mark.parametrize("shapes", [{}, STATIC], ids=["true shapes", "static"])
+def test_custom_logits_processors(tiny_text_model: Path, shapes: dict[str, Any]) -> None:
+    """They read tokens of the step before, which waits for them."""
+    asked = [Arrival(2 * index, MIX[index].prompt, params(max_tokens=12)) for index in range(5)]
+    found = []
+    for is_async in (False, True):
+        with start(tiny_text_model, shapes, is_async, logits_processors=[NeverTwice]) as engine:
+            watched = Watched(engine)
+            found.append(watched.serve(asked))
+            assert (watched.queued > 5) == is_async
+    assert_equal(found[1], found[0])
+    for (one,) in found[0]:
+        assert len(set(one.tokens)) == len(one.tokens)

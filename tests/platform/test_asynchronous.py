@@ -29,8 +29,6 @@ SYNCHRONOUS_OPTIONS: dict[str, dict[str, Any]] = {
         )
     },
     "ucm.memory_mode": {"ucm": {**GSA, "memory_mode": {"enabled": True}}},
-    "ucm.kv_cache.granularity token": {"ucm": {"kv_cache": {"granularity": "token"}}},
-    "custom logits processors": {"logits_processors": ["a.module:Class"]},
     "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 
 logger = plugin_logger(__name__)
-
-# vLLM loads these in every engine, beside --logits-processors
-_PROCESSORS = "vllm.logits_processors"
 
 
 class Engine(NamedTuple):
@@ -40,10 +36,6 @@ class Synchronous(NamedTuple):
     what: str
     why: str
     is_used: Callable[[Engine], object]
-
-
-def _has_processors(engine: Engine) -> bool:
-    return bool(engine.vllm.model_config.logits_processors) or bool(entry_points(group=_PROCESSORS))
 
 
 def _has_connector(engine: Engine) -> bool:
@@ -92,12 +84,6 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         "blocks move between steps, at the scheduler's word about a step that has ended",
         lambda e: e.ucm.memory_mode.enabled,
     ),
-    Synchronous(
-        "ucm.kv_cache.granularity token",
-        "its scheduler counts ranges of steps that have ended",
-        lambda e: e.ucm.kv_cache.granularity == "token",
-    ),
-    Synchronous("custom logits processors", "they read the tokens that a request has", _has_processors),
     Synchronous(
         "a scheduler of your own", "it may be none that schedules ahead", lambda e: is_foreign(e.vllm.scheduler_config)
     ),
