@@ -166,3 +166,15 @@ def check_stop_strings(engine: Engine, expected: Sequence[Sequence[Found]]) -> N
     assert list(other.outputs[0].token_ids) == expected[2][0].tokens
     engine.greedy([[1, 2, 3]], 2)
     engine.check_idle()
+
+
+def any_traffic(seed: int, count: int) -> list[Arrival]:
+    """Requests of every kind that goes beside drafts, at any time; some are aborted."""
+    rng = random.Random(seed)
+    kinds = [one.params for one in MIX if not one.params.min_p and not one.params.logit_bias]
+    arrivals = []
+    for prompt in prompts(seed, count):
+        asked = rng.choice(kinds)
+        aborted = rng.randrange(1, 9) if asked.n == 1 and rng.random() < 0.3 else None
+        arrivals.append(Arrival(rng.randrange(3 * count), prompt, asked, aborted))
+    return arrivals

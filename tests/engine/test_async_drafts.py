@@ -17,6 +17,7 @@ from tests.engine.async_traffic import (
     STATIC,
     Found,
     Watched,
+    any_traffic,
     assert_equal,
     check_stop_strings,
     params,
@@ -70,7 +71,8 @@ def test_a_step_reads_the_device_once(tiny_text_model: Path, tmp_path: Path, exp
     """At static shapes the passes of the draft model wait for nothing, nor does the step that verifies what they
     gave."""
     log = tmp_path / "log.jsonl"
-    ucm, drafts = {**STATIC, "phase_log": str(log)}, drafted_by(tiny_text_model)
+    graphs = {"graphs": {**STATIC["graphs"], "max_graphs": 8}}
+    ucm, drafts = {**graphs, "phase_log": str(log)}, drafted_by(tiny_text_model)
     with start(tiny_text_model, ucm, is_async=True, speculative_config=drafts) as engine:
         outputs = engine.generate([[5, 6, 7], [8, 9]], params(max_tokens=21))
         assert [len(output.outputs[0].token_ids) for output in outputs] == [21, 21]
@@ -92,3 +94,17 @@ def test_preempted_requests(tiny_text_model: Path, tmp_path: Path, synchronous: 
             watched = Watched(engine)
             assert_equal(watched.serve(GROWING), grown)
             assert engine.preemptions > 2
+
+
+def test_any_traffic(tiny_text_model: Path, synchronous: Watched) -> None:
+    """Requests of any kind and aborts at any time, while blocks move, are copied and leave. covers: A7 A8 A20"""
+    traffic = any_traffic(10, 14)
+    memory = {
+        "kv_cache": {"compaction": True, "partial_hits": True},
+        "preemption": {"mode": "swap", "host_memory": 4 << 20},
+    }
+    options = {"num_gpu_blocks_override": 20, "max_model_len": 256, "speculative_config": drafted_by(tiny_text_model)}
+    with start(tiny_text_model, memory, is_async=True, **options) as engine:
+        watched = Watched(engine)
+        assert_equal(watched.serve(traffic), synchronous.serve(traffic))
+        assert engine.preemptions
