@@ -12,6 +12,7 @@ import pytest
 from tests.engine import test_admission as admitted
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.test_compaction import ASKED, OPTIONS, SMALL, Watched, assert_served
+from tests.engine.test_partial_hits import gsa
 from tests.engine.test_swap import ARRIVALS, LENGTH, PROMPTS, Poisoned, assert_swapped, preemption
 from tests.engine.test_swap import SMALL as SMALL_FOR_SWAPS
 from vllm_gaudi_ucm.observability.phase_log import read_phase_log
@@ -43,11 +44,16 @@ def wanted_of_swaps(roomy: Engine) -> list[Answer]:
     return roomy.alone(PROMPTS, LENGTH)
 
 
-@pytest.mark.parametrize("kind", ["true shapes", "static", "drafts"])
+@pytest.mark.parametrize("kind", ["true shapes", "static", "drafts", "sparse", "sparse static"])
 def test_blocks_move_and_are_copied(tiny_llama: Path, wanted: list[Answer], kind: str, tmp_path: Path) -> None:
     """Arrivals, ends, aborts and preemption; free blocks and the dummy block are NaN. covers: A7 A20 A21"""
     log = tmp_path / "log.jsonl"
-    ucm = {**BLOCKS, "phase_log": str(log), **({"graphs": STATIC} if kind == "static" else {})}
+    ucm = {**BLOCKS, "phase_log": str(log)}
+    if "static" in kind:
+        ucm["graphs"] = STATIC
+    if "sparse" in kind:
+        # a budget of all blocks, so that tokens are those of dense attention
+        ucm.update(gsa(1.0))
     options = {**OPTIONS, **SMALL, "speculative_config": drafts_of(tiny_llama) if kind == "drafts" else None}
     with Engine(tiny_llama, ucm, **options) as engine:
         assert engine.core.batch_queue_size == 2
@@ -65,12 +71,14 @@ def test_blocks_move_and_are_copied(tiny_llama: Path, wanted: list[Answer], kind
     assert sum(record.copied_blocks for record in records) > 0
 
 
-@pytest.mark.parametrize("kind", ["swap", "auto", "drafts"])
+@pytest.mark.parametrize("kind", ["swap", "auto", "drafts", "sparse"])
 def test_preempted_requests_come_back(tiny_llama: Path, wanted_of_swaps: list[Answer], kind: str) -> None:
     """Their blocks leave behind a step that still runs. covers: A7"""
     mode = "auto" if kind == "auto" else "swap"
     speculation = drafts_of(tiny_llama) if kind == "drafts" else None
     ucm, options = {**AHEAD, **preemption(mode)}, {**SMALL_FOR_SWAPS, "speculative_config": speculation}
+    if kind == "sparse":
+        ucm.update(gsa(1.0))
     if speculation:
         options["num_gpu_blocks_override"] = 20
     with Poisoned(tiny_llama, ucm, **options) as engine:
