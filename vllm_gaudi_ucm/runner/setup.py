@@ -37,6 +37,7 @@ from vllm_gaudi_ucm.runner.step_runner import StepRunner
 from vllm_gaudi_ucm.runner.steps_ahead import StepsAhead
 from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler, TokenSampler, VllmSampler
+from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
 from vllm_gaudi_ucm.speculation.verification import Verification
 from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 from vllm_gaudi_ucm.vllm_api.sampling import Sampler
@@ -169,9 +170,10 @@ def make_parts(
             transfer.report_to(metrics)
         sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         host = HostWork(metrics.host_read, metrics.host_stage)
-        carried = None
+        carried, drafts = None, None
         if vllm_config.scheduler_config.async_scheduling:
-            carried = CarriedTokens(max_num_seqs, model.tensors_on)
+            carried = CarriedTokens(max_num_seqs * max(1, vllm_config.num_speculative_tokens), model.tensors_on)
+            drafts = None if vllm_config.speculative_config is None else DraftsAhead(carried, host)
         static = None
         if is_static:
             refill = partial(_refill, kv_caches, sparse)
@@ -217,13 +219,15 @@ def make_parts(
                 host,
                 static,
                 _native_graphs(model, model.draft_decoder, metrics, calls_layers),
+                carried,
+                drafts,
             ),
             None if vllm_config.speculative_config is None else Verification(slot_sampler, host),
             _make_memory(model, kv_caches, block_size, metrics, requests, sparse),
             _make_check(model),
             host,
             model.decoder.has_logits,
-            None if carried is None else StepsAhead(requests, carried, host, partial(_all_read, static)),
+            None if carried is None else StepsAhead(requests, carried, host, partial(_all_read, static), drafts),
             model.decoder.lockstep,
         )
         undo.pop_all()

@@ -132,7 +132,7 @@ class StaticShapes:
         self.draft_model: DraftModelGraphs | None = None
         if draft_model is not None:
             self.draft_model = DraftModelGraphs(
-                lambda stage: make_execution(draft_model, stage, None, None, 1), stage, region
+                lambda stage: make_execution(draft_model, stage, None, carried, 1), stage, region
             )
         self.divided_logits = DividedLogits(self.execution, tensors_on, stage, region)
         most_rows = buckets.limits.max_num_seqs
