@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
@@ -148,12 +148,6 @@ def make_sparse_worker(
     """
     if config.ucm_sparse_method is None:
         return None
-    if any(cache.key.dtype == torch.float8_e4m3fn for cache in kv_caches.values()):
-        raise UnsupportedFeatureError(
-            "ucm.ucm_sparse_method with a KV cache of 8-bit floats, of which blocks have no summaries; take "
-            "--kv-cache-dtype auto",
-            "--kv-cache-dtype fp8, or the model",
-        )
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
     implementations, place = _implementations(vllm_config), _layer_place(vllm_config)
     layers = {

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum
+from vllm_gaudi_ucm.ops.narrow_floats import widened
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import (
     LEAST_SUM,
     LOWEST,
@@ -15,7 +16,6 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import (
     Seen,
     packed,
     value_dtype,
-    widened,
 )
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_rows import outside
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, UniquePart
@@ -98,7 +98,7 @@ def attend_blocks(
     count = unseen.shape[0]
     most = rows.shape[0] // count
     kv_heads, num_rows, groups, _ = query.shape
-    both = products.read(key_cache, value_cache, lambda cache: widened(_gather(cache, ids, count), query))
+    both = products.read(key_cache, value_cache, lambda cache: widened(_gather(cache, ids, count), query.dtype))
     key, value = (one.permute(2, 0, 1, 3) for one in both)
     asked = query.index_select(1, rows).view(kv_heads * count, most * groups, -1)
     scores = products.scores(asked, products.key(key).flatten(0, 1)).view(kv_heads, count, most, groups, -1)

@@ -80,16 +80,6 @@ class Products(NamedTuple):
         return found if self.cap is None else torch.tanh(found * (1 / self.cap)) * self.cap
 
 
-def widened(cached: Tensor, like: Tensor) -> Tensor:
-    """What was read from a cache of 8-bit floats in the dtype of `like`; anything else as it is."""
-    if cached.dtype != torch.float8_e4m3fn:
-        return cached
-    if cached.device.type == "hpu":
-        found: Tensor = torch.ops.hpu.cast_from_fp8(cached, None, like.dtype)
-        return found
-    return cached.to(like.dtype)
-
-
 def packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """In its order of dimensions without gaps, by one operator."""
     if tensor.dtype == dtype:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.narrow_floats import widened
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_memory import LEAST_ROWS
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import (
     LOWEST,
@@ -18,7 +19,6 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import (
     Seen,
     value_dtype,
     weigh,
-    widened,
     without_garbage,
 )
 from vllm_gaudi_ucm.ops.unified_attention.parts import CausalPart, SharedPart
@@ -55,7 +55,7 @@ def attend_rows(
     if shared is not None:
         ids, like = shared.blocks, key
         both = products.read(
-            key_cache, value_cache, lambda cache: widened(cache.index_select(0, ids), like).flatten(0, 1)
+            key_cache, value_cache, lambda cache: widened(cache.index_select(0, ids), like.dtype).flatten(0, 1)
         )
         keys.append(both[0])
         values.append(both[1])
