@@ -50,7 +50,7 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
 def _choosing_layers(scheduler: Scheduler, num_layers: int) -> list[int]:
     """Layers that see whole contexts, of a worker's: the first ones of the model stand for those of each stage."""
     config = scheduler.vllm_config.model_config.hf_text_config
-    kinds = list(getattr(config, "layer_types", None) or ())[:num_layers]
+    kinds = list(config.to_dict().get("layer_types") or ())[:num_layers]
     if "full_attention" not in kinds:
         return list(range(num_layers))
     return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
