@@ -1,11 +1,12 @@
 """Whole steps of a model with random weights on one device, beside the limit of its memory and products.
 
-A decode step for each number of requests, and a prompt step; with `--without-fused-layers` the same again in an engine
-whose norms, rotary embedding and gates are torch's operators (vLLM's `custom_ops` of `none`), with `--asynchronous` in
-one that plans and queues the next step while one runs (`ucm.scheduler.async_scheduling`). Each engine is a process
-of its own. Offline: the model is a configuration, its weights are random. Steps run in buckets of their own size, as
-tuning makes them for such traffic; `--max-graphs` takes those that a server chooses without. The limit of a mixture of
-experts counts those that the rows of the measured steps take.
+The start of the engine, a decode step for each number of requests, and a prompt step; with `--without-fused-layers`
+the same again in an engine whose norms, rotary embedding and gates are torch's operators (vLLM's `custom_ops` of
+`none`), with `--asynchronous` in one that plans and queues the next step while one runs
+(`ucm.scheduler.async_scheduling`). Each engine is a process of its own. Offline: the model is a configuration, its
+weights are random. Steps run in buckets of their own size, as tuning makes them for such traffic; `--max-graphs` takes
+those that a server chooses without. The limit of a mixture of experts counts those that the rows of the measured steps
+take.
 """
 
 from __future__ import annotations
@@ -173,6 +174,14 @@ def _or_dash(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def start_line(engine: str, fact: dict[str, Any]) -> str:
+    """How long an engine took to start, and what for. What is neither imports nor warm-up is weights and memory."""
+    return (
+        f"start-up, {engine}: {fact['start_seconds']:.1f} s, of them {fact['import_seconds']:.1f} s imports and "
+        f"{fact['warm_up_seconds']:.1f} s warm-up of {fact['graphs']} graphs"
+    )
+
+
 def report(rows: Sequence[StepTime], facts: dict[str, Any], options: argparse.Namespace) -> None:
     """Prints the table, and writes the JSON file if asked for."""
     console = Console(highlight=False, width=120)
@@ -182,6 +191,8 @@ def report(rows: Sequence[StepTime], facts: dict[str, Any], options: argparse.Na
     for row in rows:
         taken = "" if row.experts is None else f", {row.experts:.1f} experts of a layer"
         console.print(f"{row.name}, {row.engine}: bucket {row.padded}{taken}", style="dim")
+    for engine, fact in facts.items():
+        console.print(start_line(engine, fact))
     for engine, fact in facts.items():
         for step, kernels in fact.get("kernels", {}).items():
             console.print(f"\n{step}, {engine}: device time by kernel")

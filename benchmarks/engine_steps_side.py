@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 import sys
@@ -284,6 +285,20 @@ def start(asked: dict[str, Any], folder: Path, log: Path) -> Any:
     return llm.llm_engine
 
 
+def start_facts(engine: Any, import_seconds: float, start_seconds: float) -> dict[str, Any]:
+    """Where the time of a start went. start_seconds: all of it; import_seconds: of these, imports of vLLM and torch.
+
+    warm_up_seconds: of these, graphs that the engine waits for before it serves. graphs: how many its buckets have.
+    """
+    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    return {
+        "start_seconds": start_seconds,
+        "import_seconds": import_seconds,
+        "warm_up_seconds": engine.vllm_config.compilation_config.compilation_time,
+        "graphs": 0 if runner.static is None else runner.static.execution.ready.buckets.num_graphs,
+    }
+
+
 def device_name() -> str:
     """Of the GPU, or of nothing but torch."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -294,8 +309,10 @@ def main() -> None:
     """Measures every kind of step that was asked for."""
     asked, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     log, begin = folder / "steps.jsonl", time.perf_counter()
+    importlib.import_module("vllm.entrypoints.llm")
+    imported = time.perf_counter()
     engine = start(asked, folder, log)
-    start_seconds = time.perf_counter() - begin
+    started = start_facts(engine, imported - begin, time.perf_counter() - begin)
     side = Side(asked, engine, log)
     steps = [side.decode(requests) for requests in asked["requests"]]
     steps.append(side.prompt())
@@ -303,7 +320,7 @@ def main() -> None:
     engine.engine_core.shutdown()
     found = {
         "steps": side.worker_times(steps),
-        "facts": {"device": device_name(), "start_seconds": start_seconds, "kernels": side.kernels},
+        "facts": {"device": device_name(), **started, "kernels": side.kernels},
     }
     (folder / "result.json").write_text(json.dumps(found))
 

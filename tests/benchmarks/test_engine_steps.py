@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks import engine_steps
 from benchmarks.engine_shapes import config_of, limit_ms
 from benchmarks.engine_steps import FUSED, PRODUCTS, TORCH, StepTime, table
-from benchmarks.engine_steps_side import SETTLED, Side, longest_request, new_tokens, write_buckets
+from benchmarks.engine_steps_side import SETTLED, Side, longest_request, new_tokens, start_facts, write_buckets
 from benchmarks.tensor_parallel import BANDWIDTH
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
@@ -152,6 +152,18 @@ def test_the_steps_that_are_measured(monkeypatch: pytest.MonkeyPatch, ahead: boo
     json.dumps([steps, side.kernels])
 
 
+def test_where_the_time_of_a_start_went() -> None:
+    """vLLM keeps the seconds that its worker says the warm-up took; without static shapes there are no graphs."""
+    engine: Any = Engine(ASKED["prompt"])
+    engine.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(compilation_time=20.0))
+    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner.static.execution.ready = SimpleNamespace(buckets=SimpleNamespace(num_graphs=48))
+    found = start_facts(engine, 9.5, 61.0)
+    assert found == {"start_seconds": 61.0, "import_seconds": 9.5, "warm_up_seconds": 20.0, "graphs": 48}
+    runner.static = None
+    assert start_facts(engine, 9.5, 61.0)["graphs"] == 0
+
+
 def test_too_few_decode_steps_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"needs a prompt step .* of more than 64 tokens, found 64"):
         longest_request({**ASKED, "prompt": 64})
@@ -182,12 +194,14 @@ def test_what_is_measured_is_reported(
 ) -> None:
     """From the command line to the table and the file; the limit is that of the context that requests really had."""
 
+    started = {"start_seconds": 61.26, "import_seconds": 9.75, "warm_up_seconds": 20.0, "graphs": 48}
+
     def serve(options: Any, layers: str, ahead: bool) -> dict[str, Any]:
         step = {"requests": 64, "tokens": 1024, "wall_ms": 9.0, "worker_ms": 8.0, "device_ms": 7.0, "padded": "[]"}
         kernels = {"decode of 64": [["norm_rows", 65, 0.3]]} if layers == FUSED else {}
         return {
             "steps": [{**step, "launches": 300, "context": 1060.0}],
-            "facts": {"device": "a GPU", "start_seconds": 1.0, "kernels": kernels},
+            "facts": {"device": "a GPU", **started, "kernels": kernels},
         }
 
     monkeypatch.setattr(engine_steps, "serve", serve)
@@ -197,6 +211,11 @@ def test_what_is_measured_is_reported(
     engine_steps.main(options)
     shown = capsys.readouterr().out
     assert "norm_rows" in shown
+    engines = ["fused", "fused, ahead", "torch"] if both else ["fused"]
+    taken = "61.3 s, of them 9.8 s imports and 20.0 s warm-up of 48 graphs"
+    assert [line for line in shown.splitlines() if line.startswith("start-up")] == [
+        f"start-up, {engine}: {taken}" for engine in engines
+    ]
     steps = json.loads(written.read_text())["steps"]
     assert [step["layers"] for step in steps] == ([FUSED, FUSED, TORCH] if both else [FUSED])
     assert [step["ahead"] for step in steps] == ([False, True, False] if both else [False])
