@@ -62,7 +62,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup model demo serve test test-gaudi-torch setup-gaudi-torch test-room lint docs drawings bench bench-attention bench-engine bench-moe bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup model demo serve test test-gaudi-torch setup-gaudi-torch test-room lint docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -122,6 +122,9 @@ bench-engine: $(PLUGIN_STAMP) ## Whole steps of a model with random weights besi
 
 bench-moe: $(PLUGIN_STAMP) ## Measure the experts of one layer beside their peers and limits (ARGS="--device cuda" on a GPU)
 	$(PY) -m benchmarks.moe $(ARGS)
+
+bench-quantised: $(PLUGIN_STAMP) ## Measure products with quantised weights beside their peers and limits (ARGS="--device cuda" on a GPU)
+	$(PY) -m benchmarks.quantised_linear $(ARGS)
 
 bench-sparse: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure the sparse methods: quality of every summary, attention, verification, decoding
 	$(run_env) $(PY) -m benchmarks.sparse_quality --model $(MODEL)

@@ -17,7 +17,7 @@ from benchmarks.engine_shapes import config_of, limit_ms
 from benchmarks.engine_steps import FUSED, PRODUCTS, TORCH, StepTime, table
 from benchmarks.engine_steps_side import SETTLED, Side, longest_request, new_tokens, start_facts, write_buckets
 from benchmarks.tensor_parallel import BANDWIDTH
-from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
+from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
@@ -54,6 +54,31 @@ def test_a_prompt_step_is_bound_by_products() -> None:
     assert found == pytest.approx(37.6, abs=0.1)
     # one token is a decode step without a context
     assert limit_ms(LLAMA_8B, 0, 1, BANDWIDTH, PRODUCTS) == pytest.approx(1e3 * LLAMA_8B.weight_bytes / BANDWIDTH)
+
+
+def test_a_mixture_reads_the_experts_that_rows_take() -> None:
+    """Qwen3-30B-A3B: 8 experts of 3 x 2048 x 768 for one token, at most all 128; a prompt is bound by its products."""
+    model, expert = ModelSpec.from_hf_config(config_of("30b-a3b")), 2 * 48 * 3 * 2048 * 768
+    router, head, attention = 48 * 2048 * 128, 2048 * 151936, 48 * 2048 * 128 * (2 * 32 + 2 * 4)
+    others, cached = 2 * (router + head + attention), 1024 * 2 * 48 * 2 * 4 * 128
+    one, some, all_ = (
+        limit_ms(model, n, 1024, BANDWIDTH, PRODUCTS, taken) for n, taken in ((1, 8), (16, 80), (64, 128))
+    )
+    for found, requests, experts in ((one, 1, 8), (some, 16, 80), (all_, 64, 128)):
+        read = others + experts * expert + requests * cached
+        assert found == pytest.approx(1e3 * read / BANDWIDTH)
+    assert limit_ms(model, 1, 1024, BANDWIDTH, PRODUCTS) == pytest.approx(one)
+    assert some < limit_ms(model, 16, 1024, BANDWIDTH, PRODUCTS) < all_
+    pairs = 48 * 32 * 2 * 128 * 2048 * 2049 / 2
+    computed = 2 * (2048 * (attention + router + 48 * 8 * 3 * 2048 * 768) + head + pairs)
+    assert limit_ms(model, 0, 2048, BANDWIDTH, PRODUCTS) == pytest.approx(1e3 * computed / PRODUCTS)
+
+
+def test_a_decode_over_latents_reads_them_once() -> None:
+    """DeepSeek-V2-Lite: 576 elements a token and layer for 16 heads, and shared experts always."""
+    model = ModelSpec.from_hf_config(config_of("v2-lite"))
+    few, many = (limit_ms(model, 1, tokens, BANDWIDTH, PRODUCTS, 6) for tokens in (1000, 3000))
+    assert many - few == pytest.approx(1e3 * 2000 * 27 * 576 * 2 / BANDWIDTH)
 
 
 def test_the_table_has_ratios_where_there_are_limits() -> None:

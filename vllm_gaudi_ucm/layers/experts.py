@@ -82,7 +82,7 @@ class ServedMoeRunner(DirectMoERunner):
         super().__init__(layer_name, moe_config, router, *arguments, **named)
 
     def _forward_impl(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        found = super()._forward_impl(hidden_states, *arguments, **named)
+        found: Any = super()._forward_impl(hidden_states, *arguments, **named)
         if self.moe_config.dp_size == 1:
             return found
         rows = len(hidden_states)

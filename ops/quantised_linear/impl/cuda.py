@@ -107,6 +107,7 @@ class CudaCodes:
             found = nn.functional.linear(rows, self._written_out(layer, x.dtype), bias)
             return found.reshape(*x.shape[:-1], outputs)
         out = x.new_empty(rows.shape[0], outputs)
+        assert self._group is not None, "see covers"
         tiles = tiles_of(rows.shape[0], outputs, rows.shape[1] // self._group)
         whole = tiles.splits == 1
         # sums of parts of the inputs

@@ -1,0 +1,43 @@
+"""The benchmark of quantised products, on a small layer of a CPU, where weights are plain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import quantised_linear
+from vllm_gaudi_ucm.ops.quantised_linear.weight import dequantise
+
+
+def test_every_kind_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(quantised_linear, "REPEATS", 1)
+    written = tmp_path / "times.json"
+    quantised_linear.main(["--shape", "128", "256", "--rows", "1", "3", "--json", str(written)])
+    times = json.loads(written.read_text())
+    assert [(time["kind"], time["rows"]) for time in times] == [
+        (kind, rows) for kind in quantised_linear.KINDS for rows in (1, 3)
+    ]
+    assert all(time["ms"] > 0 and time["error"] < 1e-5 and not time["note"] for time in times)
+    assert "W4A16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", quantised_linear.KINDS)
+def test_weights_keep_the_size_of_rows(kind: str) -> None:
+    weight = quantised_linear.make_weight(kind, 256, 512, "cpu", 0)
+    weight.check()
+    rows = torch.randn(16, 512, dtype=torch.float64)
+    found = rows @ dequantise(weight, torch.float32).double().T
+    assert 0.5 < float(found.std()) < 2
+
+
+def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised_linear, "REPEATS", 1)
+    zeros = [("zeros", False, [lambda x: x.new_zeros(len(x), 32)])]
+    monkeypatch.setattr(quantised_linear, "sides", lambda *_: zeros)
+    (found,) = quantised_linear.measure("W4A16", (32, 128), [2], "cpu", (1e9, 1e9))
+    assert (found.note, found.error) == ("WRONG RESULT", 1.0)
