@@ -76,7 +76,9 @@ def _parts(plain: Batch, wanted: Features, block_size: int) -> AttentionParts:
         rise[row], positions[row] = seen - first[index], position
         first_rows[row] = plain.first_row[index] + max(0, seen - request.cached)
     causal, shared, unique = plain.parts.causal, plain.parts.shared, plain.parts.unique
-    if causal is not None and wanted.window:
+    # the planner says of slopes, too, that nothing is hidden; with sinks it does here
+    says = bool(wanted.window) or (wanted.slopes and wanted.sinks)
+    if causal is not None and says:
         causal = causal._replace(first_rows=first_rows)
     if shared is not None:
         lo = shared.lo.clone()
@@ -84,7 +86,7 @@ def _parts(plain: Batch, wanted: Features, block_size: int) -> AttentionParts:
             for column, block in enumerate(shared.blocks.tolist()):
                 if shared.hi[span, column]:
                     lo[span, column] = first[span] - table.index(block) * block_size
-        shared = shared._replace(lo=lo, rise=rise if wanted.window else None)
+        shared = shared._replace(lo=lo, rise=rise if says else None)
     if unique is not None:
         lo = unique.lo.clone()
         for entry, row in enumerate(unique.rows.tolist()):

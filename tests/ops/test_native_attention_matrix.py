@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.batch import Batch, Request, Shape, build
+from tests.ops.local import Features, with_features
 from tests.ops.oracle import assert_matches, examples, oracle
 from tests.ops.test_native_attention import attend_natively
 from vllm_gaudi_ucm.ops.native import matrix_unit
@@ -44,6 +45,13 @@ def both_ways(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 def distance(batch: Batch, out: torch.Tensor, expected: np.ndarray) -> float:
     """Relative L2 error."""
     return float(np.linalg.norm(out.double().numpy() - expected) / np.linalg.norm(expected))
+
+
+def test_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distances count in every row of a block, also where it sees a whole tile."""
+    monkeypatch.setattr(reference.ReferenceAttention, "attend", lambda *_: pytest.fail("the reference was asked"))
+    batch = with_features(build(MIXED, WIDE), Features(slopes=True, sinks=True), WIDE.block_size)
+    assert_matches(batch, "native", prepared=True)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 0.0])

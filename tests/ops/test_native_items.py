@@ -68,7 +68,7 @@ def pairs_of_items(items: list[JobItem]) -> Pairs:
     for item in items:
         assert len(item.ranges)
         for row in item.rows.tolist():
-            for block, low, high, _ in item.ranges.tolist():
+            for block, low, high, _, _ in item.ranges.tolist():
                 for token in range(low, high):
                     pairs[row, block, token] += 1
     return pairs

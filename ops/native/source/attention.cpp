@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t SERIAL = 1024;  // scores for which waking other threads costs more than it saves
 
-// take(key, value) of each cached token that the job's rows see.
+// take(key, value, position) of each cached token that the job's rows see.
 template <typename Take>
 void each_cached(const Layer& layer, const Tensors& tensors, const Job& job, const TokenRange* ranges, int64_t head, Take take) {
     const int64_t size = layer.cache_type == FP32 ? 4 : 2;
@@ -22,7 +22,7 @@ void each_cached(const Layer& layer, const Tensors& tensors, const Job& job, con
         const char* key = tensors.key_cache + (block * layer.key_block + head * layer.key_cache_head) * size;
         const char* value = tensors.value_cache + (block * layer.value_block + head * layer.value_cache_head) * size;
         for (int64_t t = ranges[s].lo; t < ranges[s].hi; ++t)
-            take(key + t * layer.key_token * size, value + t * layer.value_token * size);
+            take(key + t * layer.key_token * size, value + t * layer.value_token * size, ranges[s].position + t);
     }
 }
 
@@ -30,16 +30,18 @@ const Row* local_rows(const Plan& plan, const Job& job) { return job.is_local ? 
 
 void add_cached(Tiles& tiles, const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
     tiles.begin(layer.cache_type, -1, 0, local_rows(plan, job), job.row_hi - job.row_lo - 1);
-    each_cached(layer, tensors, job, plan.ranges, head, [&](const char* key, const char* value) { tiles.take(key, value); });
+    each_cached(layer, tensors, job, plan.ranges, head, 
+                [&](const char* key, const char* value, int64_t at) { tiles.take(key, value, at); });
 }
 
 void add_new(Tiles& tiles, const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
     if (job.causal_first < 0) return;
-    const int64_t first_row = plan.rows[job.row_lo].row, end = first_row + job.row_hi - job.row_lo;
+    const int64_t first_row = plan.rows[job.row_lo].row, position = plan.rows[job.row_lo].position;
+    const int64_t end = first_row + job.row_hi - job.row_lo;
     tiles.begin(FP32, job.causal_first, first_row, local_rows(plan, job), job.row_hi - job.row_lo - 1);
     for (int64_t row = job.causal_first; row < end; ++row)
         tiles.take(tensors.key + row * layer.key_row + head * layer.key_head,
-                   tensors.value + row * layer.value_row + head * layer.value_head);
+                   tensors.value + row * layer.value_row + head * layer.value_head, position + row - first_row);
 }
 
 // The share of a row's whole sum that its tokens have: all of it without a sink. top: their maximum, total: their sum.
@@ -71,7 +73,7 @@ bool leave(const Unit& unit, const Layer& layer, const Tensors& tensors, const P
 bool run(const Layer& layer, const Tensors& tensors, const Plan& plan, const Job& job, int64_t head) {
     Unit unit = unit_of(layer, job);
     const MatrixUnit matrix = lay_out(unit);
-    take_queries(unit, layer, tensors.query, plan.rows + job.row_lo, head);
+    take_queries(unit, layer, tensors, plan.rows + job.row_lo, head);
     matrix.work(unit, [&] {
         Tiles tiles(unit, matrix);
         add_cached(tiles, layer, tensors, plan, job, head);
@@ -92,11 +94,11 @@ bool run_few(const Layer& layer, const Tensors& tensors, const Plan& plan, const
     heads.count = last - first, heads.key_bytes = layer.key_cache_head * 4, heads.value_bytes = layer.value_cache_head * 4;
     lay_out(heads, unit_of(layer, job));
     for (int64_t h = 0; h < heads.count; ++h)
-        take_queries(heads.units[h], layer, tensors.query, plan.rows + job.row_lo, first + h);
+        take_queries(heads.units[h], layer, tensors, plan.rows + job.row_lo, first + h);
     Tile tile;
     tile.type = FP32, tile.first_key = -1, tile.count = 0;
-    each_cached(layer, tensors, job, plan.ranges, first, [&](const char* key, const char* value) {
-        tile.key[tile.count] = key, tile.value[tile.count] = value;
+    each_cached(layer, tensors, job, plan.ranges, first, [&](const char* key, const char* value, int64_t at) {
+        tile.key[tile.count] = key, tile.value[tile.count] = value, tile.position[tile.count] = float(at);
         if (++tile.count == KEYS) add_tile_to_few(heads, tile), tile.count = 0;
     });
     if (tile.count) add_tile_to_few(heads, tile);

@@ -75,7 +75,7 @@ inline void weigh_few(Heads& heads, const Tile& tile) {
     for (int64_t h = 0; h < heads.count; ++h) {
         Unit& unit = heads.units[h];
         for (int64_t i = 0; i < unit.count; ++i) {
-            const float kept = weigh(unit, i, unit.scores + i * KEYS, 0, tile.count, padded(tile.count, LANES));
+            const float kept = weigh(unit, tile, i, unit.scores + i * KEYS, 0, tile.count, padded(tile.count, LANES));
             float* out = unit.out + i * unit.value_width;
             for (int64_t d = 0; kept != 1.0f && d < unit.value_dim; d += LANES) store(out + d, load(out + d) * kept);
         }

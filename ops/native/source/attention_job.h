@@ -12,9 +12,10 @@ struct Job {
     int64_t row_lo, row_hi, range_lo, range_hi, causal_first, is_local;
 };
 
-// Tokens [lo, hi) of a block of the cache: of `block`, or of the layer's own choice if entry >= 0.
+// Tokens [lo, hi) of a block of the cache: of `block`, or of the layer's own choice if entry >= 0. position: of the block's
+// first token, for layers with slopes.
 struct TokenRange {
-    int64_t block, lo, hi, entry;
+    int64_t block, lo, hi, entry, position;
 
     int64_t block_of(const int64_t* selected) const { return entry < 0 ? block : selected[entry]; }
 };
@@ -25,9 +26,10 @@ struct Merge {
 };
 
 // Where a job leaves a row: at its place in the output (partial < 0), or as a partial result to be merged.
-// In a local job it sees the cached tokens but for the first `skip`, and no new token before row `first_new`.
+// In a local job it sees the cached tokens but for the first `skip`, and no new token before row `first_new`. position: in
+// its request, for layers with slopes.
 struct Row {
-    int64_t row, partial, skip, first_new;
+    int64_t row, partial, skip, first_new, position;
 };
 
 struct Plan {
@@ -56,6 +58,7 @@ struct Tensors {
     float* out;               // [rows, heads, value_dim], dense
     const int64_t* selected;  // a block per entry of the selected part
     const float* sinks;       // [heads]; null: there are none
+    const float* slopes;      // [heads]; null: distances do not count
 };
 
 }  // namespace ucm

@@ -21,7 +21,7 @@ struct Block {
 inline void weigh_again(Unit& unit, const Tile& tile, const Block& block, int64_t row) {
     const int64_t i = block.first + row;
     float* scores = block.scores + row * KEYS;
-    const float kept = weigh(unit, i, scores, tile.hidden(i, unit.group), tile.limit(i, unit.group), block.depth);
+    const float kept = weigh(unit, tile, i, scores, tile.hidden(i, unit.group), tile.limit(i, unit.group), block.depth);
     char* to = block.weights + row / TILE * strip_bytes(KEYS, PARTS);
     split_row(scores, block.depth, to, row % TILE);
     float* out = unit.out + i * unit.value_width;
@@ -103,7 +103,7 @@ inline Block block_of(const Unit& unit, const MatrixUnit& matrix, const Tile& ti
     const int64_t rows = unit.count - first > TILE ? 2 * TILE : TILE, half = first / MATRIX_ROWS % 2;
     block.depth = padded(tile.limit(first + rows - 1, unit.group), TILE_DEPTH);
     block.rows = block.depth ? rows : 0;
-    block.whole = unit.cap == 0.0f && tile.limit(first, unit.group) == block.depth &&
+    block.whole = unit.cap == 0.0f && !unit.slopes && tile.limit(first, unit.group) == block.depth &&
                   tile.hidden(first + rows - 1, unit.group) == 0;
     block.scores = unit.scores + half * MATRIX_ROWS * KEYS;
     block.weights = matrix.weights + half * MATRIX_ROWS / TILE * strip_bytes(KEYS, PARTS);

@@ -23,6 +23,8 @@ struct Unit {
     float *query, *out, *top, *total;  // [count, dim], [count, value_width], [count], [count, LANES]
     float *keys, *values, *scores;     // [dim, KEYS], [KEYS, value_width], [max(ROWS, FEW), KEYS]
     float cap = 0;                     // of scores; 0: there is none
+    const float* slopes = nullptr;     // [group] of distances; null: there are none
+    const Row* places = nullptr;       // with slopes: of the rows, whose positions count
     bool finite = true;                // every score so far
 };
 
@@ -34,6 +36,7 @@ struct Tile {
     int64_t type;
     const char* key[KEYS];
     const char* value[KEYS];
+    float position[KEYS] = {};  // of the tokens
 
     // How many tokens query vector i sees.
     int64_t limit(int64_t i, int64_t group) const {
@@ -126,6 +129,13 @@ inline void cap_scores(Unit& unit, float* scores, int64_t depth) {
     }
 }
 
+// Scores less the query vector's slope times the distance of each token.
+inline void add_slopes(const Unit& unit, const Tile& tile, int64_t i, float* scores, int64_t depth) {
+    if (i >= unit.count) return;
+    const Floats slope = all(unit.slopes[i % unit.group]), own = all(float(unit.places[i / unit.group].position));
+    for (int64_t t = 0; t < depth; t += LANES) store(scores + t, load(scores + t) - slope * (own - load(tile.position + t)));
+}
+
 // The largest score of a query vector so far and in this tile, whose scores before `hidden` and beyond `limit` do not
 // count.
 inline float new_top(Unit& unit, int64_t i, const float* scores, int64_t hidden, int64_t limit, int64_t depth) {
@@ -173,8 +183,9 @@ inline Floats weights_of(const float* scores, int64_t t, int64_t hidden, int64_t
 
 // Scores of one query vector to weights, in place, zeros before `hidden` and from `limit` to `depth`; returns what its
 // earlier result must be multiplied with. `depth` is a multiple of the lanes.
-inline float weigh(Unit& unit, int64_t i, float* scores, int64_t hidden, int64_t limit, int64_t depth) {
+inline float weigh(Unit& unit, const Tile& tile, int64_t i, float* scores, int64_t hidden, int64_t limit, int64_t depth) {
     if (unit.cap > 0.0f) cap_scores(unit, scores, depth);
+    if (unit.slopes) add_slopes(unit, tile, i, scores, depth);
     const bool whole = limit == depth && hidden == 0 && keeps_top(unit, i, scores, depth);
     const float kept = whole ? 1.0f : raise_top(unit, i, scores, hidden, limit, depth), top = unit.top[i];
     float* total = unit.total + i * LANES;

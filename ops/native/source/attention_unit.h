@@ -28,7 +28,7 @@ void add_tile_by(Unit& unit, const Tile& tile, const Tile* next) {
         }
         float kept[R];
         for (int i = 0; i < R; ++i)
-            kept[i] = weigh(unit, first + i, unit.scores + i * KEYS, tile.hidden(first + i, unit.group),
+            kept[i] = weigh(unit, tile, first + i, unit.scores + i * KEYS, tile.hidden(first + i, unit.group),
                             tile.limit(first + i, unit.group), padded(depth, LANES));
         for (int64_t d = 0; d < width; d += WIDTH) {
             float* out = unit.out + first * width + d;
@@ -110,10 +110,11 @@ inline void lay_out(Heads& heads, const Unit& unit) {
     }
 }
 
-inline void take_queries(Unit& unit, const Layer& layer, const float* query, const Row* rows, int64_t head) {
+inline void take_queries(Unit& unit, const Layer& layer, const Tensors& tensors, const Row* rows, int64_t head) {
+    unit.slopes = tensors.slopes ? tensors.slopes + head * unit.group : nullptr, unit.places = rows;
     for (int64_t i = 0; i < unit.count; ++i) {
         const int64_t row = rows[i / unit.group].row;
-        const float* from = query + row * layer.query_row + (head * unit.group + i % unit.group) * layer.query_head;
+        const float* from = tensors.query + row * layer.query_row + (head * unit.group + i % unit.group) * layer.query_head;
         for (int64_t d = 0; d < unit.dim; ++d) unit.query[i * unit.dim + d] = from[d] * layer.scale;
     }
 }
@@ -134,9 +135,10 @@ public:
         tile->rows = rows, tile->last = last, tile->place = 0;
     }
 
-    void take(const void* key, const void* value) {
+    void take(const void* key, const void* value, int64_t position) {
         tile->key[tile->count] = static_cast<const char*>(key);
         tile->value[tile->count] = static_cast<const char*>(value);
+        tile->position[tile->count] = float(position);
         if (++tile->count == KEYS) pass_on();
     }
 

@@ -55,7 +55,8 @@ class _Tensors(ctypes.Structure):
     """`Tensors` of source/attention_job.h."""
 
     _fields_ = tuple(
-        (name, c_void_p) for name in ("query", "key", "value", "key_cache", "value_cache", "out", "selected", "sinks")
+        (name, c_void_p)
+        for name in ("query", "key", "value", "key_cache", "value_cache", "out", "selected", "sinks", "slopes")
     )
 
 
@@ -83,7 +84,7 @@ class NativeAttention(AttentionImplementation):
     traceable = False
 
     def supports(self, spec: AttentionSpec) -> bool:
-        return not spec.has_slopes
+        return True
 
     def unavailable(self, device: str) -> str | None:
         return super().unavailable(device) or why_not_native() or None
@@ -135,7 +136,9 @@ class NativeAttention(AttentionImplementation):
         tensors.out = result.data_ptr()
         selected = plan.selected if selected_blocks is None else selected_blocks.contiguous()
         tensors.selected = selected.data_ptr()
-        tensors.sinks = None if per_head.sinks is None else per_head.sinks.data_ptr()
+        tensors.sinks, tensors.slopes = (
+            None if one is None else one.data_ptr() for one in (per_head.sinks, per_head.slopes)
+        )
         status = library.ucm_attend(ctypes.byref(plan.struct), ctypes.byref(layer), ctypes.byref(tensors))
         if status == 2:
             given = "the parts or of selected_blocks" if len(selected) else "the parts"

@@ -18,13 +18,14 @@ Ints = NDArray[np.int64]
 
 NO_CAUSAL = -1
 NO_ENTRY = -1
+RANGE_SIZE = 5
 
 
 @dataclass
 class JobItem:
     """Rows that see the same token ranges of blocks.
 
-    ranges: [..., 4] block, lo, hi, and the entry of the selected part or NO_ENTRY.
+    ranges: [..., 5] block, lo, hi, entry of the selected part or NO_ENTRY, position of the block (with slopes).
     causal_first: the rows are consecutive, and also see the new tokens from this row on.
     rise: [rows], under a window: ranges begin so much later for each row; lo may be below 0, see SharedPart.
     first_rows: [rows], under a window: the first new token that each row sees.
@@ -71,7 +72,7 @@ def _chunks(part: CausalPart) -> Iterator[JobItem]:
     for first, stop in zip(starts, np.append(starts, len(groups))[1:], strict=True):
         if groups[first] >= 0:
             first_rows = None if part.first_rows is None else part.first_rows.numpy()[first:stop].astype(np.int64)
-            yield JobItem(np.arange(first, stop), np.zeros((0, 4), np.int64), int(first), None, first_rows)
+            yield JobItem(np.arange(first, stop), np.zeros((0, RANGE_SIZE), np.int64), int(first), None, first_rows)
 
 
 def _items_of(part: SharedPart, block_size: int) -> Iterator[JobItem]:
@@ -86,7 +87,8 @@ def _rising_items(part: SharedPart, rise: Ints, block_size: int) -> Iterator[Job
         its_lo, its_hi = lo[request, columns].astype(np.int64), np.minimum(hi[request, columns], block_size)
         seen = np.flatnonzero(its_hi > np.maximum(its_lo, 0))
         if len(seen):
-            ranges = _ranges(blocks[columns][seen], its_lo[seen], its_hi[seen])
+            its_lo = its_lo[seen]
+            ranges = _ranges(blocks[columns][seen], its_lo, its_hi[seen], None, np.maximum(-its_lo, 0))
             yield JobItem(uses.rows[start:end], ranges, NO_CAUSAL, rise[uses.rows[start:end]].astype(np.int64))
 
 
@@ -107,7 +109,8 @@ def _shared_items(part: SharedPart, block_size: int) -> Iterator[JobItem]:
     chosen = np.zeros(len(alike), bool)
     chosen[list(items)] = True
     visible = np.flatnonzero(chosen.repeat(seen.width) & (seen.hi > seen.lo))
-    ranges = _ranges(part.blocks.numpy()[seen.column[visible]], seen.lo[visible], seen.hi[visible])
+    blocks = part.blocks.numpy()[seen.column[visible]]
+    ranges = _ranges(blocks, seen.lo[visible], seen.hi[visible], positions=seen.position[visible])
     ends = np.searchsorted(visible, seen.end[list(items)]).tolist()
     for start, stop, first, last in zip(starts, stops, [0, *ends], ends, strict=False):
         if last > first:
@@ -130,12 +133,13 @@ class _Uses(NamedTuple):
 class _Seen(NamedTuple):
     """What the rows of each use see of its group's blocks, use by use; 0 to 0 where it is nothing.
 
-    column, lo, hi: [entries]. width, end: [uses] how many entries each has, and where they end.
+    column, lo, hi, position: [entries]. width, end: [uses] how many entries each has, and where they end.
     """
 
     column: Ints
     lo: Ints
     hi: Ints
+    position: Ints
     width: Ints
     end: Ints
 
@@ -157,11 +161,11 @@ def _seen(part: SharedPart, uses: _Uses, block_size: int) -> _Seen:
     end = width.cumsum()
     column = (bounds[:, 0] - (end - width)).repeat(width) + np.arange(end[-1])
     place = (uses.request * len(part.blocks)).repeat(width) + column
-    lo = np.maximum(part.lo.numpy().take(place), 0)
-    hi = np.minimum(part.hi.numpy().take(place), block_size)
+    signed = part.lo.numpy().take(place)
+    lo, hi = np.maximum(signed, 0), np.minimum(part.hi.numpy().take(place), block_size)
     empty = hi <= lo
-    lo[empty], hi[empty] = 0, 0
-    return _Seen(column, lo, hi, width, end)
+    lo[empty], hi[empty], signed[empty] = 0, 0, 0
+    return _Seen(column, lo, hi, np.maximum(-signed, 0), width, end)
 
 
 def _first_alike(uses: _Uses, seen: _Seen) -> Ints:
@@ -173,11 +177,13 @@ def _first_alike(uses: _Uses, seen: _Seen) -> Ints:
         return alike
     start = seen.end - seen.width
     first = np.arange(seen.end[-1]) - (start - start[alike]).repeat(seen.width)
-    differs = np.logical_or.reduceat((seen.lo != seen.lo[first]) | (seen.hi != seen.hi[first]), start)
-    known: dict[tuple[int, bytes, bytes], int] = {}
+    other = (seen.lo != seen.lo[first]) | (seen.hi != seen.hi[first]) | (seen.position != seen.position[first])
+    differs = np.logical_or.reduceat(other, start)
+    known: dict[tuple[int, bytes], int] = {}
     for use in differs.nonzero()[0].tolist():
         entries = slice(start[use], seen.end[use])
-        what = (int(alike[use]), seen.lo[entries].tobytes(), seen.hi[entries].tobytes())
+        of_use = np.stack((seen.lo[entries], seen.hi[entries], seen.position[entries]))
+        what = (int(alike[use]), of_use.tobytes())
         alike[use] = known.setdefault(what, use)
     return alike
 
@@ -186,10 +192,11 @@ def _unique_items(part: UniquePart, block_size: int) -> Iterator[JobItem]:
     """One item per single row."""
     rows = part.rows.numpy()
     blocks = np.arange(len(rows)) if part.blocks is None else part.blocks.numpy()
-    lo, hi = np.maximum(part.lo.numpy(), 0), np.minimum(part.hi.numpy(), block_size)
+    signed = part.lo.numpy()
+    lo, hi = np.maximum(signed, 0), np.minimum(part.hi.numpy(), block_size)
     chosen = np.flatnonzero(hi > lo)
     chosen = chosen[_by_owner(rows[chosen])]
-    ranges = _ranges(blocks[chosen], lo[chosen], hi[chosen])
+    ranges = _ranges(blocks[chosen], lo[chosen], hi[chosen], positions=np.maximum(-signed[chosen], 0))
     for row, first, stop in _runs(rows[chosen]):
         yield JobItem(np.array([row]), ranges[first:stop])
 
@@ -205,10 +212,15 @@ def _selected_items(part: SelectedPart, block_size: int) -> Iterator[JobItem]:
         yield JobItem(np.arange(first_rows[owner], first_rows[owner] + num_rows[owner]), ranges[first:stop])
 
 
-def _ranges(blocks: Ints, lo: Ints, hi: Ints, entries: Ints | None = None) -> Ints:
-    if entries is None:
-        entries = np.full(len(blocks), NO_ENTRY)
-    return np.stack((blocks, lo, hi, entries), 1).astype(np.int64)
+def _ranges(
+    blocks: Ints, lo: Ints, hi: Ints, entries: Ints | None = None, positions: NDArray[np.integer] | None = None
+) -> Ints:
+    found = np.zeros((len(blocks), RANGE_SIZE), np.int64)
+    found[:, 0], found[:, 1], found[:, 2] = blocks, lo, hi
+    found[:, 3] = NO_ENTRY if entries is None else entries
+    if positions is not None:
+        found[:, 4] = positions
+    return found
 
 
 def _by_owner(owners: Ints) -> Ints | slice:
@@ -240,7 +252,8 @@ class Jobs:
     """Jobs as int64 tables, in the layout of source/attention_job.h.
 
     jobs: [jobs, 6] row_lo, row_hi, range_lo, range_hi, causal_first, is_local; the most expensive first.
-    rows: [..., 4] row, partial, skip, first_new. ranges: [..., 4] block, lo, hi, entry.
+    rows: [..., 5] row, partial, skip, first_new, position. ranges: [..., 5] block, lo, hi, entry, position; positions
+        are for layers with slopes.
     merges: [..., 3] row, partial_lo, partial_hi.
     A range of the selected part names the entry whose block it reads; others have -1.
     partials: the number of partial results.
@@ -265,7 +278,8 @@ class Jobs:
 def make_jobs(parts: AttentionParts, block_size: int) -> Jobs:
     """The jobs of a step; each visible (row, token) pair is in exactly one of them."""
     size = row_tile(0 if parts.causal is None else int((parts.causal.groups >= 0).sum()))
-    return _tables([tile for item in make_items(parts, block_size) for tile in _tiles(item, size)])
+    tiles = [tile for item in make_items(parts, block_size) for tile in _tiles(item, size)]
+    return _tables(tiles, None if parts.positions is None else parts.positions.numpy())
 
 
 @dataclass
@@ -328,7 +342,7 @@ def _pieces(ranges: Ints) -> list[Ints]:
     return [ranges[first:last] for first, last in zip([0, *cuts], [*cuts, len(ranges)], strict=True)]
 
 
-def _tables(tiles: list[JobTile]) -> Jobs:
+def _tables(tiles: list[JobTile], positions: Ints | None) -> Jobs:
     tiles = [tiles[index] for index in np.argsort(-_costs(tiles), kind="stable").tolist()]
     rows = np.concatenate([tile.rows for tile in tiles]) if tiles else np.zeros(0, np.int64)
     partial, merges = _partials(rows)
@@ -338,14 +352,16 @@ def _tables(tiles: list[JobTile]) -> Jobs:
     jobs[:, 1], jobs[:, 3] = row_ends, range_ends
     jobs[1:, 0], jobs[1:, 2] = row_ends[:-1], range_ends[:-1]
     jobs[:, 4] = [tile.causal_first for tile in tiles]
-    table = np.zeros((len(rows), 4), np.int64)
+    table = np.zeros((len(rows), 5), np.int64)
     table[:, 0], table[:, 1] = rows, partial
+    if positions is not None:
+        table[:, 4] = positions[rows]
     for index, tile in enumerate(tiles):
         for column, values in ((2, tile.skip), (3, tile.first_new)):
             if values is not None:
                 jobs[index, 5] = 1
                 table[jobs[index, 0] : jobs[index, 1], column] = values
-    ranges = np.concatenate([tile.ranges for tile in tiles]) if tiles else np.zeros((0, 4))
+    ranges = np.concatenate([tile.ranges for tile in tiles]) if tiles else np.zeros((0, RANGE_SIZE))
     return Jobs(
         jobs,
         table,

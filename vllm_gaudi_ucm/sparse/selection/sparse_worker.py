@@ -117,7 +117,7 @@ class BlockSelection:
         limits, dense = selection_limits(options, sizes), method.dense_layers
         if numbers is not None:
             # layers with windows are not counted: of consecutive layers that share a choice all have to choose
-            first, dense = 0, [place for place, number in enumerate(numbers) if number in dense]
+            first, dense = 0, tuple(place for place, number in enumerate(numbers) if number in dense)
         selector = BlockSelector(
             layers,
             SummaryKind(options.summary),
