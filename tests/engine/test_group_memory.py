@@ -17,6 +17,7 @@ from tests.engine.serving import Answer
 from tests.engine.test_swap import Poisoned
 from tests.engine.tiny_models import VOCAB, make_model
 from tests.engine.window_models import WINDOW, window_config
+from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
 
@@ -111,3 +112,14 @@ def test_blocks_move_down_in_every_group(model: Path, reference: ReferenceModel,
         assert engine.totals.moves > 5
         engine.core.scheduler.kv_cache_manager._runs.check_integrity()
         engine.check_idle()
+
+
+def test_two_workers(tmp_path: Path) -> None:
+    """Each has a part of the heads of every group, in host memory, too; all run the same bucket."""
+    model = make_model(tmp_path / "gemma3_text", window_config("gemma3_text"))
+    ucm = {**SWAP, "distributed": {"check_ranks": True}, "graphs": {"mode": "eager", "max_graphs": 8}}
+    with EngineOfWorkers(model, ucm, tensor_parallel_size=2, num_gpu_blocks_override=44, **OPTIONS) as engine:
+        assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
+        found = engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], TOKENS)
+        assert engine.core.scheduler.block_rules.totals.swapped_in > 2
+    ReferenceModel(model, "eager").assert_greedy(prompts(), found)

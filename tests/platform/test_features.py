@@ -533,10 +533,17 @@ def test_our_connector_brings_our_scheduler(llama: Path, caplog: pytest.LogCaptu
     assert "nothing is prefetched for requests that wait" in caplog.text
 
 
+CHILDREN = {
+    "kv_connector_extra_config": {"connectors": [{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]}
+}
 ONE_TABLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ucm.kv_cache.partial_hits", {"kv_cache": {"partial_hits": True}}, {}),
     ("pipeline stages", {}, {"pipeline_parallel_size": 2}),
-    ("a KV connector", {}, {"kv_offloading_size": 1.0}),
+    (
+        "a KV connector that is not UcmConnector or OffloadingConnector",
+        {},
+        {"kv_transfer_config": KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", **CHILDREN)},
+    ),
 ]
 
 

@@ -67,7 +67,9 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     yield "ucm.kv_cache.partial_hits", config.kv_cache.partial_hits
     yield "ucm.kv_cache.granularity 'token'", config.kv_cache.granularity == "token"
     yield "a draft model", speculation is not None and speculation.method == "draft_model"
-    yield "a KV connector", transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
+    # vLLM names that of --kv-offloading-size later
+    other = transfer is not None and transfer.kv_connector not in (None, OURS, OFFLOADING)
+    yield f"a KV connector that is not {OURS} or {OFFLOADING}", other
     yield "pipeline stages", vllm_config.parallel_config.pipeline_parallel_size > 1
 
 

@@ -54,7 +54,8 @@ class _Ordered(NamedTuple):
             (one.delay + one.left, one.tokens, one.left, len(one.blocks), distinct, one.whole)
             for one, distinct in zip(ordered, _distinct([one.blocks for one in ordered]), strict=True)
         ]
-        return cls(*np.array(rows, np.int64).T, np.array([one.windows for one in ordered], np.int64))
+        ends, tokens, left, held, counts, whole = np.array(rows, np.int64).T
+        return cls(ends, tokens, left, held, counts, whole, np.array([one.windows for one in ordered], np.int64))
 
     def more(self, tokens: np.ndarray, block_size: int) -> np.ndarray:
         """Blocks for so many tokens of each request, [..., requests], beyond those in `distinct`."""
