@@ -64,7 +64,7 @@ def served(engine: Poisoned) -> list[Answer]:
 
 @pytest.mark.parametrize("mode", ["off", "eager"])
 def test_swapped_requests_come_back(model: Path, reference: ReferenceModel, mode: str) -> None:
-    """A window group gives and gets the blocks of its window alone; the second round hits the prefix cache, too."""
+    """A window group gives and gets the blocks of its window alone."""
     with tight(model, SWAP, mode) as engine:
         manager = engine.core.scheduler.kv_cache_manager
         space = engine.runner.parts.steps.memory._swaps
@@ -73,9 +73,8 @@ def test_swapped_requests_come_back(model: Path, reference: ReferenceModel, mode
             == kv_block_bytes(manager)
             == engine_block_bytes(space.block_bytes, 1, engine.llm.llm_engine.vllm_config)
         )
-        for _ in range(2):
-            reference.assert_greedy(prompts(), served(engine))
-        assert engine.preemptions > 2
+        reference.assert_greedy(prompts(), served(engine))
+        assert engine.preemptions > 1
         assert engine.totals.swapped_in > 2
         assert engine.totals.recomputed_tokens == 0
         assert engine.totals.swap_refusals == 0
@@ -91,10 +90,9 @@ def test_swaps_beside_drafts_and_compaction(model: Path, reference: ReferenceMod
         engine.check_all_free()
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
-def test_exact_admission_never_preempts(model: Path, reference: ReferenceModel, caching: bool) -> None:
+def test_exact_admission_never_preempts(model: Path, reference: ReferenceModel) -> None:
     """The same requests are preempted where greedy admission swaps them."""
-    with tight(model, {"scheduler": {"admission": "exact"}}, enable_prefix_caching=caching) as engine:
+    with tight(model, {"scheduler": {"admission": "exact"}}) as engine:
         reference.assert_greedy(prompts(), served(engine))
         assert engine.totals.admission_waits
         assert engine.preemptions == 0
@@ -122,4 +120,23 @@ def test_two_workers(tmp_path: Path) -> None:
         assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
         found = engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], TOKENS)
         assert engine.core.scheduler.block_rules.totals.swapped_in > 2
+    ReferenceModel(model, "eager").assert_greedy(prompts(), found)
+
+
+def test_two_stages(tmp_path: Path) -> None:
+    """The first has windows alone, and reads no block of the group that has full attention."""
+    model = make_model(tmp_path / "gemma3_text", window_config("gemma3_text"))
+    ucm = {
+        "scheduler": {"admission": "exact"},
+        "kv_cache": {"compaction": True},
+        "graphs": {"mode": "eager", "max_graphs": 8},
+        "distributed": {"check_ranks": True},
+    }
+    with EngineOfWorkers(model, ucm, pipeline_parallel_size=2, num_gpu_blocks_override=80, **OPTIONS) as engine:
+        assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
+        found = engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], TOKENS)
+        assert engine.preemptions == 0
+        assert engine.most_in_flight == 2
+        engine.step()
+        engine.check_idle()
     ReferenceModel(model, "eager").assert_greedy(prompts(), found)

@@ -98,7 +98,6 @@ def test_what_does_not_come_is_computed(model: Path, reference: ReferenceModel, 
             end(engine)
         counts = engine.runner.parts.transfer._ours.worker_side.loads.counts
         assert counts.failed_blocks > 0
-        assert counts.loaded_blocks > 0
 
 
 def test_a_small_cache_that_saves_and_loads(model: Path, reference: ReferenceModel, tmp_path: Path) -> None:

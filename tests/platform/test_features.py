@@ -538,7 +538,11 @@ CHILDREN = {
 }
 ONE_TABLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ucm.kv_cache.partial_hits", {"kv_cache": {"partial_hits": True}}, {}),
-    ("pipeline stages", {}, {"pipeline_parallel_size": 2}),
+    (
+        "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector",
+        {"preemption": {"mode": "auto"}},
+        {"pipeline_parallel_size": 2},
+    ),
     (
         "a KV connector that is not UcmConnector or OffloadingConnector",
         {},
@@ -561,6 +565,7 @@ def test_what_knows_one_block_table_switches_the_hybrid_manager_off(
 
 def test_the_hybrid_manager_is_on(llama: Path) -> None:
     """Beside what speaks of blocks of each group, too."""
+    assert start(llama, pipeline_parallel_size=2).scheduler_config.disable_hybrid_kv_cache_manager is False
     for ucm in (
         {},
         {"scheduler": {"admission": "exact"}},

@@ -24,11 +24,14 @@ class GroupKeys:
     there loads of a group with a window the last blocks only.
 
     Args:
-        count: groups.
+        windows: of each group, tokens that the next one sees at most; None: all.
+        block_size: tokens per block.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, windows: Sequence[int | None], block_size: int) -> None:
+        self.count = count = len(windows)
+        self._windows = windows
+        self._block_size = block_size
         # one group has the keys of its blocks
         self._marks = [b"", *(f"kv cache group {number}".encode() for number in range(1, count))]
 
@@ -37,6 +40,13 @@ class GroupKeys:
         if self.count == 1:
             return list(keys)
         return [hashlib.sha256(key + mark).digest() if mark else key for key in keys for mark in self._marks]
+
+    def seen(self, keys: Sequence[bytes], end: int) -> list[bytes]:
+        """Those among `keys`, of consecutive blocks up to block `end`, that are of use to the token behind it: of a
+        window the last blocks."""
+        tokens, first = end * self._block_size, end - len(keys) // self.count
+        begins = [0 if one is None else max(0, tokens - one + 1) // self._block_size for one in self._windows]
+        return [key for place, key in enumerate(keys) if first + place // self.count >= begins[place % self.count]]
 
     def on_device(self, keys: Sequence[bytes], tables: Tables, first: int) -> list[GroupBlock]:
         """Those of consecutive blocks that a request has.

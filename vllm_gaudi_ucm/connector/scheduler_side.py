@@ -125,8 +125,10 @@ class SchedulerSide:
 
     def _wanted_part(self, request: Request, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Of blocks that are all stored, up to the last one that may be loaded."""
+        if self._partial is None:
+            return self._groups.seen(keys, (request.num_tokens - 1) // self._block_size)
         state = self._states.get(request.request_id)
-        if state is None or self._partial is None or state.is_whole:
+        if state is None or state.is_whole:
             return keys
         every = state.keys.known[: (request.num_tokens - 1) // self._block_size]
         return self._partial.wanted(request, every, len(every) - len(keys))

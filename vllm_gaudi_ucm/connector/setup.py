@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.prefetch.options import EngineOptions
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import lasting_kinds, open_store
 from vllm_gaudi_ucm.store.shards import Shard, ShardLookups, ShardStore
-from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, layer_specs
+from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, kept_tokens, layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,13 +36,15 @@ _NO_PART_OF_KV = set(EngineOptions.model_fields)
 @dataclass(frozen=True)
 class ConnectorSetup:
     """Of one engine; `layers` in the order in which a stored block holds them: a worker's own, in the scheduler those
-    of the first worker. groups: names of the layers that share a block table."""
+    of the first worker. groups: names of the layers that share a block table. windows: of each
+    group, tokens that the next one sees at most; None: all."""
 
     vllm_config: VllmConfig
     options: ConnectorOptions
     block_size: int
     layers: dict[str, AttentionSpec]
     groups: tuple[tuple[str, ...], ...]
+    windows: tuple[int | None, ...]
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ConnectorSetup:
@@ -54,7 +56,7 @@ class ConnectorSetup:
         options = ConnectorOptions.resolve(extra, EXTRA_CONFIG)
         _check_process(options, vllm_config.parallel_config.distributed_executor_backend)
         names = tuple(tuple(group.layer_names) for group in groups)
-        return cls(vllm_config, options, groups[0].kv_cache_spec.block_size, layers, names)
+        return cls(vllm_config, options, groups[0].kv_cache_spec.block_size, layers, names, tuple(kept_tokens(groups)))
 
     @property
     def block_bytes(self) -> int:
@@ -69,7 +71,7 @@ class ConnectorSetup:
     @cached_property
     def group_keys(self) -> GroupKeys:
         """Of the groups."""
-        return GroupKeys(len(self.groups))
+        return GroupKeys(self.windows, self.block_size)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:

@@ -70,7 +70,10 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     # vLLM names that of --kv-offloading-size later
     other = transfer is not None and transfer.kv_connector not in (None, OURS, OFFLOADING)
     yield f"a KV connector that is not {OURS} or {OFFLOADING}", other
-    yield "pipeline stages", vllm_config.parallel_config.pipeline_parallel_size > 1
+    # which count the layers of all stages in a block
+    moves = config.preemption.swaps or transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
+    stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    yield "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector", stages and moves
 
 
 def _refuse_connector(vllm_config: VllmConfig, beside: str) -> None:

@@ -96,7 +96,9 @@ class Admission:
         """blocks: ids of those that stay. tables: of the request, in each group."""
         most = min(request.max_tokens - request.num_output_tokens, self._scheduler.max_model_len - request.num_tokens)
         ahead = max(self._scheduler.num_lookahead_tokens, self._scheduler.num_spec_tokens)
-        windows = self._groups.most(request, ahead, self._scheduler.max_num_scheduled_tokens, tables)
+        # chunks of a prompt that are in flight in several stages keep their windows
+        chunk = self._scheduler.max_num_scheduled_tokens * self._scheduler.parallel_config.pipeline_parallel_size
+        windows = self._groups.most(request, ahead, chunk, tables)
         return Footprint(
             blocks,
             request.num_tokens + ahead,

@@ -23,7 +23,7 @@ class GroupBlocks:
     """
 
     def __init__(self, manager: KVCacheManager, block_size: int) -> None:
-        windows = kept_tokens(manager.kv_cache_config)
+        windows = kept_tokens(manager.kv_cache_config.kv_cache_groups)
         self._block_size = block_size
         self._skipped = skipped_tokens(manager)
         self._wholes = [number for number, window in enumerate(windows) if window is None]
