@@ -123,7 +123,7 @@ def begin_load(side: Side) -> list[bytes]:
     request = make_request("second", 70)
     side.side.begin(request)
     assert matched(side, request) == 64
-    side.side.admitted(request, [1, 2, 3, 4, 5], 64)
+    side.side.admitted(request, [[1, 2, 3, 4, 5]], 64)
     (load,) = side.side.metadata(scheduled()).loads
     assert load.keys == keys
     return keys

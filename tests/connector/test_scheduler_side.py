@@ -51,7 +51,7 @@ class Side:
         self.setup = setup = make_setup(folder, **changes)
         # what prefetches for waiting requests are planned by
         setup.vllm_config.scheduler_config = SimpleNamespace(max_num_seqs=4)  # type: ignore[misc]
-        self.side = SchedulerSide(setup, lambda request_id: list(range(100, 200)), offload=offload)
+        self.side = SchedulerSide(setup, lambda request_id: [list(range(100, 200))], offload=offload)
 
     def save(self, count: int) -> list[bytes]:
         """Keys of the blocks of a request with so many tokens, now stored."""
@@ -101,7 +101,7 @@ def test_what_the_device_has_is_not_loaded(sides: Any) -> None:
     request = make_request("second", 70)
     side.side.begin(request)
     assert matched(side, request, computed=32) == 32
-    side.side.admitted(request, [7, 8, 9, 10, 11], 32)
+    side.side.admitted(request, [[7, 8, 9, 10, 11]], 32)
     (load,) = side.side.metadata(scheduled()).loads
     assert (load.keys, load.block_ids) == (keys[2:4], [9, 10])
     assert side.side.metadata(scheduled()).loads == []
@@ -170,7 +170,7 @@ def test_a_failed_load_is_not_tried_again_and_its_blocks_are_saved_again(sides: 
     request = make_request("second", 70)
     side.side.begin(request)
     assert matched(side, request) == 64
-    side.side.admitted(request, [1, 2, 3, 4, 5], 64)
+    side.side.admitted(request, [[1, 2, 3, 4, 5]], 64)
     side.side.metadata(scheduled())
     side.side.lost({3}, [])
     side.side.loaded({"second"})
@@ -333,7 +333,7 @@ def test_blocks_that_are_away_are_not_stored(sides: Any) -> None:
     side = sides()
     request = make_request("sparse", 70, num_computed_tokens=48)
     side.side.begin(request)
-    side.side._saves._block_table = lambda request_id: [7, 0, 0, 9, 11]
+    side.side._saves._block_tables = lambda request_id: [[7, 0, 0, 9, 11]]
     assert [save.block_id for save in side.side.metadata(scheduled(sparse=22)).saves] == [7, 9]
     assert len(side.side.known) == 2
 
@@ -363,7 +363,7 @@ def test_a_preempted_request_loads_whole_whatever_was_asked_before(sides: Any, p
     side.side.begin(request)
     assert matched(side, request) == 64
     request.num_preemptions = preemptions
-    side.side.admitted(request, [7, 8, 9, 10, 11], 64)
+    side.side.admitted(request, [[7, 8, 9, 10, 11]], 64)
     (load,) = side.side.metadata(scheduled()).loads
     assert load.keys == keys[: 4 if preemptions else 1]
     assert load.is_partial == (not preemptions)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import KVTransferConfig, LoadConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from tests.engine.tiny_models import make_config
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
@@ -28,6 +28,7 @@ def make_setup(folder: Path, **changes: Any) -> ConnectorSetup:
         "block_size": 16,
         "heads": 2,
         "layers": ("0", "1"),
+        "window_layers": (),
         "ucm": {},
         "revision": None,
         "hf": {},
@@ -80,8 +81,17 @@ def make_setup(folder: Path, **changes: Any) -> ConnectorSetup:
     spec = FullAttentionSpec(
         block_size=given["block_size"], num_kv_heads=given["heads"], head_size=8, dtype=given["kv_dtype"]
     )
-    group = KVCacheGroupSpec(list(given["layers"]), spec)
-    return ConnectorSetup.of(config, KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group]))
+    groups = [KVCacheGroupSpec(list(given["layers"]), spec)]
+    if given["window_layers"]:
+        window = SlidingWindowSpec(
+            block_size=given["block_size"],
+            num_kv_heads=given["heads"],
+            head_size=8,
+            dtype=given["kv_dtype"],
+            sliding_window=24,
+        )
+        groups.append(KVCacheGroupSpec(list(given["window_layers"]), window))
+    return ConnectorSetup.of(config, KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +113,18 @@ def test_each_of_these_changes_the_keys(tmp_path: Path, change: dict[str, Any]) 
     """covers: D1"""
     base, other = make_setup(tmp_path), make_setup(tmp_path, **change)
     assert base.namespace(sparse=False) != other.namespace(sparse=False)
+
+
+def test_groups_change_the_keys_and_a_block_has_one_groups_layers(tmp_path: Path) -> None:
+    """covers: D1. The same layers under one table, and in two groups in either way; the larger group has two layers."""
+    one = make_setup(tmp_path, layers=("0", "1", "2"))
+    others = [
+        make_setup(tmp_path, layers=("0",), window_layers=("1", "2")),
+        make_setup(tmp_path, layers=("0", "1"), window_layers=("2",)),
+    ]
+    assert len({setup.namespace(sparse=False) for setup in (one, *others)}) == 3
+    assert [setup.block_bytes * 3 for setup in others] == [one.block_bytes * 2] * 2
+    assert [setup.group_keys.count for setup in (one, *others)] == [1, 2, 2]
 
 
 def test_other_weights_change_the_keys_and_another_place_does_not(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vllm_gaudi_ucm.memory.host_slots import HostSlots
 from vllm_gaudi_ucm.memory.swap_cost import SwapCost
-from vllm_gaudi_ucm.memory.swaps import Swaps
+from vllm_gaudi_ucm.memory.swaps import Swaps, _shared
 from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed, MemoryTotals
 
 BLOCK, BLOCK_BYTES, SLOTS, POOL = 4, 1000, 7, 12
@@ -83,7 +83,7 @@ class Swapping(RuleBasedStateMachine):
         for name in data.draw(st.lists(st.sampled_from(sorted(self.running)), min_size=1, max_size=3, unique=True)):
             one, blocks = self.running.pop(name)
             refusals = self.totals.swap_refusals
-            self.swaps.preempted(one, [block(place) for place in blocks])
+            self.swaps.preempted(one, [[block(place) for place in blocks]])
             self.waiting[name] = one, one.num_computed_tokens, self.totals.swap_refusals == refusals
             self.free = blocks + self.free
             one.num_computed_tokens = 0
@@ -107,7 +107,7 @@ class Swapping(RuleBasedStateMachine):
         blocks = self._allot(one, tokens)
         for number, place in enumerate(blocks[: found // BLOCK]):
             self.device[place] = name, number, BLOCK
-        self.swaps.resumed(one, [block(place) for place in blocks], found, tokens)
+        self.swaps.resumed(one, [[block(place) for place in blocks]], found, tokens)
         self._carry_out()
         self.lost += max(0, had - tokens)
         for number, place in enumerate(blocks):
@@ -151,7 +151,7 @@ TestSwapping.settings = settings(max_examples=150, stateful_step_count=40, deadl
 def test_a_request_that_is_dropped_in_its_own_step_is_not_copied() -> None:
     """A reset of the prefix cache preempts what runs."""
     found, _, _ = swaps()
-    found.preempted(request("a", 9, 8), [block(1), block(2)])
+    found.preempted(request("a", 9, 8), [[block(1), block(2)]])
     found.reset()
     assert found.take_orders() == ([], [])
     found.check_integrity()
@@ -161,24 +161,73 @@ def test_a_request_that_is_dropped_in_its_own_step_is_not_copied() -> None:
 def test_not_swapped(field: str) -> None:
     found, totals, _ = swaps()
     one = request("a", 9, 8, **{field: True})
-    found.preempted(one, [block(1), block(2)])
+    found.preempted(one, [[block(1), block(2)]])
     assert found.take_orders() == ([], [])
     assert found.reach(one) == 0
-    found.resumed(one, [block(1)], 0, 0)
+    found.resumed(one, [[block(1)]], 0, 0)
     assert (totals.swap_refusals, totals.recomputed_tokens) == (0, 8)
 
 
 def test_a_context_with_gaps_is_refused() -> None:
     found, totals, _ = swaps()
-    found.preempted(request("a", 9, 8), [block(0, is_null=True), block(2)])
+    found.preempted(request("a", 9, 8), [[block(0, is_null=True), block(2)]])
     assert found.take_orders() == ([], [])
     assert totals.swap_refusals == 1
+
+
+def windowed(window: int) -> tuple[Swaps, MemoryTotals]:
+    """A group with whole contexts, and one with a window."""
+    totals, cost = MemoryTotals(), SwapCost(BLOCK, BLOCK_BYTES)
+    skipped = (lambda tokens: 0, lambda tokens: max(0, tokens - window + 1))
+    return Swaps(HostSlots(SLOTS), BLOCK, BLOCK_BYTES, cost, True, totals, skipped), totals
+
+
+def test_a_window_group_swaps_what_the_next_token_sees() -> None:
+    """Of 13 tokens, with a window of 6, those from the ninth on: its last two blocks, an earlier one is not copied."""
+    found, totals = windowed(6)
+    null = block(0, is_null=True)
+    one = request("a", 14, 13)
+    found.preempted(one, [[block(n) for n in (1, 2, 3, 4)], [null, block(5), block(6), block(7)]])
+    outs, _ = found.take_orders()
+    assert [place for place, _ in outs] == [1, 2, 3, 4, 6, 7]
+    assert found.reach(one) == 13
+    # the prefix cache has the first two blocks of the one, of the other the null block stands for them
+    found.resumed(one, [[block(n) for n in (1, 2, 8, 9)], [null, null, block(10), block(11)]], 8, 13)
+    _, ins = found.take_orders()
+    slot_of = dict(outs)
+    assert ins == [(slot_of[3], 8), (slot_of[4], 9), (slot_of[6], 10), (slot_of[7], 11)]
+    assert (totals.swapped_out, totals.swapped_in, totals.recomputed_tokens) == (6, 4, 0)
+    found.check_integrity()
+
+
+def test_a_token_that_is_computed_again_sees_more_of_its_window() -> None:
+    """Its last token is computed: the window before it begins one token earlier, in a block that must be there."""
+    null = block(0, is_null=True)
+    for second, swapped in ((null, False), (block(6), True)):
+        found, totals = windowed(6)
+        one = request("a", 13, 13)
+        found.preempted(one, [[block(n) for n in (1, 2, 3, 4)], [null, second, block(7), block(8)]])
+        assert found.reach(one) == (12 if swapped else 0)
+        assert totals.swap_refusals == (0 if swapped else 1)
+
+
+def test_blocks_that_others_hold_in_every_group_are_found_again() -> None:
+    """The window's first blocks are nobody's; two of the copies are of blocks that the prefix cache will have."""
+    tables = [[block(1, 2), block(2, 2), block(3)], [block(0, is_null=True), block(4, 2), block(5)]]
+    held = {
+        (0, 0): tables[0][0],
+        (0, 1): tables[0][1],
+        (0, 2): tables[0][2],
+        (1, 1): tables[1][1],
+        (1, 2): tables[1][2],
+    }
+    assert _shared(tables, held) == (2, 3)
 
 
 def test_the_last_token_is_computed() -> None:
     found, _, _ = swaps()
     one = request("a", 8, 8)
-    found.preempted(one, [block(1), block(2)])
+    found.preempted(one, [[block(1), block(2)]])
     assert found.reach(one) == 7
 
 
@@ -202,11 +251,11 @@ def cost_of(prefill: float, link: float) -> SwapCost:
 
 def test_auto_compares_seconds() -> None:
     """Eight blocks there and back at 1,000 bytes each: 1.6 s over a link of 10 kB/s; 32 tokens again at 20 per s."""
-    assert not cost_of(20.5, 10_000).prefers_swap(32, 8, 0)
-    assert cost_of(19.5, 10_000).prefers_swap(32, 8, 0)
+    assert not cost_of(20.5, 10_000).prefers_swap(32, 8, 0, 0)
+    assert cost_of(19.5, 10_000).prefers_swap(32, 8, 0, 0)
     # four blocks that others hold are found again: 16 tokens against eight blocks out and four back, 1.2 s
-    assert not cost_of(13.5, 10_000).prefers_swap(32, 8, 4)
-    assert cost_of(13.2, 10_000).prefers_swap(32, 8, 4)
+    assert not cost_of(13.5, 10_000).prefers_swap(32, 8, 4, 4)
+    assert cost_of(13.2, 10_000).prefers_swap(32, 8, 4, 4)
 
 
 def test_a_rate_follows_the_latest_steps_with_prompts() -> None:
@@ -248,7 +297,7 @@ def test_the_slowest_worker_counts() -> None:
 
 def test_auto_swaps_until_it_knows() -> None:
     found, _, cost = swaps(always=False)
-    found.preempted(request("a", 9, 8), [block(1), block(2)])
+    found.preempted(request("a", 9, 8), [[block(1), block(2)]])
     assert len(found.take_orders()[0]) == 2
     assert not cost.rates.are_known
 

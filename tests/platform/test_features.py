@@ -554,13 +554,21 @@ def test_our_connector_brings_our_scheduler(llama: Path, caplog: pytest.LogCaptu
     assert "nothing is prefetched for requests that wait" in caplog.text
 
 
+CHILDREN = {
+    "kv_connector_extra_config": {"connectors": [{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]}
+}
 ONE_TABLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("ucm.scheduler.admission", {"scheduler": {"admission": "exact"}}, {}),
-    ("ucm.preemption.mode swap or auto", {"preemption": {"mode": "swap"}}, {}),
-    ("ucm.kv_cache.compaction", {"kv_cache": {"compaction": True}}, {}),
     ("ucm.kv_cache.partial_hits", {"kv_cache": {"partial_hits": True}}, {}),
-    ("pipeline stages", {}, {"pipeline_parallel_size": 2}),
-    ("a KV connector", {}, {"kv_offloading_size": 1.0}),
+    (
+        "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector",
+        {"preemption": {"mode": "auto"}},
+        {"pipeline_parallel_size": 2},
+    ),
+    (
+        "a KV connector that is not UcmConnector or OffloadingConnector",
+        {},
+        {"kv_transfer_config": KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", **CHILDREN)},
+    ),
 ]
 
 
@@ -577,4 +585,13 @@ def test_what_knows_one_block_table_switches_the_hybrid_manager_off(
 
 
 def test_the_hybrid_manager_is_on(llama: Path) -> None:
-    assert start(llama).scheduler_config.disable_hybrid_kv_cache_manager is False
+    """Beside what speaks of blocks of each group, too."""
+    assert start(llama, pipeline_parallel_size=2).scheduler_config.disable_hybrid_kv_cache_manager is False
+    for ucm in (
+        {},
+        {"scheduler": {"admission": "exact"}},
+        {"preemption": {"mode": "swap"}},
+        {"kv_cache": {"compaction": True}},
+    ):
+        found = start(llama, additional_config={"ucm": ucm})
+        assert found.scheduler_config.disable_hybrid_kv_cache_manager is False

@@ -84,6 +84,13 @@ def test_shared_blocks_count_once() -> None:
     assert expected_peak(found, lengths, BLOCK, 0.0, least=0) == 3 + 4 * (1 + 2)
 
 
+def test_windows_are_full_soon() -> None:
+    """Five blocks of each of two groups, and two of each of three windows."""
+    lengths = lengths_of([8] * MOST_SEEN)
+    found = [Footprint([place, 50 + place], 13, 400, 0, 0, 2, (2, 2, 2)) for place in range(4)]
+    assert expected_peak(found, lengths, BLOCK, 0.0, least=0) == 4 * (2 * 5 + 3 * 2)
+
+
 def test_least_output_is_kept_free() -> None:
     lengths = lengths_of([1] * MOST_SEEN)
     found = [Footprint([1], 4, 400)]

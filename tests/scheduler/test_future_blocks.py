@@ -70,3 +70,32 @@ def test_where_nobody_knows_when_it_begins_it_stays() -> None:
     loading = Footprint([1, 2], 8, 4, UNKNOWN)
     assert peak_blocks([loading, Footprint([3], 4, 400)], BLOCK) == 3 + 101
     assert peak_blocks([], BLOCK) == 0
+
+
+@st.composite
+def in_groups(draw: st.DrawFn) -> list[Footprint]:
+    """Two groups that keep whole contexts, and two with windows of other sizes."""
+    windows = tuple(draw(st.lists(st.integers(1, 5), min_size=2, max_size=2)))
+    whole = draw(st.integers(0, 2))
+    made = []
+    for number, one in enumerate(draw(footprints())):
+        held = range(
+            5000 * (number + 1), 5000 * (number + 1) + whole * draw(st.integers(0, (one.tokens - 1) // BLOCK + 1))
+        )
+        made.append(one._replace(blocks=held, whole=whole, windows=windows))
+    return made
+
+
+def in_groups_at(one: Footprint, generated: int) -> int:
+    blocks = -(-(one.tokens + generated) // BLOCK)
+    return max(blocks * one.whole, len(one.blocks)) + sum(min(blocks, most) for most in one.windows)
+
+
+@given(in_groups())
+def test_windows_hold_no_more_than_their_own(found: list[Footprint]) -> None:
+    """Nothing is shared, all generate at once: at each time those whose end has not passed."""
+    ends = range(1 + max((one.left for one in found), default=0))
+    expected = max((sum(in_groups_at(one, end) for one in found if one.left >= end) for end in ends), default=0)
+    assert peak_blocks(found, BLOCK) == expected
+    longest = sum(in_groups_at(one, one.left) for one in found)
+    assert peak_blocks(found, BLOCK, in_step=False) == longest

@@ -199,12 +199,15 @@ class RequestTable:
         self.block_tables[self.requests[request_id].row, number] = block
 
     def moved(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """Physical block `sources[i]` is `targets[i]` from now on, in every table. int64 [n] each; no block is both."""
-        number = int(max(sources.max(), targets.max(), self.block_tables.max()))
+        """Physical block `sources[i]` is `targets[i]` from now on, in every table of every group. int64 [n] each; no
+        block is both."""
+        tables = [table.blocks for table in self._tables.values()]
+        number = int(max(sources.max(), targets.max(), *(blocks.max() for blocks in tables)))
         renamed = np.arange(number + 1, dtype=self.block_tables.dtype)
         renamed[sources] = targets
         rows = [request.row for request in self.requests.values()]
-        self.block_tables[rows] = renamed[self.block_tables[rows]]
+        for blocks in tables:
+            blocks[rows] = renamed[blocks[rows]]
 
     def check_integrity(self) -> None:
         """Conservation: every row is free or owned by exactly one request; a live row knows its own tokens."""

@@ -23,6 +23,7 @@ from vllm_gaudi_ucm.vllm_api.kv_transfer import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.connector.group_keys import Tables
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
@@ -57,10 +58,10 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
         # a cache: what is not saved is computed again
         return False
 
-    def _block_table(self, request_id: str) -> list[int]:
+    def _block_tables(self, request_id: str) -> Tables:
         assert self._kv_cache_manager is not None, "vLLM binds it before the first step"
-        (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
-        return block_ids
+        tables: Tables = self._kv_cache_manager.get_block_ids(request_id)
+        return tables
 
     def _cached_tokens(self, request: Request) -> int:
         assert self._kv_cache_manager is not None, "vLLM binds it before the first step"
@@ -80,7 +81,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
 
     def open_scheduler_side(self, offload: OffloadScheduler | None = None) -> None:
         """Called once: by our scheduler with KV offload, else here."""
-        self.scheduler_side = SchedulerSide(self._setup, self._block_table, self._cached_tokens, offload)
+        self.scheduler_side = SchedulerSide(self._setup, self._block_tables, self._cached_tokens, offload)
 
     def plan_prefetch(self, waiting: Iterable[Request]) -> None:
         """Before a step is scheduled; waiting: requests without blocks, the next one first. Called by our scheduler."""
@@ -95,8 +96,7 @@ class UcmConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if num_external_tokens:
-            (block_ids,) = blocks.get_block_ids()
-            self._scheduler.admitted(request, block_ids, num_external_tokens)
+            self._scheduler.admitted(request, blocks.get_block_ids(), num_external_tokens)
         else:
             self._scheduler.runs(request)
 

@@ -41,14 +41,18 @@ class OffloadingConnector(VllmOffloadingConnector):
 
 
 def as_pages(kv_caches: Mapping[str, LayerCache], config: KVCacheConfig) -> CanonicalKVCaches:
-    """Keys and values as int8 [blocks, bytes of a block], in the order of the groups' layers."""
+    """Keys and values as int8 [blocks, bytes of a block], in the order of the groups' layers. Those of several groups
+    that have one memory are one tensor, whose blocks are one group's at a time."""
     tensors: list[CanonicalKVCacheTensor] = []
+    known: dict[int, CanonicalKVCacheRef] = {}
     groups: list[list[CanonicalKVCacheRef]] = []
     for group in config.kv_cache_groups:
         refs = []
         for rows in (rows for name in group.layer_names for rows in kv_caches[name]):
-            pages = rows.view(config.num_blocks, -1).view(torch.int8)
-            refs.append(CanonicalKVCacheRef(len(tensors), pages.shape[1]))
-            tensors.append(CanonicalKVCacheTensor(pages, pages.shape[1]))
+            if id(rows) not in known:
+                pages = rows.view(config.num_blocks, -1).view(torch.int8)
+                known[id(rows)] = CanonicalKVCacheRef(len(tensors), pages.shape[1])
+                tensors.append(CanonicalKVCacheTensor(pages, pages.shape[1]))
+            refs.append(known[id(rows)])
         groups.append(refs)
     return CanonicalKVCaches(tensors, groups)

@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.store.block_key import chain_keys
 from vllm_gaudi_ucm.vllm_api.scheduling import generate_block_hash_extra_keys
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.connector.group_keys import GroupKeys, Tables
     from vllm_gaudi_ucm.connector.lookup import KnownKeys, Lookup
     from vllm_gaudi_ucm.connector.metadata import BlockLoad
     from vllm_gaudi_ucm.connector.partial_loads import PartialLoads
@@ -77,8 +78,9 @@ class RequestState:
         return lost
 
     def begin_anew(self) -> None:
-        """A partial load has failed: the next one is whole, or there is none where time is up."""
-        self.is_whole, self.is_closed, self.loading = True, self.is_late, None
+        """A partial load has failed: the next one is whole, or there is none where time is up. One that was whole and
+        has failed, because its window lies behind other blocks, is not tried a third time."""
+        self.is_closed, self.is_whole, self.loading = self.is_late or self.is_whole, True, None
 
 
 class RequestKeys:
@@ -128,7 +130,8 @@ class SavePlan:
     Args:
         known: keys that the store has, or is about to have.
         block_size: tokens per block.
-        block_table: block ids of a live request.
+        groups: keys in each KV-cache group.
+        block_tables: of a live request.
         keys: of the first n blocks of a request, None where it has none.
         partial: loads that may leave blocks in the store, None where all are whole.
     """
@@ -137,14 +140,16 @@ class SavePlan:
         self,
         known: KnownKeys,
         block_size: int,
-        block_table: Callable[[str], list[int]],
+        groups: GroupKeys,
+        block_tables: Callable[[str], Tables],
         keys: Callable[[RequestState, int], list[bytes] | None],
         partial: PartialLoads | None,
     ) -> None:
         self._known = known
         self._partial = partial
         self._block_size = block_size
-        self._block_table = block_table
+        self._groups = groups
+        self._block_tables = block_tables
         self._keys = keys
 
     def blocks(self, state: RequestState, num_scheduled: int) -> list[BlockSave]:
@@ -159,12 +164,14 @@ class SavePlan:
         keys = self._keys(state, full)
         if keys is None:
             return []
-        block_ids = self._block_table(request.request_id)
-        # memory mode may have put the null block in the place of one that has left the device
-        new = [index for index in range(state.saved, full) if block_ids[index] and keys[index] not in self._known]
-        self._known.add(keys[index] for index in new)
+        # memory mode, or a window, may have put the null block in the place of one
+        held = self._groups.on_device(
+            self._groups.of(keys[state.saved :]), self._block_tables(request.request_id), state.saved
+        )
+        new = [block for block in held if block.key not in self._known]
+        self._known.add(block.key for block in new)
         state.saved = full
-        return [BlockSave(keys[index], block_ids[index]) for index in new]
+        return [BlockSave(*block) for block in new]
 
     def records(self, state: RequestState, num_scheduled: int) -> list[RecordSave]:
         """Summaries of a prompt whose last token this step computes."""
@@ -175,7 +182,7 @@ class SavePlan:
             return []
         state.has_records = True
         keys = state.keys.known[: (request.num_prompt_tokens - 1) // self._block_size]
-        found = self._partial.record_saves(request, keys, self._block_table(request.request_id))
+        found = self._partial.record_saves(request, keys, self._block_tables(request.request_id)[0])
         new = [record for record in found if record.key not in self._known]
         self._known.add(record.key for record in new)
         return new

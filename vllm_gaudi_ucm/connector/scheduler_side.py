@@ -19,6 +19,7 @@ from vllm_gaudi_ucm.prefetch.plan import PrefetchPlan
 from vllm_gaudi_ucm.sparse.options import read_extra_args
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.connector.group_keys import Tables
     from vllm_gaudi_ucm.connector.setup import ConnectorSetup
     from vllm_gaudi_ucm.kv_offload.scheduler_side import Fetched, OffloadScheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request, SchedulerOutput
@@ -40,7 +41,7 @@ class SchedulerSide:
 
     Args:
         setup: of the engine.
-        block_table: block ids of a live request.
+        block_tables: of a live request.
         cached_tokens: leading tokens of a request that the device's prefix cache holds.
         offload: KV offload, with which loads may leave blocks in the store.
     """
@@ -48,7 +49,7 @@ class SchedulerSide:
     def __init__(
         self,
         setup: ConnectorSetup,
-        block_table: Callable[[str], list[int]],
+        block_tables: Callable[[str], Tables],
         cached_tokens: Callable[[Request], int] = lambda request: 0,
         offload: OffloadScheduler | None = None,
     ) -> None:
@@ -56,6 +57,7 @@ class SchedulerSide:
         setup.namespace(sparse=False)  # now: files are read for it, and may tell nothing
         self._cached_tokens = cached_tokens
         self._block_size = setup.block_size
+        self._groups = setup.group_keys
         self._states: dict[str, RequestState] = {}
         self._epoch = b""
         self._loads: list[BlockLoad] = []
@@ -69,7 +71,7 @@ class SchedulerSide:
         )
         self._plan = PrefetchPlan()
         self._partial = None if offload is None else self._partial_loads(offload)
-        self._saves = SavePlan(self.known, self._block_size, block_table, self._keys, self._partial)
+        self._saves = SavePlan(self.known, self._block_size, self._groups, block_tables, self._keys, self._partial)
 
     def _partial_loads(self, offload: OffloadScheduler) -> PartialLoads | None:
         record_blocks = self._setup.summaries_per_record(offload.method)
@@ -119,12 +121,14 @@ class SchedulerSide:
         if state is None or request.num_computed_tokens or not self._may_load(state):
             return None
         keys = self._keys(state, (request.num_tokens - 1) // self._block_size)
-        return None if keys is None else keys[self._cached_tokens(request) // self._block_size :]
+        return None if keys is None else self._groups.of(keys[self._cached_tokens(request) // self._block_size :])
 
     def _wanted_part(self, request: Request, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Of blocks that are all stored, up to the last one that may be loaded."""
+        if self._partial is None:
+            return self._groups.seen(keys, (request.num_tokens - 1) // self._block_size)
         state = self._states.get(request.request_id)
-        if state is None or self._partial is None or state.is_whole:
+        if state is None or state.is_whole:
             return keys
         every = state.keys.known[: (request.num_tokens - 1) // self._block_size]
         return self._partial.wanted(request, every, len(every) - len(keys))
@@ -150,19 +154,21 @@ class SchedulerSide:
             self.counts.timeouts += 1
             state.close()
             return 0
-        hits = lookup.hits or 0
-        self.known.add(lookup.keys[:hits])
+        found = lookup.hits or 0
+        # those that have all their parts
+        hits = found // self._groups.count
+        self.known.add(lookup.keys[:found])
         if lookup.has_records:
             self.known.add(lookup.records)
         else:
             self.known.missed(lookup.records)
-        self.known.missed(lookup.keys[hits:])
+        self.known.missed(lookup.keys[found:])
         return hits * self._block_size if hits >= self._setup.options.min_hit_blocks else 0
 
     def _lookup(self, state: RequestState, first: int, end: int) -> Lookup | None:
         """The question that was asked before for these blocks, or a new one; None where there is nothing to ask."""
         asked = state.lookup
-        if asked is not None and (asked.first_block, asked.first_block + len(asked.keys)) == (first, end):
+        if asked is not None and (asked.first_block, asked.first_block + self._blocks(asked)) == (first, end):
             return asked
         keys = self._keys(state, end)
         if keys is None or first >= end:
@@ -171,9 +177,13 @@ class SchedulerSide:
         records: list[bytes] = []
         if self._partial is not None and not state.is_whole:
             records = self._partial.record_keys(state.request, keys, first)
-        lookup = self._lookups.ask(keys[first:], first, records)
+        lookup = self._lookups.ask(self._groups.of(keys[first:]), first, records)
         state.ask(lookup)
         return lookup
+
+    def _blocks(self, lookup: Lookup) -> int:
+        """That were asked for."""
+        return len(lookup.keys) // self._groups.count
 
     def _keys(self, state: RequestState, blocks: int) -> list[bytes] | None:
         try:
@@ -183,22 +193,34 @@ class SchedulerSide:
             del self._states[state.request.request_id]
             return None
 
-    def admitted(self, request: Request, block_ids: list[int], num_external: int) -> None:
+    def admitted(self, request: Request, tables: Tables, num_external: int) -> None:
         """It has blocks now; `num_external` of its tokens are to come from the store."""
         state = self._states.get(request.request_id)
         if state is None or not num_external or state.lookup is None:
             return
         lookup, count = state.lookup, num_external // self._block_size
         self.counts.hit_blocks += count
-        self.counts.missed_blocks += len(lookup.keys) - count
-        load = self._plan_partial(state, lookup, count, block_ids)
+        self.counts.missed_blocks += self._blocks(lookup) - count
+        load = self._plan_partial(state, lookup, count, tables[0])
         self._waiting.forget(request.request_id)
         if load is None:
-            targets = block_ids[lookup.first_block : lookup.first_block + count]
-            load = BlockLoad(request.request_id, list(lookup.keys[:count]), targets)
+            load = self._whole_load(request.request_id, lookup, count, tables)
             self._waiting.used(load.keys)
         self._loads.append(load)
         state.begin_load(load)
+
+    def _whole_load(self, request_id: str, lookup: Lookup, count: int, tables: Tables) -> BlockLoad:
+        """Of `count` blocks what the request has place for: of a window the blocks that its next token sees."""
+        keys = lookup.keys[: count * self._groups.count]
+        wanted = self._groups.on_device(keys, tables, lookup.first_block)
+        has_gaps = any(0 in blocks[: lookup.first_block + count] for blocks in tables)
+        return BlockLoad(
+            request_id,
+            [one.key for one in wanted],
+            [one.block_id for one in wanted],
+            # vLLM does not take back a part of the blocks of several groups
+            is_partial=has_gaps or self._groups.count > 1,
+        )
 
     def runs(self, request: Request) -> None:
         """It has blocks now, and is about to compute: nothing is loaded before."""
@@ -209,7 +231,9 @@ class SchedulerSide:
         if self._partial is not None:
             self._partial.runs(request)
 
-    def _plan_partial(self, state: RequestState, lookup: Lookup, count: int, block_ids: list[int]) -> BlockLoad | None:
+    def _plan_partial(
+        self, state: RequestState, lookup: Lookup, count: int, block_ids: Sequence[int]
+    ) -> BlockLoad | None:
         """None where everything is loaded."""
         if self._partial is None or state.is_whole or not lookup.has_records or count < len(lookup.keys):
             return None
@@ -257,14 +281,17 @@ class SchedulerSide:
             self._states[request_id].miss_deadline()
 
     def failed(self, request_ids: set[str]) -> None:
-        """Of these requests blocks were left in the store, and of the others not all have come: they begin anew, and
-        load whole, or, where time is up, compute."""
+        """Of these requests blocks were left in the store, or before a window, and of the others not all have come:
+        they begin anew, and load whole, or, where time is up or this was tried before, compute."""
         for request_id in request_ids:
             state = self._states.get(request_id)
             if state is None or state.loading is None:
                 continue
             # stored again once they are computed again
             self.known.discard(record.key for record in state.loading.records)
+            if self._partial is None:
+                # and which blocks did not come is not said
+                self.known.discard(state.loading.keys)
             state.begin_anew()
 
     def loaded(self, request_ids: set[str]) -> None:

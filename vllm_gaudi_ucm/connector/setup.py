@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.config.ucm_config import UcmConfig, connector_prefetch, resolve_config
 from vllm_gaudi_ucm.connector.engine_shards import engine_shards
 from vllm_gaudi_ucm.connector.forward_inputs import forward_inputs
+from vllm_gaudi_ucm.connector.group_keys import GroupKeys
 from vllm_gaudi_ucm.connector.transfer_config import EXTRA_CONFIG, ConnectorOptions
 from vllm_gaudi_ucm.kv_offload.summary_records import summary_bytes
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
@@ -18,7 +19,7 @@ from vllm_gaudi_ucm.prefetch.options import EngineOptions
 from vllm_gaudi_ucm.store.block_key import Namespace
 from vllm_gaudi_ucm.store.factory import lasting_kinds, open_store
 from vllm_gaudi_ucm.store.shards import Shard, ShardLookups, ShardStore
-from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, layer_specs
+from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, kept_tokens, layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,32 +36,42 @@ _NO_PART_OF_KV = set(EngineOptions.model_fields)
 @dataclass(frozen=True)
 class ConnectorSetup:
     """Of one engine; `layers` in the order in which a stored block holds them: a worker's own, in the scheduler those
-    of the first worker."""
+    of the first worker. groups: names of the layers that share a block table. windows: of each
+    group, tokens that the next one sees at most; None: all."""
 
     vllm_config: VllmConfig
     options: ConnectorOptions
     block_size: int
     layers: dict[str, AttentionSpec]
+    groups: tuple[tuple[str, ...], ...]
+    windows: tuple[int | None, ...]
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ConnectorSetup:
         """Raises UcmConfigError for options that cannot be used."""
         assert vllm_config.kv_transfer_config is not None
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        (group,) = kv_cache_config.kv_cache_groups
+        groups = kv_cache_config.kv_cache_groups
         layers = {name: spec for name, spec in layer_specs(kv_cache_config).items() if isinstance(spec, AttentionSpec)}
         options = ConnectorOptions.resolve(extra, EXTRA_CONFIG)
         _check_process(options, vllm_config.parallel_config.distributed_executor_backend)
-        return cls(vllm_config, options, group.kv_cache_spec.block_size, layers)
+        names = tuple(tuple(group.layer_names) for group in groups)
+        return cls(vllm_config, options, groups[0].kv_cache_spec.block_size, layers, names, tuple(kept_tokens(groups)))
 
     @property
     def block_bytes(self) -> int:
-        """Of what one worker holds of a block with all its layers, without padding."""
+        """Of what one worker holds of a block with all layers of a group, without padding."""
         return sum(self._layer_bytes)
 
     @property
     def _layer_bytes(self) -> list[int]:
-        return [spec.unpadded_page_size_bytes for spec in self.layers.values()]
+        # a block has room for the largest group, and is one group's at a time
+        return [self.layers[name].unpadded_page_size_bytes for name in max(self.groups, key=len)]
+
+    @cached_property
+    def group_keys(self) -> GroupKeys:
+        """Of the groups."""
+        return GroupKeys(self.windows, self.block_size)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -135,6 +146,8 @@ class ConnectorSetup:
             (name, layer.num_kv_heads, layer.head_size, layer.head_size_v, str(layer.dtype))
             for name, layer in self.layers.items()
         ]
+        places = {name: number for number, name in enumerate(self.layers)}
+        groups = [[places[name] for name in group] for group in self.groups]
         models = forward_inputs(vllm_config)
         if unknown := [one.name for one in models if not one.is_known]:
             self._refuse_unknown_weights(unknown)
@@ -150,7 +163,7 @@ class ConnectorSetup:
             head_sizes=(spec.head_size, spec.head_size_v),
             tp_size=vllm_config.parallel_config.tensor_parallel_size,
             pp_size=vllm_config.parallel_config.pipeline_parallel_size,
-            layout=f"layer k|v token head {_digest(shapes)}",
+            layout=f"layer k|v token head {_digest(shapes if len(groups) == 1 else [shapes, groups])}",
         )
 
     def _refuse_unknown_weights(self, models: list[str]) -> None:

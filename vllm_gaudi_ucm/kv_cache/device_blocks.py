@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
-from vllm_gaudi_ucm.kv_cache.pair import LayerCache, alike, in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import LayerCache, alike, distinct, in_blocks
 from vllm_gaudi_ucm.ops.kv_cache.api import swap_blocks
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class DeviceBlocks:
 
     Any thread may copy, on a GPU or a Gaudi with a stream of its own, beside the computation.
 
+    Layers of several KV-cache groups have one memory: a block is that of any group, and has its bytes.
+
     Args:
         caches: by layer, in the order in which a stored block holds them.
         block_size: tokens of a block.
@@ -35,7 +37,7 @@ class DeviceBlocks:
 
     def __init__(self, caches: Mapping[str, LayerCache], block_size: int, device: Device) -> None:
         self._device = device
-        tensors = [blocks for pair in caches.values() for blocks in in_blocks(pair, block_size)]
+        tensors = [blocks for pair in distinct(caches.values()) for blocks in in_blocks(pair, block_size)]
         self._runs = alike(tensors)
         self.block_bytes = sum(_block_bytes(blocks) for blocks in tensors)
 

@@ -48,6 +48,11 @@ def in_blocks(cache: tuple[torch.Tensor, ...], block_size: int) -> LayerCache:
     return KvPair(key.unflatten(0, (-1, block_size)), value.unflatten(0, (-1, block_size)))
 
 
+def distinct(caches: Iterable[LayerCache]) -> list[LayerCache]:
+    """Each memory once: layers of several KV-cache groups have one, whose blocks are one group's at a time."""
+    return list({id(cache): cache for cache in caches}.values())
+
+
 def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """What has one shape and dtype, to be copied together, in the order given; a draft model's layers have another."""
     return [list(run) for _, run in groupby(tensors, key=lambda blocks: (blocks.shape, blocks.dtype))]

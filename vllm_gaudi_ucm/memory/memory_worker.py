@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
-from vllm_gaudi_ucm.kv_cache.pair import alike, in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import alike, distinct, in_blocks
 from vllm_gaudi_ucm.memory.copy_sizes import copy_sizes, largest_size
 from vllm_gaudi_ucm.memory.swap_space import SwapSpace
 from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks
@@ -36,7 +36,7 @@ class MemoryWorker:
     """Moves and copies blocks.
 
     Args:
-        caches: by layer.
+        caches: by layer. A block is that of all layers of its KV-cache group, whichever that is.
         block_size: tokens per block.
         device: where the caches are.
         metrics: where the scheduler's figures go.
@@ -57,7 +57,7 @@ class MemoryWorker:
         summaries: Sequence[torch.Tensor] = (),
         followers: Sequence[Follower] = (),
     ) -> None:
-        tensors = [blocks for pair in caches.values() for blocks in in_blocks(pair, block_size)]
+        tensors = [blocks for pair in distinct(caches.values()) for blocks in in_blocks(pair, block_size)]
         self._caches = alike(tensors)
         self._summaries = alike(summaries)
         self._followers = followers

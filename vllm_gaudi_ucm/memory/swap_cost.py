@@ -27,7 +27,8 @@ class SwapCost:
 
     Args:
         block_size: tokens of a block.
-        block_bytes: of all layers, as one worker of each stage has them: those that share a layer copy side by side.
+        block_bytes: of all layers of a KV-cache group, as one worker of each stage has them: those that share a layer
+            copy side by side.
         clock: seconds.
         queues: whether a step is sent while the one before it still runs, and waits for that one's end.
     """
@@ -80,11 +81,11 @@ class SwapCost:
             return MemoryRates(prefill)
         return MemoryRates(prefill, self._link.to_host, self._link.from_host)
 
-    def prefers_swap(self, tokens: int, blocks: int, shared: int) -> bool:
+    def prefers_swap(self, tokens: int, blocks: int, shared: int, shared_copies: int) -> bool:
         """Whether copying is faster; also where a speed is not known yet.
 
-        tokens: that were computed. blocks: that hold them. shared: those among them, the first ones, that other
-        requests hold, too: the prefix cache will have them.
+        tokens: that were computed. blocks: of all KV-cache groups that would be copied. shared: the first blocks of the
+        context that other requests hold, too: the prefix cache will have them. shared_copies: of `blocks`, in these.
         """
         rates = self.rates
         if not rates.are_known:
@@ -92,5 +93,5 @@ class SwapCost:
                 logger.info("Preemption auto: nothing was measured yet, so that blocks are swapped.")
                 self._has_said = True
             return True
-        swap = self._block_bytes * (blocks / rates.to_host + (blocks - shared) / rates.from_host)
+        swap = self._block_bytes * (blocks / rates.to_host + (blocks - shared_copies) / rates.from_host)
         return swap < (tokens - min(tokens, shared * self._block_size)) / rates.prefill

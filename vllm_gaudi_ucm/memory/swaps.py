@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -15,26 +15,41 @@ if TYPE_CHECKING:
 Pairs = list[tuple[int, int]]
 
 
+Tables = Sequence[Sequence["KVCacheBlock"]]
+"""Blocks of a request in each KV-cache group, in the order of its context; null blocks before a window."""
+
+
 class _Preempted(NamedTuple):
-    """tokens: that were computed. slots: of the blocks that hold them, in their order; empty: they were given up."""
+    """tokens: that were computed. places: (group, number of the block in its context) -> slot; empty: the blocks were
+    given up."""
 
     tokens: int
-    slots: tuple[int, ...]
+    places: dict[tuple[int, int], int]
+
+    @property
+    def slots(self) -> list[int]:
+        return list(self.places.values())
+
+
+def _nothing(tokens: int) -> int:
+    return 0
 
 
 class Swaps:
     """Copies blocks out when a request is preempted, and those back that it does not find when it resumes.
 
     All of its blocks are copied out, also those that the prefix cache has: by the time it resumes they may be gone.
-    Then blocks of the prefix cache come first, and the rest from host memory.
+    Then blocks of the prefix cache come first, and the rest from host memory. Of a KV-cache group with a window these
+    are the blocks that the next token sees.
 
     Args:
-        slots: places in host memory.
+        slots: places in host memory, each for a block of any group.
         block_size: tokens per block.
-        block_bytes: of all layers, on all workers.
+        block_bytes: of all layers of a group, on all workers.
         cost: what was measured.
         always: whether a request is swapped whatever it costs.
         totals: takes what happens.
+        skipped: for each group: tokens at the begin of a context that no later one sees, by how many are computed.
     """
 
     def __init__(
@@ -45,8 +60,10 @@ class Swaps:
         cost: SwapCost,
         always: bool,
         totals: MemoryTotals,
+        skipped: Sequence[Callable[[int], int]] = (_nothing,),
     ) -> None:
         self._slots = slots
+        self._skipped = skipped
         self._block_size = block_size
         self._block_bytes = block_bytes
         self.cost = cost
@@ -58,36 +75,46 @@ class Swaps:
         # of requests that resume in the step that is being scheduled: it reads them
         self._leaving: list[int] = []
 
-    def preempted(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
+    def preempted(self, request: Request, tables: Tables) -> None:
         """A request is about to lose its blocks; `num_computed_tokens` is what was computed before this step."""
         self.ended(request.request_id)
         tokens = request.num_computed_tokens
-        held = blocks[: -(-tokens // self._block_size)]
-        wants = self._always or self.cost.prefers_swap(tokens, len(held), _shared(held))
-        slots = self._take(held) if wants and _can_resume(request) else ()
-        self._waiting[request.request_id] = _Preempted(tokens, slots)
+        # of tokens that are computed again it may be the last one
+        seen = min(tokens, max(request.num_tokens - 1, 0))
+        held = {
+            (group, number): blocks[number]
+            for group, blocks in enumerate(tables)
+            for number in self._numbers(group, seen, tokens)
+        }
+        wants = self._always or self.cost.prefers_swap(tokens, len(held), *_shared(tables, held))
+        places = self._take(held) if wants and _can_resume(request) else {}
+        self._waiting[request.request_id] = _Preempted(tokens, places)
 
-    def _take(self, held: Sequence[KVCacheBlock]) -> tuple[int, ...]:
+    def _numbers(self, group: int, seen: int, tokens: int) -> range:
+        """Blocks of a context of `tokens` that a token behind the first `seen` ones sees."""
+        return range(self._skipped[group](seen) // self._block_size, -(-tokens // self._block_size))
+
+    def _take(self, held: Mapping[tuple[int, int], KVCacheBlock]) -> dict[tuple[int, int], int]:
         # attention has left them behind, and the blocks are another's
-        has_gaps = any(block.is_null for block in held)
+        has_gaps = any(block.is_null for block in held.values())
         slots = None if has_gaps else self._slots.take(len(held))
         if slots is None:
             self._totals.swap_refusals += 1
-            return ()
-        self._outs += [(block.block_id, slot) for block, slot in zip(held, slots, strict=True)]
+            return {}
+        self._outs += [(block.block_id, slot) for block, slot in zip(held.values(), slots, strict=True)]
         self._totals.swapped_out += len(slots)
         self._totals.swap_out_bytes += len(slots) * self._block_bytes
-        return slots
+        return dict(zip(held, slots, strict=True))
 
     def reach(self, request: Request) -> int:
         """First tokens of a waiting request that are in host memory; its last token is computed for its logits."""
         waiting = self._waiting.get(request.request_id)
-        if waiting is None or not waiting.slots:
+        if waiting is None or not waiting.places:
             return 0
         return min(waiting.tokens, request.num_tokens - 1)
 
-    def resumed(self, request: Request, blocks: Sequence[KVCacheBlock], found: int, tokens: int) -> None:
-        """A request has blocks again.
+    def resumed(self, request: Request, tables: Tables, found: int, tokens: int) -> None:
+        """A request has blocks again, null blocks where no token sees them.
 
         found: its first tokens that the prefix cache has. tokens: the same, and those that it gets from host memory.
         """
@@ -98,14 +125,20 @@ class Swaps:
         self._totals.recomputed_tokens += max(0, waiting.tokens - tokens)
         if tokens > found:
             numbers = range(found // self._block_size, -(-tokens // self._block_size))
-            self._ins += [(waiting.slots[number], blocks[number].block_id) for number in numbers]
-            self._totals.swapped_in += len(numbers)
-            self._totals.swap_in_bytes += len(numbers) * self._block_bytes
+            ins = [
+                (waiting.places[group, number], blocks[number].block_id)
+                for group, blocks in enumerate(tables)
+                for number in numbers
+                if not blocks[number].is_null
+            ]
+            self._ins += ins
+            self._totals.swapped_in += len(ins)
+            self._totals.swap_in_bytes += len(ins) * self._block_bytes
 
     def ended(self, request_id: str) -> None:
         """A request has finished, or its KV is of no use any more."""
         waiting = self._waiting.pop(request_id, None)
-        if waiting is not None and waiting.slots:
+        if waiting is not None and waiting.places:
             dropped = set(waiting.slots)
             self._outs = [pair for pair in self._outs if pair[1] not in dropped]
             self._slots.give(waiting.slots)
@@ -137,6 +170,12 @@ def _can_resume(request: Request) -> bool:
     return not request.skip_reading_prefix_cache and not request.resumable
 
 
-def _shared(blocks: Sequence[KVCacheBlock]) -> int:
-    """First blocks that other requests hold, too."""
-    return next((number for number, block in enumerate(blocks) if block.ref_cnt < 2), len(blocks))
+def _shared(tables: Tables, held: Mapping[tuple[int, int], KVCacheBlock]) -> tuple[int, int]:
+    """First blocks of a context that other requests hold in every group, too, and how many of `held` are of these."""
+    first = min(_first_own(blocks) for blocks in tables)
+    return first, sum(number < first for _, number in held)
+
+
+def _first_own(blocks: Sequence[KVCacheBlock]) -> int:
+    """Null blocks, before a window, are nobody's."""
+    return next((number for number, block in enumerate(blocks) if block.ref_cnt < 2 and not block.is_null), len(blocks))

@@ -65,13 +65,16 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     """(feature, whether it is on): each speaks of a block, and not of blocks of a group."""
     speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     yield "ucm.ucm_sparse_method", config.ucm_sparse_method is not None
-    yield "ucm.scheduler.admission", config.scheduler.admission != "greedy"
-    yield "ucm.preemption.mode swap or auto", config.preemption.swaps
-    yield from ((f"ucm.kv_cache.{name}", is_on) for name, is_on in config.kv_cache.switches.items())
+    yield "ucm.kv_cache.partial_hits", config.kv_cache.partial_hits
     yield "ucm.kv_cache.granularity 'token'", config.kv_cache.granularity == "token"
     yield "a draft model", speculation is not None and speculation.method == "draft_model"
-    yield "a KV connector", transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
-    yield "pipeline stages", vllm_config.parallel_config.pipeline_parallel_size > 1
+    # vLLM names that of --kv-offloading-size later
+    other = transfer is not None and transfer.kv_connector not in (None, OURS, OFFLOADING)
+    yield f"a KV connector that is not {OURS} or {OFFLOADING}", other
+    # which count the layers of all stages in a block
+    moves = config.preemption.swaps or transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
+    stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    yield "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector", stages and moves
 
 
 def _refuse_connector(vllm_config: VllmConfig, beside: str) -> None:

@@ -11,6 +11,8 @@ from vllm_gaudi_ucm.batch.window import Window
 from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, shared_with
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
+from vllm_gaudi_ucm.vllm_api.kv_cache import ChunkedLocalAttentionSpec as _CHUNKS
+from vllm_gaudi_ucm.vllm_api.kv_cache import kept_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def kv_groups(groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig) -> tuple[KvGroup, ...]:
-    """Those with full attention come first, then windows, the widest first; a stage has no layers of some.
+    """Those with full attention come first, then windows, the widest first. A stage of a pipeline may have no layers of
+    some: it plans for these, too, so that all stages choose the same bucket.
 
     Layers of one of vLLM's groups are several of ours where they see differently far back, which layers do with
     `--disable-hybrid-kv-cache-manager`. A layer that reads another one's cache is in a group of that one's table. A
@@ -38,11 +41,14 @@ def kv_groups(groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig) -> tu
     for name, number in number_of.items():
         if name in layers:
             found.setdefault((number, layers[name].window), []).append(name)
+    for number, (group, tokens) in enumerate(zip(groups, kept_tokens(groups), strict=True)):
+        if not group.layer_names:
+            found[number, None if tokens is None else Window(tokens, isinstance(group.kv_cache_spec, _CHUNKS))] = []
     made = [
         KvGroup(number, groups[number].kv_cache_spec.block_size, window, tuple(names))
         for (number, window), names in found.items()
     ]
-    return tuple(sorted(made, key=lambda group: 0 if group.window is None else 1 / group.window.tokens))
+    return tuple(sorted(made, key=lambda one: (0 if one.window is None else 1 / one.window.tokens, one.number)))
 
 
 def layer_groups(groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig) -> LayerGroups:

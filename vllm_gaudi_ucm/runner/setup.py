@@ -22,7 +22,7 @@ from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
 from vllm_gaudi_ucm.execution.decoder import Decoder
 from vllm_gaudi_ucm.execution.true_shape_execution import NativeGraphs, TrueShapeExecution
 from vllm_gaudi_ucm.kv_cache.allocation import allocate_kv_cache, bind_kv_caches
-from vllm_gaudi_ucm.kv_cache.pair import in_blocks
+from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
 from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
 from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
 from vllm_gaudi_ucm.observability.host_work import HostWork
@@ -294,8 +294,9 @@ def _make_memory(
 
 def _host_slots(model: LoadedModel, kv_caches: dict[str, LayerCache], block_size: int) -> int:
     """As many as the scheduler counts."""
-    block_bytes = sum(blocks[0].nbytes for pair in kv_caches.values() for blocks in in_blocks(pair, block_size))
-    return model.config.preemption.host_memory // engine_block_bytes(block_bytes, len(kv_caches), model.vllm_config)
+    caches = distinct(kv_caches.values())
+    block_bytes = sum(blocks[0].nbytes for pair in caches for blocks in in_blocks(pair, block_size))
+    return model.config.preemption.host_memory // engine_block_bytes(block_bytes, len(caches), model.vllm_config)
 
 
 def _make_execution(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,8 @@ from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
     from vllm_gaudi_ucm.scheduler.admission_rules import AdmissionRule
-    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks, KVCacheManager, Scheduler
+    from vllm_gaudi_ucm.scheduler.group_blocks import GroupBlocks
+    from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheBlocks, KVCacheManager, Scheduler
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
 ASKED_AGAIN = 4
@@ -30,12 +31,19 @@ class Admission:
         scheduler: vLLM's; read only.
         rule: how many blocks requests will need.
         totals: takes the answers that were no.
+        groups: of the KV cache.
         steps_ahead: that are scheduled before the tokens of the one before are known. An end that is known so late
             costs no block: the last token of an answer, which counts here, is never computed.
     """
 
     def __init__(
-        self, scheduler: Scheduler, rule: AdmissionRule, totals: MemoryTotals, *, steps_ahead: int = 0
+        self,
+        scheduler: Scheduler,
+        rule: AdmissionRule,
+        totals: MemoryTotals,
+        groups: GroupBlocks,
+        *,
+        steps_ahead: int = 0,
     ) -> None:
         self._steps_ahead = steps_ahead
         self._scheduler = scheduler
@@ -43,6 +51,7 @@ class Admission:
         self._refused: tuple[object, ...] | None = None
         self._repeated = 0
         self._totals = totals
+        self._groups = groups
 
     def allows(self, request: Request, manager: KVCacheManager, hits: KVCacheBlocks | None, hit_tokens: int) -> bool:
         """Whether `request`, which has no blocks yet, may begin.
@@ -53,8 +62,8 @@ class Admission:
         if not active:
             return True
         shared = hit_tokens // self._scheduler.block_size
-        found = [] if hits is None else [block.block_id for block in hits.blocks[0][:shared]]
-        asked = request.request_id, len(found), *(one.request_id for one in active)
+        found = [] if hits is None else self._groups.wholes([group[:shared] for group in hits.blocks])
+        asked = request.request_id, shared, *(one.request_id for one in active)
         # only an end of some request makes much room at once; tokens that others generate tell a little each
         self._repeated = self._repeated + 1 if asked == self._refused else 0
         if asked != self._refused or (self._rule.changes and self._repeated % ASKED_AGAIN == 0):
@@ -73,19 +82,29 @@ class Admission:
             self._rule.preempted()
 
     def _fits(self, request: Request, active: list[Request], manager: KVCacheManager, hits: list[int]) -> bool:
-        held = [block_ids(manager, one.request_id) for one in active]
+        tables = [manager.get_blocks(one.request_id).blocks for one in active]
         delays = self._delays([*active, request])
         future = [
-            self._footprint(one, blocks, delay)
-            for one, blocks, delay in zip([*active, request], [*held, hits], delays, strict=True)
+            self._footprint(one, blocks, own, delay)
+            for one, blocks, own, delay in zip(
+                [*active, request],
+                [*map(self._groups.wholes, tables), hits],
+                [*tables, manager.empty_kv_cache_blocks.blocks],
+                delays,
+                strict=True,
+            )
         ]
         pool = manager.block_pool
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        held = {block.block_id for own in tables for blocks in own for block in blocks if not block.is_null}
         # of requests that are gone: a connector still reads them
-        others = used - len(set().union(*held))
+        others = used - len(held)
         return others + self._rule.peak(future) < pool.num_gpu_blocks
 
-    def _footprint(self, request: Request, blocks: list[int], delay: int) -> Footprint:
+    def _footprint(
+        self, request: Request, blocks: list[int], tables: Sequence[Sequence[KVCacheBlock]], delay: int
+    ) -> Footprint:
+        """blocks: ids of those that stay. tables: of the request, in each group."""
         scheduler, tokens = self._scheduler, request.num_tokens
         # what steps that run will give, counts as given
         given = min(request.num_output_placeholders, request.max_tokens - request.num_output_tokens)
@@ -94,7 +113,11 @@ class Admission:
         ahead = max(scheduler.num_lookahead_tokens, scheduler.num_spec_tokens)
         # a step ahead has room for drafts behind those of the step before it
         ahead += 2 * self._steps_ahead * scheduler.num_spec_tokens
-        return Footprint(blocks, tokens + ahead, max(most, 0), delay, generated)
+        # chunks of a prompt that are in flight in several stages keep their windows
+        chunk = scheduler.max_num_scheduled_tokens * scheduler.parallel_config.pipeline_parallel_size
+        windows = self._groups.most(request, ahead, chunk, tables)
+        whole = self._groups.whole
+        return Footprint(blocks, tokens + ahead, max(most, 0), delay, generated, whole, windows)
 
     def _delays(self, requests: list[Request]) -> list[int]:
         """Steps at most until each has computed its prompt, the first ones first, beside a token of each other."""
@@ -117,12 +140,6 @@ class Admission:
             RequestStatus.WAITING_FOR_REMOTE_KVS,
             RequestStatus.WAITING_FOR_STREAMING_REQ,
         )
-
-
-def block_ids(manager: KVCacheManager, request_id: str) -> list[int]:
-    """Blocks of a request, in the order of its context."""
-    (ids,) = manager.get_block_ids(request_id)
-    return ids
 
 
 def holds_blocks(manager: KVCacheManager, request_id: str) -> bool:

@@ -121,7 +121,8 @@ class BlockManager(KVCacheManager):
         if blocks is None:
             return None
         if begins and self._swaps is not None:
-            self._swaps.resumed(request, self._blocks_of(request), found, num_new_computed_tokens)
+            tables = self.get_blocks(request.request_id).blocks
+            self._swaps.resumed(request, tables, found, num_new_computed_tokens)
         if self._partial is not None:
             if begins:
                 self._partial.began(self._blocks_of(request), found)
@@ -137,7 +138,8 @@ class BlockManager(KVCacheManager):
         """Tokens that the prefix cache has, of those that need not be computed."""
         if self._swaps is None:
             return num_tokens
-        held = 0 if hits is None else len(hits.blocks[0])
+        # as many in each group: those before a window are null blocks
+        held = 0 if hits is None else min(len(group) for group in hits.blocks)
         return min(num_tokens, held * self.coordinator.scheduler_block_size)
 
     def _may_begin(self, request: Request, hits: KVCacheBlocks | None, found: int, swapped: int) -> bool:
@@ -188,9 +190,8 @@ class BlockManager(KVCacheManager):
         return is_reset
 
     def _blocks_of(self, request: Request) -> Sequence[KVCacheBlock]:
-        """vLLM's own list: this is asked for every request in every step."""
-        (blocks,) = self.get_blocks(request.request_id).blocks
-        return blocks
+        """Those of the first group: vLLM's own list, because this is asked for every request in every step."""
+        return self.get_blocks(request.request_id).blocks[0]
 
 
 def _of_no_use(block: KVCacheBlock) -> bool:

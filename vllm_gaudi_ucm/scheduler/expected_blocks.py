@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_gaudi_ucm.scheduler.future_blocks import in_windows
+
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.scheduler.future_blocks import Footprint
     from vllm_gaudi_ucm.scheduler.output_lengths import OutputLengths
@@ -36,7 +38,9 @@ def expected_peak(
     shared = {block for block, count in holders.items() if count > 1}
     of_others = np.array([len(shared.intersection(one.blocks)) if shared else 0 for one in footprints])
     held = np.array([len(one.blocks) for one in footprints])
-    sizes = np.maximum(-(-(tokens[:, None] + later) // block_size), held[:, None]) - of_others[:, None]
+    blocks, whole = -(-(tokens[:, None] + later) // block_size), np.array([one.whole for one in footprints])
+    sizes = np.maximum(blocks * whole[:, None], held[:, None]) - of_others[:, None]
+    sizes += in_windows(blocks.T, np.array([one.windows for one in footprints], np.int64)).T
     mean = (alive * sizes).sum(0)
     deviation = np.sqrt((alive * (1 - alive) * sizes**2).sum(0))
     return float(len(shared) + (mean + deviations * deviation).max())

@@ -84,8 +84,7 @@ class UcmScheduler(Scheduler):
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         forget_uncomputed_blocks(self.kv_cache_manager, request)
         if self.block_rules.swaps is not None:
-            (blocks,) = self.kv_cache_manager.get_blocks(request.request_id).blocks
-            self.block_rules.swaps.preempted(request, blocks)
+            self.block_rules.swaps.preempted(request, self.kv_cache_manager.get_blocks(request.request_id).blocks)
         super()._preempt_request(request, *args, **kwargs)
 
     def update_from_output(

@@ -22,6 +22,7 @@ from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
 from vllm_gaudi_ucm.scheduler.admission import Admission
 from vllm_gaudi_ucm.scheduler.admission_rules import make_rule
 from vllm_gaudi_ucm.scheduler.choice_cost import register_choice_cost
+from vllm_gaudi_ucm.scheduler.group_blocks import GroupBlocks
 from vllm_gaudi_ucm.scheduler.parts import (
     MemorySteps,
     OffloadedSteps,
@@ -36,7 +37,7 @@ from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
+from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes, kv_block_layers, skipped_tokens
 from vllm_gaudi_ucm.vllm_api.engine_process import sigterm_notice
 from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 
@@ -96,8 +97,8 @@ def _swaps(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Swa
     options = config.preemption
     if not options.swaps:
         return None
-    block_bytes, (group,) = kv_block_bytes(scheduler.kv_cache_manager), scheduler.kv_cache_config.kv_cache_groups
-    engine_bytes = engine_block_bytes(block_bytes, len(group.layer_names), scheduler.vllm_config)
+    manager = scheduler.kv_cache_manager
+    engine_bytes = engine_block_bytes(kv_block_bytes(manager), kv_block_layers(manager), scheduler.vllm_config)
     slots = HostSlots(options.host_memory // engine_bytes)
     if not slots.count:
         wanted = f"room for a block of the KV cache, {show_bytes(engine_bytes)}, or more"
@@ -107,7 +108,8 @@ def _swaps(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Swa
     ahead = bool(scheduler.scheduler_config.async_scheduling)
     rank_bytes = engine_bytes // scheduler.parallel_config.tensor_parallel_size
     cost = SwapCost(scheduler.block_size, rank_bytes, queues=ahead)
-    return Swaps(slots, scheduler.block_size, engine_bytes, cost, options.mode == "swap", totals)
+    always, skipped = options.mode == "swap", skipped_tokens(manager)
+    return Swaps(slots, scheduler.block_size, engine_bytes, cost, always, totals, skipped)
 
 
 def _partial_hits(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> PartialHits | None:
@@ -134,7 +136,9 @@ def _admission(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) ->
     if rule is None:
         return None
     logger.info("Admission %s: a request waits until the KV cache has room for its answer.", options.admission)
-    return Admission(scheduler, rule, totals, steps_ahead=int(bool(scheduler.scheduler_config.async_scheduling)))
+    groups = GroupBlocks(scheduler.kv_cache_manager, scheduler.block_size)
+    ahead = int(bool(scheduler.scheduler_config.async_scheduling))
+    return Admission(scheduler, rule, totals, groups, steps_ahead=ahead)
 
 
 def make_parts(

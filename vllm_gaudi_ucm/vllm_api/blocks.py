@@ -6,6 +6,8 @@ Imports vLLM inside functions only: our platform class, which is loaded while vL
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, FreeKVCacheBlockQueue, KVCacheBlock
@@ -103,14 +105,34 @@ def blocks_to_be_freed(scheduler: "Scheduler") -> set[int]:
     return {block.block_id for _, blocks in scheduler.deferred_frees for block in blocks}
 
 
+def kv_block_layers(manager: "KVCacheManager") -> int:
+    """Layers whose keys and values a block has room for, on one worker: those of the largest KV-cache group, because a
+    block may be any group's.
+
+    Reason: as for `kv_block_bytes`.
+    Remove when: as for `kv_block_bytes`.
+    """
+    return max(len(group.layer_names) for group in manager.kv_cache_config.kv_cache_groups)
+
+
 def kv_block_bytes(manager: "KVCacheManager") -> int:
-    """Bytes of a block of all layers, on one worker.
+    """Bytes of a block of all layers of a KV-cache group, on one worker.
 
     Reason: the scheduler's classes know pages of layers only.
     Remove when: `KVCacheConfig` has it.
     """
-    (group,) = manager.kv_cache_config.kv_cache_groups
-    return group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+    # groups have pages of one size
+    return manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes * kv_block_layers(manager)
+
+
+def skipped_tokens(manager: "KVCacheManager") -> "tuple[Callable[[int], int], ...]":
+    """For each KV-cache group: how many of a request's first tokens no later one sees, by the number of its tokens that
+    are computed. A request has no blocks of these.
+
+    Reason: vLLM's managers of a group know, and `KVCacheManager` has no call for it.
+    Remove when: `KVCacheManager` has one.
+    """
+    return tuple(group.get_num_skipped_tokens for group in manager.coordinator.single_type_managers)
 
 
 class _Salted:

@@ -7,7 +7,7 @@ which hold their values; `ChunkedLocalAttentionSpec`, that of layers with chunks
 groups.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ __all__ = [
     "keep_split_chunks",
     "keep_tile_of_slots",
     "keep_whole_contexts",
+    "kept_tokens",
     "layer_specs",
     "tile_of_slots",
 ]
@@ -80,6 +81,22 @@ def groups_of(vllm_config: "VllmConfig", specs: Mapping[str, KVCacheSpec]) -> li
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
     return get_kv_cache_groups(vllm_config, dict(specs))
+
+
+def kept_tokens(groups: Sequence[KVCacheGroupSpec]) -> list[int | None]:
+    """For each group how many tokens of a request its next token sees at most; None: all.
+
+    Reason: vLLM has a class for each kind of layer, and no name for what they have in common.
+    Remove when: `KVCacheSpec` says it.
+    """
+    found: list[int | None] = []
+    for group in groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, SlidingWindowSpec):
+            found.append(spec.sliding_window)
+        else:
+            found.append(spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None)
+    return found
 
 
 def buffers(config: KVCacheConfig) -> dict[str, str]:

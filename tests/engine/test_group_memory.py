@@ -1,0 +1,142 @@
+"""Swaps, admission and compaction beside several KV-cache groups: tokens are those of Transformers.
+
+What no request has any more is NaN after each step, in host memory nothing is left, and windows still free blocks.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.reference_model import ReferenceModel
+from tests.engine.serving import Answer
+from tests.engine.test_swap import Poisoned
+from tests.engine.tiny_models import VOCAB, make_model
+from tests.engine.window_models import WINDOW, window_config
+from tests.engine.worker_processes import EngineOfWorkers
+from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
+from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes
+
+pytestmark = pytest.mark.slow  # starts engines
+
+TOKENS = 40
+LENGTHS = (1, 110, WINDOW + 3, 90, 16, 64)
+# blocks that hold one request of the longest length, and not all of the prompts
+TIGHT = {"gemma3_text": 44, "gpt_oss": 22}
+OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 6, "max_model_len": 176}
+SWAP = {"preemption": {"mode": "swap", "host_memory": 4 << 20}}
+
+
+def prompts() -> list[list[int]]:
+    """Shorter and longer than the window, and than the tokens of a step."""
+    rng = random.Random(5)
+    return [[rng.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=list(TIGHT))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / request.param, window_config(request.param))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> ReferenceModel:
+    return ReferenceModel(model, "eager")
+
+
+def tight(model: Path, ucm: dict[str, Any], mode: str = "off", **options: Any) -> Poisoned:
+    blocks = next(count for name, count in TIGHT.items() if name in str(model))
+    ucm = {**ucm, "graphs": {"mode": mode, "max_graphs": 8}}
+    found = Poisoned(model, ucm, **{**OPTIONS, "num_gpu_blocks_override": blocks, **options})
+    assert len(found.core.scheduler.kv_cache_config.kv_cache_groups) > 1
+    with torch.inference_mode():
+        for one in found.cached_blocks():
+            one.fill_(float("nan"))
+    return found
+
+
+def served(engine: Poisoned) -> list[Answer]:
+    return engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], TOKENS)
+
+
+@pytest.mark.parametrize("mode", ["off", "eager"])
+def test_swapped_requests_come_back(model: Path, reference: ReferenceModel, mode: str) -> None:
+    """A window group gives and gets the blocks of its window alone."""
+    with tight(model, SWAP, mode) as engine:
+        manager = engine.core.scheduler.kv_cache_manager
+        space = engine.runner.parts.steps.memory._swaps
+        assert (
+            space.block_bytes
+            == kv_block_bytes(manager)
+            == engine_block_bytes(space.block_bytes, 1, engine.llm.llm_engine.vllm_config)
+        )
+        reference.assert_greedy(prompts(), served(engine))
+        assert engine.preemptions > 1
+        assert engine.totals.swapped_in > 2
+        assert engine.totals.recomputed_tokens == 0
+        assert engine.totals.swap_refusals == 0
+        engine.check_all_free()
+
+
+def test_swaps_beside_drafts_and_compaction(model: Path, reference: ReferenceModel) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    ucm = {**SWAP, "kv_cache": {"compaction": True}}
+    with tight(model, ucm, speculative_config=drafts) as engine:
+        reference.assert_greedy(prompts(), served(engine))
+        assert engine.totals.swapped_in > 2
+        engine.check_all_free()
+
+
+def test_exact_admission_never_preempts(model: Path, reference: ReferenceModel) -> None:
+    """The same requests are preempted where greedy admission swaps them."""
+    with tight(model, {"scheduler": {"admission": "exact"}}) as engine:
+        reference.assert_greedy(prompts(), served(engine))
+        assert engine.totals.admission_waits
+        assert engine.preemptions == 0
+        for _ in range(3):
+            engine.step()
+        engine.check_idle()
+
+
+@pytest.mark.parametrize("mode", ["off", "eager"])
+def test_blocks_move_down_in_every_group(model: Path, reference: ReferenceModel, mode: str) -> None:
+    """Requests that end leave gaps, and tables of all groups follow what moves."""
+    with tight(model, {"kv_cache": {"compaction": True}}, mode, num_gpu_blocks_override=400) as engine:
+        engine.greedy(prompts()[1:3], 2)
+        reference.assert_greedy(prompts(), served(engine))
+        assert engine.totals.moves > 5
+        engine.core.scheduler.kv_cache_manager._runs.check_integrity()
+        engine.check_idle()
+
+
+def test_two_workers(tmp_path: Path) -> None:
+    """Each has a part of the heads of every group, in host memory, too; all run the same bucket."""
+    model = make_model(tmp_path / "gemma3_text", window_config("gemma3_text"))
+    ucm = {**SWAP, "distributed": {"check_ranks": True}, "graphs": {"mode": "eager", "max_graphs": 8}}
+    with EngineOfWorkers(model, ucm, tensor_parallel_size=2, num_gpu_blocks_override=44, **OPTIONS) as engine:
+        assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
+        found = engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], TOKENS)
+        assert engine.core.scheduler.block_rules.totals.swapped_in > 2
+    ReferenceModel(model, "eager").assert_greedy(prompts(), found)
+
+
+def test_two_stages(tmp_path: Path) -> None:
+    """The first has windows alone, and reads no block of the group that has full attention."""
+    model = make_model(tmp_path / "gemma3_text", window_config("gemma3_text"))
+    ucm = {
+        "scheduler": {"admission": "exact"},
+        "kv_cache": {"compaction": True},
+        "graphs": {"mode": "eager", "max_graphs": 8},
+        "distributed": {"check_ranks": True},
+    }
+    with EngineOfWorkers(model, ucm, pipeline_parallel_size=2, num_gpu_blocks_override=80, **OPTIONS) as engine:
+        assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
+        found = engine.staggered(prompts(), [2 * index for index in range(len(LENGTHS))], TOKENS)
+        assert engine.preemptions == 0
+        assert engine.most_in_flight == 2
+        engine.step()
+        engine.check_idle()
+    ReferenceModel(model, "eager").assert_greedy(prompts(), found)
