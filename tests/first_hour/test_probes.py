@@ -26,6 +26,7 @@ START_PROCESSES = {20, 21}
 QUICK_CASES = 4
 COMPILED = {5, 6, 10, 12}  # beside those that are compiled alone
 FAULTY_CARD = One(1, "", "unknown_generation")
+WRONG_ATTENTION = One(27, "", "wrong_attention")
 # fault, probe, mode, words of a claim
 FAULTS_NAMED: list[tuple[str, int, Mode, str]] = [
     ("unknown_generation", 1, "stock", "generation: GAUDI9, expected GAUDI2 or GAUDI3"),
@@ -120,11 +121,19 @@ def _check(result: Result, one: Probe, applies: bool = False) -> None:
         assert result.data["answer"], "it has a question, and says nothing"
 
 
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
+    """Each with an engine of its own. 29 is in `test_command`, in a process of its own."""
+    ones = [One(number) for number in sorted(SERVES - {29})]
+    found = Together({"compile": [*ones, WRONG_ATTENTION]}, tmp_path_factory.mktemp("serving"))
+    yield found
+    found.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", sorted(SERVES - {29}))
-def test_serving_on_the_simulated_card(number: int, tmp_path: Path) -> None:
-    """29 is in `test_command`."""
-    result = probe(number, "compile", tmp_path)
+def test_serving_on_the_simulated_card(number: int, serving: Together) -> None:
+    result = serving["compile", One(number)]
     assert result.verdict in (Verdict.AS_EXPECTED, Verdict.ANSWERED), said(result)
 
 
@@ -151,9 +160,9 @@ def _claims(result: Result) -> str:
 
 
 @pytest.mark.slow
-def test_wrong_attention_is_seen_in_tokens(tmp_path: Path) -> None:
+def test_wrong_attention_is_seen_in_tokens(serving: Together) -> None:
     """The whole engine, which has nothing to compare with but the reference on the host."""
-    result = probe(27, "compile", tmp_path, fault="wrong_attention")
+    result = serving["compile", WRONG_ATTENTION]
     assert result.verdict is Verdict.DIFFERS, said(result)
     assert "logit of a token below the best" in result.found
 
