@@ -87,7 +87,7 @@ def test_tune_buckets(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_own_sparse_method(smollm2: Path, tmp_path: Path) -> None:
-    printed = run_warm("own_sparse_method.py", "--model", str(smollm2), folder=tmp_path)
+    printed = run("own_sparse_method.py", "--model", str(smollm2), folder=tmp_path)
     assert "Sparse method Stride: contexts of 128 tokens and more are sparse" in printed
     answers = dict(re.findall(r"^(sparse|dense ) '(.*)'$", printed, re.M))
     assert len(answers) == 2
