@@ -51,7 +51,7 @@ def test_on_the_simulated_card(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_part_of_each_kind_on_the_simulated_card(tmp_path: Path) -> None:
     """All modes, a probe that serves, one that does not apply; page, plots and the archive with the trace."""
-    run = first_hour(tmp_path, ON_CARD, "--only", "1,2,9,21,29")
+    run = first_hour(tmp_path, ON_CARD, "--only", "1,2,9,21,23,29")
     assert run.status == 0, run.errors
     found = run.verdicts()
     assert found == {
@@ -63,6 +63,9 @@ def test_a_part_of_each_kind_on_the_simulated_card(tmp_path: Path) -> None:
         "9 lazy": "as expected",
         "21 eager": "does not apply here",
         "21 compile": "does not apply here",
+        "23 eager": "as expected",
+        "23 compile": "as expected",
+        "23 lazy": "as expected",
         "29 compile": "answered",
     }
     assert "lazy mode needs the vendor's fork" in run.result("1 lazy")["found"]

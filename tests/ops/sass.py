@@ -34,8 +34,9 @@ def never_written(cubins: Mapping[str, bytes]) -> list[str]:
     instructions = iter(disassemble(b"".join(codes.values())))
     found = []
     for name, code in codes.items():
-        own = list(itertools.islice(instructions, len(code) // INSTRUCTION_BYTES))
-        found += [f"{name}: {one}" for one in _never_written(own)]
+        own = enumerate(itertools.islice(instructions, len(code) // INSTRUCTION_BYTES))
+        places = [(f"{INSTRUCTION_BYTES * number:04x}", *rest) for number, (_, *rest) in own]
+        found += [f"{name}: {one}" for one in _never_written(places)]
     return found
 
 
