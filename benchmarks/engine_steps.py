@@ -4,7 +4,8 @@ A decode step for each number of requests, and a prompt step; with `--without-fu
 whose norms, rotary embedding and gates are torch's operators (vLLM's `custom_ops` of `none`), with `--asynchronous` in
 one that plans and queues the next step while one runs (`ucm.scheduler.async_scheduling`). Each engine is a process
 of its own. Offline: the model is a configuration, its weights are random. Steps run in buckets of their own size, as
-tuning makes them for such traffic; `--max-graphs` takes those that a server chooses without.
+tuning makes them for such traffic; `--max-graphs` takes those that a server chooses without. The limit of a mixture of
+experts counts those that the rows of the measured steps take.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine_shapes import SHAPES, config_of, limit_ms
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
-from benchmarks.tensor_parallel import BANDWIDTH, DEVICE_KIND, SHAPES, config_of
+from benchmarks.tensor_parallel import BANDWIDTH, DEVICE_KIND
 from vllm_gaudi_ucm.cli.output import task_progress
 from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec
 
@@ -45,6 +47,7 @@ class StepTime:
     wall_ms: of the engine's loop. worker_ms: of the worker in it. device_ms: of the graphs alone, replayed one after
     the other; None without graphs. padded: the bucket that it ran in.
     limit_ms: None on a CPU. launches: of the device, with `--kernels`. ahead: with asynchronous scheduling.
+    experts: of a mixture that the rows of a decode step take, on average of the layers.
     """
 
     layers: str
@@ -58,6 +61,7 @@ class StepTime:
     limit_ms: float | None = None
     launches: int | None = None
     ahead: bool = False
+    experts: float | None = None
 
     @property
     def engine(self) -> str:
@@ -81,25 +85,12 @@ class StepTime:
         return None if self.limit_ms is None else self.wall_ms / self.limit_ms
 
 
-def limit_ms(model: ModelSpec, requests: int, tokens: float, bandwidth: float, products: float) -> float:
-    """The least time of a step: every weight and cached token read once, or every product, whichever takes longer.
-
-    requests: 0 for a prompt of `tokens` tokens; otherwise decodes, behind so many tokens each.
-    """
-    rows, pairs = (requests, requests * tokens) if requests else (tokens, tokens * (tokens + 1) // 2)
-    read = model.weight_bytes + (requests * tokens * model.kv_bytes_per_token if requests else 0)
-    logits = max(1, requests) * model.hidden * model.vocab
-    attended = 2 * model.layers * model.heads * model.head_dim * pairs
-    computed = 2 * (rows * model.layers * model.layer_weights + logits + attended)
-    return 1e3 * max(read / bandwidth, computed / products)
-
-
 def measure(options: argparse.Namespace) -> tuple[list[StepTime], dict[str, Any]]:
     """A row for each kind of step and of engine; and facts about the engines."""
     model = ModelSpec.from_hf_config(config_of(options.shape))
     rows, facts = [], {}
-    kinds = [(FUSED, False)]
-    if options.asynchronous:
+    kinds = [] if options.only_asynchronous else [(FUSED, False)]
+    if options.asynchronous or options.only_asynchronous:
         kinds.append((FUSED, True))
     if options.without_fused_layers:
         kinds.append((TORCH, False))
@@ -112,7 +103,7 @@ def measure(options: argparse.Namespace) -> tuple[list[StepTime], dict[str, Any]
                 limit = None
                 if options.device != "cpu":
                     tokens = row.context if row.requests else row.tokens
-                    limit = limit_ms(model, row.requests, tokens, options.bandwidth, options.products)
+                    limit = limit_ms(model, row.requests, tokens, options.bandwidth, options.products, row.experts)
                 rows.append(StepTime(**{**asdict(row), "limit_ms": limit}))
             progress((index + 1) / len(kinds))
     return rows, facts
@@ -189,7 +180,8 @@ def report(rows: Sequence[StepTime], facts: dict[str, Any], options: argparse.Na
     console.print(f"{device}; {describe_machine()}; {options.shape}")
     console.print(table(rows))
     for row in rows:
-        console.print(f"{row.name}, {row.engine}: bucket {row.padded}", style="dim")
+        taken = "" if row.experts is None else f", {row.experts:.1f} experts of a layer"
+        console.print(f"{row.name}, {row.engine}: bucket {row.padded}{taken}", style="dim")
     for engine, fact in facts.items():
         for step, kernels in fact.get("kernels", {}).items():
             console.print(f"\n{step}, {engine}: device time by kernel")
@@ -228,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--asynchronous", action="store_true", help="measure an engine that queues the next step ahead beside them"
     )
+    parser.add_argument("--only-asynchronous", action="store_true", help="measure that engine alone")
     parser.add_argument(
         "--kernels", action="store_true", help="list the kernels of each kind of step with fused layers"
     )

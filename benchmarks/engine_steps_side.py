@@ -101,10 +101,12 @@ class Side:
             )
         last = self._recorded()
         device = self._replays(requests)
+        experts = self._experts(outputs)
         launches = self._profile(f"decode of {requests}", self._step)
         while self._engine.has_unfinished_requests():
             self._step()
-        return self._found(requests, context, walls, range(last - repeats, last), device, launches)
+        found = self._found(requests, context, walls, range(last - repeats, last), device, launches)
+        return {**found, "experts": experts}
 
     def prompt(self) -> dict[str, Any]:
         """Steps that compute a whole prompt and its token."""
@@ -177,6 +179,32 @@ class Side:
             "launches": launches,
             "steps": [steps.start, steps.stop],
         }
+
+    @torch.inference_mode()
+    def _experts(self, outputs: list[Any]) -> float | None:
+        """Experts of a layer that the tokens of a step take, on average of the layers; None without any.
+
+        Graphs do not say, so the tokens go through the layers again, without a context.
+        """
+        from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec
+        from vllm_gaudi_ucm.layers import experts as layer
+
+        if ModelSpec.from_hf_config(self._asked["config"]).experts is None:
+            return None
+        decoder, seen, plain = self._runner.decoder, list[int](), layer.mixture_of_experts
+
+        def watched(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, experts: Any) -> torch.Tensor:
+            seen.append(int(ids.unique().numel()))
+            return plain(x, ids, shares, experts)
+
+        tokens = [output.outputs[0].token_ids[-1] for output in outputs]
+        device = next(decoder.model.parameters()).device
+        layer.mixture_of_experts = watched
+        try:
+            decoder.run(torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), None)
+        finally:
+            layer.mixture_of_experts = plain
+        return statistics.mean(seen)
 
     @torch.inference_mode()
     def _replays(self, logits: int) -> float | None:

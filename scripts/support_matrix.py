@@ -14,7 +14,7 @@ DEVICES = {
         "Gaudi",
         "On the [simulated card](contributing.md#the-simulated-card), which is no Gaudi.",
     ),
-    "cuda": ("CUDA", "On an NVIDIA H200, by a script that is run by hand; the kernels have tests of their own."),
+    "cuda": ("CUDA", "On an NVIDIA H200, by scripts that are run by hand; the kernels have tests of their own."),
 }
 REFUSED = "refused: "
 INTRO = """# Model families

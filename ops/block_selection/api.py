@@ -17,9 +17,11 @@ from vllm_gaudi_ucm.ops.block_selection.implementation import (
     BlockSelectionImplementation,
     Prepared,
 )
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.registry import AUTO
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CACHED = (*_FLOATS, E4M3)
 
 
 def new_summaries(key_cache: Tensor, kind: SummaryKind) -> Tensor:
@@ -40,14 +42,15 @@ def write_summaries(
 ) -> None:
     """Writes the summaries of full blocks, in place. A full block holds no draft that may still be rejected.
 
-    key_cache: [num_blocks, block_size, kv_heads, dim]; may be a strided view.
+    key_cache: [num_blocks, block_size, kv_heads, dim]; may be a strided view. Of 8-bit floats summaries
+        are, too, and in units of the cache: the query that scores them is multiplied by the scale of the keys.
     blocks: int64 [n] physical block ids. Pads are the dummy block 0; they may repeat, and its summary is never used.
-    summaries: [num_blocks, vectors, kv_heads, width] from `new_summaries`; any float dtype, uint8 for `hash`.
+    summaries: [num_blocks, vectors, kv_heads, width] from `new_summaries`; floats, uint8 for `hash`.
     implementation: as in `block_scores`.
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """
     if not torch.compiler.is_compiling():
-        _check("write_summaries", "key_cache", key_cache, (None, None, None, None), _FLOATS, key_cache.device)
+        _check("write_summaries", "key_cache", key_cache, (None, None, None, None), _CACHED, key_cache.device)
         _check("write_summaries", "blocks", blocks, (None,), (torch.int64,), key_cache.device)
         _check("write_summaries", "summaries", summaries, kind.shape(*key_cache.shape), _dtypes(kind), key_cache.device)
     if not _choose(implementation, key_cache.device.type).write(key_cache, blocks, summaries, kind):
@@ -275,7 +278,7 @@ def _check_scores(
 
 
 def _dtypes(kind: SummaryKind) -> tuple[torch.dtype, ...]:
-    return (torch.uint8,) if kind is SummaryKind.HASH else _FLOATS
+    return (torch.uint8,) if kind is SummaryKind.HASH else _CACHED
 
 
 def _check(

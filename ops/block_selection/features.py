@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.narrow_floats import widened
+
 BITS_PER_BYTE = 8
 # Boxes of a block, all but one of a single key: at least so many, and more in larger blocks. With a fixed number a
 # look-up in a block of 128 tokens failed in a quarter of cases; with one for eight tokens in none of 128.
@@ -125,6 +127,7 @@ def summarise(keys: Tensor, kind: SummaryKind) -> Tensor:
 
     keys: [blocks, block_size, kv_heads, dim].
     """
+    keys = widened(keys, torch.float32)
     if kind is SummaryKind.MINMAX:
         return torch.stack((keys.amin(1), keys.amax(1)), dim=1)
     vectors = _boxes(keys.float(), kind.vectors(keys.shape[1]))
@@ -164,7 +167,7 @@ def block_features(summaries: Tensor, kind: SummaryKind, blocks: Tensor) -> Tens
 
     summaries: [all blocks, vectors, kv_heads, width]. blocks: int64 [blocks].
     """
-    summaries = summaries.index_select(0, blocks)
+    summaries = widened(summaries.index_select(0, blocks), torch.float32)
     if kind is SummaryKind.MINMAX:
         return summaries.float().transpose(1, 2).flatten(2).unsqueeze(1)
     return _decode(summaries) if kind is SummaryKind.HASH else summaries.float()

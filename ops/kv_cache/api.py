@@ -10,21 +10,6 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.kv_cache.implementation import KV_CACHE
 from vllm_gaudi_ucm.ops.registry import AUTO
 
-E4M3 = torch.float8_e4m3fn
-"""Of caches of 8-bit floats."""
-
-
-def narrow(tokens: Tensor) -> Tensor:
-    """Tokens [rows, kv_heads, dim] as 8-bit floats (e4m3), what is beyond their range at its end; NaN stays NaN.
-
-    An element is off by up to 1/16 of itself, and by 2 ** -10 where it is small.
-    """
-    if tokens.device.type == "hpu":
-        found: Tensor = torch.ops.hpu.cast_to_fp8_v2(tokens, None, False, False, E4M3)[0]
-        return found
-    # torch 2.11 makes NaN of what is beyond
-    return tokens.clamp(-448, 448).to(E4M3)
-
 
 def write_kv(key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Writes one key and one value per row, cast to the cache's dtype, in place; returns the caches to read from.

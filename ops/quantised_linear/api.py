@@ -47,6 +47,6 @@ def choose_product(weight: QuantisedWeight, target: Target) -> Product | None:
         return GaudiUint4(target.dtype) if GaudiUint4.covers(weight) else None
     if target.device == "cuda":
         if CudaFp8.covers(weight, target.dtype):
-            return CudaFp8()
+            return CudaFp8(weight)
         return CudaCodes(weight) if CudaCodes.covers(weight) else None
     return None

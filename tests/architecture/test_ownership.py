@@ -33,6 +33,7 @@ EXCEPTIONS = {
     # objects of other libraries
     "graphs/runners/compiled.py": "torch's configuration",
     "ops/native/library.py": "types of C functions",
+    "ops/side_by_side.py": "a hook of Triton's, which it gives back",
     "ops/block_selection/impl/native.py": "the arguments of a C function",
     "ops/unified_attention/impl/native.py": "the arguments of a C function",
     "vllm_gaudi_ucm/cli/sparse_report/recall.py": "hooks of a method that a report watches, and gives back",

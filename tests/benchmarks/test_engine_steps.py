@@ -13,9 +13,10 @@ import torch
 from rich.console import Console
 
 from benchmarks import engine_steps
-from benchmarks.engine_steps import FUSED, PRODUCTS, TORCH, StepTime, limit_ms, table
+from benchmarks.engine_shapes import config_of, limit_ms
+from benchmarks.engine_steps import FUSED, PRODUCTS, TORCH, StepTime, table
 from benchmarks.engine_steps_side import SETTLED, Side, longest_request, new_tokens, write_buckets
-from benchmarks.tensor_parallel import BANDWIDTH, config_of
+from benchmarks.tensor_parallel import BANDWIDTH
 from vllm_gaudi_ucm.graphs.cost.specs import LLAMA_8B, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket

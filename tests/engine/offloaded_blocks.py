@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.serving import Engine, greedy_params
 from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
 
 
@@ -112,7 +113,7 @@ class WatchedEngine:
 
     def _check_content(self, place: tuple[int, int], block: int, is_compared: bool) -> None:
         """place: state, logical block."""
-        found = torch.stack([cache[block] for cache in self.engine.cached_blocks()])
+        found = torch.stack([cache[block].float() for cache in self.engine.cached_blocks()])
         self._there[place] = block, found
         before = self._before.get(place)
         if before is not None and before[0] == block:
@@ -130,4 +131,7 @@ class WatchedEngine:
         assert not waiting & set(free)
         index = torch.from_numpy(np.array(sorted({0, *free})))
         for cache in self.engine.cached_blocks():
-            cache[index] = float("nan")
+            if cache.dtype == E4M3:
+                cache.view(torch.uint8)[index] = 0x7F
+            else:
+                cache[index] = float("nan")

@@ -97,9 +97,9 @@ def test_a_hit_whose_chunk_is_evicted(size: int, hit: int, tmp_path: Path) -> No
 
 
 def test_what_takes_whole_contexts_is_refused(model: Path) -> None:
-    found = "the sparse method GSA beside a model with chunked local attention in some layers"
+    found = "memory mode beside a model with chunked local attention in some layers"
     with pytest.raises(UnsupportedFeatureError, match=found):
-        Engine(model, {"ucm_sparse_method": "GSA"})
+        Engine(model, {"ucm_sparse_method": "GSA", "memory_mode": {"enabled": True}})
 
 
 def test_several_experts_that_weigh_their_rows_are_refused(tmp_path: Path) -> None:

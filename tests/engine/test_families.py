@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.engine.hpu_counts import broken_duties
+from tests.engine.hpu_process import run_on_card
 from tests.engine.reference_model import ReferenceModel
-from tests.engine.serving import Engine, greedy_params
+from tests.engine.serving import Answer, Engine, assert_same, greedy_params
+from tests.engine.test_connector import file_store, transfer
 from tests.engine.tiny_models import FAMILIES, VOCAB, make_config, make_model
 
 pytestmark = pytest.mark.slow  # starts engines
@@ -22,12 +27,31 @@ ARCHITECTURES = {
     "granite": "granite.GraniteForCausalLM",
     "opt": "opt.OPTForCausalLM",
     "deepseek_v2": "deepseek_v2.DeepseekV2ForCausalLM",
+    "deepseek_v3": "deepseek_v2.DeepseekV3ForCausalLM",
+    "deepseek_v32": "deepseek_v2.DeepseekV3ForCausalLM",
+    "glm_moe_dsa": "deepseek_v2.GlmMoeDsaForCausalLM",
     "gpt2": "gpt2.GPT2LMHeadModel",
+    "mixtral": "mixtral.MixtralForCausalLM",
+    "qwen2_moe": "qwen2_moe.Qwen2MoeForCausalLM",
+    "qwen3_moe": "qwen3_moe.Qwen3MoeForCausalLM",
+    "olmoe": "olmoe.OlmoeForCausalLM",
+    "glm4_moe": "glm4_moe.Glm4MoeForCausalLM",
 }
 
 
-# see test_moe.py
-MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"}
+# Prompts come in chunks, and a cache of 27 blocks has room for few requests, of up to 17 blocks.
+TIGHT: dict[str, Any] = {
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "max_model_len": 288,
+    "num_gpu_blocks_override": 28,
+}
+ON_CARD: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 128}
+# see test_hpu_engine.py, test_moe.py, test_latent_attention.py
+ON_CARD_ELSEWHERE = {"llama", "mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v32"}
+LENGTH = 64
+ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
 def prompts(count: int = 6, longest: int = 200) -> list[list[int]]:
@@ -36,17 +60,102 @@ def prompts(count: int = 6, longest: int = 200) -> list[list[int]]:
     return [[rng.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - MIXTURES))
-def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """Several chunks per prompt, prompts and decodes mixed. covers: A12"""
-    model = make_model(tmp_path, make_config(family))
-    with Engine(model, max_num_batched_tokens=64, max_num_seqs=4) as engine:
+def serve(model: Path, ucm: dict[str, Any], **options: Any) -> tuple[str, list[Answer]]:
+    """vLLM's class of the model, and answers: of all prompts, in chunks and with preempted requests; then twice of the
+    longest, the second time with its blocks in the cache."""
+    with Engine(model, ucm, **TIGHT, **options) as engine:
         kind = type(engine.runner.decoder.model)
-        answers = engine.greedy(prompts(), 32)
+        answers = engine.greedy(prompts(), LENGTH)
+        assert engine.preemptions > 0
+        longest = prompts()[1]
+        again = [engine.greedy([longest], LENGTH)[0] for _ in range(2)]
+        assert again[1].cached_tokens == (len(longest) - 1) // 16 * 16
         engine.check_idle()
+    return f"{kind.__module__}.{kind.__name__}", [*answers, *again]
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp(family), make_config(family))
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> tuple[str, list[Answer]]:
+    return serve(model, {})
+
+
+def test_greedy_tokens_are_those_of_transformers(family: str, model: Path, served: tuple[str, list[Answer]]) -> None:
+    """Plain, in chunks, with a prefix in the cache, and preempted. covers: A12"""
+    kind, answers = served
     # vLLM's own class, not its fallback to the code of Transformers
-    assert f"{kind.__module__}.{kind.__name__}" == f"vllm.model_executor.models.{ARCHITECTURES[family]}"
-    ReferenceModel(model).assert_greedy(prompts(), answers)
+    assert kind == f"vllm.model_executor.models.{ARCHITECTURES[family]}"
+    longest = prompts()[1]
+    ReferenceModel(model).assert_greedy([*prompts(), longest, longest], answers)
+
+
+def test_buckets_drafts_and_swaps(model: Path, served: tuple[str, list[Answer]]) -> None:
+    """The same in padded steps that verify drafts; what is preempted comes back from host memory."""
+    ucm = {
+        "graphs": {"mode": "eager", "max_graphs": 6},
+        "preemption": {"mode": "swap", "host_memory": 4 << 20},
+    }
+    assert_same(serve(model, ucm, speculative_config=DRAFTS)[1], served[1], near_ties=2)
+
+
+def test_all_blocks_chosen_and_stored(model: Path, served: tuple[str, list[Answer]], tmp_path: Path) -> None:
+    """A sparse method with a budget of all blocks; a second server loads what the first one has computed."""
+    ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}
+    config = transfer(file_store(tmp_path))
+    for number in range(2):
+        with Engine(model, ucm, kv_transfer_config=config, max_num_batched_tokens=64, max_num_seqs=4) as engine:
+            found = engine.greedy(prompts(), LENGTH)
+            for _ in range(3):
+                engine.step()
+        assert_same(found, served[1][: len(found)])
+        assert bool(found[1].cached_tokens) == bool(number)
+
+
+def test_slots_for_tokens(model: Path, served: tuple[str, list[Answer]]) -> None:
+    with Engine(model, {"kv_cache": {"granularity": "token"}}, max_num_batched_tokens=64, max_num_seqs=4) as engine:
+        found = engine.greedy(prompts(), LENGTH)
+        engine.check_idle()
+    assert_same(found, served[1][: len(found)])
+
+
+def serve_all(models: dict[str, str], prompts: list[list[int]]) -> dict[str, Any]:
+    """On the card, one engine after the other: of each family the answers of two rounds, and the graphs that the second
+    round has compiled."""
+    from habana_frameworks.torch.simulator import card
+
+    found = {}
+    for name, model in models.items():
+        with Engine(Path(model), {"graphs": {"warm_up": "full", "max_graphs": 2}}, **ON_CARD) as engine:
+            before = card.compilations
+            rounds = [engine.greedy(prompts, 8) for _ in range(2)]
+            assert rounds[1][1].cached_tokens
+            found[name] = [[dataclasses.asdict(answer) for answer in answers] for answers in rounds]
+            found[name].append(card.compilations - before)
+    return {"families": found, "broken": broken_duties()}
+
+
+def test_on_the_simulated_card(tmp_path: Path) -> None:
+    """Through torch.compile, the default there: once warm nothing is compiled, chunks and prefix hits included."""
+    asked = [prompt[:100] for prompt in prompts()]
+    names = sorted(set(FAMILIES) - ON_CARD_ELSEWHERE)
+    models = {name: str(make_model(tmp_path / name, make_config(name))) for name in names}
+    found = run_on_card(serve_all, tmp_path, models=models, prompts=asked).result
+    assert found["broken"] == {}
+    for name, (first, second, compiled) in found["families"].items():
+        reference = ReferenceModel(Path(models[name]))
+        for answers in (first, second):
+            reference.assert_greedy(asked, [Answer(**answer) for answer in answers])
+        assert compiled == 0, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

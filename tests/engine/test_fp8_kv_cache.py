@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.hpu_process import run_on_card
+from tests.engine.offloaded_blocks import WatchedEngine
 from tests.engine.quantised_models import compressed_tensors, write_quantised
 from tests.engine.serving import Answer, Engine
 from tests.engine.tiny_models import make_config, make_model
@@ -107,3 +109,49 @@ def test_on_a_card(model: Path, narrow: Engine, tmp_path: Path) -> None:
     for (tokens, logprobs), other in zip(found, narrow.greedy(PROMPTS[:2], 3), strict=True):
         assert tokens[0] == other.tokens[0]
         assert logprobs[0] == pytest.approx(other.logprobs[0], abs=NEAR)
+
+
+def sparse(method: str, summary: str, ratio: float, **more: object) -> dict[str, object]:
+    options = {"min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2, "sparse_steps": "always"}
+    chosen = {method: {**options, "summary": summary, "sparse_ratio": ratio}}
+    return {"ucm_sparse_method": method, "ucm_sparse_config": chosen, **more}
+
+
+LONG = [PROMPTS[0], PROMPTS[2] + PROMPTS[0] + PROMPTS[3]]
+
+
+@pytest.fixture(scope="module")
+def dense(model: Path) -> list[Answer]:
+    with Engine(model, kv_cache_dtype="fp8", enable_prefix_caching=False) as engine:
+        return engine.greedy(LONG, 12)
+
+
+@pytest.mark.parametrize(("method", "summary"), [("GSA", "box_mean"), ("GSA", "hash"), ("KVStar", "minmax")])
+def test_a_budget_of_all_blocks_equals_dense(model: Path, dense: list[Answer], method: str, summary: str) -> None:
+    """Summaries are 8-bit floats, too, but for codes."""
+    with Engine(model, sparse(method, summary, 1.0), kv_cache_dtype="fp8", enable_prefix_caching=False) as engine:
+        found = engine.greedy(LONG, 12)
+        selector = engine.runner.parts.sparse.selector
+        summaries = selector.summaries[0]
+        assert summaries.dtype == (torch.uint8 if summary == "hash" else torch.float8_e4m3fn)
+        assert summaries.view(torch.uint8).count_nonzero() > 0
+    for one, other in zip(found, dense, strict=True):
+        assert one.tokens == other.tokens
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_memory_mode(model: Path, tmp_path: Path) -> None:
+    """Blocks and summaries leave as bytes and come back as they were, in files and at static shapes."""
+    mode = {"enabled": True, "resident_ratio": 0.4, "refresh_steps": 3, "history_decay": 0.0, "max_missed": 1.0}
+    mode["store"] = {"kind": "file", "path": str(tmp_path / "kv"), "fsync": False}
+    config = sparse("GSA", "box_mean", 0.2, memory_mode=mode, graphs={"mode": "eager", "max_graphs": 6})
+    with Engine(model, config, kv_cache_dtype="fp8", max_num_batched_tokens=64, enable_prefix_caching=False) as engine:
+        watched = WatchedEngine(engine)
+        outputs = watched.generate([LONG[1], LONG[1][:150]], 40)
+        totals = watched.offload.totals
+        assert totals.released
+        assert totals.loaded
+        assert not totals.failed
+        engine.check_idle()
+    for output in outputs:
+        assert all(math.isfinite(one.logprob) for entry in output.outputs[0].logprobs for one in entry.values())

@@ -12,7 +12,7 @@ from vllm.model_executor.layers import rotary_embedding
 
 from tests.engine.serving import Answer, Engine, greedy_params
 from tests.engine.test_families import MIXTURES
-from tests.engine.tiny_models import FAMILIES, VOCAB, make_config, make_model
+from tests.engine.tiny_models import FAMILIES, LATENT, VOCAB, make_config, make_model
 from vllm_gaudi_ucm.execution.true_shape_execution import MOST_ROWS, NativeGraphs
 from vllm_gaudi_ucm.ops.native import library
 
@@ -51,7 +51,7 @@ def served(model: Path, ucm: dict[str, Any], **options: Any) -> tuple[list[Answe
         return answers, counts(engine)
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"deepseek_v2"}))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - LATENT))
 def test_graphs_change_no_bit(family: str, tmp_path: Path) -> None:
     """Logprobs are compared as they are. Models whose layers are not native kernels throughout run the ordinary way;
     latent attention is not asked for graphs."""

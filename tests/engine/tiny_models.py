@@ -19,6 +19,39 @@ _LLAMA_LIKE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_POSITIONS,
 }
+_LATENT: dict[str, Any] = {
+    **_LLAMA_LIKE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+# of models with latent attention: the second layer has groups of experts, and one that is shared
+LATENT_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "topk_method": "group_limited_greedy",
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": False,
+}
+# experts by sigmoids
+_LATER: dict[str, Any] = {
+    **_LATENT,
+    **LATENT_EXPERTS,
+    "q_lora_rank": 32,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+}
+# each row chooses tokens by itself; here it would choose them all
+_CHOOSES = {"index_topk": 320, "index_head_dim": 16, "index_n_heads": 2}
 # model type -> what its configuration needs beyond the common values
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE,
@@ -74,19 +107,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     # without experts: every layer has the dense MLP
-    "deepseek_v2": {
-        **_LLAMA_LIKE,
-        "num_key_value_heads": 4,
-        "q_lora_rank": None,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "first_k_dense_replace": 2,
-        "n_routed_experts": 1,
-    },
+    "deepseek_v2": {**_LATENT, "first_k_dense_replace": 2, "n_routed_experts": 1},
+    "deepseek_v3": _LATER,
+    "deepseek_v32": {**_LATER, **_CHOOSES},
+    "glm_moe_dsa": {**_LATER, **_CHOOSES},
     "gpt2": {"n_embd": 64, "n_inner": 128, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS},
 }
+
+# with latent attention
+LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"}
 
 
 def make_config(model_type: str, **changes: Any) -> PreTrainedConfig:

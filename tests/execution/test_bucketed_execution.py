@@ -32,6 +32,7 @@ class Model:
     """Hidden states are (token, position, slot), logits their sum plus the column's number."""
 
     stage = None
+    lockstep = None
     window = None
     latent = None
     has_logits = True

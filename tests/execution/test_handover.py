@@ -49,6 +49,7 @@ class Layers:
     """Adds the token to what was received, and writes over that, as a norm with a residual does."""
 
     window = None
+    lockstep = None
     latent = None
 
     def __init__(self, stage: Neighbours) -> None:

@@ -27,7 +27,7 @@ def test_the_option_has_its_effect(wanted: bool, monkeypatch: pytest.MonkeyPatch
     seen: list[bool] = []
     monkeypatch.setattr(model_runner, "get_model", lambda vllm_config: nn.Module())
     monkeypatch.setattr(model_runner, "load_draft_model", lambda config: None)
-    monkeypatch.setattr(model_runner, "Decoder", lambda model, config, stage: _Decoder())
+    monkeypatch.setattr(model_runner, "Decoder", lambda model, config, stage, lockstep: _Decoder())
     monkeypatch.setattr(model_runner, "pack_linear_layers", lambda *_: seen.append(matrix_unit.in_use()) or (0, 0))
     runner = object.__new__(ModelRunner)
     compilation = SimpleNamespace(static_forward_context={})
@@ -38,6 +38,7 @@ def test_the_option_has_its_effect(wanted: bool, monkeypatch: pytest.MonkeyPatch
     runner._device = SimpleNamespace(kind="cpu")  # type: ignore[assignment]
     runner.kind = "off"
     runner._stage = None
+    runner._lockstep = None
     runner._tensors_on = torch.device("cpu")
     with matrix_unit.using(not wanted):
         runner.load_model()

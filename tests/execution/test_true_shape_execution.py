@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.execution.true_shape_execution import TrueShapeExecution
 from vllm_gaudi_ucm.ops.native import library
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
-DECODER: Any = SimpleNamespace(specs=[], window=None)
+DECODER: Any = SimpleNamespace(specs=[], window=None, lockstep=None)
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "native"])

@@ -122,18 +122,18 @@ def _check(result: Result, one: Probe, applies: bool = False) -> None:
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
-    """Each with an engine of its own. 29 is in `test_command`, in a process of its own."""
-    ones = [One(number) for number in sorted(SERVES - {29})]
-    found = Together({"compile": [*ones, WRONG_ATTENTION]}, tmp_path_factory.mktemp("serving"))
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
+    """Those that serve. 29 is in `test_command`."""
+    units: dict[Mode, Sequence[One]] = {"compile": [*map(One, sorted(SERVES - {29})), WRONG_ATTENTION]}
+    found = Together(units, tmp_path_factory.mktemp("served"))
     yield found
     found.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", sorted(SERVES - {29}))
-def test_serving_on_the_simulated_card(number: int, serving: Together) -> None:
-    result = serving["compile", One(number)]
+def test_serving_on_the_simulated_card(number: int, served: Together) -> None:
+    result = served["compile", One(number)]
     assert result.verdict in (Verdict.AS_EXPECTED, Verdict.ANSWERED), said(result)
 
 
@@ -160,9 +160,9 @@ def _claims(result: Result) -> str:
 
 
 @pytest.mark.slow
-def test_wrong_attention_is_seen_in_tokens(serving: Together) -> None:
+def test_wrong_attention_is_seen_in_tokens(served: Together) -> None:
     """The whole engine, which has nothing to compare with but the reference on the host."""
-    result = serving["compile", WRONG_ATTENTION]
+    result = served["compile", WRONG_ATTENTION]
     assert result.verdict is Verdict.DIFFERS, said(result)
     assert "logit of a token below the best" in result.found
 

@@ -10,6 +10,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from vllm_gaudi_ucm.layers.experts import moe_spec
+from vllm_gaudi_ucm.ops.moe.choice import SCORES, choose_experts
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.moe import (
@@ -27,7 +28,7 @@ BIAS = torch.linspace(-0.5, 0.5, 8)
 
 def route(router: BaseRouter) -> torch.Tensor:
     """[rows, experts]: the weight of each, 0 where it was not chosen."""
-    weights, ids = router_without_kernels(router).select_experts(
+    weights, ids = router_without_kernels(router, choose_experts, SCORES).select_experts(
         hidden_states=torch.zeros(7, 4), router_logits=LOGITS, topk_indices_dtype=torch.int64
     )
     assert weights.dtype == torch.float32
@@ -78,10 +79,10 @@ def test_a_model_s_own_routing_stays() -> None:
 
 def test_routers_that_are_unknown() -> None:
     with pytest.raises(LookupError, match="routing by SimpleNamespace"):
-        router_without_kernels(SimpleNamespace())
+        router_without_kernels(SimpleNamespace(), choose_experts, SCORES)
     router = FusedTopKBiasRouter(2, 8, scoring_func="sqrtsoftplus", e_score_correction_bias=BIAS)
     with pytest.raises(LookupError, match="routing by sqrtsoftplus"):
-        router_without_kernels(router)
+        router_without_kernels(router, choose_experts, SCORES)
 
 
 def layer(activation: str, **config: Any) -> Any:

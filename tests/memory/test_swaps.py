@@ -251,3 +251,16 @@ def test_auto_swaps_until_it_knows() -> None:
     found.preempted(request("a", 9, 8), [block(1), block(2)])
     assert len(found.take_orders()[0]) == 2
     assert not cost.rates.are_known
+
+
+def test_a_queued_step_takes_its_own_time() -> None:
+    """With asynchronous scheduling a step is sent while the one before it runs, and begins at that one's end."""
+    clock = Clock()
+    cost = SwapCost(BLOCK, BLOCK_BYTES, clock, queues=True)
+    for _ in range(2):
+        cost.step_begins(100, 100)
+        clock.now += 1.0
+    for _ in range(2):
+        clock.now += 4.0
+        cost.step_ends()
+    assert cost.rates.prefill == pytest.approx((100 + 90) / (4 + 0.9 * 6))

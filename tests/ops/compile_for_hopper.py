@@ -22,11 +22,12 @@ from tests.ops.quantised import random_weight
 from tests.ops.sass import never_written
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
-from vllm_gaudi_ucm.ops.kv_cache.api import E4M3
 from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
+from vllm_gaudi_ucm.ops.moe.choice import _by_kernel
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, narrow_rows
 from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
 from vllm_gaudi_ucm.ops.rotary.cuda import cuda_rotate
 from vllm_gaudi_ucm.ops.row_noise.cuda import cuda_noise
@@ -129,16 +130,18 @@ def quantised(dtype: torch.dtype) -> None:
         product, layer = CudaCodes(weight), nn.Module()
         for name, tensor in product.pack(weight).items():
             setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
-        for rows in (1, 200) if dtype.itemsize < 4 else (1,):
+        for rows in (1, 40, 200, 300) if dtype.itemsize < 4 else (1,):
             product.multiply(torch.empty(rows, 256, dtype=dtype), layer, None)
+    narrow_rows(torch.empty(3, 300, dtype=dtype))
 
 
-def select(dtype: torch.dtype) -> None:
+def select(dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> None:
     """Summaries, scores, ranking and hand-over of two requests with a verification; every covered kind."""
+    cached = cache_dtype or dtype
     cuda, ids = BLOCK_SELECTION.make("cuda"), torch.zeros(300, dtype=torch.int64)
-    keys, query = torch.zeros(9, 128, 8, 128, dtype=dtype), torch.zeros(10, 32, 128, dtype=dtype)
+    keys, query = torch.zeros(9, 128, 8, 128, dtype=cached), torch.zeros(10, 32, 128, dtype=dtype)
     for kind in (SummaryKind.MEAN, SummaryKind.MINMAX, SummaryKind.BOX_MEAN):
-        summaries = torch.zeros(kind.shape(*keys.shape), dtype=dtype)
+        summaries = torch.zeros(kind.shape(*keys.shape), dtype=cached)
         assert cuda.write(keys, ids[:2], summaries, kind)
         scores = cuda.scores(query, summaries, ids, ids, ids[:3], ids[:3], 5, 0.1, kind)
         assert scores is not None
@@ -158,6 +161,13 @@ def experts(dtype: torch.dtype) -> None:
         x, ids = torch.empty(rows, 2048, dtype=dtype), torch.zeros(rows, 2, dtype=torch.int64)
         spec, added = (gpt_oss, biases) if rows == 64 else (MoeSpec(), ())
         MOE.make("cuda").compute(x, ids, torch.ones(rows, 2), ExpertWeights(w13, w2, *added), spec)
+
+
+def choices(dtype: torch.dtype) -> None:
+    """Of a few experts and many, with a bias and without one."""
+    logits = torch.zeros(3, 128, dtype=dtype)
+    _by_kernel(logits, 8, "softmax", True, None, 1.0, torch.int64)
+    _by_kernel(torch.zeros(3, 700, dtype=dtype), 8, "sigmoid", True, torch.zeros(700), 2.5, torch.int32)
 
 
 def main(dtype: torch.dtype) -> None:
@@ -187,8 +197,11 @@ def main(dtype: torch.dtype) -> None:
     kv_cache.copy([batch.key_cache], [batch.value_cache], torch.zeros(1, 2, dtype=torch.int64))
     around_attention(dtype)
     select(dtype)
+    if dtype.itemsize < 4:
+        select(dtype, E4M3)
     quantised(dtype)
     experts(dtype)
+    choices(dtype)
     assert not never_written(cubins), never_written(cubins)
     for name, shared in found.items():
         print(name, shared)

@@ -46,7 +46,14 @@ def test_any_layer_equals_its_definition(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "wanted",
-    [Features(20, sinks=True), Features(16), Features(16, chunked=True), Features(1), Features(24, cap=2.0)],
+    [
+        Features(20, sinks=True),
+        Features(16),
+        Features(16, chunked=True),
+        Features(1),
+        Features(24, cap=2.0),
+        Features(slopes=True, sinks=True),
+    ],
     ids=str,
 )
 def test_longer_than_the_window(implementation: str, dtype: torch.dtype, wanted: Features) -> None:
@@ -105,14 +112,15 @@ def test_what_an_implementation_does_not_compute_the_next_one_does(caplog: pytes
     """With one line in the log, and not for layers that it computes."""
     slopes, cap = AttentionSpec(0.25, has_slopes=True), AttentionSpec(0.25, logits_soft_cap=2.0)
     for name in ("cpu", "native", "hpu", "cuda"):
-        assert not ATTENTION.make(name).supports(slopes)
+        assert ATTENTION.make(name).supports(slopes) == (name == "hpu")
         assert ATTENTION.make(name).supports(AttentionSpec(0.25, is_local=True, has_sinks=True))
     assert not ATTENTION.make("cpu").supports(cap)
     assert choose_implementation("auto", "hpu", [AttentionSpec(0.25), cap]) == "hpu"
     assert not caplog.records
-    assert choose_implementation("auto", "hpu", [AttentionSpec(0.25), slopes, slopes]) == "reference"
+    assert choose_implementation("auto", "hpu", [AttentionSpec(0.25), slopes]) == "hpu"
+    assert choose_implementation("auto", "cpu", [AttentionSpec(0.25), slopes, slopes]) == "reference"
     (record,) = caplog.records
-    assert "'hpu' does not compute all layers of this model, so 'reference' computes them" in record.message
+    assert "does not compute all layers of this model, so 'reference' computes them" in record.message
     with pytest.raises(ValueError, match=r"'cpu' cannot be used here \(it does not compute logits_soft_cap=2.0"):
         choose_implementation("cpu", "cpu", [cap])
 

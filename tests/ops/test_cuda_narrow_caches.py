@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.ops.batch import Batch, Request, Shape, build
-from tests.ops.oracle import IMPLEMENTATIONS, assert_matches
-from vllm_gaudi_ucm.ops.kv_cache.api import E4M3, copy_blocks, narrow, write_kv
+from tests.ops.oracle import CUDA_RUNS, IMPLEMENTATIONS, assert_matches
+from tests.ops.selection import Candidates, Case, expected_scores, may_round_differently
+from tests.ops.selection import build as build_candidates
+from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, write_summaries
+from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, summarise
+from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks, write_kv
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow
 
 MIXED = [
     Request(9, 1, prefix=2),
@@ -65,3 +72,76 @@ def test_blocks_are_copied_as_bytes() -> None:
     before = cache.view(torch.uint8).clone()
     copy_blocks([cache], torch.tensor([4, 1]), torch.tensor([0, 5]))
     assert torch.equal(cache.view(torch.uint8)[[0, 5]], before[[4, 1]])
+
+
+SELECTIONS = ("reference", "auto", "hpu", *(("cuda",) if CUDA_RUNS else ()))
+EXACT = (SummaryKind.MINMAX, SummaryKind.HASH)
+"""Kinds whose summaries hold nothing that 8-bit floats round: extremes of what is in the cache, and codes."""
+
+
+def on_gpu(candidates: Candidates) -> Candidates:
+    if not torch.cuda.is_available():
+        return candidates
+    found = {one.name: getattr(candidates, one.name) for one in fields(candidates)}
+    return replace(candidates, **{name: one.cuda() for name, one in found.items() if isinstance(one, Tensor)})
+
+
+def narrow_summaries(cache: Tensor, blocks: Tensor, kind: SummaryKind, implementation: str) -> Tensor:
+    """Everything but the summaries that were asked for is NaN."""
+    summaries = new_summaries(cache, kind)
+    summaries.view(torch.uint8).fill_(0x7F if kind is not SummaryKind.HASH else 255)
+    write_summaries(cache, blocks, summaries, kind, implementation=implementation)
+    return summaries
+
+
+@pytest.mark.parametrize("kind", list(SummaryKind))
+@pytest.mark.parametrize("implementation", SELECTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_and_others_score_narrow_summaries(implementation: str, kind: SummaryKind, dtype: torch.dtype) -> None:
+    """Of summaries that 8-bit floats hold exactly scores are those by definition; means are rounded once, by 1/16."""
+    candidates = build_candidates(Case(block_size=64, dim=32, dtype=dtype, seed=3))
+    assert kind is not SummaryKind.HASH or not may_round_differently(candidates)
+    candidates.key_cache = rounded(candidates.key_cache.float())
+    expected = torch.from_numpy(expected_scores(candidates, kind))
+    candidates.key_cache = candidates.key_cache.to(E4M3)
+    candidates = on_gpu(candidates) if implementation == "cuda" else candidates
+    summaries = narrow_summaries(candidates.key_cache, candidates.blocks, kind, implementation)
+    assert summaries.dtype == (torch.uint8 if kind is SummaryKind.HASH else E4M3)
+    used = candidates.blocks[candidates.blocks > 0]
+    if kind is not SummaryKind.HASH:
+        exact = summarise(candidates.key_cache.float().index_select(0, used), kind)
+        found = summaries.float()[used]
+        assert found.isfinite().all()
+        assert bool(((found - exact).abs() <= exact.abs() / 16 + 2.0**-10 + 1e-6).all())
+        others = sorted(set(range(1, len(summaries))) - set(used.tolist()))
+        assert summaries.float()[others].isnan().all(), "of blocks that nobody asked for"
+    scores = candidates.scores(kind, summaries=summaries, implementation=implementation)
+    assert scores.isfinite().all()
+    near = (2e-3 if dtype == torch.bfloat16 else 2e-5) if kind in EXACT else 0.03
+    torch.testing.assert_close(scores.double().cpu(), expected, atol=near, rtol=near)
+    reference = candidates.scores(kind, summaries=summaries, implementation="reference")
+    torch.testing.assert_close(scores, reference, atol=2e-3 if dtype == torch.bfloat16 else 2e-5, rtol=2e-3)
+
+
+def test_a_narrow_block_that_is_no_number_comes_first() -> None:
+    """Its score is 1, of each implementation; Triton's interpreter takes it for 480 when it reads it."""
+    candidates = build_candidates(Case())
+    candidates.key_cache = candidates.key_cache.to(E4M3)
+    candidates.key_cache.view(torch.uint8)[candidates.blocks[2], 3, 1, 5] = 0x7F
+    for name in ("reference", "auto", "hpu"):
+        summaries = narrow_summaries(candidates.key_cache, candidates.blocks, SummaryKind.BOX_MEAN, name)
+        scores = candidates.scores(SummaryKind.BOX_MEAN, summaries=summaries, implementation=name)
+        assert scores.isfinite().all()
+        assert scores[2] == 1
+
+
+def test_native_reads_every_number() -> None:
+    """All 256 codes as keys of one element: the score of each block against its definition in float64."""
+    codes = torch.arange(256, dtype=torch.uint8).view(256, 1, 1, 1).expand(256, 1, 1, 16).contiguous()
+    summaries = codes.view(E4M3)
+    query, ids = torch.full((1, 1, 16), 1.0 / 64), torch.arange(256)
+    zeros, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    arguments = (query, summaries, ids, torch.zeros(256, dtype=torch.int64), zeros, one, 1, 0.1, SummaryKind.MEAN)
+    expected = torch.softmax(summaries[:, 0, 0, 0].double().nan_to_num(-1e30) * 16 / 64 * 0.1, 0)
+    expected[[0x7F, 0xFF]] = 1.0
+    torch.testing.assert_close(block_scores(*arguments).double(), expected, atol=1e-7, rtol=1e-4)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from tests.ops.oracle import CUDA_RUNS
 from tests.ops.quantised import exact, random_weight
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8
-from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+from vllm_gaudi_ucm.ops.quantised_linear.impl import cuda
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8, Tiles, narrow_rows, tiles_of
+from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, dequantise
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
 GPU = torch.cuda.is_available()
@@ -47,9 +48,10 @@ def layer_of(product: CudaCodes | CudaFp8, weight: QuantisedWeight) -> nn.Module
 
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 19])
-def test_cuda_codes(name: str, dtype: torch.dtype, rows: int) -> None:
-    """Codes are exact in the dtype of rows, so sums in float32 and one rounding are all.
+@pytest.mark.parametrize(("rows", "splits"), [(1, 1), (19, 1), (19, 3)])
+def test_cuda_codes(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, rows: int, splits: int) -> None:
+    """Also where parts of the inputs are summed up by themselves, some of which may be empty. Codes are exact in the
+    dtype of rows, so sums in float32 and one rounding are all.
 
     Rows lie within a larger tensor of NaN. Triton's interpreter cuts bf16 off where a GPU rounds.
     """
@@ -61,6 +63,7 @@ def test_cuda_codes(name: str, dtype: torch.dtype, rows: int) -> None:
     if name.startswith("4 bits"):
         assert isinstance(layer.weight, Tensor)
         assert layer.weight.nbytes == weight.codes.numel() // 2
+    monkeypatch.setattr(cuda, "tiles_of", lambda *_: Tiles(32, 32, splits))
     whole = torch.full((rows, weight.inputs + 8), torch.nan, dtype=dtype, device=DEVICE)
     x = whole[:, : weight.inputs]
     x.copy_(torch.randn(rows, weight.inputs))
@@ -74,6 +77,42 @@ def test_cuda_codes(name: str, dtype: torch.dtype, rows: int) -> None:
     assert bool(((found.double() - oracle).abs() <= budget).all())
 
 
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_cuda_many_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The weight is written out as for a device without a product of its own, element by element."""
+    monkeypatch.setattr(cuda, "MANY_ROWS", 3)
+    here = on_device(WEIGHTS[name])
+    product = CudaCodes(here)
+    layer = layer_of(product, here)
+    written = product._written_out(layer, torch.float32)
+    assert torch.equal(written, dequantise(here, torch.float32))
+    x = torch.randn(2, 3, here.inputs, device=DEVICE).to(torch.bfloat16)
+    bias = torch.randn(here.outputs, device=DEVICE).to(torch.bfloat16)
+    found = product.multiply(x, layer, bias)
+    oracle = x.cpu().double() @ exact(WEIGHTS[name]).T + bias.cpu().double()
+    torch.testing.assert_close(found.cpu().double(), oracle, rtol=0.02, atol=0.02 * float(oracle.abs().amax()))
+
+
+def test_cuda_few_rows_of_a_scaled_product() -> None:
+    """They are not rounded."""
+    weight = random_weight(32, 64, (1, 64), E4M3)
+    product = CudaFp8(on_device(weight))
+    layer = layer_of(product, on_device(weight))
+    x = torch.randn(5, 64, dtype=torch.float32, device=DEVICE)
+    oracle = x.cpu().double() @ exact(weight).T
+    torch.testing.assert_close(product.multiply(x, layer, None).cpu().double(), oracle, rtol=1e-5, atol=1e-4)
+
+
+def test_cuda_tiles() -> None:
+    """Layers of few outputs are split by inputs, so that there are programs for the whole device."""
+    assert tiles_of(1, 14336, 32) == Tiles(16, 128, 8, 4, 3)
+    assert tiles_of(16, 4096, 112).splits == 8
+    assert tiles_of(64, 14336, 32) == Tiles(64, 64, 1, 4, 3)
+    assert tiles_of(64, 4096, 112) == Tiles(64, 64, 4, 4, 4)
+    assert tiles_of(200, 4096, 112) == Tiles(128, 128, 1, 8, 3)
+    assert tiles_of(1, 64, 1).splits == 1
+
+
 def test_cuda_rows_of_more_dimensions_and_none() -> None:
     weight = on_device(WEIGHTS["int8"])
     product = CudaCodes(weight)
@@ -81,6 +120,23 @@ def test_cuda_rows_of_more_dimensions_and_none() -> None:
     x = torch.randn(2, 3, 64, device=DEVICE)
     assert torch.equal(product.multiply(x, layer, None).flatten(0, 1), product.multiply(x.flatten(0, 1), layer, None))
     assert product.multiply(x[:0], layer, None).shape == (0, 3, 33)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cuda_narrow_rows(dtype: torch.dtype) -> None:
+    """Numbers of e4m3 stay what they are, whatever their row's scale; zeros stay zeros; what is not finite spoils its
+    own row. Triton's interpreter rounds other numbers, and NaN, unlike a GPU."""
+    numbers = (torch.randn(6, 100) * 60).clamp(-448, 448).to(E4M3).to(dtype).to(DEVICE)
+    numbers[:, 5], numbers[2] = 448, 0
+    rows = (numbers * 2.0 ** torch.arange(-9, 3, 2, device=DEVICE).unsqueeze(1).to(dtype))[:, :90]
+    rows[3, 7] = torch.nan
+    narrow, scales = narrow_rows(rows)
+    assert narrow.is_contiguous()
+    sound = [0, 1, 2, 4, 5]
+    assert torch.equal(narrow.to(dtype)[sound], numbers[sound, :90])
+    torch.testing.assert_close(scales[sound] * 448, rows.float().amax(1, keepdim=True)[sound].clamp_min(448e-12))
+    assert not GPU or bool(narrow.float()[3].isnan().any())
+    assert narrow_rows(rows[:0])[0].shape == (0, 90)
 
 
 def test_cuda_choice() -> None:

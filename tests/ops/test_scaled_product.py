@@ -7,13 +7,15 @@ import torch
 
 from tests.ops.quantised import exact, random_weight
 from tests.ops.test_cuda_quantised import DEVICE, E4M3, GPU, layer_of, on_device
+from vllm_gaudi_ucm.ops.quantised_linear.impl import cuda
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaFp8
 
 
 @pytest.mark.skipif(not GPU or torch.cuda.get_device_capability() < (8, 9), reason="no GPU with 8-bit floats")
-def test_scaled_product_of_torch() -> None:
+def test_scaled_product_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "FEW_ROWS", 0)
     weight = on_device(random_weight(32, 64, (1, 64), E4M3))
-    product = CudaFp8()
+    product = CudaFp8(weight)
     x = torch.randn(5, 64, dtype=torch.bfloat16, device=DEVICE)
     found = product.multiply(x, layer_of(product, weight), None)
     rows, meant = x.double(), exact(weight._replace(codes=weight.codes.cpu(), scales=weight.scales.cpu())).to(DEVICE)

@@ -19,7 +19,8 @@ SYNCHRONOUS_OPTIONS: dict[str, dict[str, Any]] = {
     "ucm.scheduler.async_scheduling false": {"ucm": {"scheduler": {"async_scheduling": False}}},
     "several workers": {"tensor_parallel_size": 2},
     "a worker in a process of its own": {"distributed_executor_backend": "mp"},
-    "speculative decoding": {"speculative_config": NGRAM},
+    "drafts by n-grams": {"speculative_config": NGRAM},
+    "drafts beside a sparse method": {"ucm": {**GSA, "scheduler": {"async_scheduling": True}}, "drafts": True},
     "a KV connector": {
         "kv_transfer_config": KVTransferConfig(
             kv_connector="OffloadingConnector",
@@ -28,12 +29,6 @@ SYNCHRONOUS_OPTIONS: dict[str, dict[str, Any]] = {
         )
     },
     "ucm.memory_mode": {"ucm": {**GSA, "memory_mode": {"enabled": True}}},
-    "ucm.preemption.mode swap or auto": {"ucm": {"preemption": {"mode": "swap"}}},
-    "ucm.kv_cache.compaction": {"ucm": {"kv_cache": {"compaction": True}}},
-    "ucm.kv_cache.partial_hits": {"ucm": {"kv_cache": {"partial_hits": True}}},
-    "ucm.kv_cache.granularity token": {"ucm": {"kv_cache": {"granularity": "token"}}},
-    "ucm.scheduler.admission": {"ucm": {"scheduler": {"admission": "exact", "async_scheduling": True}}},
-    "custom logits processors": {"logits_processors": ["a.module:Class"]},
     "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
 }
 
@@ -43,8 +38,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_config(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM", "llama")
 
 
-def configured(model: Path, ucm: dict[str, Any] | None = None, **options: Any) -> Any:
+def configured(model: Path, ucm: dict[str, Any] | None = None, drafts: bool = False, **options: Any) -> Any:
+    """drafts: of the model itself."""
     ucm = {"scheduler": {"async_scheduling": True}, **(ucm or {})}
+    if drafts:
+        options["speculative_config"] = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
     return start(model, additional_config={"ucm": ucm}, **options)
 
 
@@ -80,6 +78,21 @@ def test_vllms_flag_is_respected(llama: Path, asked: bool | None) -> None:
     config = configured(llama, async_scheduling=asked)
     assert config.scheduler_config.async_scheduling == (asked is not False)
     assert config.max_concurrent_batches == (1 if asked is False else 2)
+
+
+def test_drafts_of_a_model_are_asynchronous(llama: Path) -> None:
+    assert configured(llama, drafts=True).scheduler_config.async_scheduling
+
+
+def test_what_decides_over_blocks_is_asynchronous(llama: Path) -> None:
+    ucm = {
+        "scheduler": {"admission": "exact", "async_scheduling": True},
+        "kv_cache": {"partial_hits": True, "compaction": True},
+        "preemption": {"mode": "auto"},
+    }
+    config = configured(llama, ucm)
+    assert config.scheduler_config.async_scheduling
+    assert config.scheduler_config.scheduler_cls == "vllm_gaudi_ucm.scheduler.scheduler.UcmAsyncScheduler"
 
 
 def test_a_sparse_method_has_our_asynchronous_scheduler(llama: Path) -> None:

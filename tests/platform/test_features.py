@@ -155,9 +155,10 @@ MIXTURES: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("architecture", "model_type", "changes"), MIXTURES, ids=[m[1] for m in MIXTURES])
 def test_mixture_of_experts(tmp_path: Path, architecture: str, model_type: str, changes: dict[str, Any]) -> None:
-    """Served, shared out as tensors or as whole experts; what would move experts is refused. covers: A18"""
+    """Served, shared out as tensors or as whole experts, also by engines. covers: A18"""
     save_foreign_config(tmp_path, architecture, model_type, **changes)
     start(tmp_path)
+    start(tmp_path, data_parallel_size=2)
     start(tmp_path, enable_expert_parallel=True, tensor_parallel_size=2)
 
 
@@ -165,7 +166,27 @@ def test_what_mixtures_of_experts_lack(tmp_path: Path) -> None:
     """covers: A18"""
     save_foreign_config(tmp_path, "MixtralForCausalLM", "mixtral", **NO_WINDOW)
     asked: dict[str, dict[str, Any]] = {
-        r"data parallelism of mixtures of experts \(take --tensor-parallel-size": {"data_parallel_size": 2},
+        r"pipeline stages with 2 engines that share out experts .*--pipeline-parallel-size": {
+            "data_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+        },
+        r"whole experts on each device with 2 engines of several devices .*--enable-expert-parallel": {
+            "data_parallel_size": 2,
+            "tensor_parallel_size": 2,
+            "enable_expert_parallel": True,
+        },
+        r"drafts with 2 engines that share out experts .*--speculative-config": {
+            "data_parallel_size": 2,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
+        },
+        r"another exchange of experts' rows .*--all2all-backend deepep_v2": {
+            "data_parallel_size": 2,
+            "all2all_backend": "deepep_v2",
+        },
+        r"ucm_sparse_method with 2 engines that share out experts .*--data-parallel-size": {
+            "data_parallel_size": 2,
+            "additional_config": {"ucm": {"ucm_sparse_method": "GSA"}},
+        },
         r"the kernels triton of experts \(asked for by --moe-backend triton\)": {"moe_backend": "triton"},
         r"the chosen experts in outputs .*--enable-return-routed-experts": {"enable_return_routed_experts": True},
     }

@@ -9,7 +9,8 @@ from tests.batch.expand import causal_pairs, shared_pairs, unique_pairs
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
-from vllm_gaudi_ucm.runner.step_runner import StepClock
+from vllm_gaudi_ucm.observability.step_clock import StepClock
+from vllm_gaudi_ucm.runner.step_runner import step_record
 
 
 @given(steps())
@@ -21,7 +22,7 @@ def test_pairs_are_those_of_the_plan(step: Step) -> None:
     clock.computed()
     clock.sampled()
     shape = true_shape(plan, 0 if plan.unique is None else len(plan.unique.rows))
-    record = clock.record(0, plan, StepShape(shape, shape), step.block_size)
+    record = step_record(clock, 0, plan, StepShape(shape, shape), step.block_size)
     assert record.causal_pairs == len(list(causal_pairs(plan)))
     assert record.shared_pairs == len(list(shared_pairs(plan, step)))
     assert record.unique_pairs == len(list(unique_pairs(plan, step)))

@@ -15,7 +15,8 @@ from vllm_gaudi_ucm.attention.cache_scales import CacheScales
 from vllm_gaudi_ucm.batch.window import WHOLE, Window
 from vllm_gaudi_ucm.kv_cache.pair import KvPair, in_blocks
 from vllm_gaudi_ucm.kv_cache.tile import DEFAULT_BLOCK_SIZE
-from vllm_gaudi_ucm.ops.kv_cache.api import E4M3, narrow, write_kv
+from vllm_gaudi_ucm.ops.kv_cache.api import write_kv
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec, PerHead
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError

@@ -247,13 +247,14 @@ class RequestTable:
         ):
             request = self.requests[request_id]
             row = request.row
-            self.num_computed[row] = num_computed
             if num_outputs < len(request.output_token_ids):
                 # a connector's load within the step has failed: the scheduler has thrown away what the step gave
                 del request.output_token_ids[num_outputs:]
                 self.num_tokens[row] = len(request.prompt_token_ids) + num_outputs
             elif num_outputs > len(request.output_token_ids) and cached.new_token_ids:
                 self._learn(request, num_outputs, cached, index)
+            # with asynchronous scheduling it counts all drafts of the step before as right; the last token is new
+            self.num_computed[row] = min(num_computed, int(self.num_tokens[row]) - 1)
             if request_id in cached.resumed_req_ids:
                 self._clear_blocks(row)
             if block_ids is not None:

@@ -30,3 +30,8 @@ class LazyCommunicator(Communicator):
         """The inputs of all ranks, one after the other in `dim`."""
         get_device("hpu").end_recipe()
         return super().all_gather(input_, dim)
+
+    def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """This rank's part, in `dim`, of the sum over the group."""
+        get_device("hpu").end_recipe()
+        return super().reduce_scatter(input_, dim)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from vllm_gaudi_ucm.vllm_api.distributed import GroupCoordinator, get_tp_group, get_world_group
+from vllm_gaudi_ucm.vllm_api.distributed import GroupCoordinator, get_dp_group, get_tp_group, get_world_group
 
 
 class RanksDisagreeError(RuntimeError):
@@ -36,8 +36,16 @@ class Ranks:
 
     @classmethod
     def of_engine(cls, output_rank: int) -> Ranks:
-        """The ranks of vLLM's world group. To be called once that is there."""
-        return cls._of(get_world_group(), output_rank)
+        """The ranks of vLLM's world group. To be called once that is there.
+
+        Of engines that share out experts that group has all workers; such an engine has no pipeline.
+        """
+        return cls._of(get_world_group() if get_dp_group().world_size == 1 else get_tp_group(), output_rank)
+
+    @classmethod
+    def of_world(cls) -> Ranks:
+        """Also the workers of other engines, where they share out experts."""
+        return cls._of(get_world_group(), 0)
 
     @classmethod
     def of_layer(cls) -> Ranks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.attention.groups import LayerGroups
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, divide_batch
 from vllm_gaudi_ucm.batch.block_use import Room
 from vllm_gaudi_ucm.batch.kv_group import KvGroup
+from vllm_gaudi_ucm.execution.agreed_bucket import agreed_bucket
 from vllm_gaudi_ucm.execution.decoder import HIDDEN, grouped_metadata, step_metadata
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.execution.graph_manager import (
@@ -29,6 +30,7 @@ from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFuncti
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
+from vllm_gaudi_ucm.ops.side_by_side import compiled_side_by_side, has_kernels
 from vllm_gaudi_ucm.ops.unified_attention.api import plan_of
 
 if TYPE_CHECKING:
@@ -72,6 +74,8 @@ class BucketedExecution:
 
     The remainder of a prompt that was loaded in part has graphs of its own; `remainders` are their shapes, None where
     no prompt is loaded in part.
+
+    Engines that share out experts agree on a bucket before each forward: its graph holds collectives between them.
 
     A stage of a pipeline receives before a replay, and sends behind it; logits are the last stage's.
 
@@ -181,7 +185,8 @@ class BucketedExecution:
         true = true_shape(plan, self._unique_blocks(plan))
         self._graphs = self._graphs_of(plan)
         needed = held_by_groups(true, plan, self._groups.groups) if plan.others else true
-        padded = self._lookup(needed)
+        lockstep = self._decoder.lockstep
+        padded = self._lookup(needed if lockstep is None else agreed_bucket(lockstep, needed))
         self._graphs.fill(padded.forward, plan, token_ids, summary_blocks)
         self._shape = StepShape(true, padded, remainder=self._graphs is not self._ordinary)
         return self._shape
@@ -194,6 +199,12 @@ class BucketedExecution:
         self._handover.receive(rows)
         self._graphs.replay()
         self._handover.send(rows)
+
+    def follow(self) -> None:
+        assert self._decoder.lockstep is not None, "no other engines"
+        needed = agreed_bucket(self._decoder.lockstep)
+        if needed.query_len:
+            self._ordinary.replay_pads(self._lookup(needed).forward)
 
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         if not len(rows):
@@ -228,6 +239,19 @@ class BucketedExecution:
             self._handover.reserve(shape.query_len)
         self._ordinary.warm(shape)
         self._shape = StepShape(shape.step(0), shape.step(0))
+
+    def compile_kernels(self, shapes: Sequence[ForwardShape]) -> None:
+        """Compiles what buckets of these shapes launch side by side, where a device has such kernels.
+
+        They are found by computing over pads; nothing that is computed may be read, and nothing is kept. A stage of a
+        pipeline does nothing: it would wait for others.
+        """
+        if self._handover is not None or not has_kernels(self._hidden.device):
+            return
+        inputs = self._ordinary.inputs
+        with compiled_side_by_side():
+            for shape in shapes:
+                self._compute(inputs.split(inputs.fill_pads(shape), shape))
 
     def warm_remainder(self, shape: ForwardShape) -> None:
         """Captures and executes the graph of one of `remainders`."""

@@ -6,21 +6,22 @@ import torch
 
 
 class CarriedTokens:
-    """The last sampled tokens, by slot of the sampler, in memory that captured graphs read.
+    """The last sampled tokens, by slot of the sampler, in memory that captured graphs read; in an engine with a draft
+    model, its last drafts.
 
-    Written behind a step's sampling and read in the next step's forward: both are queued on one stream, in this order.
+    Written behind what chooses them and read in the next forward: both are queued on one stream, in this order.
 
     Args:
-        max_num_seqs: most slots.
+        most: tokens of a step.
         device: where tokens are sampled.
     """
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
 
-    def put(self, tokens: torch.Tensor) -> None:
-        """tokens: [at most max_num_seqs] of an integer type, one for each slot."""
-        self.tokens[: len(tokens)].copy_(tokens)
+    def put(self, tokens: torch.Tensor, first: int = 0) -> None:
+        """tokens: [n] of an integer type, for slots first to first + n - 1."""
+        self.tokens[first : first + len(tokens)].copy_(tokens)
 
     def fill_in(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input ids of a step: int64 [rows], where -1 - s stands for the token of slot s. A new tensor."""

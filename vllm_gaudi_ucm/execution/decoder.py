@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.batch.window import Window
+    from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.distributed.stage import Stage, StageTensors
     from vllm_gaudi_ucm.execution.step_tensors import StepInputs
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
@@ -74,11 +75,19 @@ class Decoder:
         model: vLLM's.
         vllm_config: the engine's.
         stage: which of the model's layers are here; None: all.
+        lockstep: the engines that share out its experts; None: this one has them.
     """
 
-    def __init__(self, model: DecoderModel, vllm_config: VllmConfig, stage: Stage | None = None) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        vllm_config: VllmConfig,
+        stage: Stage | None = None,
+        lockstep: Lockstep | None = None,
+    ) -> None:
         self.model = model
         self.stage = stage
+        self.lockstep = lockstep
         self._forward: Callable[..., StageTensors] = self._run_model
         self._head: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] = self._logits
         self._vllm_config = vllm_config
@@ -145,9 +154,15 @@ class Decoder:
             logger.info("%d layers of %s are one compiled region", layers, type(self.model).__name__)
         self._head = compiler.region(self._wide_logits)
 
-    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: StepMetadata | None) -> torch.Tensor:
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: StepMetadata | None,
+        rows: int | None = None,
+    ) -> torch.Tensor:
         """[rows, hidden size], where all layers are here."""
-        return self.run(token_ids, positions, metadata)[HIDDEN]
+        return self.run(token_ids, positions, metadata, rows=rows)[HIDDEN]
 
     def run(
         self,
@@ -155,25 +170,43 @@ class Decoder:
         positions: torch.Tensor,
         metadata: StepMetadata | None,
         received: StageTensors | None = None,
+        rows: int | None = None,
     ) -> StageTensors:
         """What the layers that are here hand on, [rows, hidden size] each; `HIDDEN` of the last stage.
 
-        Without metadata nothing is attended (a memory measurement). received: of the stage before; maybe written.
+        Without metadata nothing is attended: a memory measurement, or a step of other engines, which have agreed on
+        `rows`. received: of the stage before; maybe written. rows: of the longest step of all engines, where they share
+        out experts; None: all have as many.
         """
         if isinstance(metadata, GroupedMetadata):
             metadata.begin()
-        padded = self._padded_rows(metadata)
+        count = len(token_ids)
+        padded = self._padded_rows(metadata, token_ids, rows)
+        # vLLM would ask the other engines
+        each = None if self.lockstep is None else torch.full((self.lockstep.size,), count, dtype=torch.int32)
         with set_forward_context(
-            metadata, self._vllm_config, num_tokens=len(token_ids), slot_mapping={}, is_padding=padded
+            metadata,
+            self._vllm_config,
+            num_tokens=count,
+            num_tokens_across_dp=each,
+            slot_mapping={},
+            is_padding=padded,
         ):
             return self._forward(token_ids, positions, received)
 
-    def _padded_rows(self, metadata: StepMetadata | None) -> torch.Tensor | None:
-        """bool [rows], for layers with experts: what fills a bucket up writes to the first slot of the dummy block."""
-        if metadata is None or not self._has_experts:
+    def _padded_rows(
+        self, metadata: StepMetadata | None, token_ids: torch.Tensor, rows: int | None
+    ) -> torch.Tensor | None:
+        """bool, for layers with experts, of the rows that they get: what fills a bucket up writes to the first slot of
+        the dummy block."""
+        if not self._has_experts or (metadata is None and rows is None):
             return None
-        step = metadata.groups[0] if isinstance(metadata, GroupedMetadata) else metadata
-        return step.slots == DUMMY_BLOCK
+        if metadata is None:
+            own = torch.ones_like(token_ids, dtype=torch.bool)
+        else:
+            step = metadata.groups[0] if isinstance(metadata, GroupedMetadata) else metadata
+            own = step.slots == DUMMY_BLOCK
+        return own if self.lockstep is None else self.lockstep.padded_rows(own, rows or len(own))
 
     def received(self, rows: int, device: torch.device) -> StageTensors | None:
         """Zeros in place of what the stage before hands on; None on the first stage."""

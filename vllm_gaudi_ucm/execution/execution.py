@@ -41,6 +41,10 @@ class Execution(Protocol):
     def forward(self) -> None:
         """Computes the hidden states of all rows of the staged step, and writes their K/V."""
 
+    def follow(self) -> None:
+        """Takes part in a forward of other engines, which share out experts with this one. Stages no step of its own,
+        and writes nothing that one reads, but what `logits` and `likeliest` return of the step before."""
+
     def logits(self, rows: NDArray[np.int64]) -> torch.Tensor:
         """float32 [at least len(rows), vocabulary]: logits of these rows of the step; what follows them is garbage.
 

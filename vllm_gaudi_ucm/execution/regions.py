@@ -21,6 +21,7 @@ from vllm_gaudi_ucm.vllm_api.model import (
     RMSNorm,
     VocabParallelEmbedding,
     forget_names,
+    plain_parameters,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def compile_regions(model: nn.Module, compiler: StaticCompiler) -> int:
     """
     lists = layer_lists(model)
     forget_names(model)
+    plain_parameters(model)
     layers = [layer for each in lists for layer in each]
     inside = {id(module) for layer in layers for module in layer.modules()}
     run_layers: dict[object, Callable[..., Any]] = {}

@@ -91,6 +91,9 @@ class TrueShapeExecution:
         self._metadata: StepMetadata
         self._selection: LayerSelection | None = None
         self._hidden: torch.Tensor
+        self._lockstep = decoder.lockstep
+        # of the longest step of all engines that share out experts
+        self._rows: int | None = None
 
     def divide(self, batch: BatchInput, remainders: NDArray[np.int64] = NO_REMAINDERS) -> list[NDArray[np.int64]]:
         return [np.arange(len(batch.num_scheduled))]
@@ -98,6 +101,8 @@ class TrueShapeExecution:
     def stage(
         self, plan: UnifiedPlan, token_ids: NDArray[np.int64], summary_blocks: NDArray[np.int64] = NO_BLOCKS
     ) -> StepShape:
+        if self._lockstep is not None:
+            (self._rows,) = self._lockstep.agree([len(token_ids)])
         inputs, shape = self._tensors.stage(plan, token_ids, summary_blocks)
         if self._carried is not None and token_ids.min() < 0:
             inputs = inputs._replace(token_ids=self._carried.fill_in(inputs.token_ids))
@@ -126,12 +131,20 @@ class TrueShapeExecution:
             self._run_stage(self._decoder.stage, inputs, metadata)
         elif self._graphs is None or isinstance(metadata, GroupedMetadata):
             # a native graph has the plan of one group
-            self._hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata)
+            self._hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata, self._rows)
         else:
             counters = None if self._sparse is None else self._sparse.counters
             self._hidden = self._graphs.hidden(inputs, metadata, counters)
         if self._sparse is not None:
             self._sparse.end_forward(self._selection)
+
+    def follow(self) -> None:
+        assert self._lockstep is not None, "no other engines"
+        (rows,) = self._lockstep.agree([0])
+        if rows:
+            # no model computes without a row
+            one = torch.zeros(1, dtype=torch.int64, device=self._device)
+            self._decoder.run(one, one, None, rows=rows)
 
     def _run_stage(self, stage: Stage, inputs: StepInputs, metadata: StepMetadata) -> None:
         received = self._decoder.received(len(inputs.token_ids), self._device)

@@ -9,6 +9,7 @@ import torch
 
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.ops.narrow_floats import put
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.device import Device
@@ -79,8 +80,8 @@ class SummaryRecords:
             flat = torch.frombuffer(record, dtype=torch.uint8, count=count, offset=offset)
             # a copy: views of other types ask for offsets that fit
             data = flat.clone().view(offloaded.dtype).view(shape).to(offloaded.device)
-            offloaded.index_copy_(0, to_rows, data)
-            layer.summaries.index_copy_(0, to_blocks, data)
+            put(offloaded, 0, to_rows, data)
+            put(layer.summaries, 0, to_blocks, data)
             offset += count
         self._device.end_recipe()
 

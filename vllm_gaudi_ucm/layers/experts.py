@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, pack_experts, prepare_experts
+from vllm_gaudi_ucm.ops.moe.choice import SCORES, choose_experts
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm.ops.packed_linear.api import can_pack
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.vllm_api.distributed import get_dp_group
 from vllm_gaudi_ucm.vllm_api.model import op_registry_oot
 from vllm_gaudi_ucm.vllm_api.moe import (
     DirectMoERunner,
@@ -73,10 +76,41 @@ class ServedMoeRunner(DirectMoERunner):
 
     def __init__(self, layer_name: str, moe_config: Any, router: Any, *arguments: Any, **named: Any) -> None:
         try:
-            router = router_without_kernels(router)
+            router = router_without_kernels(router, choose_experts, SCORES)
         except LookupError as error:
             raise UnsupportedFeatureError(str(error), f"the model's layer {layer_name}") from error
         super().__init__(layer_name, moe_config, router, *arguments, **named)
+
+    def _forward_impl(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        found = super()._forward_impl(hidden_states, *arguments, **named)
+        if self.moe_config.dp_size == 1:
+            return found
+        rows = len(hidden_states)
+        return (found[0], found[1][:rows]) if isinstance(found, tuple) else found[:rows]
+
+    def _maybe_dispatch(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of all engines that share out the experts, one engine after the other, of each as many: those of the
+        longest step. Where they come from is in `padded_rows`."""
+        if self.moe_config.dp_size == 1:
+            return hidden_states, router_logits
+        engines, padding, own = get_dp_group(), padded_rows(), len(hidden_states)
+        each = own if padding is None else len(padding) // engines.world_size
+        filled = [functional.pad(rows, (0, 0, 0, each - own)) for rows in (hidden_states, router_logits)]
+        if hidden_states.dtype != router_logits.dtype:
+            hidden_states, router_logits = (engines.all_gather(rows, 0) for rows in filled)
+            return hidden_states, router_logits
+        # one collective takes less time than two
+        both = engines.all_gather(torch.cat(filled, 1), 0)
+        hidden_states, router_logits = both.split([hidden_states.shape[1], router_logits.shape[1]], 1)
+        return hidden_states.contiguous(), router_logits
+
+    def _maybe_combine(self, shared_output: torch.Tensor | None, hidden_states: Any) -> Any:
+        """What experts everywhere add to this engine's rows, and fillers."""
+        if self.moe_config.dp_size > 1:
+            hidden_states = get_dp_group().reduce_scatter(hidden_states, 0)
+        return hidden_states if self.shared_experts is None else (shared_output, hidden_states)
 
 
 class ExpertsMethod(UnquantizedFusedMoEMethod):

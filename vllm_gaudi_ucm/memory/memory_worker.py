@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from vllm_gaudi_ucm.device import Device
     from vllm_gaudi_ucm.kv_cache.pair import LayerCache
-    from vllm_gaudi_ucm.observability.phase_log import StepRecord
     from vllm_gaudi_ucm.observability.room_metrics import MemoryMetrics
     from vllm_gaudi_ucm.protocol.memory_orders import LinkSpeed
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
@@ -100,13 +98,10 @@ class MemoryWorker:
             self._metrics.set(orders.totals, orders.rates)
         return np.array(restored, np.int64)
 
-    def noted_in(self, record: StepRecord) -> StepRecord:
-        """With the blocks since the record before."""
-        if not self._work:
-            return record
-        work: dict[str, Any] = self._work
-        self._work = Counter()
-        return replace(record, **work)
+    def take_work(self) -> Mapping[str, int]:
+        """Blocks since the last call, by the names that a record of a step has for them."""
+        work, self._work = self._work, Counter()
+        return work
 
     def attach_report(self, output: ModelRunnerOutput) -> None:
         """After a step: tells the scheduler what was measured, once."""

@@ -29,9 +29,19 @@ class SwapCost:
         block_size: tokens of a block.
         block_bytes: of all layers, as one worker of each stage has them: those that share a layer copy side by side.
         clock: seconds.
+        queues: whether a step is sent while the one before it still runs, and waits for that one's end.
     """
 
-    def __init__(self, block_size: int, block_bytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        block_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        queues: bool = False,
+    ) -> None:
+        self._queues = queues
+        self._ended = 0.0
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._clock = clock
@@ -55,6 +65,8 @@ class SwapCost:
     def step_ends(self) -> None:
         """The output of the oldest of these steps is here: steps end in the order in which they began."""
         begin, tokens = self._steps.popleft() if self._steps else (0.0, 0)
+        if self._queues:
+            begin, self._ended = max(begin, self._ended), self._clock()
         if not tokens:
             return
         self._tokens = DECAY * self._tokens + tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
 
 logger = plugin_logger(__name__)
-
-# vLLM loads these in every engine, beside --logits-processors
-_PROCESSORS = "vllm.logits_processors"
 
 
 class Engine(NamedTuple):
@@ -42,15 +38,9 @@ class Synchronous(NamedTuple):
     is_used: Callable[[Engine], object]
 
 
-def _has_processors(engine: Engine) -> bool:
-    return bool(engine.vllm.model_config.logits_processors) or bool(entry_points(group=_PROCESSORS))
-
-
 def _has_connector(engine: Engine) -> bool:
     return engine.vllm.kv_transfer_config is not None or engine.vllm.cache_config.kv_offloading_size is not None
 
-
-_BLOCKS = "blocks move between steps, at the scheduler's word about a step that has ended"
 
 SYNCHRONOUS: tuple[Synchronous, ...] = (
     Synchronous(
@@ -79,24 +69,21 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         lambda e: e.vllm.parallel_config.distributed_executor_backend not in (None, "uni"),
     ),
     Synchronous(
-        "speculative decoding", "drafts are made of the tokens before them", lambda e: e.vllm.speculative_config
+        "drafts by n-grams",
+        "vLLM has it so: they are looked up among the tokens on the host",
+        lambda e: e.vllm.speculative_config is not None and e.vllm.speculative_config.method == "ngram",
+    ),
+    Synchronous(
+        "drafts beside a sparse method",
+        "its choices and locks follow from how many drafts were right",
+        lambda e: e.vllm.speculative_config is not None and e.ucm.ucm_sparse_method is not None,
     ),
     Synchronous("a KV connector", "it saves and loads between steps", _has_connector),
-    Synchronous("ucm.memory_mode", _BLOCKS, lambda e: e.ucm.memory_mode.enabled),
-    Synchronous("ucm.preemption.mode swap or auto", _BLOCKS, lambda e: e.ucm.preemption.swaps),
-    Synchronous("ucm.kv_cache.compaction", _BLOCKS, lambda e: e.ucm.kv_cache.compaction),
-    Synchronous("ucm.kv_cache.partial_hits", _BLOCKS, lambda e: e.ucm.kv_cache.partial_hits),
     Synchronous(
-        "ucm.kv_cache.granularity token",
-        "its scheduler counts ranges of steps that have ended",
-        lambda e: e.ucm.kv_cache.granularity == "token",
+        "ucm.memory_mode",
+        "blocks move between steps, at the scheduler's word about a step that has ended",
+        lambda e: e.ucm.memory_mode.enabled,
     ),
-    Synchronous(
-        "ucm.scheduler.admission",
-        "it foresees memory from the tokens that requests have",
-        lambda e: e.ucm.scheduler.admission != "greedy",
-    ),
-    Synchronous("custom logits processors", "they read the tokens that a request has", _has_processors),
     Synchronous(
         "a scheduler of your own", "it may be none that schedules ahead", lambda e: is_foreign(e.vllm.scheduler_config)
     ),

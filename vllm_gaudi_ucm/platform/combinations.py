@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.connector.transfer_config import (
     configured_connectors,
 )
 from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
+from vllm_gaudi_ucm.scheduler.scheduler_class import shares_experts
 from vllm_gaudi_ucm.store.factory import lasting_kinds
 from vllm_gaudi_ucm.store.file import FileStoreOptions
 from vllm_gaudi_ucm.vllm_api.platforms import uses_older_ray_executor
@@ -126,6 +127,17 @@ def _refuse_beside_stages(vllm_config: VllmConfig, beside: str) -> None:
         found = f"the KV connector {OFFLOADING} with stages of {', '.join(map(str, sizes))} layers"
         option = f"VLLM_PP_LAYER_PARTITION or {_asked_by(transfer)}"
         raise UnsupportedFeatureError(f"{found}, which it takes for equal ({OURS} does not)", option)
+
+
+def refuse_beside_shared_experts(vllm_config: VllmConfig, config: UcmConfig) -> None:
+    """Raises UnsupportedFeatureError for sparse methods, whose prompt remainders have graphs of their own: engines that
+    share out experts run the same graph in each step."""
+    if shares_experts(vllm_config) and config.ucm_sparse_method is not None:
+        engines = vllm_config.parallel_config.data_parallel_size
+        raise UnsupportedFeatureError(
+            f"ucm.ucm_sparse_method with {engines} engines that share out experts (take --tensor-parallel-size)",
+            "--data-parallel-size",
+        )
 
 
 def refuse_beside_latents(vllm_config: VllmConfig) -> None:

@@ -62,6 +62,11 @@ def _has_experts(config: VllmConfig) -> bool:
     return model is not None and most_experts(model.hf_text_config) > 1
 
 
+def _engines_of_experts(config: VllmConfig) -> int | None:
+    """How many engines share out the model's experts."""
+    return _above_one(config.parallel_config.data_parallel_size) if _has_experts(config) else None
+
+
 OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
     _parallel("decode context", _ONE_DEVICE),
     _parallel("prefill context", _ONE_DEVICE),
@@ -81,11 +86,31 @@ OF_ENGINE: tuple[Feature[VllmConfig], ...] = (
         lambda c: c.parallel_config.enable_eplb,
     ),
     Feature(
-        "data parallelism of mixtures of experts (take --tensor-parallel-size, with --enable-expert-parallel to share "
-        "out whole experts, or a server for each engine)",
-        "--data-parallel-size {found}",
-        "vLLM's engines would share the experts, and each step of one would wait for a step of all others",
-        lambda c: _above_one(c.parallel_config.data_parallel_size) if _has_experts(c) else None,
+        "pipeline stages with {found} engines that share out experts (take --tensor-parallel-size)",
+        "--pipeline-parallel-size",
+        "batches in flight would have to be in step in all engines",
+        lambda c: _engines_of_experts(c) if c.parallel_config.pipeline_parallel_size > 1 else None,
+    ),
+    Feature(
+        "whole experts on each device with {found} engines of several devices (leave the flag out, or take "
+        "--tensor-parallel-size 1)",
+        "--enable-expert-parallel",
+        "vLLM's models would share out rows inside of an engine as well",
+        lambda c: _engines_of_experts(c) if c.parallel_config.use_sequence_parallel_moe else None,
+    ),
+    Feature(
+        "drafts with {found} engines that share out experts",
+        "--speculative-config",
+        "a verification reads rows of a step after engines went on to the next one",
+        lambda c: _engines_of_experts(c) if c.speculative_config is not None else None,
+    ),
+    Feature(
+        "another exchange of experts' rows than gathering and adding up ({found})",
+        "--all2all-backend {found}",
+        "rows of all engines are gathered, and results added up",
+        lambda c: (
+            unless(c.parallel_config.all2all_backend, ("allgather_reducescatter",)) if _engines_of_experts(c) else None
+        ),
     ),
     Feature(
         "the kernels {found} of experts",

@@ -34,6 +34,7 @@ from vllm_gaudi_ucm.platform.combinations import (
     refuse_beside_latents,
     refuse_beside_memory_mode,
     refuse_beside_ranks,
+    refuse_beside_shared_experts,
     refuse_beside_swaps,
     refuse_device_ids,
     refuse_older_ray_executor,
@@ -128,6 +129,7 @@ class UcmPlatform(Platform):
         ahead = schedules_ahead(vllm_config, config, cls.device_type)
         vllm_config.scheduler_config.async_scheduling = ahead
         refuse_beside_ranks(vllm_config, config)
+        refuse_beside_shared_experts(vllm_config, config)
         if keeps_one_block_table(vllm_config, config):
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
         refuse_beside_latents(vllm_config)

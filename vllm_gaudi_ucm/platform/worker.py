@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.device import get_device
 from vllm_gaudi_ucm.device.hpu_mode import check_hpu_mode
 from vllm_gaudi_ucm.device.step_activity import STEPS
+from vllm_gaudi_ucm.distributed.lockstep import Lockstep
 from vllm_gaudi_ucm.distributed.rank_failure import Peers, ends_engine
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.distributed.stage import Stage
@@ -191,7 +192,10 @@ class UcmWorker(RefusedCalls, WorkerBase):
             register_gaudi_layers()
         register_experts()
         stage = Stage.of_engine(self._device)
-        self.model_runner = ModelRunner(self.vllm_config, self._ucm, self._device, kind, self._ranks, stage)
+        self._lockstep = Lockstep.of_engine()
+        self.model_runner = ModelRunner(
+            self.vllm_config, self._ucm, self._device, kind, self._ranks, stage, self._lockstep
+        )
 
     def _name_rank_in_errors(self) -> None:
         """Wraps the calls that all workers of an engine answer together."""
@@ -220,6 +224,9 @@ class UcmWorker(RefusedCalls, WorkerBase):
         workers = self.parallel_config.local_world_size * local_engines()
         budget = kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps, workers)
         budget = max(budget - self.model_runner.bytes_beside_slots(), 0)
+        if self._lockstep is not None:
+            # limits of buckets follow from the blocks
+            budget = self._lockstep.workers.least(budget)
         if self.cache_config.kv_cache_memory_bytes is not None:
             return budget
         # a block's summaries lie beside it
@@ -272,11 +279,15 @@ class UcmWorker(RefusedCalls, WorkerBase):
         return output
 
     def execute_dummy_batch(self) -> None:
-        """Nothing: no rank of the models that are served waits for an engine without requests.
+        """A step without requests: engines that share out experts compute each step together.
 
-        vLLM's engines call this beside mixture-of-experts models, whose ranks exchange tokens across engines; a user
-        may call it as well.
+        vLLM's engines call this where one of several has nothing to compute. Nothing happens where an engine has its
+        experts.
         """
+        STEPS.begin()
+        self._steps.execute_dummy()
+        if not self._steps.ahead:
+            STEPS.end()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts that the last step proposed for the next one, once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.vllm_api.sampling import strip_speculative_padding
@@ -17,15 +18,21 @@ class StepDrafts(NamedTuple):
     num_scheduled: dict[str, int]
 
     @classmethod
-    def of(cls, scheduler_output: SchedulerOutput) -> StepDrafts:
+    def of(cls, scheduler_output: SchedulerOutput, proposed: Mapping[str, list[int]] | None = None) -> StepDrafts:
         """The scheduler pads a new decode with drafts of -1, which no token equals: they get no rows, and count as
-        rejected where it reads our output."""
+        rejected where it reads our output.
+
+        proposed: with asynchronous scheduling all of the scheduler's are such pads, and these take their places.
+        """
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         if not scheduled:
             return cls({}, scheduler_output.num_scheduled_tokens)
         tokens, num_scheduled = {}, dict(scheduler_output.num_scheduled_tokens)
         for request_id, padded in scheduled.items():
-            drafts = strip_speculative_padding(padded)
+            if proposed is None:
+                drafts = strip_speculative_padding(padded)
+            else:
+                drafts = proposed.get(request_id, [])[: len(padded)]
             num_scheduled[request_id] -= len(padded) - len(drafts)
             if drafts:
                 tokens[request_id] = drafts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
     from vllm_gaudi_ucm.batch.request_table import LiveRequest
     from vllm_gaudi_ucm.execution.execution import StepShape
+    from vllm_gaudi_ucm.observability.step_clock import StepClock
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
-    from vllm_gaudi_ucm.runner.step_runner import StepClock
     from vllm_gaudi_ucm.speculation.verification import StepLogits
     from vllm_gaudi_ucm.vllm_api.steps import LogprobsTensors, SchedulerOutput
 
@@ -34,7 +35,8 @@ class Computed:
 class ComputedStep:
     """Between forward and sampling: vLLM computes the grammar's bitmask in between.
 
-    host, nans: what was waited for, and NaNs in logits by request, up to the end of its sampling.
+    host, nans, moved: what was waited for, NaNs in logits by request, and blocks that moved, up to the end of its
+    sampling.
     """
 
     scheduler_output: SchedulerOutput
@@ -48,4 +50,5 @@ class ComputedStep:
     divisions: list[Computed] = field(default_factory=list)
     host: HostCounts = NO_HOST_WORK
     nans: dict[str, int] | None = None
+    moved: Mapping[str, int] = field(default_factory=dict)
     prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)

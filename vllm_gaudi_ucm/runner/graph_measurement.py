@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind
     from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
+    from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
 
@@ -138,6 +140,7 @@ def _measure(
         for model in filter(None, (decoder, draft_model))
     ]
     buffers = max(0, free - device.memory().free) + _sampling_bytes(executions[0], vllm_config)
+    executions[0].compile_kernels(_largest_of_phases(limits))
     measured = [_bytes_of(run, device) for run in _runs(executions, ready)]
     bind_kv_caches(vllm_config, no_kv_cache(specs, tensors_on))
     del executions, sparse
@@ -177,6 +180,12 @@ def _largest_buckets(limits: Limits, cost: CostModel) -> BucketSet:
     """The configured maximum and the largest step of decodes, the maximum last."""
     decodes = limits.phase_maximum(causal=False, shared=True, unique=True, selected=True)
     return BucketSet([decodes], [], limits, cost)
+
+
+def _largest_of_phases(limits: Limits) -> list[ForwardShape]:
+    """Most kernels of all graphs are among theirs."""
+    phases = (phase for phase in product((False, True), repeat=4) if any(phase[:3]))
+    return [limits.phase_maximum(*phase) for phase in phases if limits.max_selected_blocks or not phase[3]]
 
 
 def _sampling_bytes(execution: BucketedExecution, vllm_config: VllmConfig) -> int:

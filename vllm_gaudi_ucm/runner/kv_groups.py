@@ -76,19 +76,30 @@ def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmCo
         raise UnsupportedFeatureError(
             "a draft model with another window or chunk size than the model", "--speculative-config"
         )
-    windows = [window for window in decoder.windows if window is not None]
-    beside = "a model with layers that share keys and values" if decoder.shares_caches else ""
-    if windows:
-        some = "alone" if None not in decoder.windows else "in some layers"
-        if all(window.by_distance for window in windows):
-            beside = "a model with ALiBi slopes"
-        elif any(window.chunked for window in windows):
-            beside = f"a model with chunked local attention {some}"
-        else:
-            beside = f"a model with a sliding window {some}"
-        if config.kv_cache.granularity == "token":
-            raise UnsupportedFeatureError(f"a slot for each token beside {beside}", "ucm.kv_cache.granularity token")
-    if config.ucm_sparse_method is not None and beside:
+    local = _described_windows(decoder)
+    if local and config.kv_cache.granularity == "token":
+        raise UnsupportedFeatureError(f"a slot for each token beside {local}", "ucm.kv_cache.granularity token")
+    if config.ucm_sparse_method is None:
+        return
+    shared = "a model with layers that share keys and values" if decoder.shares_caches else ""
+    # layers that see whole contexts choose, and the others are as without a method
+    if beside := shared or (local if None not in decoder.windows else ""):
         raise UnsupportedFeatureError(
             f"the sparse method {config.ucm_sparse_method} beside {beside}", "ucm.ucm_sparse_method"
         )
+    if local and config.memory_mode.enabled:
+        # what leaves the device is a block of all layers, and windows read theirs whatever is chosen
+        raise UnsupportedFeatureError(f"memory mode beside {local}", "ucm.memory_mode")
+
+
+def _described_windows(decoder: Decoder) -> str:
+    """The model, for an error; empty where all layers see whole contexts."""
+    windows = [window for window in decoder.windows if window is not None]
+    if not windows:
+        return ""
+    if all(window.by_distance for window in windows):
+        return "a model with ALiBi slopes"
+    some = "alone" if None not in decoder.windows else "in some layers"
+    if any(window.chunked for window in windows):
+        return f"a model with chunked local attention {some}"
+    return f"a model with a sliding window {some}"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.device import Device
+    from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.distributed.ranks import Ranks
     from vllm_gaudi_ucm.distributed.stage import Stage
     from vllm_gaudi_ucm.execution.graph_kind import GraphKind
@@ -80,6 +81,7 @@ class ModelRunner:
         kind: of the graphs; `off` runs steps at their true shapes.
         ranks: all workers of the engine, of which this is one.
         stage: which of the model's layers this worker has; None: all.
+        lockstep: engines that share out the model's experts; None: this one has them.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class ModelRunner:
         kind: GraphKind,
         ranks: Ranks,
         stage: Stage | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
+        self._lockstep = lockstep
         self._vllm_config = vllm_config
         self._config = config
         self._device = device
@@ -138,7 +142,9 @@ class ModelRunner:
             for model in models:
                 layers = pack_linear_layers(model, compact)
                 logger.info("Packed %d linear layers, %d of them also in fewer bits", *layers)
-        self.decoder, *draft = (Decoder(cast(DecoderModel, model), self._vllm_config, self._stage) for model in models)
+        self.decoder, *draft = (
+            Decoder(cast(DecoderModel, model), self._vllm_config, self._stage, self._lockstep) for model in models
+        )
         self._draft_decoder = draft[0] if draft else None
         refuse_beside_windows(self.decoder, self._draft_decoder, self._config)
         if self._device.kind == "cpu":
@@ -242,7 +248,8 @@ class ModelRunner:
                 self._tile,
             )
             # buckets that do not fit are dropped, so one budget must hold on every rank
-            self._memory_budget = self._ranks.least(need.budget)
+            ranks = self._ranks if self._lockstep is None else self._lockstep.workers
+            self._memory_budget = ranks.least(need.budget)
             return need.budget + need.buffers
         free = self._device.memory().free
         for decoder in filter(None, (self.decoder, self._draft_decoder)):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
+    from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
+    from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
     from vllm_gaudi_ucm.speculation.proposer import DraftProposer
 
 
@@ -32,6 +34,8 @@ def make_proposer(
     host: HostWork,
     static: StaticShapes | None = None,
     graphs: NativeGraphs | None = None,
+    carried: CarriedTokens | None = None,
+    ahead: DraftsAhead | None = None,
 ) -> DraftProposer | None:
     """None without speculative decoding; features.py lets no other method pass.
 
@@ -45,6 +49,7 @@ def make_proposer(
         host: counts what is waited for, and what runs on the host.
         static: the engine's static shapes with the draft model's graphs; None: steps run at true shapes.
         graphs: of the draft model's steps at true shapes, on a CPU.
+        carried, ahead: with asynchronous scheduling, where a draft model's drafts stay.
     """
     config = vllm_config.speculative_config
     if config is None:
@@ -52,9 +57,9 @@ def make_proposer(
     if draft_model is not None:
         longest = config.draft_model_config.max_model_len
         if static is None:
-            execution = TrueShapeExecution(draft_model, attention, block_size, device, graphs=graphs)
-            return DraftModelProposer(execution, table, block_size, longest, window=draft_model.window)
-        return _draft_model_at_static_shapes(static, draft_model, table, block_size, longest, host)
+            execution = TrueShapeExecution(draft_model, attention, block_size, device, graphs=graphs, carried=carried)
+            return DraftModelProposer(execution, table, block_size, longest, window=draft_model.window, ahead=ahead)
+        return _draft_model_at_static_shapes(static, draft_model, table, block_size, longest, host, ahead)
     assert config.prompt_lookup_min is not None
     assert config.prompt_lookup_max is not None
     return NgramProposer(table, config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max, host)
@@ -67,6 +72,7 @@ def _draft_model_at_static_shapes(
     block_size: int,
     max_model_len: int,
     host: HostWork,
+    ahead: DraftsAhead | None,
 ) -> DraftModelProposer:
     graphs = static.draft_model
     assert graphs is not None, "static shapes without the draft model"
@@ -75,5 +81,5 @@ def _draft_model_at_static_shapes(
         static.bypassed(f"pass of the draft model divided: {TOO_MANY_BLOCKS}")
 
     return DraftModelProposer(
-        graphs.execution, table, block_size, max_model_len, graphs.likeliest, divided, host, draft_model.window
+        graphs.execution, table, block_size, max_model_len, graphs.likeliest, divided, host, draft_model.window, ahead
     )

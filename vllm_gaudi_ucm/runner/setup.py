@@ -37,6 +37,7 @@ from vllm_gaudi_ucm.runner.step_runner import StepRunner
 from vllm_gaudi_ucm.runner.steps_ahead import StepsAhead
 from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler, TokenSampler, VllmSampler
+from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
 from vllm_gaudi_ucm.speculation.verification import Verification
 from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 from vllm_gaudi_ucm.vllm_api.sampling import Sampler
@@ -169,9 +170,10 @@ def make_parts(
             transfer.report_to(metrics)
         sampler = Sampler(model_config.logprobs_mode, model_config.use_fp64_gumbel)
         host = HostWork(metrics.host_read, metrics.host_stage)
-        carried = None
+        carried, drafts = None, None
         if vllm_config.scheduler_config.async_scheduling:
-            carried = CarriedTokens(max_num_seqs, model.tensors_on)
+            carried = CarriedTokens(max_num_seqs * max(1, vllm_config.num_speculative_tokens), model.tensors_on)
+            drafts = None if vllm_config.speculative_config is None else DraftsAhead(carried, host)
         static = None
         if is_static:
             refill = partial(_refill, kv_caches, sparse)
@@ -217,13 +219,16 @@ def make_parts(
                 host,
                 static,
                 _native_graphs(model, model.draft_decoder, metrics, calls_layers),
+                carried,
+                drafts,
             ),
             None if vllm_config.speculative_config is None else Verification(slot_sampler, host),
             _make_memory(model, kv_caches, block_size, metrics, requests, sparse),
             _make_check(model),
             host,
             model.decoder.has_logits,
-            None if carried is None else StepsAhead(requests, carried, host, partial(_all_read, static)),
+            None if carried is None else StepsAhead(requests, carried, host, partial(_all_read, static), drafts),
+            model.decoder.lockstep,
         )
         undo.pop_all()
     return WorkerParts(block_size, kv_caches, requests, transfer, sparse, static, steps)
@@ -318,10 +323,12 @@ def _native_graphs(
     """Of a decoder's small steps at true shapes, on a CPU.
 
     Not beside other connectors than ours, which may be called between the layers: a graph runs no Python there. Not
-    with several ranks, whose collectives are no native calls.
+    with several ranks or engines, whose collectives are no native calls.
     """
     on_cpu = model.tensors_on.type == "cpu" and model.kind == "off"
-    if decoder is None or not on_cpu or calls_layers or model.ranks.size > 1 or not model.config.cpu.native_graphs:
+    if decoder is None or not on_cpu or calls_layers or not model.config.cpu.native_graphs:
+        return None
+    if model.ranks.size > 1 or decoder.lockstep is not None:
         return None
     if decoder.latent is not None:
         # which way new tokens take there depends on the parts, and its products are no native calls
@@ -382,7 +389,7 @@ def _make_static(
         model.draft_decoder,
         model.compiler,
         refill,
-        model.ranks,
+        model.ranks if model.decoder.lockstep is None else model.decoder.lockstep.workers,
         carried,
         kv_groups,
     )

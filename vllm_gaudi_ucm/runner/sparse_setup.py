@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.kv_cache.device_blocks import DeviceBlocks
 from vllm_gaudi_ucm.kv_cache.pair import in_blocks
 from vllm_gaudi_ucm.kv_offload.copies import CopyFolder, CopyStore
 from vllm_gaudi_ucm.kv_offload.worker_side import OffloadWorker
-from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFeatureError
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
@@ -148,14 +148,9 @@ def make_sparse_worker(
     """
     if config.ucm_sparse_method is None:
         return None
-    if any(cache.key.dtype == torch.float8_e4m3fn for cache in kv_caches.values()):
-        raise UnsupportedFeatureError(
-            "ucm.ucm_sparse_method with a KV cache of 8-bit floats, of which blocks have no summaries; take "
-            "--kv-cache-dtype auto",
-            "--kv-cache-dtype fp8, or the model",
-        )
     method = UcmSparseFactory.create_sparse_method(config.ucm_sparse_method, UcmSparseRole.WORKER, config)
-    implementations, place = _implementations(vllm_config), _layer_place(vllm_config)
+    implementations, place = _choosing(vllm_config)
+    numbers = place.numbers or range(place.first, place.first + len(implementations))
     layers = {
         name: SelectionLayer(in_blocks(kv_caches[name], block_size).key, implementation.scale)
         for name, implementation in implementations.items()
@@ -166,8 +161,8 @@ def make_sparse_worker(
     if not isinstance(choosing, BlockSparse):
         if offloads:
             raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
-        for index, implementation in enumerate(implementations.values(), place.first):
-            implementation.be_sparse(index, None)
+        for number, implementation in zip(numbers, implementations.values(), strict=True):
+            implementation.be_sparse(number, None)
         return SparseWorker(method, metrics=series)
     sharing = vllm_config.parallel_config.tensor_parallel_size
     over_ranks = RankMean(sharing) if sharing > 1 else None
@@ -177,8 +172,10 @@ def make_sparse_worker(
 
     def select(kept: KeptQueries | None) -> BlockSelection:
         selection = BlockSelection.of(choosing, list(layers.values()), sizes, kept, over_ranks, place)
-        for index, implementation in enumerate(implementations.values()):
-            implementation.be_sparse(place.first + index, selection.selector.layers[index])
+        for number, implementation, layer in zip(
+            numbers, implementations.values(), selection.selector.layers, strict=True
+        ):
+            implementation.be_sparse(number, layer)
         return selection
 
     if not offloads:
@@ -247,6 +244,14 @@ def _implementations(vllm_config: VllmConfig) -> dict[str, UnifiedAttentionImpl]
     return {name: cast("UnifiedAttentionImpl", layer.impl) for name, layer in layers if not is_draft_layer(name)}
 
 
-def _layer_place(vllm_config: VllmConfig) -> LayerPlace:
+def _choosing(vllm_config: VllmConfig) -> tuple[dict[str, UnifiedAttentionImpl], LayerPlace]:
+    """The layers that see whole contexts, by name, and where they are in the model: windows and chunks have no blocks
+    to choose from."""
+    implementations = _implementations(vllm_config)
     first, _ = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
-    return LayerPlace(first, vllm_config.model_config.get_total_num_hidden_layers())
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    seeing_all = {name: one for name, one in implementations.items() if one.window is None}
+    if len(seeing_all) == len(implementations):
+        return implementations, LayerPlace(first, total)
+    numbers = tuple(number for number, name in enumerate(implementations, first) if name in seeing_all)
+    return seeing_all, LayerPlace(first, total, numbers)

@@ -68,7 +68,8 @@ class StaticShapes:
         draft_model: of speculative decoding, where there is one; a bucket is warm once both models have its graph.
         compiler: of the models' regions; None: they are not compiled.
         refill: fills tensors that steps write and others have made, the KV cache among them, as they were at first.
-        ranks: all workers of the engine. They warm the same graphs in the same order, because graphs hold collectives.
+        ranks: all workers of the engine, and of those that share out experts with it. They warm the same graphs in the
+            same order, because graphs hold collectives.
         carried: tokens of the step before, which graphs read with asynchronous scheduling.
         groups: of the KV cache; None: one with all layers.
     """
@@ -107,7 +108,11 @@ class StaticShapes:
         self.stages = RecipeStages(device, config.graphs.recipe_check, tensors_on.type, metrics.recipe)
         stage: Stage = self.stages if self.stages.are_cut else nullcontext
         # whether `begin_step` and `end_step` have anything to do
-        self.follows_steps = config.graphs.warm_up == "idle" or device.kind == "hpu"
+        # engines that share out experts are idle at other times, and warm graphs together
+        self._warm_up_kind = config.graphs.warm_up
+        if decoder.lockstep is not None and self._warm_up_kind == "idle":
+            self._warm_up_kind = "full"
+        self.follows_steps = self._warm_up_kind == "idle" or device.kind == "hpu"
         ready = ReadyBuckets(buckets, usage)
         # the graphs of both models may share memory: one runs at a time
         make_runner = runner_maker(kind, compiler)
@@ -127,7 +132,7 @@ class StaticShapes:
         self.draft_model: DraftModelGraphs | None = None
         if draft_model is not None:
             self.draft_model = DraftModelGraphs(
-                lambda stage: make_execution(draft_model, stage, None, None, 1), stage, region
+                lambda stage: make_execution(draft_model, stage, None, carried, 1), stage, region
             )
         self.divided_logits = DividedLogits(self.execution, tensors_on, stage, region)
         most_rows = buckets.limits.max_num_seqs
@@ -160,12 +165,12 @@ class StaticShapes:
         skeleton = choose_skeleton(buckets, self._usage, self._config.skeleton)
         with self._report.bar():
             self._compile_first(lambda compiles_only: self._warm_up.run_skeleton(skeleton, compiles_only))
-            if self._config.warm_up == "full":
+            if self._warm_up_kind == "full":
                 self._compile_first(self._warm_up.run_all)
         self.stages.seal()
         self._metrics.waits(self._idle.waits, self._idle.waited_seconds)
         self._compiled = self._device.compilations()
-        if self._config.warm_up == "idle":
+        if self._warm_up_kind == "idle":
             logger.info("%s; the rest is warmed while the engine is idle", summary_line(self.summary()))
             self._log_cache()
             # graphs of several workers wait for each other: the scheduler says when (`warm_next`)

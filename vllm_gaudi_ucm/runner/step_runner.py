@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,20 +17,23 @@ from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.execution.execution import StepShape
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
+from vllm_gaudi_ucm.observability.step_clock import StepClock
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState, attach_warm_up_state, orders_warm_up
 from vllm_gaudi_ucm.runner.computed_step import Computed, ComputedStep
+from vllm_gaudi_ucm.runner.steps_ahead import VerifiedLater
 from vllm_gaudi_ucm.sampling.sampling import Grammar
 from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP
 from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
-from vllm_gaudi_ucm.speculation.verification import StepLogits
+from vllm_gaudi_ucm.speculation.verification import StepLogits, grammar_at
 from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
     from vllm_gaudi_ucm.batch.group_planner import GroupPlanner
     from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
@@ -48,49 +51,26 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
 
 
-class StepClock:
-    """Times the three stages of one step on the host's clock, in milliseconds."""
-
-    def __init__(self) -> None:
-        self._marks = [time.perf_counter()]
-
-    def skip(self, seconds: float) -> None:
-        """Leaves out `seconds` that are no part of the step's stages."""
-        self._marks[-1] += seconds
-
-    def planned(self) -> None:
-        self._marks.append(time.perf_counter())
-
-    computed = planned
-
-    def sampled(self, took_part: bool = True) -> None:
-        """The end; a division of a step that others followed took no part in sampling."""
-        self._marks.append(time.perf_counter() if took_part else self._marks[-1])
-
-    def waited(self, seconds: float) -> None:
-        """The host has waited for the step's tokens, after `sampled`."""
-        self._marks[-1] += seconds
-
-    def record(self, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
-        """block_size: tokens per block; selected blocks are full."""
-        plan_ms, forward_ms, sample_ms = (1e3 * np.diff(self._marks)).tolist()
-        return StepRecord(
-            step=step,
-            bucket=shape.true,
-            padded=shape.padded,
-            requests=len(plan.requests),
-            prompts=len(plan.requests) - plan.num_single,
-            tokens=plan.num_rows,
-            causal_pairs=0 if plan.causal is None else plan.causal.pairs(),
-            shared_pairs=0 if plan.shared is None else plan.shared.pairs(plan.row_requests),
-            unique_pairs=0 if plan.unique is None else int((plan.unique.hi - np.maximum(plan.unique.lo, 0)).sum()),
-            plan_ms=plan_ms,
-            forward_ms=forward_ms,
-            sample_ms=sample_ms,
-            selected_pairs=_selected_pairs(plan.selection, block_size),
-            sparse=0 if plan.selection is None else len(plan.selection.counts),
-            tail=int(shape.remainder),
-        )
+def step_record(clock: StepClock, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
+    """What a step was. block_size: tokens per block; selected blocks are full."""
+    plan_ms, forward_ms, sample_ms = clock.milliseconds
+    return StepRecord(
+        step=step,
+        bucket=shape.true,
+        padded=shape.padded,
+        requests=len(plan.requests),
+        prompts=len(plan.requests) - plan.num_single,
+        tokens=plan.num_rows,
+        causal_pairs=0 if plan.causal is None else plan.causal.pairs(),
+        shared_pairs=0 if plan.shared is None else plan.shared.pairs(plan.row_requests),
+        unique_pairs=0 if plan.unique is None else int((plan.unique.hi - np.maximum(plan.unique.lo, 0)).sum()),
+        plan_ms=plan_ms,
+        forward_ms=forward_ms,
+        sample_ms=sample_ms,
+        selected_pairs=_selected_pairs(plan.selection, block_size),
+        sparse=0 if plan.selection is None else len(plan.selection.counts),
+        tail=int(shape.remainder),
+    )
 
 
 def _selected_pairs(plan: SelectionPlan | None, block_size: int) -> int:
@@ -109,7 +89,8 @@ class StepRunner:
     requests: the live ones. sampling: their parameters. static: graphs; without them steps run at their true shapes.
     host: counts what steps wait for, and what they do on the host. samples: whether this is the last stage of a
     pipeline, or all of the model; another one has no logits, and the scheduler sends it the tokens that were sampled.
-    ahead: with asynchronous scheduling, the steps whose tokens are not read yet.
+    ahead: with asynchronous scheduling, the steps whose tokens are not read yet. lockstep: the engines that share out
+    experts, whose forwards this one follows.
     """
 
     requests: RequestTable
@@ -132,10 +113,12 @@ class StepRunner:
     host: HostWork = field(default_factory=HostWork)
     samples: bool = True
     ahead: StepsAhead | None = None
+    lockstep: Lockstep | None = None
 
     def __post_init__(self) -> None:
         self._computed: ComputedStep | None = None
         self._drafts: DraftTokenIds | None = None
+        self._drafts_ahead = None if self.ahead is None else self.ahead.drafts
         self._followed_by = self.static if self.static is not None and self.static.follows_steps else None
 
     @torch.inference_mode()
@@ -172,7 +155,7 @@ class StepRunner:
             return output
         drafts, verified = StepDrafts({}, scheduler_output.num_scheduled_tokens), None
         if scheduler_output.scheduled_spec_decode_tokens:
-            drafts = StepDrafts.of(scheduler_output)
+            drafts = (self._drafts_ahead or StepDrafts).of(scheduler_output)
             self.requests.write_drafts(drafts.tokens)
         requests, batch = self.requests.scheduled(drafts.num_scheduled)
         yields = batch.num_computed + batch.num_scheduled >= batch.num_tokens
@@ -183,14 +166,26 @@ class StepRunner:
             verified = StepLogits(self.execution, drafts, self.static is None, self.sampling.wants_likeliest)
         step = ComputedStep(scheduler_output, requests, batch, yields, drafts, verified)
         divisions = self._divide(scheduler_output, requests, batch)
+        if self.lockstep is not None:
+            self.lockstep.begin(len(divisions))
         if len(divisions) == 1:
             self._compute(step, requests, batch, clock, divided=False)
         else:
             for index in divisions:
                 self._compute(step, [requests[i] for i in index.tolist()], batch.take(index), clock, divided=True)
                 clock = StepClock()
+        if self.lockstep is not None:
+            self.lockstep.finish(self.execution.follow)
         self._computed = step
         return None
+
+    @torch.inference_mode()
+    def execute_dummy(self) -> None:
+        """A step without requests: takes part in those of other engines, where some share out experts."""
+        if self.lockstep is not None:
+            self.lockstep.begin(0)
+            self.execution.follow()
+            self.lockstep.finish(self.execution.follow)
 
     def _divide(
         self, scheduler_output: SchedulerOutput, requests: list[LiveRequest], batch: BatchInput
@@ -254,9 +249,13 @@ class StepRunner:
             return SampledTokens([], None)
         if step.verified is not None:
             assert self.verification is not None, "drafts without speculative decoding"
-            return self.verification.sample(step.verified, step.drafts, grammar)
+            ahead = self._drafts_ahead
+            drafts = step.drafts if ahead is None else ahead.verified(step.drafts, grammar)
+            return self.verification.sample(step.verified, drafts, grammar)
         assert step.logits is not None
-        return self.sampler.sample(step.logits, grammar)
+        # the scheduler may have counted drafts where there are none
+        allowed = None if grammar is None else grammar_at(grammar, 0, self.sampling.req_ids)
+        return self.sampler.sample(step.logits, allowed)
 
     def _sample_ahead(self, step: ComputedStep, grammar: Grammar | None, ahead: StepsAhead) -> StepOutput:
         """Queues the sampling; the step ends when its tokens are read."""
@@ -268,15 +267,37 @@ class StepRunner:
 
         def finish(sampled: SampledTokens, waited: float) -> ModelRunnerOutput:
             clock.waited(waited)
-            self._record(step)
-            return _output(step, sampled_ids, sampled)
+            return self._finish_ahead(step, sampled_ids, sampled)
 
         return ahead.add(tokens, finish)
+
+    def _verify_later(self, step: ComputedStep, grammar: Grammar | None, ahead: StepsAhead) -> StepOutput:
+        """Samples the step and makes the next drafts when its tokens are read, before the next step is planned."""
+        clock, sampled_ids = step.divisions[-1].clock, self.sampling.req_ids
+        queued = time.perf_counter()
+
+        def sample() -> SampledTokens:
+            clock.skip(time.perf_counter() - queued)
+            sampled = self._sample(step, grammar)
+            self._propose(step)
+            self._sampled(step)
+            return sampled
+
+        return ahead.add(VerifiedLater(sample), lambda sampled, _: self._finish_ahead(step, sampled_ids, sampled))
+
+    def _finish_ahead(self, step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
+        self._record(step)
+        output = _output(step, sampled_ids, sampled)
+        if self.memory is not None:
+            self.memory.attach_report(output)
+        return output
 
     def _sampled(self, step: ComputedStep) -> None:
         for computed in step.divisions:
             computed.clock.sampled(took_part=computed is step.divisions[-1])
         step.host, step.nans = self.host.take(), self.nans.take()
+        if self.memory is not None:
+            step.moved = self.memory.take_work()
 
     def _forward(self, plan: UnifiedPlan) -> None:
         if self.sparse is None:
@@ -296,7 +317,8 @@ class StepRunner:
         if self.check is not None and step.logits is not None:
             self.check.logits(step.logits)
         if self.ahead is not None:
-            return self._sample_ahead(step, grammar, self.ahead)
+            later = self._sample_ahead if self._drafts_ahead is None else self._verify_later
+            return later(step, grammar, self.ahead)
         sampled = self._sample(step, grammar)
         if self.check is not None and self.samples:
             self.check.tokens(sampled.tokens)
@@ -329,6 +351,11 @@ class StepRunner:
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts that the last step proposed for the next one, once."""
+        if self._drafts_ahead is not None:
+            # the scheduler asks for those of the step that is computed, to make a grammar's bitmask of them
+            assert self._computed is not None, "drafts are asked for without a step that verifies them"
+            found = self._drafts_ahead.read(self._computed.drafts.tokens, early=True)
+            return DraftTokenIds(list(found), list(found.values()))
         drafts, self._drafts = self._drafts, None
         return drafts
 
@@ -339,17 +366,20 @@ class StepRunner:
         wanted = wanted_drafts(step.requests, step.yields, self.requests, num_drafts)
         drafts = self.proposer.propose(SampledStep(step.requests, step.batch, step.yields, wanted))
         self._drafts = DraftTokenIds([request.request_id for request in step.requests], drafts)
+        if self._drafts_ahead is not None:
+            self._drafts_ahead.proposed(self._drafts)
 
     def _record(self, step: ComputedStep) -> None:
         """Every division ran in a shape of its own; sampling, and blocks that moved, belong to the last."""
         for computed in step.divisions:
-            record = computed.clock.record(self.phase_log.summary.steps, computed.plan, computed.shape, self.block_size)
+            record = step_record(
+                computed.clock, self.phase_log.summary.steps, computed.plan, computed.shape, self.block_size
+            )
             if self.transfer is not None and computed is step.divisions[-1]:
                 record = self.transfer.take_work().noted_in(record)
             if computed is step.divisions[-1]:
-                record = replace(record, host_reads=step.host.reads, host_stages=step.host.stages)
-                if self.memory is not None:
-                    record = self.memory.noted_in(record)
+                moved: dict[str, Any] = {**step.moved}
+                record = replace(record, host_reads=step.host.reads, host_stages=step.host.stages, **moved)
             self.phase_log.append(record)
             self.metrics.step(record.bucket, record.padded, computed.shape.remainder)
             self.metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)

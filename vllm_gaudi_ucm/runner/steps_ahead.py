@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.observability.host_work import HostWork
-    from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens, TokensInFlight
+    from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
+    from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
     from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
 
 REASON = "tokens of the step before"
@@ -22,6 +24,36 @@ REASON = "tokens of the step before"
 
 Finish = Callable[["SampledTokens", float], ModelRunnerOutput]
 """Ends a step whose tokens the host has, after so many seconds of waiting for them; makes its output."""
+
+
+class PendingTokens(Protocol):
+    """Tokens of a step, on their way to the host."""
+
+    @property
+    def are_waited_for(self) -> bool:
+        """Whether the host has yet to read them, which nobody has counted."""
+
+    def settle(self) -> tuple[SampledTokens, float]:
+        """The tokens, which the request table has learned, and the seconds that the host has waited for them."""
+
+
+class VerifiedLater:
+    """Tokens of a step that are sampled when they are read: how many of its drafts are right is for the host to say,
+    and the next drafts are made of them. Until then the device has the forward to compute.
+
+    Args:
+        sample: called once; counts what it waits for.
+    """
+
+    are_waited_for = False
+
+    def __init__(self, sample: Callable[[], SampledTokens]) -> None:
+        self._sample = sample
+
+    def settle(self) -> tuple[SampledTokens, float]:
+        began = time.perf_counter()
+        sampled = self._sample()
+        return sampled, time.perf_counter() - began
 
 
 class StepOutput(AsyncModelRunnerOutput):
@@ -33,7 +65,7 @@ class StepOutput(AsyncModelRunnerOutput):
         read: called before the engine gets the output.
     """
 
-    def __init__(self, tokens: TokensInFlight, finish: Finish, read: Callable[[StepOutput], None]) -> None:
+    def __init__(self, tokens: PendingTokens, finish: Finish, read: Callable[[StepOutput], None]) -> None:
         self._tokens = tokens
         self._finish = finish
         self._read = read
@@ -41,8 +73,8 @@ class StepOutput(AsyncModelRunnerOutput):
 
     @property
     def waits(self) -> bool:
-        """Whether the host has no tokens of it yet."""
-        return not self._tokens.are_known
+        """Whether the host has to wait for tokens of it, beside what is counted where it happens."""
+        return self._tokens.are_waited_for
 
     def settle(self) -> float:
         """Waits for the tokens, which the request table learns, and ends the step. Returns the seconds of the wait."""
@@ -71,12 +103,20 @@ class StepsAhead:
         carried: the last sampled tokens on the device.
         host: counts what had to be waited for early.
         idle: called when the engine has read every step.
+        drafts: in an engine with drafts. The next step's rows follow from how many were right, so that it is scheduled
+            while one runs, and planned when that one's tokens are read.
     """
 
     def __init__(
-        self, table: RequestTable, carried: CarriedTokens, host: HostWork, idle: Callable[[], None] = lambda: None
+        self,
+        table: RequestTable,
+        carried: CarriedTokens,
+        host: HostWork,
+        idle: Callable[[], None] = lambda: None,
+        drafts: DraftsAhead | None = None,
     ) -> None:
         self.carried = carried
+        self.drafts = drafts
         self._table = table
         self._host = host
         self._idle = idle
@@ -87,7 +127,7 @@ class StepsAhead:
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Before the request table takes a step over."""
-        if self._table.sends_again(scheduler_output):
+        if self.drafts is not None or self._table.sends_again(scheduler_output):
             self.settle()
         elif len(self._outputs) > 1:
             self._settle(list(self._outputs)[:-1])
@@ -96,7 +136,7 @@ class StepsAhead:
         """Waits for the tokens of all steps. Returns the seconds of the wait."""
         return self._settle(list(self._outputs))
 
-    def add(self, tokens: TokensInFlight, finish: Finish) -> StepOutput:
+    def add(self, tokens: PendingTokens, finish: Finish) -> StepOutput:
         """A step that has been queued. finish: see StepOutput; steps end in their order."""
         step = StepOutput(tokens, finish, self._read)
         self._outputs.append(step)

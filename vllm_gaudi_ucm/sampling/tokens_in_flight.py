@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm_gaudi_ucm.sampling.host_copies import HostCopies
 from vllm_gaudi_ucm.vllm_api.steps import LogprobsLists
 
 if TYPE_CHECKING:
@@ -64,29 +65,23 @@ class TokensInFlight:
             self._found = sampled
             return
         carried.put(sampled.tokens[: len(slots)])
-        # copies even on a CPU, where the next step may write to the same memory
-        self._copies = [tensor.to("cpu", copy=True, non_blocking=True) for tensor in sampled.tensors]
-        self._copied: torch.Event | None = None
-        if sampled.tokens.device.type != "cpu":
-            self._copied = torch.Event(sampled.tokens.device)
-            self._copied.record()
+        self._copies = HostCopies(sampled.tensors)
         self._read = sampled.read
         self._places = [(request, table.append_unknown(request, slot)) for slot, request in enumerate(slots)]
 
     @property
-    def are_known(self) -> bool:
-        """Whether the host has them."""
-        return self._found is not None
+    def are_waited_for(self) -> bool:
+        """Whether the host has yet to read them, which nobody has counted."""
+        return self._found is None
 
     def settle(self) -> tuple[SampledTokens, float]:
         """The tokens, which the request table has learned, and the seconds that the host has waited for them."""
         if self._found is not None:
             return self._found, 0.0
         began = time.perf_counter()
-        if self._copied is not None:
-            self._copied.synchronize()
+        copies = self._copies.read()
         waited = time.perf_counter() - began
-        self._found = found = self._read(*self._copies)
+        self._found = found = self._read(*copies)
         for (request, index), (token,) in zip(self._places, found.tokens, strict=True):
             self._table.learn(request, index, token)
         return found, waited

@@ -30,9 +30,14 @@ class Admission:
         scheduler: vLLM's; read only.
         rule: how many blocks requests will need.
         totals: takes the answers that were no.
+        steps_ahead: that are scheduled before the tokens of the one before are known. An end that is known so late
+            costs no block: the last token of an answer, which counts here, is never computed.
     """
 
-    def __init__(self, scheduler: Scheduler, rule: AdmissionRule, totals: MemoryTotals) -> None:
+    def __init__(
+        self, scheduler: Scheduler, rule: AdmissionRule, totals: MemoryTotals, *, steps_ahead: int = 0
+    ) -> None:
+        self._steps_ahead = steps_ahead
         self._scheduler = scheduler
         self._rule = rule
         self._refused: tuple[object, ...] | None = None
@@ -81,9 +86,15 @@ class Admission:
         return others + self._rule.peak(future) < pool.num_gpu_blocks
 
     def _footprint(self, request: Request, blocks: list[int], delay: int) -> Footprint:
-        most = min(request.max_tokens - request.num_output_tokens, self._scheduler.max_model_len - request.num_tokens)
-        ahead = max(self._scheduler.num_lookahead_tokens, self._scheduler.num_spec_tokens)
-        return Footprint(blocks, request.num_tokens + ahead, max(most, 0), delay, request.num_output_tokens)
+        scheduler, tokens = self._scheduler, request.num_tokens
+        # what steps that run will give, counts as given
+        given = min(request.num_output_placeholders, request.max_tokens - request.num_output_tokens)
+        tokens, generated = tokens + given, request.num_output_tokens + given
+        most = min(request.max_tokens - generated, scheduler.max_model_len - tokens)
+        ahead = max(scheduler.num_lookahead_tokens, scheduler.num_spec_tokens)
+        # a step ahead has room for drafts behind those of the step before it
+        ahead += 2 * self._steps_ahead * scheduler.num_spec_tokens
+        return Footprint(blocks, tokens + ahead, max(most, 0), delay, generated)
 
     def _delays(self, requests: list[Request]) -> list[int]:
         """Steps at most until each has computed its prompt, the first ones first, beside a token of each other."""
@@ -91,7 +102,9 @@ class Admission:
         rows = scheduler.max_num_scheduled_tokens - len(requests)
         longest = scheduler.scheduler_config.long_prefill_token_threshold
         rows = max(1, min(rows, longest) if longest else rows)
-        ahead = accumulate(one.num_tokens - one.num_computed_tokens - 1 for one in requests)
+        ahead = accumulate(
+            max(0, one.num_tokens + one.num_output_placeholders - one.num_computed_tokens - 1) for one in requests
+        )
         return [
             UNKNOWN if self._waits(one) else -(-max(tokens, 0) // rows) + 1
             for one, tokens in zip(requests, ahead, strict=True)

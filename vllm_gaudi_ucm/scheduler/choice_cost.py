@@ -26,7 +26,9 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
         return
     (group,) = scheduler.kv_cache_config.kv_cache_groups
     spec = cast("AttentionSpec", group.kv_cache_spec)
-    leaders = layer_leaders(len(group.layer_names), choosing.reuse_layers, choosing.dense_layers)
+    choices = _choosing_layers(scheduler, len(group.layer_names))
+    dense = [place for place, number in enumerate(choices) if number in choosing.dense_layers]
+    leaders = layer_leaders(len(choices), choosing.reuse_layers, dense)
     device = DEFAULT_SPECS[str(scheduler.vllm_config.device_config.device_type)]
     sizes = spec.head_size, spec.head_size_v, spec.dtype.itemsize
     share = summary_share(choosing.block_options, scheduler.block_size, *sizes)
@@ -43,3 +45,12 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
             step_seconds=CHOICES[device].step_seconds,
         )
     )
+
+
+def _choosing_layers(scheduler: Scheduler, num_layers: int) -> list[int]:
+    """Layers that see whole contexts, of a worker's: the first ones of the model stand for those of each stage."""
+    config = scheduler.vllm_config.model_config.hf_text_config
+    kinds = list(config.to_dict().get("layer_types") or ())[:num_layers]
+    if "full_attention" not in kinds:
+        return list(range(num_layers))
+    return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]

@@ -33,10 +33,19 @@ def use_planning_scheduler(vllm_config: VllmConfig) -> None:
 def warms_by_order(vllm_config: VllmConfig, config: UcmConfig) -> bool:
     """Whether the scheduler says when graphs are warmed: several workers do it together.
 
-    Workers without graphs answer that nothing is left to do.
+    Workers without graphs answer that nothing is left to do. Engines that share out experts warm everything before they
+    serve: each is idle at other times.
     """
     graphs = config.graphs
+    if shares_experts(vllm_config):
+        return False
     return vllm_config.parallel_config.world_size > 1 and graphs.warm_up == "idle" and graphs.mode != "off"
+
+
+def shares_experts(vllm_config: VllmConfig) -> bool:
+    """Whether engines compute each step together, because each has a part of the model's experts."""
+    model = vllm_config.model_config
+    return vllm_config.parallel_config.data_parallel_size > 1 and model is not None and model.is_moe
 
 
 def is_foreign(scheduler: SchedulerConfig) -> bool:

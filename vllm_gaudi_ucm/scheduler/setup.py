@@ -104,7 +104,9 @@ def _swaps(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Swa
         raise UcmConfigError([Problem("ucm.preemption.host_memory", show_bytes(options.host_memory), wanted)])
     logger.info("Preemption %s: up to %d blocks of preempted requests in host memory.", options.mode, slots.count)
     # each rank of a stage copies its own heads, beside the others
-    cost = SwapCost(scheduler.block_size, engine_bytes // scheduler.parallel_config.tensor_parallel_size)
+    ahead = bool(scheduler.scheduler_config.async_scheduling)
+    rank_bytes = engine_bytes // scheduler.parallel_config.tensor_parallel_size
+    cost = SwapCost(scheduler.block_size, rank_bytes, queues=ahead)
     return Swaps(slots, scheduler.block_size, engine_bytes, cost, options.mode == "swap", totals)
 
 
@@ -132,7 +134,7 @@ def _admission(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) ->
     if rule is None:
         return None
     logger.info("Admission %s: a request waits until the KV cache has room for its answer.", options.admission)
-    return Admission(scheduler, rule, totals)
+    return Admission(scheduler, rule, totals, steps_ahead=int(bool(scheduler.scheduler_config.async_scheduling)))
 
 
 def make_parts(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.execution.graph_manager import Stage
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+    from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
     from vllm_gaudi_ucm.speculation.proposer import SampledStep
 
 
@@ -47,6 +48,8 @@ class DraftModelProposer:
         divided: called for each pass that no shape holds as a whole.
         host: counts the passes, each of which ends with a read of its tokens.
         window: how far back the draft model's rows see.
+        ahead: with asynchronous scheduling takes the drafts, which then are known on the device alone: no pass waits
+            for the one before it. None: each is read.
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class DraftModelProposer:
         divided: Callable[[], None] = lambda: None,
         host: HostWork | None = None,
         window: Window | None = None,
+        ahead: DraftsAhead | None = None,
     ) -> None:
+        self._ahead = ahead
         self._host = host or HostWork()
         self._execution = execution
         self._likeliest = likeliest
@@ -70,6 +75,8 @@ class DraftModelProposer:
 
     def propose(self, step: SampledStep) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in step.requests]
+        if self._ahead is not None:
+            self._ahead.begin()
         rows = np.array([request.row for request in step.requests], np.int64)
         known, wanted = self._within_reach(step, rows)
         index = np.flatnonzero(known > step.batch.num_computed)
@@ -86,6 +93,8 @@ class DraftModelProposer:
             known = known + 1
             wanted = wanted - 1
             index = np.flatnonzero(wanted > 0)
+        if self._ahead is not None:
+            self._ahead.end()
         return drafts
 
     def _within_reach(self, step: SampledStep, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -131,8 +140,12 @@ class DraftModelProposer:
             return []
         # all rows of the bucket: cutting them to those in use would be a shape of its own
         likeliest = self._likeliest(self._execution.logits(plan.logits_rows))
-        drafts = self._host.fetch(likeliest, "drafts of a model").tolist()
-        return list(zip(plan.logits_requests.tolist(), drafts[: len(plan.logits_rows)], strict=True))
+        count = len(plan.logits_rows)
+        if self._ahead is not None:
+            drafts = self._ahead.put(likeliest[:count])
+        else:
+            drafts = self._host.fetch(likeliest, "drafts of a model").tolist()[:count]
+        return list(zip(plan.logits_requests.tolist(), drafts, strict=True))
 
 
 DRAFT_PREFIX = "draft_model"

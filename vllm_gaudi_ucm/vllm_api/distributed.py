@@ -5,7 +5,8 @@ Extension point: `DeviceCommunicatorBase` is the base class of a platform plugin
 Internal: `init_distributed_environment`, `ensure_model_parallel_initialized`, `model_parallel_is_initialized` and
 `destroy_model_parallel`, by which vLLM's own workers make their groups (`GroupCoordinator`); `get_world_group`, which
 has all workers of an engine, `get_tp_group`, which has those that share out a layer, and `get_pp_group`, which has a
-worker of each stage of a pipeline; `tensor_model_parallel_all_reduce`, the sum over the ranks that share out a layer's
+worker of each stage of a pipeline; `get_dp_group`, which has the workers of the same rank in the engines that share
+out experts; `tensor_model_parallel_all_reduce`, the sum over the ranks that share out a layer's
 heads, as row-parallel layers call it; `get_pp_indices`, which layers a stage has; `IntermediateTensors`, in which vLLM
 models take and return what stages hand on.
 """
@@ -14,6 +15,7 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import (
     destroy_model_parallel,
     ensure_model_parallel_initialized,
+    get_dp_group,
     get_pp_group,
     get_tp_group,
     get_world_group,
@@ -33,6 +35,7 @@ __all__ = [
     "DeviceCommunicatorBase",
     "GroupCoordinator",
     "IntermediateTensors",
+    "get_dp_group",
     "get_pp_group",
     "get_pp_indices",
     "get_tp_group",

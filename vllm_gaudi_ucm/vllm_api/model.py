@@ -7,7 +7,8 @@ Extension point: a platform plugin replaces a `CustomOp`, such as `RMSNorm`, `Ge
 Internal: `get_model`; `Attention`, `AttentionLayerBase`, `ChunkedLocalAttention`, `LinearBase`, `ParallelLMHead`,
 `UnquantizedEmbeddingMethod`, `UnquantizedLinearMethod` and `VocabParallelEmbedding`, the layers that we look for in a
 model; `ForwardContext`, `get_forward_context`, `is_forward_context_available` and `set_forward_context`, through which
-layers find the step's metadata; `PPMissingLayer`, which stands for a layer of another stage of a pipeline.
+layers find the step's metadata; `PPMissingLayer`, which stands for a layer of another stage of a pipeline;
+`BasevLLMParameter`, of which loaded weights are.
 """
 
 from copy import copy
@@ -36,6 +37,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.model_executor.parameter import BasevLLMParameter
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -71,6 +73,7 @@ __all__ = [
     "get_model",
     "is_forward_context_available",
     "op_registry_oot",
+    "plain_parameters",
     "set_forward_context",
     "tokens_chosen",
 ]
@@ -126,6 +129,22 @@ def forget_names(model: nn.Module) -> None:
     for module in model.modules():
         if nameless := _NAMELESS.get(type(module)):
             module.__class__ = nameless
+
+
+def plain_parameters(model: nn.Module) -> None:
+    """Makes every loaded weight an `nn.Parameter` over the same memory, shared ones still shared.
+
+    Reason: dynamo follows `__torch_function__` of vLLM's parameters into itself without end where a layer reads an
+    attribute of its weight, as the gate of GLM-4.5's and DeepSeek V3's experts does. What these classes are for, the
+    loading of weights, is over by then.
+    Remove when: they leave `__torch_function__` alone, as it does nothing there.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if isinstance(weight, BasevLLMParameter):
+                plain = made.setdefault(id(weight), nn.Parameter(weight.data, requires_grad=False))
+                module.register_parameter(name, plain)
 
 
 def tokens_chosen(model_config: "ModelConfig") -> int | None:

@@ -8,11 +8,11 @@ Internal: `RoutedExperts`, which holds the weights; the routers, whose choices s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn import functional
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -33,11 +33,11 @@ __all__ = [
     "router_without_kernels",
 ]
 
-# vLLM's own kernels keep a sum of sigmoids from zero so
-_TINY = 1e-20
-
 Choice = tuple[torch.Tensor, torch.Tensor]
-"""Weights float32 [rows, chosen], and ids int32."""
+"""Weights float32 [rows, chosen], and ids."""
+
+Choose = Callable[..., Choice]
+"""As `ops.moe.choice.choose_experts`."""
 
 
 def padded_rows() -> torch.Tensor | None:
@@ -64,6 +64,10 @@ class DirectMoERunner(MoERunner):
     def _encode_layer_name(self) -> str:
         return ""
 
+    def _sequence_parallel_context(self) -> AbstractContextManager[None]:
+        """vLLM's counts the rows of all engines, on the host; ours have as many each."""
+        return nullcontext()
+
     def _call_directly(
         self,
         hidden_states: torch.Tensor,
@@ -76,8 +80,8 @@ class DirectMoERunner(MoERunner):
         return self._forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)
 
 
-def router_without_kernels(router: Any) -> Any:
-    """A router that chooses what `router` does, by torch's operators.
+def router_without_kernels(router: Any, choose: Choose, scores: Collection[str]) -> Any:
+    """A router that chooses what `router` does, by `choose`, which knows these scores, or by torch's operators.
 
     Reason: vLLM's routers call compiled operators (`topk_softmax`, `topk_sigmoid`), which its empty-device build lacks,
     or torch.compile, which cannot stand inside of another compiled region. Its CPU platform has a router of torch's
@@ -90,35 +94,17 @@ def router_without_kernels(router: Any) -> Any:
     replaced = _ROUTERS.get(type(router))
     if replaced is None:
         raise LookupError(f"routing by {type(router).__name__}")
-    if replaced is _BiasedRouter and router.scoring_func not in _SCORES:
+    if replaced is _BiasedRouter and router.scoring_func not in scores:
         raise LookupError(f"routing by {router.scoring_func}")
     router.__class__ = replaced
+    router.choose = choose
     return router
-
-
-_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "softmax": lambda logits: functional.softmax(logits, -1),
-    "sigmoid": torch.sigmoid,
-}
-
-
-def _choose(
-    logits: torch.Tensor, chosen: int, score: str, renormalise: bool, bias: torch.Tensor | None = None
-) -> Choice:
-    """The best by score and bias, weighted by score alone."""
-    scores = _SCORES[score](logits.float())
-    if bias is None:
-        weights, ids = scores.topk(chosen, -1)
-    else:
-        ids = (scores + bias.float()).topk(chosen, -1).indices
-        weights = scores.gather(1, ids)
-    if renormalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-    return weights, ids.to(torch.int32)
 
 
 class _PlainRouter(FusedTopKRouter):
     """The k best by softmax or sigmoid."""
+
+    choose: Choose
 
     def _compute_routing(
         self,
@@ -128,11 +114,14 @@ class _PlainRouter(FusedTopKRouter):
         *,
         input_ids: torch.Tensor | None = None,
     ) -> Choice:
-        return _choose(router_logits, self.top_k, self.scoring_func, self.renormalize)
+        score, dtype = self.scoring_func, indices_type or torch.int32
+        return self.choose(router_logits, self.top_k, score, self.renormalize, dtype=dtype)
 
 
 class _BiasedRouter(FusedTopKBiasRouter):
     """The k best by score and a bias that corrects the load."""
+
+    choose: Choose
 
     def _compute_routing(
         self,
@@ -143,12 +132,14 @@ class _BiasedRouter(FusedTopKBiasRouter):
         input_ids: torch.Tensor | None = None,
     ) -> Choice:
         bias = self.e_score_correction_bias
-        weights, ids = _choose(router_logits, self.top_k, self.scoring_func, self.renormalize, bias)
-        return weights * self.routed_scaling_factor, ids
+        scale, dtype = self.routed_scaling_factor, indices_type or torch.int32
+        return self.choose(router_logits, self.top_k, self.scoring_func, self.renormalize, bias, scale, dtype)
 
 
 class _GroupedRouter(GroupedTopKRouter):
-    """The k best of the best groups, by vLLM's own function, which it compiles."""
+    """The k best of the best groups, by vLLM's own function, which it compiles; of all groups without it."""
+
+    choose: Choose
 
     def _compute_routing(
         self,
@@ -159,11 +150,13 @@ class _GroupedRouter(GroupedTopKRouter):
         input_ids: torch.Tensor | None = None,
     ) -> Choice:
         experts, bias = router_logits.shape[-1], self.e_score_correction_bias
+        scale, dtype = self.routed_scaling_factor, indices_type or torch.int32
         if experts <= self.num_expert_group or experts % self.num_expert_group:
             # as vLLM does; without a bias it scores by softmax, and does not scale
-            score = "softmax" if bias is None else self.scoring_func
-            weights, ids = _choose(router_logits, self.top_k, score, self.renormalize, bias)
-            return weights if bias is None else weights * self.routed_scaling_factor, ids
+            score, scale = ("softmax", 1.0) if bias is None else (self.scoring_func, scale)
+            return self.choose(router_logits, self.top_k, score, self.renormalize, bias, scale, dtype)
+        if self.topk_group == self.num_expert_group:
+            return self.choose(router_logits, self.top_k, self.scoring_func, self.renormalize, bias, scale, dtype)
         return _grouped_topk(
             hidden_states=hidden_states,
             gating_output=router_logits,

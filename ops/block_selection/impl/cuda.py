@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, TOWARDS_BOUND, SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
 from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, CandidateRanges, Prepared
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 LARGEST_HEAD = 512
@@ -151,6 +152,8 @@ class CudaBlockSelection(BlockSelectionImplementation):
         held = max(block_t, block_d) ** 2
         if kind is SummaryKind.HASH or strided or held > LARGEST_BLOCK:
             return False
+        if summaries.dtype == E4M3:
+            summaries = summaries.view(torch.uint8)
         if blocks.shape[0]:
             kernels.summarise_blocks[(blocks.shape[0], kv_heads)](
                 key_cache, blocks.contiguous(), summaries, *key_cache.stride()[:3], *summaries.stride()[:3],
@@ -225,14 +228,15 @@ def _candidate_ranges(spans: Tensor, num_spans: int, num_rows: Tensor | None = N
 
 
 def _compute_type(query: Tensor, summaries: Tensor) -> Any:
-    """Of the products: that of both, where they have the same; their sums are float32 in any case."""
+    """Of the products: that of both, where they have the same; their sums are float32 in any case. Every 8-bit float is
+    one of 16 bits."""
     import triton.language as tl
     from triton import knobs
 
     types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     # Triton's interpreter (3.9) has no matrix product of bf16
     interpreted = knobs.runtime.interpret and query.dtype == torch.bfloat16
-    same = query.dtype == summaries.dtype and not interpreted
+    same = summaries.dtype in (query.dtype, E4M3) and not interpreted
     return types.get(query.dtype, tl.float32) if same else tl.float32
 
 

@@ -16,6 +16,7 @@ from vllm_gaudi_ucm.ops.block_selection.features import (
 )
 from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, Prepared
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum_
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow, put
 
 NEG_INF = float("-inf")
 
@@ -61,7 +62,8 @@ class ReferenceBlockSelection(BlockSelectionImplementation):
 
 def write(key_cache: Tensor, blocks: Tensor, summaries: Tensor, kind: SummaryKind) -> None:
     """Replaces the summaries of the blocks, in place."""
-    summaries.index_copy_(0, blocks, summarise(key_cache.index_select(0, blocks), kind).to(summaries.dtype))
+    found = summarise(key_cache.index_select(0, blocks), kind)
+    put(summaries, 0, blocks, narrow(found) if summaries.dtype == E4M3 else found.to(summaries.dtype))
 
 
 def scores(

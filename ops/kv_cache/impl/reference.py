@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.kv_cache.implementation import KvCacheImplementation
+from vllm_gaudi_ucm.ops.narrow_floats import put
 
 
 class ReferenceKvCache(KvCacheImplementation):
@@ -29,14 +30,7 @@ class ReferenceKvCache(KvCacheImplementation):
 
 def write(tokens: Tensor, rows: Tensor, slots: Tensor) -> None:
     """Writes tokens [n, kv_heads, dim] to rows [slots, kv_heads, dim] at slots [n]."""
-    _put(rows, 0, slots, tokens.to(rows.dtype))
-
-
-def _put(cache: Tensor, dim: int, ids: Tensor, found: Tensor) -> None:
-    if cache.dtype == torch.float8_e4m3fn and cache.device.type != "hpu":
-        # torch has no such copy of 8-bit floats; a Gaudi has, and writes no view in place
-        cache, found = cache.view(torch.uint8), found.view(torch.uint8)
-    cache.index_copy_(dim, ids, found)
+    put(rows, 0, slots, tokens.to(rows.dtype))
 
 
 def swap(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Tensor, non_blocking: bool = False) -> None:
@@ -71,10 +65,10 @@ def scatter(blocks: Tensor, caches: Sequence[Tensor], ids: Tensor, non_blocking:
     # caches on the host are written at once, so the blocks must be there
     blocks, ids = blocks.to(device, non_blocking=non_blocking and device.type != "cpu"), ids.to(device)
     if stack is not None:
-        _put(stack, 1, ids, blocks)
+        put(stack, 1, ids, blocks)
         return
     for cache, found in zip(caches, blocks, strict=True):
-        _put(cache, 0, ids, found)
+        put(cache, 0, ids, found)
 
 
 def stacked(caches: Sequence[Tensor]) -> Tensor | None:

@@ -17,7 +17,7 @@ from vllm_gaudi_ucm.ops.moe.spec import PLAIN, MoeSpec
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GROUPED = 1024  # pairs that a program of `group_pairs` reads at once
+GROUPED = 1024  # pairs that a program of `group_pairs` reads at once, four times as many where there are more
 SUMMED = 1024  # elements of a row that a program of `sum_pairs` adds up
 # With at most one pair for so many experts, hardly two of them share one: each is a tile of its own.
 APART = 4
@@ -66,7 +66,8 @@ class CudaMoe(MoeImplementation):
         if not apart:
             order = torch.empty(pairs, dtype=torch.int32, device=x.device)
             starts = torch.empty(experts + 1, dtype=torch.int32, device=x.device)
-            groups.group_pairs[(experts,)](ids, order, starts, pairs, EXPERTS=experts, BLOCK=GROUPED)
+            block, warps = (GROUPED, 4) if pairs <= 4 * GROUPED else (4 * GROUPED, 8)
+            groups.group_pairs[(experts,)](ids, order, starts, pairs, EXPERTS=experts, BLOCK=block, num_warps=warps)
         tiles = choose_tiles(1 if apart else -(-pairs // experts), x.dtype.itemsize)
         # each expert's last tile may be a part of one
         count = pairs if apart else min(pairs, experts) + pairs // tiles.rows

@@ -56,7 +56,7 @@ void load_query(const Scoring& task, int64_t span, int64_t head, Unit& unit) {
 
 // Estimates [queries, boxes, width] of LANES candidates from `at` on.
 void estimate(const Scoring& task, const Order& by, int64_t head, int64_t at, Unit& unit, float* room) {
-    const int64_t size = task.type == FP32 ? 4 : 2, boxes = task.bounds ? 1 : task.vectors;
+    const int64_t size = bytes_of(task.type), boxes = task.bounds ? 1 : task.vectors;
     for (int64_t v = 0; v < task.vectors; ++v) {
         const float* from[LANES];
         for (int lane = 0; lane < LANES; ++lane) {

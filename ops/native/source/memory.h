@@ -9,9 +9,11 @@
 
 namespace ucm {
 
-enum Type : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
+enum Type : int64_t { FP32 = 0, BF16 = 1, FP16 = 2, E4M3 = 3 };  // attention reads all but the last
 
-constexpr int64_t LARGEST_HEAD = 512;  // of half precision, which is converted in a buffer of this size
+inline int64_t bytes_of(int64_t type) { return type == FP32 ? 4 : type == E4M3 ? 1 : 2; }
+
+constexpr int64_t LARGEST_HEAD = 512;  // of 16 and 8 bits, which are converted in a buffer of this size
 
 inline int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
@@ -48,9 +50,28 @@ inline float widen(uint16_t half) {
     return value;
 }
 
+// e4m3: four bits of exponent with a bias of 7, three of mantissa, no infinities.
+inline float widen(uint8_t byte) {
+    const uint32_t magnitude = uint32_t(byte & 0x7fu) << 20, sign = uint32_t(byte & 0x80u) << 24;
+    float value;
+    std::memcpy(&value, &magnitude, 4);
+    value *= 0x1p120f;
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    bits = (byte & 0x7fu) == 0x7fu ? 0x7fc00000u : bits;
+    bits |= sign;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
 // A token's head as fp32: in place, or converted into `room`.
 inline const float* as_floats(const char* data, int64_t type, int64_t size, float* room) {
     if (type == FP32) return reinterpret_cast<const float*>(data);
+    if (type == E4M3) {
+        const uint8_t* bytes = reinterpret_cast<const uint8_t*>(data);
+        for (int64_t i = 0; i < size; ++i) room[i] = widen(bytes[i]);
+        return room;
+    }
     const uint16_t* half = reinterpret_cast<const uint16_t*>(data);
     for (int64_t i = 0; i < size; ++i) {
         if (type == FP16) {

@@ -1,12 +1,13 @@
 """Products on CUDA: 8-bit floats with a scale per output by torch's scaled product, the rest by one Triton kernel.
 
-The kernel reads codes as they lie, 4 or 8 bits each, and rows in the model's dtype: rows are not rounded. torch's
-scaled product rounds rows to e4m3, as vLLM's layers do there.
+The kernel reads codes as they lie, 4 or 8 bits each, and rows in the model's dtype: rows are not rounded. For many rows
+of half precision another one writes the weight out, and torch multiplies: a layer's plain weight is there as long as
+its product takes. torch's scaled product rounds rows to e4m3, as vLLM's layers do there.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,14 @@ from vllm_gaudi_ucm.ops.registry import why_not_triton
 WITH_E4M3 = (8, 9)
 # Inputs that a program multiplies at a time.
 MOST_INPUTS, FEWEST_INPUTS = 128, 32
+# Elements of a program that adds parts up, and outputs of one that writes a weight out.
+ADDED, WRITTEN = 1024, 16
+# Rows up to which the kernel of codes takes less time than narrowing them and torch's scaled product, on an H200.
+FEW_ROWS = 16
+# Rows that a written-out weight pays for: on an H200 the kernel takes as long as writing out and torch's product.
+MANY_ROWS = 256
+# Programs that keep the device busy, by their rows.
+PROGRAMS = {16: 896, 32: 200, 64: 200}
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
 
@@ -29,7 +38,13 @@ def _capability(weight: QuantisedWeight) -> tuple[int, int]:
 
 
 class CudaFp8:
-    """e4m3 rows by an e4m3 weight with a scale per output, in one scaled product; each row gets its own scale."""
+    """e4m3 rows by an e4m3 weight with a scale per output, in one scaled product; each row gets its own scale.
+
+    Few rows stay as they are: the kernel of codes reads the weight once, and nothing narrows rows before it.
+    """
+
+    def __init__(self, weight: QuantisedWeight) -> None:
+        self._few = CudaCodes(weight) if CudaCodes.covers(weight) else None
 
     @staticmethod
     def covers(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
@@ -41,13 +56,14 @@ class CudaFp8:
         return is_e4m3 and by_output and sizes and dtype == torch.bfloat16 and on_gpu
 
     def pack(self, weight: QuantisedWeight) -> dict[str, Tensor]:
-        return {"weight": weight.codes.contiguous(), "weight_scale": weight.scales.reshape(1, -1).contiguous()}
+        return {"weight": weight.codes.contiguous(), "weight_scale": weight.scales.reshape(-1, 1).contiguous()}
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        scale = (rows.abs().amax(1, keepdim=True).float() / LARGEST).clamp_min(SMALLEST_SCALE)
-        narrow = (rows.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-        weight, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale)
+        if self._few is not None and len(rows) <= FEW_ROWS:
+            return self._few.multiply(x, layer, bias)
+        narrow, scale = narrow_rows(rows)
+        weight, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale).view(1, -1)
         found = torch._scaled_mm(narrow, weight.t(), scale_a=scale, scale_b=scales, bias=bias, out_dtype=x.dtype)
         return found.reshape(*x.shape[:-1], found.shape[-1])
 
@@ -80,29 +96,33 @@ class CudaCodes:
         return found
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
-        from vllm_gaudi_ucm.ops.quantised_linear.impl.triton.rows import multiply_codes
+        from vllm_gaudi_ucm.ops.quantised_linear.impl.triton.rows import add_parts, multiply_codes
 
         rows = x.reshape(-1, x.shape[-1])
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         codes, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale)
         outputs = codes.shape[0]
+        if len(rows) >= MANY_ROWS and x.dtype.itemsize < 4:
+            found = nn.functional.linear(rows, self._written_out(layer, x.dtype), bias)
+            return found.reshape(*x.shape[:-1], outputs)
         out = x.new_empty(rows.shape[0], outputs)
-        tile = next(size for size in (16, 32, 64, 128) if size >= min(rows.shape[0], 128))
-        columns = 32 if tile == 16 else 64 if tile < 128 else 128
-        grid = (-(-rows.shape[0] // tile), -(-outputs // columns))
+        tiles = tiles_of(rows.shape[0], outputs, rows.shape[1] // self._group)
+        whole = tiles.splits == 1
+        # sums of parts of the inputs
+        to = out if whole else x.new_empty(tiles.splits, *out.shape, dtype=torch.float32)
         if rows.shape[0]:
-            multiply_codes[grid](
+            multiply_codes[tiles.grid(rows.shape[0], outputs)](
                 rows,
                 codes,
                 scales,
                 layer.weight_zeros if self._has_zeros else scales,
                 scales if bias is None else bias,
-                out,
+                to,
                 rows.shape[0],
                 outputs,
                 rows.stride(0),
-                out.stride(0),
+                outputs,
                 INPUTS=rows.shape[1],
                 GROUP=self._group,
                 SCALE_ROWS=self._block[0],
@@ -110,12 +130,98 @@ class CudaCodes:
                 SCALES=scales.shape[1],
                 PACKED=self._packed,
                 HAS_ZEROS=self._has_zeros,
-                HAS_BIAS=bias is not None,
+                HAS_BIAS=bias is not None and whole,
                 COMPUTE=_compute_type(x.dtype),
-                ROWS=tile,
-                OUTPUTS=columns,
+                ROWS=tiles.rows,
+                OUTPUTS=tiles.outputs,
+                SPLITS=tiles.splits,
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
             )
+            if not whole:
+                add_parts[(-(-out.numel() // ADDED),)](
+                    to,
+                    scales if bias is None else bias,
+                    out,
+                    out.numel(),
+                    outputs,
+                    SPLITS=tiles.splits,
+                    HAS_BIAS=bias is not None,
+                    ELEMENTS=ADDED,
+                )
         return out.reshape(*x.shape[:-1], outputs)
+
+    def _written_out(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
+        """The plain weight, for as long as the product takes."""
+        from vllm_gaudi_ucm.ops.quantised_linear.impl.triton.rows import write_out
+
+        codes, scales, group = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale), self._group
+        assert group is not None
+        outputs, inputs = codes.shape[0], codes.shape[1] * (2 if self._packed else 1)
+        out = torch.empty(outputs, inputs, dtype=dtype, device=codes.device)
+        write_out[(-(-outputs // WRITTEN), inputs // group)](
+            *(codes, scales, layer.weight_zeros if self._has_zeros else scales, out, outputs, inputs),
+            GROUP=group,
+            SCALE_ROWS=self._block[0],
+            SCALE_COLUMNS=self._block[1],
+            SCALES=scales.shape[1],
+            PACKED=self._packed,
+            HAS_ZEROS=self._has_zeros,
+            OUTPUTS=WRITTEN,
+        )
+        return out
+
+
+class Tiles(NamedTuple):
+    """Of the kernel: rows and outputs of a program, parts that the inputs are split into, and Triton's own options."""
+
+    rows: int
+    outputs: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+
+    def grid(self, rows: int, outputs: int) -> tuple[int, int, int]:
+        return -(-rows // self.rows), -(-outputs // self.outputs), self.splits
+
+
+def tiles_of(rows: int, outputs: int, groups: int) -> Tiles:
+    """Of products of so many rows; groups: of inputs."""
+    tile = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
+    if tile == 128:
+        return Tiles(128, 128, warps=8)
+    columns = 128 if tile == 16 else 64
+    programs, most = -(-outputs // columns), 8 if tile == 16 else 4
+    splits = 1
+    # each keeps some groups
+    while splits < most and programs * splits < PROGRAMS[tile] and groups >= 8 * splits:
+        splits *= 2
+    return Tiles(tile, columns, splits, stages=3 if splits == 1 or tile == 16 else 4)
+
+
+def narrow_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 [rows, inputs], and float32 [rows, 1], the scale of each row."""
+    narrow = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
+    scales = torch.empty(len(rows), 1, dtype=torch.float32, device=rows.device)
+    if why_not_triton(rows.device.type) is not None or rows.stride(1) != 1:
+        scales = (rows.abs().amax(1, keepdim=True).float() / LARGEST).clamp_min(SMALLEST_SCALE)
+        return (rows.float() / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales
+    if len(rows):
+        from vllm_gaudi_ucm.ops.quantised_linear.impl.triton import rows as kernels
+
+        inputs = rows.shape[1]
+        kernels.narrow_rows[(len(rows),)](
+            rows,
+            narrow,
+            scales,
+            inputs,
+            rows.stride(0),
+            LARGEST=LARGEST,
+            SMALLEST=SMALLEST_SCALE,
+            INPUTS=1 << (inputs - 1).bit_length(),
+            num_warps=8,
+        )
+    return narrow, scales
 
 
 def _compute_type(dtype: torch.dtype) -> Any:

@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_blocks import Blocks, attend_
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_fused import fused_causal
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_memory import CHUNKS_BESIDE_TILES, MOST_CHUNKS
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import Products, Seen, write
-from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_rows import attend_rows, hidden_tokens
+from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_rows import attend_rows, hidden_tokens, token_distances
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_tiles import Window, attend_tiles, window_of
 from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, SharedPart
@@ -32,6 +32,7 @@ class HpuPlan(NamedTuple):
     hidden: bool [rows, tokens] of shared blocks and, unless there are tiles, of new tokens; see `hidden_tokens`.
     window: of the causal part's tiles; None: its slices are used.
     blocks: of the unique and the selected part.
+    distances: fp32 [rows, tokens] of the tokens of `hidden`, for layers with slopes; see `token_distances`.
     """
 
     causal: CausalPart | None
@@ -39,6 +40,7 @@ class HpuPlan(NamedTuple):
     hidden: Tensor | None
     window: Window | None
     blocks: tuple[Blocks, ...]
+    distances: Tensor | None = None
 
 
 class HpuAttention(AttentionImplementation):
@@ -49,7 +51,7 @@ class HpuAttention(AttentionImplementation):
     gives_log_sums = True
 
     def supports(self, spec: AttentionSpec) -> bool:
-        return not spec.has_slopes
+        return True
 
     def unavailable(self, device: str) -> str | None:
         return None
@@ -60,12 +62,17 @@ class HpuAttention(AttentionImplementation):
         shared = None if parts.shared is None or parts.shared.blocks.shape[0] == 0 else parts.shared
         of_blocks = shared or parts.unique or parts.selected
         token = None if of_blocks is None else torch.arange(block_size, device=of_blocks.hi.device)
-        blocks = blocks_of(parts.unique, parts.selected, token)
-        # beside chosen blocks slices keep the graph small; what chooses these has as many operators again
-        tiles = None if causal is None or parts.selected is not None else causal.tiles
+        positions = parts.positions
+        blocks = blocks_of(parts.unique, parts.selected, token, positions)
+        # beside chosen blocks slices keep the graph small; what chooses these has as many operators again. Tiles
+        # have no distances
+        slices = parts.selected is not None or positions is not None
+        tiles = None if causal is None or slices else causal.tiles
         in_rows = causal if tiles is None else None
         window = None if causal is None or tiles is None else window_of(causal.groups, tiles, causal.first_rows)
-        return HpuPlan(causal, shared, hidden_tokens(shared, in_rows, token), window, blocks)
+        hidden = hidden_tokens(shared, in_rows, token)
+        far = None if positions is None else token_distances(shared, in_rows, token, positions)
+        return HpuPlan(causal, shared, hidden, window, blocks, far)
 
     def attend(
         self,
@@ -88,7 +95,7 @@ class HpuAttention(AttentionImplementation):
         causal, hidden, window = plan.causal, plan.hidden, plan.window
         fused = hpu_kernels.FUSED_SDPA
         alone = causal is not None and plan.shared is None and len(plan.blocks) == 0
-        plain = spec.logits_soft_cap is None and not spec.has_sinks and log_sums is None
+        plain = spec.logits_soft_cap is None and not (spec.has_sinks or spec.has_slopes) and log_sums is None
         if fused is not None and alone and plain and query.dtype == torch.bfloat16:
             mask = hidden if window is None else window
             assert causal is not None, "new tokens alone"
@@ -96,14 +103,14 @@ class HpuAttention(AttentionImplementation):
             fused_causal(query, key, value, causal, mask, spec.scale, out, fused)
             return True
 
-        products = Products.of(query, key_cache, spec)
+        products = Products.of(query, key_cache, spec, per_head.slopes)
         rows = products.query(query, kv_heads)
         seen: Seen | None = None
         if hidden is not None:
             in_chunks = causal if window is None else None
             most = MOST_CHUNKS if in_chunks is not None else CHUNKS_BESIDE_TILES if causal is not None else 1
             tensors = (rows, key, value, key_cache, value_cache)
-            seen = attend_rows(*tensors, plan.shared, in_chunks, hidden, products, most)
+            seen = attend_rows(*tensors, plan.shared, in_chunks, hidden, products, most, plan.distances)
         if window is not None:
             assert causal is not None, "a window is that of new tokens"
             assert causal.tiles is not None, "a window is that of tiles"

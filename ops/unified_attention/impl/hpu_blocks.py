@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.index_maximum import index_maximum
+from vllm_gaudi_ucm.ops.narrow_floats import widened
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import (
     LEAST_SUM,
     LOWEST,
@@ -15,7 +16,6 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import (
     Seen,
     packed,
     value_dtype,
-    widened,
 )
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_rows import outside
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, UniquePart
@@ -30,6 +30,7 @@ class Blocks(NamedTuple):
     rows: int64 [blocks * most rows], by block.
     unseen: bool [blocks, block_size] tokens that the rows do not see.
     absent: bool [blocks, most rows] places without a row, whose `rows` are others; None: there are none.
+    distances: fp32 [blocks, block_size] of a block's tokens from its row, for layers with slopes.
     """
 
     ids: Tensor | None
@@ -38,6 +39,7 @@ class Blocks(NamedTuple):
     rows: Tensor
     unseen: Tensor
     absent: Tensor | None = None
+    distances: Tensor | None = None
 
     def gathered(self, chosen: Tensor | None) -> Tensor | None:
         """int64 [blocks]; None: the first ones of the cache. chosen: int64 [selected] of a layer, instead of `ids`."""
@@ -46,14 +48,20 @@ class Blocks(NamedTuple):
         return chosen if self.before is None else torch.cat((self.before, chosen))
 
 
-def blocks_of(unique: UniquePart | None, selected: SelectedPart | None, token: Tensor | None) -> tuple[Blocks, ...]:
-    """The blocks of both parts, together where each block has one row. token: int64 [block_size] 0, 1, .."""
+def blocks_of(
+    unique: UniquePart | None, selected: SelectedPart | None, token: Tensor | None, positions: Tensor | None = None
+) -> tuple[Blocks, ...]:
+    """The blocks of both parts, together where each block has one row. token: int64 [block_size] 0, 1, ..; positions:
+    int64 [rows], for layers with slopes, which have no selected part."""
     own = others = None
     if token is None:
         return ()
     if unique is not None and unique.rows.shape[0] and unique.num_rows:
         unseen = outside(token, None if unique.from_first else unique.lo, unique.hi)
-        own = Blocks(unique.blocks, None, False, unique.rows, unseen)
+        far = None
+        if positions is not None:
+            far = ((positions.index_select(0, unique.rows) + unique.lo)[:, None] - token).float()
+        own = Blocks(unique.blocks, None, False, unique.rows, unseen, distances=far)
     if selected is not None and 0 not in (selected.blocks.shape[0], selected.first_rows.shape[0]):
         others = _selected(selected, token)
     if own is not None and others is not None and others.absent is None:
@@ -98,10 +106,12 @@ def attend_blocks(
     count = unseen.shape[0]
     most = rows.shape[0] // count
     kv_heads, num_rows, groups, _ = query.shape
-    both = products.read(key_cache, value_cache, lambda cache: widened(_gather(cache, ids, count), query))
+    both = products.read(key_cache, value_cache, lambda cache: widened(_gather(cache, ids, count), query.dtype))
     key, value = (one.permute(2, 0, 1, 3) for one in both)
     asked = query.index_select(1, rows).view(kv_heads * count, most * groups, -1)
     scores = products.scores(asked, products.key(key).flatten(0, 1)).view(kv_heads, count, most, groups, -1)
+    if blocks.distances is not None:
+        scores = products.by_distance(scores, blocks.distances[:, None, None])
     hidden = unseen[:, None, None]
     if blocks.absent is not None:
         hidden = hidden | blocks.absent[..., None, None]

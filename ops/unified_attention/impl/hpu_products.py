@@ -41,17 +41,21 @@ class Products(NamedTuple):
     """How a layer multiplies. scale, cap: of the scores. narrow: bfloat16 is multiplied as it is, into float32.
 
     values_in_keys: values are the first elements of keys, see `AttentionSpec`.
+    slopes: fp32 [kv_heads, groups] of distances, see `PerHead`; None: distances do not count.
     """
 
     scale: float
     narrow: bool
     cap: float | None = None
     values_in_keys: bool = False
+    slopes: Tensor | None = None
 
     @classmethod
-    def of(cls, query: Tensor, cache: Tensor, spec: AttentionSpec) -> Products:
+    def of(cls, query: Tensor, cache: Tensor, spec: AttentionSpec, slopes: Tensor | None = None) -> Products:
+        """slopes: fp32 [heads] of the layer."""
         narrow = query.device.type == "cuda" and query.dtype == cache.dtype == torch.bfloat16
-        return cls(spec.scale, narrow, spec.logits_soft_cap, spec.values_in_keys)
+        by_group = None if slopes is None else slopes.view(cache.shape[2], -1)
+        return cls(spec.scale, narrow, spec.logits_soft_cap, spec.values_in_keys, by_group)
 
     def read(self, key_cache: Tensor, value_cache: Tensor, take: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """`take` of both caches; of values that are a part of keys nothing is gathered twice."""
@@ -79,15 +83,13 @@ class Products(NamedTuple):
             found = torch.bmm(query, key.transpose(1, 2))
         return found if self.cap is None else torch.tanh(found * (1 / self.cap)) * self.cap
 
-
-def widened(cached: Tensor, like: Tensor) -> Tensor:
-    """What was read from a cache of 8-bit floats in the dtype of `like`; anything else as it is."""
-    if cached.dtype != torch.float8_e4m3fn:
-        return cached
-    if cached.device.type == "hpu":
-        found: Tensor = torch.ops.hpu.cast_from_fp8(cached, None, like.dtype)
-        return found
-    return cached.to(like.dtype)
+    def by_distance(self, scores: Tensor, distances: Tensor | None) -> Tensor:
+        """Scores fp32 [kv_heads, ..., groups, tokens] less the slopes times fp32 [..., 1, tokens], in tokens."""
+        if self.slopes is None or distances is None:
+            return scores
+        kv_heads, groups = self.slopes.shape
+        slopes = self.slopes.view(kv_heads, *[1] * (scores.dim() - 3), groups, 1)
+        return scores - slopes * distances
 
 
 def packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.narrow_floats import widened
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_memory import LEAST_ROWS
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import (
     LOWEST,
@@ -18,7 +19,6 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_products import (
     Seen,
     value_dtype,
     weigh,
-    widened,
     without_garbage,
 )
 from vllm_gaudi_ucm.ops.unified_attention.parts import CausalPart, SharedPart
@@ -44,18 +44,19 @@ def attend_rows(
     mask: Tensor,
     products: Products,
     most_chunks: int,
+    distances: Tensor | None = None,
 ) -> Seen:
     """What all rows see of the shared part, and of the causal part's slices.
 
     query: [kv_heads, rows, groups, dim], prepared. key, value: the new tokens. mask: see `hidden_tokens`.
-    One of the parts is given.
+    distances: see `token_distances`. One of the parts is given.
     """
     rows, groups = query.shape[1:3]
     keys, values = [], []
     if shared is not None:
         ids, like = shared.blocks, key
         both = products.read(
-            key_cache, value_cache, lambda cache: widened(cache.index_select(0, ids), like).flatten(0, 1)
+            key_cache, value_cache, lambda cache: widened(cache.index_select(0, ids), like.dtype).flatten(0, 1)
         )
         keys.append(both[0])
         values.append(both[1])
@@ -69,7 +70,10 @@ def attend_rows(
     for lo, hi, key_lo, key_hi in chunks(rows, before, causal, most_chunks):
         tokens = slice(key_lo, key_hi)
         scores = products.scores(query[:, lo:hi].flatten(1, 2), key[tokens].transpose(0, 1))
-        scores = scores.unflatten(1, (hi - lo, groups)).masked_fill(mask[lo:hi, None, tokens], LOWEST)
+        scores = scores.unflatten(1, (hi - lo, groups))
+        if distances is not None:
+            scores = products.by_distance(scores, distances[lo:hi, None, tokens])
+        scores = scores.masked_fill(mask[lo:hi, None, tokens], LOWEST)
         weights, top, total = weigh(scores)
         out = torch.bmm(weights.flatten(1, 2).to(value.dtype), value[tokens].transpose(0, 1))
         pieces.append((out.unflatten(1, (hi - lo, groups)), top, total))
@@ -120,6 +124,20 @@ def hidden_tokens(shared: SharedPart | None, causal: CausalPart | None, token: T
             unseen = unseen | (place < causal.first_rows[:, None])
         found.append(unseen)
     return _join(found, 1) if found else None
+
+
+def token_distances(
+    shared: SharedPart | None, causal: CausalPart | None, token: Tensor | None, positions: Tensor
+) -> Tensor | None:
+    """fp32 [rows, tokens] of the tokens of `hidden_tokens`: how far before the row a token that it sees is."""
+    found = []
+    if shared is not None and token is not None:
+        begin = positions[:, None] + shared.lo.index_select(0, shared.row_spans)
+        found.append((begin[..., None] - token).flatten(1))
+    if causal is not None:
+        place = torch.arange(causal.groups.shape[0], device=positions.device)
+        found.append(place[:, None] - place)
+    return _join(found, 1).float() if found else None
 
 
 def outside(token: Tensor, lo: Tensor | None, hi: Tensor) -> Tensor:

@@ -64,6 +64,20 @@ def test_stages_count_layers_in_the_model(place: LayerPlace, leaders: list[int |
         BlockSelection.of(method, layers, sizes, place=LayerPlace(2, 6))
 
 
+def test_layers_between_windows_are_counted_alone() -> None:
+    """Layers 2, 5, 8 and 11 of 12 see whole contexts: choices are shared among these, and dense layers have numbers of
+    the model."""
+    method = UcmSparseFactory.create_sparse_method(
+        "GSA", UcmSparseRole.WORKER, {"reuse_layers": 2, "dense_layers": [0, 5]}
+    )
+    assert isinstance(method, BlockSparse)
+    layers = [SelectionLayer(torch.zeros(16, BLOCK_SIZE, 1, 8), 1.0)] * 4
+    sizes = ServerSizes(max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=True)
+    selector = BlockSelection.of(method, layers, sizes, place=LayerPlace(0, 12, (2, 5, 8, 11))).selector
+    assert selector.leaders == [0, None, 2, 2]
+    assert [layer._layer_idx for layer in selector.layers if isinstance(layer, ChoosingLayer)] == [2, 8]
+
+
 def test_slots_do_not_depend_on_the_order_in_which_requests_are_forgotten() -> None:
     """Each worker has its own order of a set, and all of them compare what they choose."""
     found = []

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores
+from vllm_gaudi_ucm.ops.narrow_floats import put
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,13 +85,13 @@ class BlockScorer:
         """Copies the summaries of a block that gets a copy off the device."""
         source, target = torch.tensor([[block], [row]], device=self._numbers.device)
         for layer, offloaded in zip(self.layers, self.offloaded, strict=True):
-            offloaded.index_copy_(0, target, layer.summaries.index_select(0, source))
+            put(offloaded, 0, target, layer.summaries.index_select(0, source))
 
     def restore_summary(self, row: int, block: int) -> None:
         """Copies the summaries of a block that is back on the device to their place beside the cache."""
         source, target = torch.tensor([[row], [block]], device=self._numbers.device)
         for layer, offloaded in zip(self.layers, self.offloaded, strict=True):
-            layer.summaries.index_copy_(0, target, offloaded.index_select(0, source))
+            put(layer.summaries, 0, target, offloaded.index_select(0, source))
 
     def scores(self, slot: int, blocks: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """float64 [full blocks]: shares of attention, averaged over layers and heads; below 0 without a summary.

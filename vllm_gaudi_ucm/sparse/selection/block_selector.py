@@ -66,6 +66,7 @@ class BlockSelector:
         kept: queries to keep of each step; None: none are.
         over_ranks: see ChoosingLayer.
         first_layer: the first of `layers` in the model, where stages of a pipeline before this one have others.
+        numbers: of `layers` in the model, where it has others in between; None: they follow each other.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class BlockSelector:
         kept: KeptQueries | None = None,
         over_ranks: OverRanks | None = None,
         first_layer: int = 0,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self._kind = kind
         self._limits = limits
-        self._first_layer = first_layer
+        self._numbers = range(first_layer, first_layer + len(layers)) if numbers is None else numbers
         self.leaders = layer_leaders(len(layers), reuse_layers, dense_layers, first_layer)
         self._summaries = [new_summaries(layer.keys, kind) for layer in layers]
         device = layers[0].keys.device
@@ -113,7 +115,7 @@ class BlockSelector:
         measured = index == max(leader for leader in self.leaders if leader is not None)
         recall = self.recall if measured else None
         name = chosen_implementation(layer.keys.device.type)
-        number = self._first_layer + index
+        number = self._numbers[index]
         return ChoosingLayer(
             summaries, self._kind, layer.scale, stored, self.checks, score, number, queries, recall, name, over_ranks
         )

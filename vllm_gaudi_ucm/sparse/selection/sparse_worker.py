@@ -58,10 +58,15 @@ class ServerSizes(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """Which layers of the model a worker has: with pipeline stages a part of them. total: of the model."""
+    """Which layers of the model a worker has: with pipeline stages a part of them.
+
+    first: of those here. total: of the model. numbers: in the model, of those here that see whole contexts, where
+        others have windows or chunks; None: all of them do, from `first` on.
+    """
 
     first: int
     total: int
+    numbers: tuple[int, ...] | None = None
 
 
 class BlockMover(Protocol):
@@ -95,31 +100,35 @@ class BlockSelection:
         over_ranks: OverRanks | None = None,
         place: LayerPlace | None = None,
     ) -> BlockSelection:
-        """layers: the attention layers of this worker, in the model's order. kept: see BlockSelector. over_ranks: the
-        mean over the ranks where there are several, of which the method's options may make no use. place: of the layers
-        in the model; None: they are all of it.
+        """layers: those of this worker that see whole contexts, in the model's order. kept: see BlockSelector.
+        over_ranks: the mean over the ranks where there are several, of which the method's options may make no use.
+        place: of the layers in the model; None: they are all of it.
 
         Raises ValueError for dense layers that the model does not have.
         """
         options = method.block_options
-        first, total = place or LayerPlace(0, len(layers))
+        first, total, numbers = place or LayerPlace(0, len(layers))
         beyond = [layer for layer in method.dense_layers if layer >= total]
         if beyond:
             raise ValueError(
                 f"ucm_sparse_config: dense_layers has {beyond}, expected indices below {total}, "
                 "the number of the model's attention layers"
             )
-        limits = selection_limits(options, sizes)
+        limits, dense = selection_limits(options, sizes), method.dense_layers
+        if numbers is not None:
+            # layers with windows are not counted: of consecutive layers that share a choice all have to choose
+            first, dense = 0, [place for place, number in enumerate(numbers) if number in dense]
         selector = BlockSelector(
             layers,
             SummaryKind(options.summary),
             limits,
             method.reuse_layers,
-            method.dense_layers,
+            dense,
             method.block_scores if type(method).block_scores is not BlockSparse.block_scores else None,
             kept,
             over_ranks if options.scores_over_ranks == "all" else None,
             first,
+            numbers,
         )
         return cls(limits, SelectionState(sizes.num_blocks, limits, sizes.static, sizes.some_offloaded), selector)
 

@@ -5,6 +5,31 @@ import triton.language as tl
 
 
 @triton.jit
+def _e4m3(x):
+    """int32: the codes of fp32 numbers as 8-bit floats, rounded to the nearest, what is beyond 448 at the end.
+
+    Spelled out, because Triton's interpreter (3.9) cuts off where a GPU rounds, and makes a number of NaN.
+    """
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    # 20 of 23 bits of the fraction go, 120 is the difference of the biases of exponents
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # below 2^-6 numbers are multiples of 2^-9, which is what fp32 rounds to beside 2^14
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(x == x, tl.where(size < 0.015625, small, normal), 0x7F)
+    return code + tl.where(x < 0, 0x80, 0)
+
+
+@triton.jit
+def _stored(x, dtype: tl.constexpr):
+    """fp32 as it is kept. dtype: of summaries; those of 8-bit floats are bytes."""
+    if dtype == tl.uint8:
+        return _e4m3(x).to(tl.uint8)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
 def summarise_blocks(
     keys,
     blocks,
@@ -26,6 +51,7 @@ def summarise_blocks(
 
     keys: [num_blocks, TOKENS, kv heads, DIM]; blocks: int64; summaries: [num_blocks, vectors, kv heads, DIM]: smallest
         and largest elements, or boxes: the mean of the rest, then the VECTORS - 1 keys farthest from the mean of all.
+        8-bit floats are passed as uint8.
     """
     block = tl.load(blocks + tl.program_id(0))
     if block != 0:
@@ -40,10 +66,10 @@ def summarise_blocks(
             broken = tl.max(tl.where(key == key, 0, 1), 0) > 0
             least = tl.min(tl.where(inside, key, float("inf")), 0)
             most = tl.max(tl.where(inside, key, float("-inf")), 0)
-            tl.store(target, tl.where(broken, float("nan"), least).to(dtype), mask=d < DIM)
-            tl.store(target + s_vector, tl.where(broken, float("nan"), most).to(dtype), mask=d < DIM)
+            tl.store(target, _stored(tl.where(broken, float("nan"), least), dtype), mask=d < DIM)
+            tl.store(target + s_vector, _stored(tl.where(broken, float("nan"), most), dtype), mask=d < DIM)
         elif VECTORS == 1:
-            tl.store(target, (tl.sum(key, 0) / TOKENS).to(dtype), mask=d < DIM)
+            tl.store(target, _stored(tl.sum(key, 0) / TOKENS, dtype), mask=d < DIM)
         else:
             apart = tl.where(inside, key - (tl.sum(key, 0) / TOKENS)[None, :], 0.0)
             far = tl.sum(apart * apart, 1)
@@ -57,6 +83,6 @@ def summarise_blocks(
                 far = tl.where(farthest, -2.0, far)
             single = rank < VECTORS - 1
             boxes = target[None, :] + (1 + rank)[:, None] * s_vector
-            tl.store(boxes, key.to(dtype), mask=inside & single[:, None])
+            tl.store(boxes, _stored(key, dtype), mask=inside & single[:, None])
             rest = tl.sum(tl.where(single[:, None], 0.0, key), 0) / (TOKENS - VECTORS + 1)
-            tl.store(target, rest.to(dtype), mask=d < DIM)
+            tl.store(target, _stored(rest, dtype), mask=d < DIM)

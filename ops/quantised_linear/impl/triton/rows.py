@@ -27,12 +27,14 @@ def multiply_codes(
     COMPUTE: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """ROWS x OUTPUTS of the product per program.
+    """ROWS x OUTPUTS of the product per program, or of one of SPLITS parts of its inputs, without bias.
 
     codes: [outputs, INPUTS], or PACKED: bytes [outputs, INPUTS / 2], of which byte j of a group has codes j (low) and
     j + GROUP / 2. GROUP: inputs that are multiplied at a time, all of one scale. scales, zeros: float32 rows of SCALES;
     SCALE_ROWS outputs and SCALE_COLUMNS inputs share one. COMPUTE: dtype of products, which codes are exact in.
+    out: [rows, outputs], or float32 [SPLITS, rows, outputs], which `add_parts` adds up.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -46,7 +48,10 @@ def multiply_codes(
     else:
         code_place = codes + output[None, :] * INPUTS + element[:, None]
     scale_place = (output // SCALE_ROWS) * SCALES
-    for group in range(INPUTS // GROUP):
+    GROUPS: tl.constexpr = INPUTS // GROUP
+    EACH: tl.constexpr = (GROUPS + SPLITS - 1) // SPLITS
+    split = tl.program_id(2)
+    for group in range(split * EACH, min(split * EACH + EACH, GROUPS)):
         scale = tl.load(scales + scale_place + group * GROUP // SCALE_COLUMNS, mask=is_output, other=0.0)
         code = tl.load(code_place + group * SPAN, mask=is_output[None, :], other=0.0)
         part = tl.load(x_place + group * GROUP, mask=is_row, other=0.0).to(COMPUTE)
@@ -67,5 +72,72 @@ def multiply_codes(
         total += found * scale[None, :]
     if HAS_BIAS:
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    place = out + row[:, None] * out_row + output[None, :]
+    place = out + split.to(tl.int64) * rows * out_row + row[:, None] * out_row + output[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=is_row & is_output[None, :])
+
+
+@triton.jit
+def add_parts(parts, bias, out, count, outputs, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, ELEMENTS: tl.constexpr):
+    """parts: float32 [SPLITS, count], of products of `outputs` each; out: [count], their sums and the bias."""
+    element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    is_there = element < count
+    total = tl.zeros((ELEMENTS,), tl.float32)
+    for split in range(SPLITS):
+        total += tl.load(parts + split * count + element, mask=is_there, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + element % outputs, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(out + element, total.to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def narrow_rows(x, narrow, scales, inputs, x_row, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, INPUTS: tl.constexpr):
+    """Rows as e4m3, each with a scale of its own: one program for each. INPUTS: a power of two, at least `inputs`."""
+    row = tl.program_id(0).to(tl.int64)
+    element = tl.arange(0, INPUTS)
+    is_there = element < inputs
+    values = tl.load(x + row * x_row + element, mask=is_there, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, SMALLEST)
+    # a quotient may be above the largest by its rounding
+    found = tl.clamp(values / scale, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(narrow + row * inputs + element, found.to(narrow.dtype.element_ty), mask=is_there)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def write_out(
+    codes,
+    scales,
+    zeros,
+    out,
+    outputs,
+    inputs,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """A group of inputs of OUTPUTS outputs as plain elements [outputs, inputs], rounded once; codes as above."""
+    group = tl.program_id(1)
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = output < outputs
+    SPAN: tl.constexpr = GROUP // 2 if PACKED else GROUP
+    element = tl.arange(0, SPAN)
+    width = inputs // 2 if PACKED else inputs
+    code = tl.load(
+        codes + output[:, None] * width + group * SPAN + element[None, :], mask=is_output[:, None], other=0.0
+    )
+    place = (output // SCALE_ROWS) * SCALES + group * GROUP // SCALE_COLUMNS
+    scale = tl.load(scales + place, mask=is_output, other=0.0)[:, None]
+    zero = (
+        tl.load(zeros + place, mask=is_output, other=0.0)[:, None] if HAS_ZEROS else tl.zeros((OUTPUTS, 1), tl.float32)
+    )
+    to = out + output[:, None] * inputs + group * GROUP + element[None, :]
+    if PACKED:
+        low, high = ((code & 15).to(tl.float32) - zero) * scale, ((code >> 4).to(tl.float32) - zero) * scale
+        tl.store(to, low.to(out.dtype.element_ty), mask=is_output[:, None])
+        tl.store(to + SPAN, high.to(out.dtype.element_ty), mask=is_output[:, None])
+    else:
+        tl.store(to, ((code.to(tl.float32) - zero) * scale).to(out.dtype.element_ty), mask=is_output[:, None])

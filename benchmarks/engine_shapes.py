@@ -1,0 +1,106 @@
+"""Models whose whole steps are measured: configurations, and the least that a step of them reads and computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tensor_parallel import SHAPES as DENSE
+from benchmarks.tensor_parallel import config_of as dense_config
+from vllm_gaudi_ucm.graphs.cost.specs import ModelSpec
+
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 8192,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    # Qwen3-30B-A3B
+    "30b-a3b": {
+        **_QWEN3_MOE,
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 151936,
+    },
+    # DeepSeek-V2-Lite, without YaRN
+    "v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 27,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+        "max_position_embeddings": 8192,
+    },
+    "small-moe": {
+        **_QWEN3_MOE,
+        "num_hidden_layers": 4,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 192,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+    },
+}
+SHAPES = (*DENSE, *MIXTURES)
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """As the model's config.json has it."""
+    return MIXTURES[shape] if shape in MIXTURES else dense_config(shape)
+
+
+def limit_ms(
+    model: ModelSpec, requests: int, tokens: float, bandwidth: float, products: float, experts: float | None = None
+) -> float:
+    """The least time of a step: every weight and cached token read once, or every product, whichever takes longer. Of
+    a mixture's experts only those that rows take are read.
+
+    requests: 0 for a prompt of `tokens` tokens; otherwise decodes, behind so many tokens each. experts: that rows take,
+    on average of the layers; None: as many as rows take that choose independently.
+    """
+    rows, pairs = (requests, requests * tokens) if requests else (tokens, tokens * (tokens + 1) // 2)
+    weights, multiplied = model.weight_bytes / model.dtype_bytes, rows * model.layers * model.layer_weights
+    if model.experts is not None:
+        mixture, size = model.experts, model.mlp_matrices * model.hidden
+        read = float(mixture.read(rows)) if experts is None else experts * mixture.inner + mixture.shared
+        weights -= mixture.layers * size * (mixture.weights - read)
+        router = rows * model.hidden * mixture.count
+        multiplied += mixture.layers * (size * (float(mixture.computed(rows)) - rows * model.intermediate) + router)
+    kept = model.dtype_bytes * weights + (requests * tokens * model.kv_bytes_per_token if requests else 0)
+    logits = max(1, requests) * model.hidden * model.vocab
+    # of new tokens among themselves, or by what is cached
+    pair = model.head_dim + model.value_dim if requests else model.new_pair
+    computed = 2 * (multiplied + logits + model.layers * model.heads * pair * pairs)
+    return 1e3 * max(kept / bandwidth, computed / products)

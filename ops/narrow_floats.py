@@ -1,0 +1,39 @@
+"""8-bit floats (e4m3) of KV caches and of summaries beside them: to them, from them, and where they are written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+"""Of caches of 8-bit floats."""
+
+
+def narrow(numbers: Tensor) -> Tensor:
+    """Floats of any shape as 8-bit floats, what is beyond their range at its end; NaN stays NaN.
+
+    An element is off by up to 1/16 of itself, and by 2 ** -10 where it is small.
+    """
+    if numbers.device.type == "hpu":
+        found: Tensor = torch.ops.hpu.cast_to_fp8_v2(numbers, None, False, False, E4M3)[0]
+        return found
+    # torch 2.11 makes NaN of what is beyond
+    return numbers.clamp(-448, 448).to(E4M3)
+
+
+def widened(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """8-bit floats in another dtype, exactly; anything else as it is."""
+    if numbers.dtype != E4M3:
+        return numbers
+    if numbers.device.type == "hpu":
+        found: Tensor = torch.ops.hpu.cast_from_fp8(numbers, None, dtype)
+        return found
+    return numbers.to(dtype)
+
+
+def put(target: Tensor, dim: int, ids: Tensor, found: Tensor) -> None:
+    """`target.index_copy_(dim, ids, found)` for any dtype, which both have."""
+    if target.dtype == E4M3 and target.device.type != "hpu":
+        # torch has no such copy of 8-bit floats; a Gaudi has, and writes no view in place
+        target, found = target.view(torch.uint8), found.view(torch.uint8)
+    target.index_copy_(dim, ids, found)

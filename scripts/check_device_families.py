@@ -1,0 +1,108 @@
+"""Serves a tiny random model of each family on the device that VLLM_GAUDI_UCM_DEVICE names, beside Hugging Face.
+
+For machines that CI does not have: needs no network and no model file. Prompts come in chunks, some requests are
+preempted, and the longest prompt comes again and hits the prefix cache. Every step runs in a bucket, as a graph.
+usage: VLLM_GAUDI_UCM_DEVICE=cuda python scripts/check_device_families.py [--families NAME ...] [--more]
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# behind what is installed: the checkout's own package is not the installed one
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import torch
+from transformers import PreTrainedConfig
+
+from tests.engine.reference_model import ReferenceModel
+from tests.engine.serving import Engine
+from tests.engine.tiny_models import FAMILIES, make_config, make_model
+from tests.engine.window_models import GPT_OSS, LLAMA4, MODELS, window_config
+
+LENGTH = 48
+# a cache of 27 blocks of 16 has room for few requests, of up to 16 blocks
+TIGHT = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256}
+BLOCKS = 28
+GRAPHS = {"graphs": {"max_graphs": 8, "warm_up": "full"}}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+# every block is chosen, so the tokens are those of dense attention
+ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
+WINDOWS = {**MODELS, "gpt_oss": GPT_OSS, "llama4_text": LLAMA4}
+# vLLM switches the growth of Llama 4's queries on for long contexts alone, Transformers always
+TUNED = {"llama4_text": {"override_generation_config": {"attn_temperature_tuning": True}}}
+
+
+def configs() -> Iterator[tuple[str, PreTrainedConfig]]:
+    """Every family that tests serve, and one whose layers all have a window."""
+    yield from ((name, make_config(name)) for name in FAMILIES)
+    yield "mistral, window", make_config("mistral", sliding_window=20)
+    yield from ((name, window_config(name)) for name in WINDOWS)
+
+
+def make_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 256, (count,), generator=generator).tolist() for count in (1, 190, 64, 150, 17, 90)]
+
+
+def serve(name: str, model: Path, ucm: dict[str, Any], **more: Any) -> str:
+    """What has run. Raises AssertionError where a token is not that of Transformers."""
+    prompts = make_prompts()
+    options: dict[str, Any] = {**TIGHT, **TUNED.get(name, {}), **more}
+    if name not in WINDOWS:
+        options["num_gpu_blocks_override"] = BLOCKS
+    with Engine(model, {**GRAPHS, **ucm}, **options) as engine:
+        answers = engine.greedy(prompts, LENGTH)
+        again = engine.greedy([prompts[1]], LENGTH) + engine.greedy([prompts[1]], LENGTH)
+        preempted = engine.preemptions
+        engine.check_idle()
+    reference = ReferenceModel(model, "eager")
+    reference.assert_greedy([*prompts, prompts[1], prompts[1]], [*answers, *again])
+    hit = again[1].cached_tokens
+    assert hit >= 160, f"{hit} tokens of a prefix hit, expected most of 190"
+    return f"{len(answers) + 2} answers equal, {preempted} preempted, a prefix hit of {hit} tokens"
+
+
+def engines(name: str, more: bool) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """What each is, its options of ours, and of vLLM's."""
+    yield "dense", {}, {}
+    if more:
+        swap = {"preemption": {"mode": "swap", "host_memory": 4 << 20}}
+        yield "drafts and swaps", swap, {"speculative_config": DRAFTS}
+        if name not in WINDOWS and "window" not in name:
+            yield "all blocks chosen", {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}, {}
+
+
+def main() -> int:
+    """Checks each family; the exit status says whether all were right."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", nargs="+", metavar="NAME", help="of them; all by default")
+    parser.add_argument("--more", action="store_true", help="also with drafts and swapped blocks, and a sparse method")
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config in configs():
+            if options.families and name not in options.families:
+                continue
+            model = make_model(Path(folder) / name.replace(", ", "-"), config)
+            for what, ucm, more in engines(name, options.more):
+                begin = time.perf_counter()
+                try:
+                    said = serve(name, model, ucm, **more)
+                except Exception as error:  # the next one may be right
+                    wrong += 1
+                    said = f"WRONG: {type(error).__name__}: {str(error)[:400]}"
+                print(f"{name}, {what}: {said} ({time.perf_counter() - begin:.1f} s)", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Sparse methods in models whose layers see differently far back: those that see whole contexts choose."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.serving import Answer, Engine, assert_same
+from tests.engine.test_kv_groups import OPTIONS, prompts
+from tests.engine.tiny_models import make_model
+from tests.engine.window_models import window_config
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, DenseLayer
+
+pytestmark = pytest.mark.slow  # starts engines
+
+FULL_LAYERS = {"gemma2": [1, 3], "gemma3_text": [5], "gpt_oss": [1], "llama4_text": [3]}
+WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "init_window_sz": 1, "min_blocks": 2}
+
+
+def ucm(ratio: float, method: str = "GSA", mode: str = "off", **more: Any) -> dict[str, Any]:
+    chosen = {method: {**WINDOWS, "sparse_ratio": ratio, **more}}
+    return {"ucm_sparse_method": method, "ucm_sparse_config": chosen, "graphs": {"mode": mode, "max_graphs": 8}}
+
+
+@pytest.fixture(scope="module", params=FULL_LAYERS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / request.param, window_config(request.param))
+
+
+@pytest.fixture(scope="module")
+def dense(model: Path) -> list[Answer]:
+    with Engine(model, **OPTIONS) as engine:
+        return engine.greedy(prompts(), 32)
+
+
+def test_a_budget_of_all_blocks_equals_dense(model: Path, dense: list[Answer]) -> None:
+    """covers: C13 C16. Chunks, prefix hits and decodes; sinks, caps and windows are as without a method."""
+    method, mode = ("KVStar", "eager") if model.name in ("gemma2", "gpt_oss") else ("GSA", "off")
+    with Engine(model, ucm(1.0, method, mode), **OPTIONS) as engine:
+        found = [engine.greedy(prompts(), 32) for _ in range(2)]
+        sparse = engine.runner.parts.sparse
+        assert sparse is not None
+        layers = [layer for layer in sparse.selector.layers if isinstance(layer, ChoosingLayer)]
+        assert [layer._layer_idx for layer in layers] == FULL_LAYERS[model.name]
+        assert len(sparse.selector.summaries) == len(layers)
+        assert sum(sparse.state.totals.modes.values()) > 0
+        engine.check_idle()
+    for answers in found:
+        assert_same(answers, dense)
+
+
+def test_a_low_budget(model: Path, dense: list[Answer]) -> None:
+    """The first token of a decode is that of the prompt, which is dense; later ones are off, and are numbers. What
+    layers with windows attend to is not less: where the others are dense, nothing changes."""
+    if model.name not in ("gemma3_text", "gpt_oss"):
+        pytest.skip("two families are enough")
+    with Engine(model, ucm(0.1), **OPTIONS) as engine:
+        found = engine.greedy(prompts(), 32)
+        totals = engine.runner.parts.sparse.state.totals
+        assert totals.attended_blocks < totals.context_blocks
+    assert [answer.logprobs[0] for answer in found] == pytest.approx([answer.logprobs[0] for answer in dense], abs=1e-4)
+    assert all(math.isfinite(one) for answer in found for one in answer.logprobs)
+    assert any(one.logprobs != pytest.approx(other.logprobs, abs=1e-5) for one, other in zip(found, dense, strict=True))
+    with Engine(model, ucm(0.1, dense_layers=FULL_LAYERS[model.name]), **OPTIONS) as engine:
+        assert all(isinstance(layer, DenseLayer) for layer in engine.runner.parts.sparse.selector.layers)
+        assert_same(engine.greedy(prompts(), 32), dense)
+
+
+def test_memory_mode_is_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, window_config("gpt_oss"))
+    with pytest.raises(
+        UnsupportedFeatureError, match="memory mode beside a model with a sliding window in some layers"
+    ):
+        Engine(folder, {**ucm(0.3), "memory_mode": {"enabled": True}})

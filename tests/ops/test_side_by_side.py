@@ -1,0 +1,61 @@
+"""Kernels that are compiled before they are launched: found by a computation that launches none of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_gaudi_ucm.ops.side_by_side import has_kernels
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+# on a driver that can launch nothing
+PROGRAM = """
+import torch
+from triton import knobs
+from triton.runtime import driver
+from tests.ops.compile_for_hopper import Hopper
+from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
+from vllm_gaudi_ucm.ops.side_by_side import compiled_side_by_side
+from vllm_gaudi_ucm.ops.silu_and_mul.cuda import cuda_gate
+import vllm_gaudi_ucm.ops.rms_norm.cuda as norms, vllm_gaudi_ucm.ops.silu_and_mul.cuda as gates
+from vllm_gaudi_ucm.ops.rms_norm.triton.rows import norm_rows
+from vllm_gaudi_ucm.ops.silu_and_mul.triton.gates import gate_rows
+
+driver.set_active(Hopper())
+x = torch.ones(2, 256, dtype=torch.bfloat16)
+compiled = []
+knobs.runtime.jit_post_compile_hook = lambda **named: compiled.append(named["fn"].name)
+before = knobs.runtime.jit_cache_hook
+with compiled_side_by_side() as found:
+    for _ in range(2):
+        out, _ = cuda_rms_norm(x, None, 1e-5)
+        gated = cuda_gate(x)
+    assert not compiled and len(found) == 2
+assert not out.any() and not gated.any(), "nothing has been launched, and nothing is garbage"
+assert knobs.runtime.jit_cache_hook is before
+assert sorted(compiled) == ["gate_rows", "norm_rows"], compiled
+# another description is another kernel
+cuda_device = driver.active.get_current_device()
+print("kernels", len(norm_rows.device_caches[cuda_device][0]), len(gate_rows.device_caches[cuda_device][0]))
+"""
+
+
+@pytest.mark.slow
+def test_each_kernel_once_and_nothing_launched(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["kernels", "1", "1"]
+
+
+def test_a_cpu_has_none() -> None:
+    assert not has_kernels(torch.device("cpu"))
