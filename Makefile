@@ -22,8 +22,9 @@ PORT ?= 8000
 DEMO_MODEL := .cache/models/smollm2-135m-instruct
 MODEL ?= $(DEMO_MODEL)
 ARGS ?=
-# Engines of tests compute with one thread: one process for each core. tests/work_order.py says which gets what.
-TEST_PROCESSES ?= 2
+# Tests compute with one thread, and wait for a fifth of their time (a start, a signal, another rank): three for two cores.
+# Each takes about 4 GB with its engines; tests/work_order.py says which gets what.
+TEST_PROCESSES ?= 3
 
 TORCH_VERSION := 2.13.0
 GAUDI_TORCH_VERSION := 2.11.0

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.warm_imports"])
+WARM = multiprocessing.get_context("forkserver")
+WARM.set_forkserver_preload(["tests.warm_imports"])
 
 
 class WarmProcess:
@@ -39,7 +39,7 @@ class WarmProcess:
         cwd: Path,
     ) -> None:
         log.touch()
-        self._process = _CONTEXT.Process(target=_run, args=(function, arguments, str(log), dict(env), str(cwd)))
+        self._process = WARM.Process(target=_run, args=(function, arguments, str(log), dict(env), str(cwd)))
         self._process.start()
 
     @property

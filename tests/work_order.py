@@ -9,7 +9,7 @@ from xdist.scheduler import LoadScopeScheduling
 # Their tests share what takes long to start: a server, a child process on the simulated card.
 SHARED_ROOMS = ("server", "sim")
 # Handed out first, shared rooms before others: who gets the last one works on alone, so that must be short.
-LONG_ROOMS = ("server", "sim", "engine", "first_hour", "examples", "cli", "ops", "prefetch")
+LONG_ROOMS = ("server", "sim", "engine", "first_hour", "examples", "cli", "ops", "prefetch", "vllm_api")
 
 
 class RoomScheduling(LoadScopeScheduling):  # type: ignore[misc]

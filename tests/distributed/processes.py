@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.warm_process import WARM
+
 Scenario = Callable[[int, int, dist.ProcessGroup], Any]
 """(rank, number of ranks, group) -> what the test compares."""
 
@@ -25,7 +27,8 @@ def _member(rank: int, size: int, store: str, scenario: Scenario, found: Any) ->
 
 def on_ranks(scenario: Scenario, size: int, folder: Path) -> list[Any]:
     """What the scenario, a function of a module, has returned on each rank."""
-    with mp.get_context("spawn").Manager() as manager:
+    with WARM.Manager() as manager:
         found = manager.dict()
-        mp.spawn(_member, (size, str(folder / "store"), scenario, found), nprocs=size)
+        arguments = (size, str(folder / "store"), scenario, found)
+        mp.start_processes(_member, arguments, nprocs=size, start_method="forkserver")
         return [found[rank] for rank in range(size)]

@@ -1,6 +1,6 @@
 """Several probes in one process, one after the other: starting a process costs more than most probes on the simulator.
 
-`python -m tests.first_hour.several MODE FOLDER`, with units as JSON on stdin: [number, case, fault] each. It prints one
+`python -m tests.first_hour.several MODE FOLDER UNITS`, with units as JSON: [number, case, fault] each. It prints one
 line of JSON for each: what the probe said. A fault is undone after its probe.
 """
 
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from tests.first_hour.hours import ON_CARD, ROOT
+from tests.warm_process import WarmProcess
 from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER
 from vllm_gaudi_ucm.first_hour.hour import ALWAYS, LAZY_MODE
 from vllm_gaudi_ucm.first_hour.probe import Mode, Unit
@@ -62,23 +63,39 @@ def _results(mode: Mode, ones: Sequence[One], folder: Path) -> dict[One, Result]
         env["SIM_HPU_TORCH_FORK"] = "1"
     if not any(BY_NUMBER[one.number].falls_back for one in ones):
         env["PT_HPU_USE_EAGER_FALLBACK"] = "0"
-    command = [sys.executable, "-m", "tests.first_hour.several", mode, str(folder)]
-    done = subprocess.run(
-        command, input=json.dumps(ones), env=env, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
-    endings = [Ending(0, events, done.stderr[-4000:], 0.0) for events in lines]
-    endings += [Ending(done.returncode or 1, [], done.stderr[-4000:], 0.0)] * (len(ones) - len(lines))
+    if mode == "lazy":
+        printed, errors, status = _cold(mode, ones, folder, env)
+    else:
+        printed, errors, status = _warm(mode, ones, folder, env)
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("[{")]
+    endings = [Ending(0, events, errors[-4000:], 0.0) for events in lines]
+    endings += [Ending(status or 1, [], errors[-4000:], 0.0)] * (len(ones) - len(lines))
     pairs = zip(ones, endings, strict=True)
     return {one: judge(Unit(BY_NUMBER[one.number], mode, one.case), ending) for one, ending in pairs}
 
 
-def main(mode: str, folder: Path) -> None:
-    """In the new process."""
+def _cold(mode: Mode, ones: Sequence[One], folder: Path, env: Mapping[str, str]) -> tuple[str, str, int]:
+    """Output, errors and exit status of a process that is started: what passes for the vendor's torch must do so from
+    the beginning.
+    """
+    command = [sys.executable, "-m", "tests.first_hour.several", mode, str(folder), json.dumps(ones)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    return done.stdout, done.stderr, done.returncode
+
+
+def _warm(mode: Mode, ones: Sequence[One], folder: Path, env: Mapping[str, str]) -> tuple[str, str, int]:
+    """The same of one that forks; output and errors are in one file."""
+    log = folder / "log.txt"
+    status = WarmProcess(main, (mode, folder, json.dumps(ones)), log=log, env=env, cwd=ROOT).finish(LIMIT_S)
+    return log.read_text(), log.read_text(), status
+
+
+def main(mode: str, folder: Path, ones: str) -> None:
+    """In the new process. ones: as JSON."""
     from tests.first_hour.faults import FAULTS
     from vllm_gaudi_ucm.first_hour import child
 
-    for place, words in enumerate(json.load(sys.stdin)):
+    for place, words in enumerate(json.loads(ones)):
         one = One(*words)
         events: list[dict[str, Any]] = []
 
@@ -111,7 +128,7 @@ def _forget() -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], Path(sys.argv[2]))
+        main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

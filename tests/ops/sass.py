@@ -6,29 +6,68 @@ happens to be in the register, and no test of values finds that for certain.
 
 from __future__ import annotations
 
+import itertools
 import re
+import struct
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import triton
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)\s*(.*?);")
+NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+INSTRUCTION_BYTES = 16
+INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)\s*(.*?);")
 UNIFORM = re.compile(r"\bUR(\d+)\b")
 # Descriptors of a product's operands: both, or the second only where the first is in registers.
 DESCRIPTORS = re.compile(r"(, R\d+)?, gdesc\[UR(\d+)\]")
 WRITES_UNIFORM = ("U", "R2UR", "S2UR", "REDUX", "VOTEU", "CS2UR", "LDCU")
 
 
-def never_written(cubin: bytes) -> list[str]:
-    """Instructions that read a uniform register which no instruction before them has written, each with its place."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+def never_written(cubins: Mapping[str, bytes]) -> list[str]:
+    """Instructions that read a uniform register which no instruction before them has written, each with its place.
+
+    cubins: of one kernel each, by a name for the report; all for a Hopper.
+    """
+    codes = {name: machine_code(cubin) for name, cubin in cubins.items()}
+    instructions = iter(disassemble(b"".join(codes.values())))
+    found = []
+    for name, code in codes.items():
+        own = enumerate(itertools.islice(instructions, len(code) // INSTRUCTION_BYTES))
+        places = [(f"{INSTRUCTION_BYTES * number:04x}", *rest) for number, (_, *rest) in own]
+        found += [f"{name}: {one}" for one in _never_written(places)]
+    return found
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The one section of an ELF file that holds the instructions of its kernel."""
+    (headers,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + index * size) for index in range(count)]
+    place_of_names = sections[names][4]
+    found = []
+    for name, _, _, _, begin, length in sections:
+        place = place_of_names + name
+        if cubin[place : cubin.index(0, place)].startswith(b".text."):
+            found.append(cubin[begin : begin + length])
+    (code,) = found
+    return bytes(code)
+
+
+def disassemble(code: bytes) -> list[tuple[str, ...]]:
+    """Address, operation and operands of each instruction. One process: its start takes longer than most kernels."""
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(code)
         file.flush()
-        listing = subprocess.run([CUOBJDUMP, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        command = [NVDISASM, "--binary", "SM90a", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     instructions = [match.groups() for match in map(INSTRUCTION.match, listing.splitlines()) if match]
-    assert instructions, "no instruction was understood"
+    assert len(instructions) == len(code) // INSTRUCTION_BYTES > 0, "not every instruction was understood"
+    return instructions
+
+
+def _never_written(instructions: Sequence[tuple[str, ...]]) -> list[str]:
     written: set[int] = set()
     found = []
     for place, operation, operands in instructions:

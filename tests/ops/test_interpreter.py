@@ -50,7 +50,8 @@ def _run(arguments: list[str], **environment: str) -> str:
 def test_the_interpreter_runs_the_tests_of_the_cuda_kernels(tmp_path: Path) -> None:
     """covers: A9, A10, A11, A12, A13, A22. None of them is skipped there."""
     files = [f"tests/{name.replace('.', '/')}.py" for name in LEAST]
-    options = ["-q", "-k", "cuda", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={tmp_path / 'run.xml'}"]
+    plugins = ["-p", "tests.ops.quick_interpreter", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-q", "-k", "cuda", *plugins, f"--junitxml={tmp_path / 'run.xml'}"]
     _run(["-m", "pytest", *files, *options], TRITON_INTERPRET="1")
     cases = list(ElementTree.parse(tmp_path / "run.xml").iter("testcase"))
     passed = Counter(case.attrib["classname"].removeprefix("tests.") for case in cases if not len(case))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.sim.two_ranks import on_two_ranks
+
 pytestmark = pytest.mark.slow  # starts processes
 
 ON_HOST = True
-SIM = Path(__file__).parents[1] / "sim_hpu"
 
 PROGRAM = """
 import sys
@@ -53,15 +51,4 @@ dist.destroy_process_group()
 
 def test_two_cards(tmp_path: Path) -> None:
     """Sum, maximum, gathering, broadcast, and what one hands to the other; what comes back is on the card."""
-    env = {**os.environ, "PYTHONPATH": str(SIM), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", PROGRAM]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=env, text=True, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=200)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    on_two_ranks(PROGRAM, tmp_path)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.sim.two_ranks import on_two_ranks
+
 pytestmark = pytest.mark.slow  # starts processes
 ON_HOST = True
-SIM = Path(__file__).parents[1] / "sim_hpu"
 
 START = """
 import sys
@@ -100,27 +98,11 @@ dist.destroy_process_group()
 """
 
 
-def on_two_ranks(program: str, store: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(SIM), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env["PT_HPU_LAZY_MODE"] = "0"
-    command = [sys.executable, "-c", START + program]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(store)], env=env, text=True, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
-
-
 def test_limits_of_hccl(tmp_path: Path) -> None:
     """36"""
-    on_two_ranks(LIMITS, tmp_path / "store")
+    on_two_ranks(START + LIMITS, tmp_path)
 
 
 def test_ranks_must_agree(tmp_path: Path) -> None:
     """37: every rank raises where real ones would hang."""
-    on_two_ranks(AGREEMENT, tmp_path / "store")
+    on_two_ranks(START + AGREEMENT, tmp_path)
