@@ -1,9 +1,9 @@
 """Attention of one layer on a GPU: ours, vLLM's Triton kernels and torch SDPA in one run, interleaved, in CUDA graphs.
 
-`python -m benchmarks.attention --device cuda [--sweep | --rows | --variants | --gaudi-form]`. 32 query and 8 kv heads
-of 128, blocks of 128 tokens, bf16, the parts as a bucket has them. Every result is poisoned before its run and compared
-with float64. Where vLLM is not installed its columns are empty; SDPA is given contiguous keys, which a paged cache
-never has.
+`python -m benchmarks.attention --device cuda [--sweep | --rows | --variants | --models |
+--gaudi-form]`. 32 query and 8 kv heads of 128, blocks of 128 tokens, bf16, the parts as a bucket has them. Every result
+is poisoned before its run and compared with float64. Where vLLM is not installed its columns are empty; SDPA is given
+contiguous keys, which a paged cache never has.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from benchmarks import attention_cuda_models as models
 from benchmarks import attention_cuda_rows as several_rows
 from benchmarks.attention_cuda_case import CASES, Batch, Case, Model, make_batch
 from benchmarks.attention_cuda_result import OURS, Result
@@ -32,6 +33,7 @@ from vllm_gaudi_ucm.ops.unified_attention.api import prepare
 
 Sides = dict[str, Side | None]
 OWN = (OURS, several_rows.BUCKET)
+LLAMA = Model()
 GATE = 1e-2  # relative L2 error, bf16
 INNER = 5  # calls in one graph, so that the launch of the graph does not count
 
@@ -49,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         one = partial(one, peers=gaudi_forms)
     if args.sweep:
         results = sweep(partial(one, peers=kernels), Console(width=120, highlight=False))
+    elif args.models:
+        results = models.measure_all(one)
     else:
         cases = CASES
         if args.rows or args.variants:
@@ -91,12 +95,13 @@ def measure(
     peers: Callable[[Batch], Sides] = kernels_and_sdpa,
     parts: Callable[[Batch], Batch] = lambda batch: batch,
     least_ms: Callable[[Batch, float], float] = lambda batch, rate: batch.bytes / rate * 1e3,
+    model: Model = LLAMA,
 ) -> Result:
     """A B C A B C: every contender in turn, and the median of each.
 
     parts: gives the batch other parts than those of a bucket. least_ms: the limit, of bytes per second.
     """
-    batch = parts(make_batch(case, Model(), device))
+    batch = parts(make_batch(case, model, device))
     sides: Sides = {OURS: ours(batch, "auto")} | peers(batch)
     there = {name: side for name, side in sides.items() if side is not None}
     result = Result(case.name, case.goal, least_ms(batch, rate), _median(_graph(lambda: _plan(batch)), repeats))
@@ -167,6 +172,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--sweep", action="store_true", help="requests x shared prefixes, and a mixed batch")
     what.add_argument("--rows", action="store_true", help="requests with several rows after a cached context")
+    what.add_argument("--models", action="store_true", help="windows, sinks, soft caps and latents of models")
     what.add_argument("--gaudi-form", action="store_true", help="beside it the implementation for Gaudi, on this GPU")
     parser.add_argument("--variants", action="store_true", help="--rows, beside other sizes of tiles")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results")

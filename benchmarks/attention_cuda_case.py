@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import (
     SharedPart,
     UniquePart,
 )
+from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec, PerHead
 
 SLICE = 512
 NO_GROUP = -1
@@ -22,17 +23,39 @@ NO_GROUP = -1
 
 @dataclass(frozen=True)
 class Model:
-    """Head counts and sizes; the default is an 8B Llama."""
+    """Head counts and sizes; the default is an 8B Llama.
+
+    window: tokens that a row sees, 0 for all. cap: soft cap, 0 for none. latent: elements of a key that are its value,
+    too, 0 where values are tensors of their own.
+    """
 
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
     block_size: int = 128
     dtype: torch.dtype = torch.bfloat16
+    window: int = 0
+    cap: float = 0.0
+    sinks: bool = False
+    latent: int = 0
 
     @property
-    def scale(self) -> float:
-        return self.dim**-0.5
+    def value_dim(self) -> int:
+        return self.latent or self.dim
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            self.dim**-0.5,
+            self.cap or None,
+            is_local=bool(self.window),
+            has_sinks=self.sinks,
+            values_in_keys=bool(self.latent),
+        )
+
+    def first_seen(self, position: int) -> int:
+        """The first position that the row at this one sees."""
+        return max(0, position - self.window + 1) if self.window else 0
 
 
 @dataclass(frozen=True)
@@ -66,7 +89,8 @@ CASES = (
 class Batch:
     """A case on the device. caches: key and value [blocks, block_size, kv_heads, dim], as engines have them.
 
-    tables: int32 [requests, blocks]. bytes, flops: the least that must be moved and computed.
+    tables: int32 [requests, blocks]; block 0 where no row sees a token. per_head: sinks. bytes, flops: the least that
+    must be moved and computed.
     """
 
     model: Model
@@ -77,8 +101,13 @@ class Batch:
     caches: tuple[Tensor, Tensor]
     tables: Tensor
     parts: AttentionParts
+    per_head: PerHead
     bytes: int
     flops: int
+
+    def out(self) -> Tensor:
+        """Memory for a result."""
+        return self.query.new_empty(*self.query.shape[:2], self.model.value_dim)
 
     def exact(self, row: int) -> Tensor:
         """float64 [heads, dim]: attention of one row by definition."""
@@ -90,44 +119,61 @@ class Batch:
         raise IndexError(row)
 
     def _exact(self, index: int, row: int, tokens: int) -> Tensor:
-        keys, values = (cache[self.tables[index].long()].flatten(0, 1)[:tokens].double() for cache in self.caches)
-        query = self.query[row].double().view(self.model.kv_heads, -1, self.model.dim)
-        weights = torch.softmax(torch.einsum("hgd,thd->hgt", query, keys) * self.model.scale, -1)
+        model, size = self.model, self.model.block_size
+        first = model.first_seen(tokens - 1)
+        blocks = self.tables[index, first // size : -(-tokens // size)].long()
+        seen = slice(first % size, tokens - first // size * size)
+        keys, values = (cache[blocks].flatten(0, 1)[seen].double() for cache in self.caches)
+        query = self.query[row].double().view(model.kv_heads, -1, model.dim)
+        scores = torch.einsum("hgd,thd->hgt", query, keys) * model.spec.scale
+        if model.cap:
+            scores = model.cap * (scores / model.cap).tanh()
+        if (sinks := self.per_head.sinks) is not None:
+            scores = torch.cat((scores, sinks.double().view(model.kv_heads, -1, 1)), -1)
+        weights = torch.softmax(scores, -1)[..., : tokens - first]
         return torch.einsum("hgt,thd->hgd", weights, values).flatten(0, 1)
 
 
 def make_batch(case: Case, model: Model, device: torch.device) -> Batch:
     """Random data in scattered blocks; the new tokens are in the cache already."""
     torch.manual_seed(0)
-    tables, num_blocks = _tables(case, model.block_size, device)
-    heads, dim, dtype = model.kv_heads, model.dim, model.dtype
-    shape = (num_blocks, model.block_size, heads, dim)
-    caches = (torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype))
+    tables, num_blocks = _tables(case, model, device)
+    heads, dtype = model.kv_heads, model.dtype
+    keys = torch.randn(num_blocks, model.block_size, heads, model.dim, device=device, dtype=dtype)
+    caches = keys, keys[..., : model.latent] if model.latent else torch.randn_like(keys)
     rows = sum(request.new for request in case.requests)
-    query = torch.randn(rows, model.heads, dim, device=device, dtype=dtype)
-    new = [torch.empty(rows, heads, dim, device=device, dtype=dtype) for _ in range(2)]
+    query = torch.randn(rows, model.heads, model.dim, device=device, dtype=dtype)
+    new = torch.empty(rows, heads, model.dim, device=device, dtype=dtype)
+    pair = new, new[..., : model.latent] if model.latent else torch.empty_like(new)
     first = 0
     for table, request in zip(tables, case.requests, strict=True):
         position = torch.arange(request.cached, request.cached + request.new, device=device)
         block = table[position // model.block_size].long()
-        for cache, tokens in zip(caches, new, strict=True):
+        for cache, tokens in zip(caches, pair, strict=True):
             tokens[first : first + request.new] = cache[block, position % model.block_size]
         first += request.new
-    parts = _parts(case, tables.cpu(), model.block_size, device)
-    return Batch(model, case, query, new[0], new[1], caches, tables, parts, *_least(case, model))
+    sinks = torch.randn(model.heads, device=device) if model.sinks else None
+    # a model with windows is planned, see `attention_cuda_rows`
+    parts = AttentionParts() if model.window else _parts(case, tables.cpu(), model.block_size, device)
+    return Batch(model, case, query, *pair, caches, tables, parts, PerHead(sinks), *_least(case, model))
 
 
-def _tables(case: Case, block_size: int, device: torch.device) -> tuple[Tensor, int]:
-    need = [-(-(request.cached + request.new) // block_size) for request in case.requests]
-    prefix = case.requests[0].prefix // block_size
-    num_blocks = 1 + prefix + sum(count - prefix for count in need)
+def _tables(case: Case, model: Model, device: torch.device) -> tuple[Tensor, int]:
+    size = model.block_size
+    # blocks before a window are freed
+    begins = [model.first_seen(request.cached) // size for request in case.requests]
+    need = [-(-(request.cached + request.new) // size) for request in case.requests]
+    prefix = case.requests[0].prefix // size
+    assert not (prefix and model.window), "shared windows have no case"
+    own = [count - max(prefix, begin) for count, begin in zip(need, begins, strict=True)]
+    num_blocks = 1 + prefix + sum(own)
     free = 1 + torch.randperm(num_blocks - 1)
     tables = torch.zeros(len(need), max(need), dtype=torch.int32)
     taken = prefix
-    for table, count in zip(tables, need, strict=True):
+    for table, count, mine in zip(tables, need, own, strict=True):
         table[:prefix] = free[:prefix]
-        table[prefix:count] = free[taken : taken + count - prefix]
-        taken += count - prefix
+        table[count - mine : count] = free[taken : taken + mine]
+        taken += mine
     return tables.to(device), num_blocks
 
 
@@ -163,9 +209,13 @@ def _parts(case: Case, tables: Tensor, block_size: int, device: torch.device) ->
 def _least(case: Case, model: Model) -> tuple[int, int]:
     """Bytes: query and result, and every key and value in use once. FLOPs: two products per pair that is seen."""
     prefix = case.requests[0].prefix
-    tokens = prefix + sum(request.cached + request.new - prefix for request in case.requests)
-    rows = sum(request.new for request in case.requests)
-    pairs = sum(request.new * request.cached + request.new * (request.new + 1) // 2 for request in case.requests)
+    tokens, pairs, rows = prefix, 0, 0
+    for request in case.requests:
+        end = request.cached + request.new
+        tokens += end - max(prefix, model.first_seen(request.cached))
+        pairs += sum(position + 1 - model.first_seen(position) for position in range(request.cached, end))
+        rows += request.new
     size = torch.empty(0, dtype=model.dtype).element_size()
-    moved = 2 * model.dim * size * (tokens * model.kv_heads + rows * model.heads)
-    return moved, 4 * pairs * model.heads * model.dim
+    both = model.dim + model.value_dim
+    moved = (model.dim if model.latent else both) * tokens * model.kv_heads + both * rows * model.heads
+    return moved * size, 2 * both * pairs * model.heads

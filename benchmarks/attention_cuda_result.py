@@ -9,7 +9,10 @@ OURS = "ours"
 
 @dataclass
 class Result:
-    """Milliseconds and relative errors by contender; plan: what is derived once per step; limit: of this GPU."""
+    """Milliseconds and relative errors by contender.
+
+    goal: 0 if there is none. plan: what is derived once per step. limit: of this GPU.
+    """
 
     name: str
     goal: float
@@ -20,9 +23,10 @@ class Result:
 
     def line(self) -> str:
         own = self.milliseconds[OURS]
+        goal = f"goal {self.goal:.2f}, " if self.goal else ""
         others = (f"{name} {ms:.3f} ({ms / own:.2f}x)" for name, ms in self.milliseconds.items() if name != OURS)
         return (
-            f"{self.name:<28} ours {own:.3f} ms, goal {self.goal:.2f}, limit {self.limit:.3f} "
+            f"{self.name:<28} ours {own:.3f} ms, {goal}limit {self.limit:.3f} "
             f"({self.limit / own:.0%} reached), plan {self.plan:.3f}, error {self.errors[OURS]:.1e}; "
             + ", ".join(others)
         )

@@ -16,9 +16,9 @@ from vllm_gaudi_ucm.batch.row_tiles import cut_rows
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import TILE_ROWS, is_bounded, levels
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalTiles
-from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 
 SEGMENTS = 16
+MOST_DECODES = 8  # rows of a request; more are a prompt, whose keys vLLM computes
 
 
 class Side(NamedTuple):
@@ -33,11 +33,11 @@ class Side(NamedTuple):
 def ours(batch: Batch, implementation: str) -> Side:
     """One layer, with what is derived once per step derived before."""
     ready = prepare(batch.parts, batch.model.block_size, implementation=implementation)
-    out, spec = torch.empty_like(batch.query), AttentionSpec(batch.model.scale)
+    out, spec = batch.out(), batch.model.spec
 
     def run() -> None:
         unified_attention(
-            batch.query, batch.key, batch.value, *batch.caches, ready, spec, out,
+            batch.query, batch.key, batch.value, *batch.caches, ready, spec, out, per_head=batch.per_head,
         )  # fmt: skip
 
     return Side(run, lambda: out, lambda: out)
@@ -49,7 +49,7 @@ def gaudi_form(batch: Batch, compiled: bool) -> Side:
     Prompts are in tiles where a bucket has them. Gaudi's own kernel for prompts alone is not there.
     """
     ready = prepare(_in_tiles(batch), batch.model.block_size, implementation="hpu")
-    out, spec = torch.empty_like(batch.query), AttentionSpec(batch.model.scale)
+    out, spec = torch.empty_like(batch.query), batch.model.spec
 
     def attend(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return unified_attention(query, key, value, keys, values, ready, spec, torch.empty_like(query))
@@ -96,14 +96,45 @@ def vllm_triton(batch: Batch, split: bool) -> Side | None:
         "seq_threshold_3D": len(requests),
         "num_par_softmax_segments": SEGMENTS,
     }
-    starts, most = new.cumsum(0).int(), int(lengths.max())
+    starts, most, model = new.cumsum(0).int(), int(lengths.max()), batch.model
+    window = (model.window - 1, 0) if model.window else (-1, -1)
 
     def run() -> None:
         peer(
             q=batch.query, k=batch.caches[0], v=batch.caches[1], out=out, cu_seqlens_q=starts, max_seqlen_q=longest,
-            seqused_k=lengths, max_seqlen_k=most, softmax_scale=batch.model.scale, causal=True, window_size=(-1, -1),
-            block_table=batch.tables, softcap=0, q_descale=None, k_descale=None, v_descale=None,
-            **(room if split else {}),
+            seqused_k=lengths, max_seqlen_k=most, softmax_scale=model.spec.scale, causal=True, window_size=window,
+            block_table=batch.tables, softcap=model.cap, q_descale=None, k_descale=None, v_descale=None,
+            sinks=batch.per_head.sinks, **(room if split else {}),
+        )  # fmt: skip
+
+    return Side(run, lambda: out, lambda: out)
+
+
+def vllm_latent(batch: Batch) -> Side | None:
+    """vLLM's Triton kernel for decodes over latents, which takes several rows of a request as so many decodes."""
+    try:
+        from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd as peer
+    except ImportError:
+        return None
+    requests, device = batch.case.requests, batch.query.device
+    if max(request.new for request in requests) > MOST_DECODES:
+        return None
+    rows, heads, _ = batch.query.shape
+    new = torch.tensor([request.new for request in requests], device=device)
+    tables = batch.tables.repeat_interleave(new, 0)
+    ends = [request.cached + row + 1 for request in requests for row in range(request.new)]
+    most = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    # as vLLM's backend for Triton chooses it
+    splits = min(1 << (max(1, max(ends) // 512) - 1).bit_length(), most)
+    lengths = torch.tensor(ends, dtype=torch.int32, device=device)
+    out, log_sums = batch.out(), torch.empty(rows, heads, device=device)
+    room = torch.empty(rows, heads, splits, batch.model.value_dim + 1, device=device)
+    one = torch.ones((), device=device)
+
+    def run() -> None:
+        peer(
+            batch.query, *batch.caches, out, log_sums, tables, lengths, room, splits, batch.model.spec.scale,
+            batch.model.block_size, k_scale=one, v_scale=one, is_mla=True,
         )  # fmt: skip
 
     return Side(run, lambda: out, lambda: out)

@@ -104,6 +104,7 @@ class UniquePart(NamedTuple):
     num_rows: rows [0, num_rows) are the single rows; only these take part in the reduction from blocks to rows.
     from_first: on the host; lo is 0 everywhere.
     num_tokens: on the host; tokens of all ranges, each of which lies inside its block. None: not known there.
+    most_of_row: on the host; no row sees more blocks, as under a window. None: not known there.
     """
 
     blocks: Tensor | None
@@ -113,6 +114,7 @@ class UniquePart(NamedTuple):
     num_rows: int
     from_first: bool = False
     num_tokens: int | None = None
+    most_of_row: int | None = None
 
 
 class SelectedPart(NamedTuple):

@@ -107,9 +107,9 @@ def test_steps_of_one_block(monkeypatch: pytest.MonkeyPatch, programs: int) -> N
 @pytest.mark.parametrize("block_size", [4, 128])
 def test_decodes_alone(monkeypatch: pytest.MonkeyPatch, tokens: int, block_size: int) -> None:
     """covers: A5, A11, A13. In one launch and with a merge; with rows that have no block, and one row."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_short
 
-    monkeypatch.setattr(cuda_parts, "FINAL_TOKENS", tokens)
+    monkeypatch.setattr(cuda_short, "FINAL_TOKENS", tokens)
     merged, merge = [], cuda_attend.merge
     monkeypatch.setattr(cuda_attend, "merge", lambda *args, **named: (merged.append(1), merge(*args, **named)))
     shape, pads = Shape(block_size=block_size), Pads(rows=3, unique=5, singles=9, phase="--u")
@@ -117,6 +117,24 @@ def test_decodes_alone(monkeypatch: pytest.MonkeyPatch, tokens: int, block_size:
         assert_matches(build(requests, shape), "cuda", prepared=True)
         assert_matches(pad(build(requests, replace(shape, pads=0)), pads, math.nan), "cuda", prepared=True)
     assert bool(merged) == (tokens == 0)
+
+
+def test_rows_that_are_known_to_be_short_need_no_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many of them, or few where rows fill the GPU; beside one that may be longer they do. covers: A5, A11."""
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_short
+
+    merged, merge = [], cuda_attend.merge
+    monkeypatch.setattr(cuda_attend, "merge", lambda *args, **named: (merged.append(1), merge(*args, **named)))
+    monkeypatch.setattr(cuda_short, "FINAL_TOKENS", 8)
+    monkeypatch.setattr(cuda_short, "FINAL_OF_MANY", 12)
+    batch = build([Request(9, 1), Request(0, 1), Request(5, 1), Request(11, 1)], Shape())
+    assert batch.parts.unique is not None
+    for most, filled, merges in ((None, 0, True), (2, 99, False), (3, 99, True), (3, 0, False), (4, 0, True)):
+        monkeypatch.setattr(cuda_short, "FILLED", filled)
+        merged.clear()
+        parts = batch.parts._replace(unique=batch.parts.unique._replace(most_of_row=most))
+        assert_matches(replace(batch, parts=parts), "cuda", prepared=True)
+        assert bool(merged) == merges, (most, filled)
 
 
 def test_a_cache_of_another_dtype() -> None:

@@ -10,6 +10,7 @@ from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.execution.group_tensors import group_blocks
 from vllm_gaudi_ucm.graphs.shapes import prompt_tiles
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.group_room import most_blocks
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.ops.unified_attention.parts import (
     AttentionParts,
@@ -95,7 +96,8 @@ class BucketParts:
         return SharedPart(tensors["shared_blocks"], spans, lo, hi, (everything,), from_first, rise)
 
     def _unique(self, number: int, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> UniquePart:
-        hi = tensors["unique_hi"]
+        hi, window = tensors["unique_hi"], self._window(number)
+        size = self._groups[number].block_size if number else self._limits.block_size
         return UniquePart(
             blocks=None if self._limits.contiguous and not number else tensors["unique_blocks"],
             rows=tensors["unique_rows"],
@@ -103,4 +105,5 @@ class BucketParts:
             hi=hi,
             num_rows=min(shape.query_len, self._max_decode_rows),
             from_first="unique_lo" not in tensors,
+            most_of_row=most_blocks(window, size) if window else None,
         )

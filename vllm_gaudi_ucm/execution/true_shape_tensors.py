@@ -123,7 +123,8 @@ class TrueShapeTensors:
             ranges = tensors["unique_lo"], tensors["unique_hi"]
             count = int((plan.unique.hi - plan.unique.lo).sum()) if self._by_token else None
             blocks, rows = tensors.get("unique_blocks"), tensors["unique_rows"]
-            unique = UniquePart(blocks, rows, *ranges, plan.num_single, num_tokens=count)
+            most = int(np.bincount(plan.unique.rows).max(initial=0))
+            unique = UniquePart(blocks, rows, *ranges, plan.num_single, num_tokens=count, most_of_row=most)
         return AttentionParts(causal, shared, unique, positions=tensors["positions"])
 
     def _of_rows(self, array: NDArray[np.int64] | None) -> torch.Tensor | None:

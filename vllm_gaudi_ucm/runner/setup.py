@@ -360,17 +360,9 @@ def _make_static(
         selected, live, rows = choices.max_selected_blocks, choices.room_for_live_blocks, choices.max_rows
     shared = config.graphs.max_shared_blocks
     memory = step_memory(vllm_config, config, model.device.kind)
-    limits = server_limits(
-        vllm_config,
-        block_size,
-        num_blocks,
-        contiguous,
-        shared,
-        selected,
-        memory,
-        by_token=model.by_token,
-        window=kv_groups.groups[0].window,
-    )
+    sizes = block_size, num_blocks, contiguous, shared, selected, memory
+    window = kv_groups.groups[0].window
+    limits = server_limits(vllm_config, *sizes, by_token=model.by_token, window=window)
     remainders = remainder_shapes(limits, choices)
     num_remainders = 0 if remainders is None else len(remainders.keys)
     buckets, usage = choose_buckets(config.graphs, vllm_config, limits, model.device, num_remainders, live, rows)

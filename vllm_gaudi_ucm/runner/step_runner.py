@@ -11,49 +11,43 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, UnifiedPlan
-from vllm_gaudi_ucm.batch.request_table import LiveRequest, in_slot_order
-from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
-from vllm_gaudi_ucm.execution.execution import StepShape
+from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, SteadyPlanner, UnifiedPlan
+from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable, in_slot_order
+from vllm_gaudi_ucm.execution.execution import Execution, StepShape
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.step_clock import StepClock
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState, attach_warm_up_state, orders_warm_up
 from vllm_gaudi_ucm.runner.computed_step import Computed, ComputedStep
-from vllm_gaudi_ucm.runner.steps_ahead import VerifiedLater
+from vllm_gaudi_ucm.runner.steps_ahead import StepOutput, StepsAhead, VerifiedLater
 from vllm_gaudi_ucm.sampling.sampling import Grammar
 from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP
-from vllm_gaudi_ucm.speculation.proposer import SampledStep, wanted_drafts
-from vllm_gaudi_ucm.speculation.verification import StepLogits, grammar_at
+from vllm_gaudi_ucm.speculation.proposer import DraftProposer, SampledStep, wanted_drafts
+from vllm_gaudi_ucm.speculation.verification import StepLogits, Verification, grammar_at
 from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from vllm_gaudi_ucm.batch.batch_plan import SteadyPlanner
     from vllm_gaudi_ucm.batch.group_planner import GroupPlanner
-    from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.distributed.lockstep import Lockstep
     from vllm_gaudi_ucm.execution.divided_logits import DividedLogits
-    from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
     from vllm_gaudi_ucm.observability.phase_log import PhaseLog
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
     from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.runner.step_check import StepCheck
-    from vllm_gaudi_ucm.runner.steps_ahead import StepOutput, StepsAhead
     from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
     from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
-    from vllm_gaudi_ucm.speculation.proposer import DraftProposer
-    from vllm_gaudi_ucm.speculation.verification import Verification
     from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
 
 
 def step_record(clock: StepClock, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
     """What a step was. block_size: tokens per block; selected blocks are full."""
     plan_ms, forward_ms, sample_ms = clock.milliseconds
+    chosen = plan.selection
     return StepRecord(
         step=step,
         bucket=shape.true,
@@ -67,14 +61,10 @@ def step_record(clock: StepClock, step: int, plan: UnifiedPlan, shape: StepShape
         plan_ms=plan_ms,
         forward_ms=forward_ms,
         sample_ms=sample_ms,
-        selected_pairs=_selected_pairs(plan.selection, block_size),
-        sparse=0 if plan.selection is None else len(plan.selection.counts),
+        selected_pairs=0 if chosen is None else int(chosen.counts @ chosen.num_rows) * block_size,
+        sparse=0 if chosen is None else len(chosen.counts),
         tail=int(shape.remainder),
     )
-
-
-def _selected_pairs(plan: SelectionPlan | None, block_size: int) -> int:
-    return 0 if plan is None else int(plan.counts @ plan.num_rows) * block_size
 
 
 NO_BLOCKS = np.zeros(0, np.int64)
@@ -142,9 +132,8 @@ class StepRunner:
             self.transfer.begin(scheduler_output)
             clock.skip(self.transfer.work.last_seconds)
             if self.sparse is not None:
-                self.sparse.loaded(
-                    self.transfer.loaded_blocks(scheduler_output), self.transfer.take_summarised_blocks()
-                )
+                summarised = self.transfer.take_summarised_blocks()
+                self.sparse.loaded(self.transfer.loaded_blocks(scheduler_output), summarised)
         if not scheduler_output.total_num_scheduled_tokens:
             transferred = None if self.transfer is None else self.transfer.finish()
             output = ModelRunnerOutput.with_kv_conn_output_only(transferred)
@@ -267,7 +256,7 @@ class StepRunner:
 
         def finish(sampled: SampledTokens, waited: float) -> ModelRunnerOutput:
             clock.waited(waited)
-            return self._finish_ahead(step, sampled_ids, sampled)
+            return self._finished(step, sampled_ids, sampled)
 
         return ahead.add(tokens, finish)
 
@@ -283,9 +272,9 @@ class StepRunner:
             self._sampled(step)
             return sampled
 
-        return ahead.add(VerifiedLater(sample), lambda sampled, _: self._finish_ahead(step, sampled_ids, sampled))
+        return ahead.add(VerifiedLater(sample), lambda sampled, _: self._finished(step, sampled_ids, sampled))
 
-    def _finish_ahead(self, step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
+    def _finished(self, step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
         self._record(step)
         output = _output(step, sampled_ids, sampled)
         if self.memory is not None:
@@ -325,15 +314,12 @@ class StepRunner:
         self._propose(step)
         self._sampled(step)
         transferred = self._finish_transfer()
-        self._record(step)
-        output = _output(step, sampled_ids, sampled)
+        output = self._finished(step, sampled_ids, sampled)
         output.kv_connector_output = transferred
         if self.sparse is not None:
             self.sparse.attach_report(output)
             if self.check is not None:
                 self.check.offload(output)
-        if self.memory is not None:
-            self.memory.attach_report(output)
         self._end_step()
         return output
 

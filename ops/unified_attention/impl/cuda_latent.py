@@ -42,6 +42,9 @@ LARGEST_VALUE, LARGEST_REST = 512, 128
 # Rows times query heads of a program. What it keeps of each is a sum of 512 elements in registers.
 MOST, MOST_WIDE = 64, 16
 TOKENS, TOKENS_WIDE = 32, 16  # of a step of a loop
+# Tiles of so many rows and heads are no products of warp groups: fewer warps do (H200, 64 decodes of 16 heads at 8192:
+# 0.256 -> 0.216 ms). A single row asks for more at once, by one program per multiprocessor (at 32768: 0.046 -> 0.030).
+SMALL, TOKENS_OF_ONE = 16, 64
 
 
 def why_not_latent(layer: Layer, plan: CudaPlan) -> str | None:
@@ -108,8 +111,13 @@ def _sizes(layer: Layer, rows: int) -> dict[str, Any]:
     """Compile-time arguments; rows: of a program."""
     sizes = layer.sizes()
     del sizes["BLOCK_D"], sizes["CAP"]
-    wide = layer.wide
-    tile = Tile(power_of_two(rows * layer.group), TOKENS_WIDE if wide else TOKENS, 1 if wide else 2, 8)
+    wide, block_m = layer.wide, power_of_two(rows * layer.group)
+    if wide:
+        tile = Tile(block_m, TOKENS_WIDE, 1, 8)
+    elif layer.rows == 1 and block_m == SMALL:
+        tile = Tile(block_m, TOKENS_OF_ONE, 2, 4)
+    else:
+        tile = Tile(block_m, TOKENS, 2, 4 if block_m == SMALL else 8)
     rest = power_of_two(layer.query.shape[2] - layer.value_dim)
     return {**sizes, **tile.sizes(), "BLOCK_R": rest, "ROWS": rows}
 
@@ -154,14 +162,15 @@ def _spans(
 ) -> Work:
     """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i."""
     layer = in_groups(layer, rows)
-    programs = programs_of(layer, blocks.shape[0])
+    sizes = _sizes(layer, rows)
+    programs = programs_of(layer, blocks.shape[0], beside=sizes["BLOCK_N"] == TOKENS_OF_ONE)
     found = room_for(layer, plan, part, place, lists.offsets, programs, rows)
 
     def launch() -> None:
         attend_latent_spans[(layer.kv_heads, programs)](
             layer.query, layer.key_cache, blocks, lists.lo, lists.hi, lists.offsets, *spans,
             found.acc, found.top, found.total, layer.scale, lists.num_lists,
-            *layer.query.stride()[:2], *layer.key_cache.stride()[:2], **_sizes(layer, rows),
+            *layer.query.stride()[:2], *layer.key_cache.stride()[:2], **sizes,
             SINGLE=spans[0] is None, BLOCK_SIZE=block_size, LISTS=lists_size(lists.num_lists),
         )  # fmt: skip
 

@@ -37,10 +37,11 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
     spans_tile,
     unique_place,
 )
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_short import finished, is_short
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal import attend_causal, find_bounds, repair_causal
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.merge import merge_parts
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.shared import attend_shared
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import attend_rows, list_columns
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import list_columns
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.unique import attend_spans, attend_spans_flat
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, SharedPart
 
@@ -238,9 +239,6 @@ def tiles_of(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -
 # From so many single rows on, one loop over all entries is faster (H200, 256 requests of 512 tokens: 0.162 -> 0.157
 # ms); of fewer rows it is slower, and so it is where spans are long (8 with 77 chosen blocks each: by a sixth).
 MANY_SPANS = 64
-# Up to so many tokens in all, a program per row and kv head that needs no merge is faster than many and one (H200, one
-# request of 128 tokens 7.5 -> 4.5 us, of 256 7.6 -> 6.2, of 512 8.3 -> 9.9).
-FINAL_TOKENS = 256
 
 
 def unique(layer: Layer, plan: CudaPlan, beside: bool, alone: bool) -> Work:
@@ -254,25 +252,12 @@ def unique(layer: Layer, plan: CudaPlan, beside: bool, alone: bool) -> Work:
     slots = None if plan.tokens is None else layer.by_slot()
     if slots is not None and plan.tokens is not None:
         layer, lists, size = slots, plan.tokens, 1
-    if alone and lists.blocks.shape[0] * size <= FINAL_TOKENS:
-        return _finished(layer, lists, size)
+    # a list of slots is as long as its row has tokens, which is not known
+    of_row = 0 if size == 1 else size * (plan.most_of_row or 0)
+    if alone and is_short(layer, lists.blocks.shape[0] * size, of_row):
+        return finished(layer, lists, size)
     place = plan.kept(("unique place", layer.rows), lambda: unique_place(lists, layer.rows))
     return _spans(layer, plan, "unique", place, lists, lists.blocks, 1, (None, None), beside, size)
-
-
-def _finished(layer: Layer, lists: Lists, block_size: int) -> Work:
-    """One program per row, with all of its blocks, straight to the result."""
-    sizes = {**layer.sizes(), **spans_tile(layer, 1).sizes(), "BLOCK_SIZE": block_size}
-
-    def launch() -> None:
-        attend_rows[(layer.rows, layer.kv_heads)](
-            layer.query, layer.key_cache, layer.value_cache, lists.blocks, lists.lo, lists.hi, lists.offsets,
-            layer.out, layer.sinks, layer.scale, lists.num_lists,
-            *layer.query.stride()[:2], *layer.cache_strides(), *layer.out.stride()[:2], **sizes,
-            SINKS=layer.sinks is not None,
-        )  # fmt: skip
-
-    return Work(launch, None)
 
 
 def selected(layer: Layer, plan: CudaPlan, part: SelectedPart, lists: Lists, blocks: Tensor | None) -> Work:

@@ -84,6 +84,11 @@ class CudaPlan:
     derived: dict[tuple[str, int], Any] = field(default_factory=dict)
     scratch: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def most_of_row(self) -> int | None:
+        """Blocks that a single row has at most, where that is known."""
+        return None if self.parts.unique is None else self.parts.unique.most_of_row
+
     def kept(self, key: tuple[str, int], derive: Callable[[], T]) -> T:
         """The value for this key, derived on the first call."""
         if key not in self.derived:

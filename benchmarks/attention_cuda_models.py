@@ -1,0 +1,106 @@
+"""Attention of other models than Llama: windows, sinks, soft caps, latents; decodes, verifications and prompt chunks.
+
+`python -m benchmarks.attention --device cuda --models`. Planned and staged at the true shape. vLLM's Triton kernels
+stand beside it: its unified kernel, in both of its forms, and the one for decodes over latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from benchmarks.attention_cuda_case import Batch, Case, Model, Request
+from benchmarks.attention_cuda_result import OURS, Result
+from benchmarks.attention_cuda_rows import least_ms, planned
+from benchmarks.attention_cuda_sides import Side, vllm_latent, vllm_triton
+
+Sides = dict[str, Side | None]
+
+GPT_OSS = Model(heads=64, kv_heads=8, dim=64, sinks=True)
+GEMMA_2 = Model(heads=16, kv_heads=8, dim=256, cap=50.0)
+LATENT = Model(heads=16, kv_heads=1, dim=576, latent=512)
+MODELS = {
+    "gpt-oss, window 128": replace(GPT_OSS, window=128),
+    "gpt-oss": GPT_OSS,
+    "Llama, window 1024": Model(window=1024),
+    "Llama, window 4096": Model(window=4096),
+    "Gemma 2, window 4096": replace(GEMMA_2, window=4096),
+    "Gemma 2": GEMMA_2,
+    "DeepSeek-V2-Lite": LATENT,
+    "DeepSeek-V3": replace(LATENT, heads=128),
+}
+COUNTS = (1, 16, 64)
+CONTEXTS = (128, 1024, 8192, 32768, 131072)  # the first: what a window costs is compared with it
+MOST_BYTES = 20e9  # of a cache: making more takes longer than measuring it
+
+SEVERAL = (
+    Case("verify 16 x (8192 + 4)", (Request(8192, 4),) * 16, 0.0),
+    Case("512 after 8192", (Request(8192, 512),), 0.0),
+    Case("prompt of 2048", (Request(0, 2048),), 0.0),
+)
+
+
+def cases(model: Model) -> list[Case]:
+    """Decodes, and requests with several rows."""
+    decodes = [
+        Case(f"{count} at {tokens}", (Request(tokens - 1, 1),) * count, 0.0)
+        for tokens in CONTEXTS
+        for count in COUNTS
+        if _bytes(model, count, tokens) <= MOST_BYTES
+    ]
+    # new tokens of latents are expanded by the model, see docs/guides/latent-attention.md
+    return [*decodes, *(SEVERAL[:-1] if model.latent else SEVERAL)]
+
+
+def sides(batch: Batch) -> Sides:
+    """vLLM's."""
+    if batch.model.latent:
+        return {"triton latent": vllm_latent(batch)}
+    return {"triton 2d": vllm_triton(batch, split=False), "triton 3d": vllm_triton(batch, split=True)}
+
+
+def measure_all(one: Callable[..., Result]) -> list[Result]:
+    """Every model and case, and then what is slower than vLLM, and what the context costs beyond a window.
+
+    one: as `attention_cuda.measure`, for a case and the rest by name.
+    """
+    results = []
+    for name, model in MODELS.items():
+        for case in cases(model):
+            of_model = replace(case, name=f"{name}: {case.name}")
+            results.append(one(of_model, model=model, peers=sides, parts=planned, least_ms=least_ms))
+            print(results[-1].line(), flush=True)
+    print("slower than vLLM's Triton kernels: " + (", ".join(slower(results)) or "in no row"))
+    for line in beyond_windows(results):
+        print(line)
+    return results
+
+
+def slower(results: list[Result]) -> list[str]:
+    """Rows in which the better of the peer's kernels is faster, with how much."""
+    found = []
+    for result in results:
+        own = result.milliseconds[OURS]
+        peers = [ms for name, ms in result.milliseconds.items() if name != OURS]
+        if peers and min(peers) < own:
+            found.append(f"{result.name} ({min(peers) / own:.2f}x)")
+    return found
+
+
+def beyond_windows(results: list[Result]) -> list[str]:
+    """How much longer the longest context takes than one that a window just covers."""
+    by_name = {result.name: result.milliseconds[OURS] for result in results}
+    lines = []
+    for name, model in MODELS.items():
+        if model.window not in CONTEXTS:
+            continue
+        for count in COUNTS:
+            there = [by_name.get(f"{name}: {count} at {tokens}") for tokens in (model.window, CONTEXTS[-1])]
+            if there[0] is not None and there[1] is not None:
+                lines.append(f"{name}: {count} at {CONTEXTS[-1]} takes {there[1] / there[0]:.2f} of {model.window}")
+    return lines
+
+
+def _bytes(model: Model, count: int, tokens: int) -> int:
+    seen = min(tokens, model.window or tokens)
+    return 2 * count * seen * model.kv_heads * (model.dim if model.latent else 2 * model.dim)
