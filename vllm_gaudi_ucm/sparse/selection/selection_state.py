@@ -157,11 +157,13 @@ class SelectionState:
         chose = counts > 0
         entries = zip(asked, slots.tolist(), num_full.tolist(), chose.tolist(), strict=True)
         self.chosen.update({one: (slot, full) for one, slot, full, has_chosen in entries if has_chosen})
-        candidates = int(np.count_nonzero(selection.candidates))
-        for mode in SelectionMode:
-            self.totals.modes[mode] += int(np.count_nonzero(selection.modes == mode))
-        self.totals.context_blocks += int(context_blocks[chose].sum())
-        self.totals.attended_blocks += int(context_blocks[chose].sum()) - candidates + int(counts.sum())
+        # one call for all modes: each costs more than what it counts
+        modes = np.bincount(selection.modes[index[chose]], minlength=len(SelectionMode))
+        for mode, count in zip(SelectionMode, modes.tolist(), strict=True):
+            self.totals.modes[mode] += count
+        seen, candidates = int(context_blocks[chose].sum()), int(np.count_nonzero(selection.candidates))
+        self.totals.context_blocks += seen
+        self.totals.attended_blocks += seen - candidates + int(counts.sum())
 
     def _all_dense(
         self, batch: BatchInput, num_drafts: NDArray[np.int64], absent: NDArray[np.bool_] | None
