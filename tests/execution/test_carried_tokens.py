@@ -66,9 +66,10 @@ def test_a_token_is_known_once_it_has_crossed() -> None:
     ids = table.tokens_at(live, np.arange(3), np.full(3, 2))
     assert ids.tolist() == [-1, -2, -3]
     assert carried.fill_in(torch.from_numpy(ids)).tolist() == [7, 8, 9]
-    assert not flight.are_known
+    assert flight.are_waited_for
     for _ in range(2):
         assert flight.settle()[0].tokens == [[7], [8], [9]]
+    assert not flight.are_waited_for
     assert [request.output_token_ids for request in live] == [[7], [8], [9]]
     assert table.tokens_at(live, np.arange(3), np.full(3, 2)).tolist() == [7, 8, 9]
 
