@@ -11,8 +11,7 @@ import torch
 from vllm.model_executor.layers import rotary_embedding
 
 from tests.engine.serving import Answer, Engine, greedy_params
-from tests.engine.test_families import MIXTURES
-from tests.engine.tiny_models import FAMILIES, LATENT, VOCAB, make_config, make_model
+from tests.engine.tiny_models import FAMILIES, LATENT, MIXTURES, VOCAB, make_config, make_model
 from vllm_gaudi_ucm.execution.true_shape_execution import MOST_ROWS, NativeGraphs
 from vllm_gaudi_ucm.ops.native import library
 

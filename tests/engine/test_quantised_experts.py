@@ -22,8 +22,7 @@ from tests.engine.quantised_models import (
 )
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine
-from tests.engine.test_latent_attention import EXPERTS as EXPERTS_OF_DEEPSEEK
-from tests.engine.tiny_models import make_config, make_model
+from tests.engine.tiny_models import LATENT_EXPERTS, make_config, make_model
 from tests.engine.window_models import window_config
 from vllm_gaudi_ucm.vllm_api.moe import RoutedExperts
 
@@ -114,7 +113,7 @@ def test_tokens_are_those_of_the_exact_values(tmp_path: Path, name: str) -> None
 def test_deepseek_in_blocks(tmp_path: Path) -> None:
     """Latent attention makes two matrices of a quantised one; experts beside a shared one, which is a linear layer."""
     sizes = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 32, "v_head_dim": 16}
-    plain = make_model(tmp_path / "random", make_config("deepseek_v2", **EXPERTS_OF_DEEPSEEK, **sizes))
+    plain = make_model(tmp_path / "random", make_config("deepseek_v2", **LATENT_EXPERTS, **sizes))
     quantised, meant = write_quantised(plain, tmp_path, *FORMATS["fp8 blocks"])
     with Engine(quantised) as engine:
         answers = engine.greedy(PROMPTS, 16)

@@ -26,6 +26,10 @@ def ucm(ratio: float, method: str = "GSA", mode: str = "off", **more: Any) -> di
     return {"ucm_sparse_method": method, "ucm_sparse_config": chosen, "graphs": {"mode": mode, "max_graphs": 8}}
 
 
+# where layers of whole contexts have a low budget: two families are enough
+LOW_BUDGETS = ["gemma3_text", "gpt_oss"]
+
+
 @pytest.fixture(scope="module", params=FULL_LAYERS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / request.param, window_config(request.param))
@@ -53,11 +57,10 @@ def test_a_budget_of_all_blocks_equals_dense(model: Path, dense: list[Answer]) -
         assert_same(answers, dense)
 
 
+@pytest.mark.parametrize("model", LOW_BUDGETS, indirect=True)
 def test_a_low_budget(model: Path, dense: list[Answer]) -> None:
     """The first token of a decode is that of the prompt, which is dense; later ones are off, and are numbers. What
     layers with windows attend to is not less: where the others are dense, nothing changes."""
-    if model.name not in ("gemma3_text", "gpt_oss"):
-        pytest.skip("two families are enough")
     with Engine(model, ucm(0.1), **OPTIONS) as engine:
         found = engine.greedy(prompts(), 32)
         totals = engine.runner.parts.sparse.state.totals

@@ -114,6 +114,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_inner": 128, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS},
 }
 
+MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"}
 # with latent attention
 LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"}
 

@@ -100,5 +100,9 @@ def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
         "multiply_gated",
         "multiply_shared",
         "sum_pairs",
+        "add_parts",
+        "choose",
+        # of many rows, which are not compiled in float32
+        *(["write_out"] if dtype == "bfloat16" else []),
     }
     assert max(found.values()) <= SHARED_MEMORY
