@@ -183,9 +183,9 @@ def _largest_buckets(limits: Limits, cost: CostModel) -> BucketSet:
 
 
 def _largest_of_phases(limits: Limits) -> list[ForwardShape]:
-    """Most kernels of all graphs are among theirs."""
+    """Most kernels of all graphs are among theirs. Without shared or chosen blocks several phases are one."""
     phases = (phase for phase in product((False, True), repeat=4) if any(phase[:3]))
-    return [limits.phase_maximum(*phase) for phase in phases if limits.max_selected_blocks or not phase[3]]
+    return list(dict.fromkeys(limits.phase_maximum(*phase) for phase in phases))
 
 
 def _sampling_bytes(execution: BucketedExecution, vllm_config: VllmConfig) -> int:
