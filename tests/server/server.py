@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.ports import free_port
 from tests.warm_process import WarmProcess
 
 MODEL_NAME = "smollm2"
@@ -135,7 +135,7 @@ def start_server(
     ready: else it returns at once, and the server has still to import and to load everything.
     more: options of the plugin.
     """
-    port = _free_port()
+    port = free_port()
     # One thread: the HTTP server and the clients need the other core; threads that take turns are slow.
     ucm = {"phase_log": str(folder / "phases.jsonl"), "cpu": {"threads": 1}, **more}
     arguments = [
@@ -163,9 +163,3 @@ def _start(arguments: list[str], folder: Path, cold: bool) -> subprocess.Popen[b
     with log.open("wb") as output:
         command = serve_command(*arguments)
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import redis
+
+from tests.ports import free_port
 
 PROGRAM = "redis-server"
 
@@ -29,7 +30,7 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
         for attempt in range(5):  # another process may take the port before the server does
-            self.port = _free_port()
+            self.port = free_port()
             try:
                 self.start()
                 break
@@ -81,9 +82,3 @@ def needs_redis() -> None:
         if os.environ.get("CI", "").lower() in ("1", "true"):
             pytest.fail(what)
         pytest.skip(what)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
