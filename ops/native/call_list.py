@@ -28,8 +28,14 @@ KERNELS = {
     "ucm_tile_linear": Kernel(6, 0),
     "ucm_attend": Kernel(7, 0),
     "ucm_select_blocks": Kernel(8, 0),
+    "ucm_rms_norm_half": Kernel(9, 0),
+    "ucm_rotary_half": Kernel(10, -1),
+    "ucm_silu_and_mul_half": Kernel(11, 0),
+    "ucm_widen_rows": Kernel(12, 0),
+    "ucm_narrow_rows": Kernel(13, 0),
+    "ucm_bf16_linear": Kernel(14, 0),
 }
-_MOST_ARGUMENTS = 12
+_MOST_ARGUMENTS = 13
 
 
 class Call(Structure):

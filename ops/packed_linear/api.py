@@ -7,6 +7,9 @@ comes closer to it (another core: 1 row 42 ms against oneDNN's 50, 16 rows 60 ms
 in fewer bits is read from a compact copy (`packing.py`); its product differs only in the order of the sums. On a CPU
 with a matrix unit both forms are multiplied there, as sums of bfloat16 (`ops/native/source/tile_linear.cpp`), and a
 weight with a compact copy needs no other copy; neither does it with 512-bit vectors and panels that stay in the cache.
+
+A bfloat16 weight is multiplied with bfloat16 rows in pairs where the CPU has instructions for that (`bf16_linear.cpp`),
+else a few rows of half precision are widened: both are native calls, which a graph can hold.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.native import matrix_unit
-from vllm_gaudi_ucm.ops.native.library import is_rows, native
-from vllm_gaudi_ucm.ops.packed_linear.packing import Compact, Form, Panels, find_compact, find_panels
+from vllm_gaudi_ucm.ops.native.half_rows import narrow_rows, widen_rows
+from vllm_gaudi_ucm.ops.native.library import HALF_TYPES, is_half_rows, is_rows, native
+from vllm_gaudi_ucm.ops.packed_linear.packing import Compact, Form, Panels, find_compact, find_pairs, find_panels
 
 # oneDNN chooses the block layout for a number of rows; of 1, 16, 256 and unknown, 16 was the best over 1 to 1024 rows.
 PACK_FOR_ROWS = 16
@@ -33,6 +37,11 @@ TILE_ROWS_PANELS = 65
 # compact weights, of 262: 576 inputs, 128 rows 222 and 224, 1024 rows 237 and 237; 1536: 231 and 237, 241 and 248.
 ALONE_LANES = 16
 ALONE_INPUTS = 2048
+# A weight in pairs needs no copy for oneDNN up to this many inputs. Zen 5, one thread, 4096 inputs and outputs, GFLOP/s
+# of oneDNN and of pairs: 1 row 50 and 56, 16 rows 309 and 363, 128 rows 451 and 474, 1024 rows 471 and 446.
+PAIRS_ALONE_INPUTS = 4096
+# Beside a matrix unit, which multiplies bfloat16 many times as fast: from here on reading the weight is not the limit.
+PAIRS_ROWS_BESIDE_TILES = 16
 # How the native kernel numbers fp32 panels, beside the values of `Form`.
 _FLOAT32 = 3
 
@@ -40,8 +49,9 @@ _FLOAT32 = 3
 class PackedWeight(NamedTuple):
     """An opaque reordered weight [outputs, inputs], its panels for the native kernels, and its compact copy.
 
-    tensor: None if only the compact copy is kept.
-    is_fp32: products are computed in fp32, also of a float16 weight where the CPU computes nothing in that.
+    tensor: None if another form is kept alone.
+    pairs: of a bfloat16 weight, for instructions that multiply pairs.
+    is_fp32: products are computed in fp32, also of a weight in half precision where the CPU computes nothing in that.
     """
 
     tensor: Tensor | None
@@ -50,17 +60,14 @@ class PackedWeight(NamedTuple):
     panels: Panels | None
     compact: Compact | None = None
     is_fp32: bool = True
+    pairs: Panels | None = None
 
 
 def can_pack(weight: Tensor) -> bool:
     """Whether packing makes products with a weight of this dtype and device fast, with this torch and CPU."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if weight.dtype == torch.float16:
-        return True
-    return weight.dtype == torch.float32
+    return weight.dtype == torch.float32 or weight.dtype in HALF_TYPES
 
 
 def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
@@ -70,15 +77,20 @@ def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
         multiplies it fast for any number of rows.
     """
     plain = weight.detach().contiguous()
-    if plain.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        # exact, and products are fp32: without units for fp16 torch multiplies five times as slowly
+    if not _has_units_for(plain.dtype):
+        # exact, and products are fp32: without units for half precision torch multiplies five times as slowly
         plain, compact = plain.float(), True
-    found = find_compact(plain) if compact else None
-    if found is not None and _enough_alone(plain.shape[1]):
-        return PackedWeight(None, plain.shape[0], plain.shape[1], None, found)
-    packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
+    pairs = find_pairs(plain)
+    if pairs is not None:
+        is_alone = plain.shape[1] <= PAIRS_ALONE_INPUTS and not matrix_unit.in_use()
+        packed = None if is_alone else torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
+        return PackedWeight(packed, *plain.shape, None, is_fp32=False, pairs=pairs)
+    found = find_compact(plain.float()) if compact else None
     is_fp32 = plain.dtype == torch.float32
-    return PackedWeight(packed, plain.shape[0], plain.shape[1], find_panels(plain, packed), found, is_fp32)
+    if found is not None and is_fp32 and _enough_alone(plain.shape[1]):
+        return PackedWeight(None, *plain.shape, None, found)
+    packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
+    return PackedWeight(packed, *plain.shape, find_panels(plain, packed), found, is_fp32)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -89,9 +101,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     if x.dim() != 2:
         rows = x.reshape(-1, x.shape[-1])
         return packed_linear(rows, weight, bias).view(*x.shape[:-1], weight.outputs)
-    if x.dtype == torch.float16 and weight.is_fp32:
-        wide_bias = None if bias is None else bias.float()
-        return packed_linear(x.float(), weight, wide_bias).to(x.dtype)
+    if x.dtype in HALF_TYPES and (found := _in_half(x, weight, bias)) is not None:
+        return found
     if weight.tensor is None and x.stride(1) != 1:
         x = x.contiguous()
     form = weight.compact or weight.panels
@@ -103,10 +114,51 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     if weight.tensor is None:
         raise RuntimeError(
             f"a packed weight of {weight.outputs} outputs and {weight.inputs} inputs: found x {x.dtype} "
-            f"{tuple(x.shape)}, bias {None if bias is None else tuple(bias.shape)}; expected float32 rows of "
-            f"{weight.inputs} on the CPU, a bias of {weight.outputs}, and no compilation"
+            f"{tuple(x.shape)}, bias {None if bias is None else tuple(bias.shape)}; expected "
+            f"{'float32' if weight.pairs is None else 'bfloat16'} rows of {weight.inputs} on the CPU, a bias of "
+            f"{weight.outputs}, and no compilation"
         )
     return torch.ops.mkldnn._linear_pointwise(x, weight.tensor, bias, "none", [], "")
+
+
+def _in_half(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor | None:
+    """The product of rows in half precision by native kernels, or in fp32; None if it is oneDNN's."""
+    if weight.pairs is not None:
+        if not is_half_rows(x):
+            x = x.contiguous()
+        return _multiply_pairs(x, weight.pairs, bias) if _takes_pairs(x, weight, bias) else None
+    if not weight.is_fp32 and not (weight.compact is not None and x.shape[0] <= NATIVE_ROWS and is_half_rows(x)):
+        return None
+    wide_bias = None if bias is None else widen_rows(bias.view(1, -1)).view(-1)
+    product = packed_linear(widen_rows(x), weight, wide_bias)
+    return narrow_rows(product, x.new_empty(product.shape))
+
+
+def _takes_pairs(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
+    """Whether sizes and dtypes match, and pairs are the fastest; if not, oneDNN gets the rows, and raises the error."""
+    if x.dtype != torch.bfloat16 or x.shape[1] != weight.inputs or torch.compiler.is_compiling():
+        return False
+    if bias is not None and not (bias.dtype == x.dtype and bias.shape == (weight.outputs,) and bias.is_contiguous()):
+        return False
+    most = PAIRS_ROWS_BESIDE_TILES if matrix_unit.in_use() else NATIVE_ROWS
+    return weight.tensor is None or x.shape[0] <= most
+
+
+def _multiply_pairs(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
+    kernels = native()
+    assert kernels is not None, "pairs are found only for native kernels"
+    out = x.new_empty((x.shape[0], weight.owner.shape[0] * weight.width))
+    address = None if bias is None else bias.data_ptr()
+    given = (x.data_ptr(), x.stride(0), weight.address, address, out.data_ptr())
+    kernels.ucm_bf16_linear(*given, *x.shape, out.shape[1], weight.width)
+    return out
+
+
+def _has_units_for(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes in this dtype here, and not much more slowly than in fp32."""
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _enough_alone(inputs: int) -> bool:

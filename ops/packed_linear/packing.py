@@ -139,13 +139,18 @@ _ENCODERS: dict[Form, Callable[[Tensor], _Encoded | None]] = {
 
 
 PANEL_WIDTHS = (64, 48, 32, 24, 16, 8)
+# Of pairs: the instructions have 16 lanes.
+PAIR_WIDTHS = (64, 48, 32, 16)
 # Panel width per weight shape, 0 where the format is another one. Only what a weight proves is kept: zeros look alike
 # in panels of any width and in plain memory.
 _widths: dict[torch.Size, int] = {}
 
 
 class Panels(NamedTuple):
-    """A weight [out, in] stored as [out / width, in, width] at `address`, in the memory of `owner`."""
+    """A weight [out, in] stored as [out / width, in, width] at `address`, in the memory of `owner`.
+
+    Pairs: as [out / width, in / 2, width, 2].
+    """
 
     owner: Tensor
     address: int
@@ -198,3 +203,19 @@ def _address(packed: Tensor) -> int | None:
     tensor, found = ctypes.c_void_p(packed._cdata), ctypes.c_void_p()
     status = get_data_ptr(ctypes.byref(tensor), ctypes.byref(found))
     return found.value if status == 0 else None
+
+
+def find_pairs(weight: Tensor) -> Panels | None:
+    """A bfloat16 weight as [out / width, in / 2, width, 2], for instructions that multiply pairs of bfloat16.
+
+    A copy. None if this CPU has no such instructions, without native kernels, or if the weight does not divide so.
+    """
+    kernels = native()
+    if kernels is None or weight.dtype != torch.bfloat16 or not kernels.ucm_multiplies_bf16():
+        return None
+    outputs, inputs = weight.shape
+    width = next((width for width in PAIR_WIDTHS if outputs % width == 0), None)
+    if width is None or inputs % 2:
+        return None
+    pairs = weight.detach().view(outputs // width, width, inputs // 2, 2).transpose(1, 2).contiguous()
+    return Panels(pairs, pairs.data_ptr(), width)

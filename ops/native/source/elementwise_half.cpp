@@ -118,6 +118,20 @@ void gate_rows(const uint16_t* x, int64_t x_stride, uint16_t* out, int64_t rows,
         }
 }
 
+template <typename T>
+void widen_rows(const uint16_t* from, int64_t stride, float* to, int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows * size > SERIAL)
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < size; ++i) to[row * size + i] = T::widen(from[row * stride + i]);
+}
+
+template <typename T>
+void narrow_rows(const float* from, uint16_t* to, int64_t stride, int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows * size > SERIAL)
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < size; ++i) to[row * stride + i] = T::narrow(from[row * size + i]);
+}
+
 }  // namespace
 
 // type: as in memory.h, of all tensors but positions.
@@ -144,4 +158,17 @@ extern "C" void ucm_silu_and_mul_half(
     const uint16_t* x, int64_t x_stride, uint16_t* out, int64_t rows, int64_t size, int64_t type) {
     const auto run = type == BF16 ? gate_rows<Brain> : gate_rows<Half>;
     run(x, x_stride, out, rows, size);
+}
+
+// Dense fp32 rows from and to rows of half precision, which may have gaps between them.
+extern "C" void ucm_widen_rows(
+    const uint16_t* from, int64_t stride, float* to, int64_t rows, int64_t size, int64_t type) {
+    const auto run = type == BF16 ? widen_rows<Brain> : widen_rows<Half>;
+    run(from, stride, to, rows, size);
+}
+
+extern "C" void ucm_narrow_rows(
+    const float* from, uint16_t* to, int64_t stride, int64_t rows, int64_t size, int64_t type) {
+    const auto run = type == BF16 ? narrow_rows<Brain> : narrow_rows<Half>;
+    run(from, to, stride, rows, size);
 }

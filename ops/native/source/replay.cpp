@@ -25,13 +25,23 @@ void ucm_compact_linear(
 void ucm_tile_linear(
     const float*, int64_t, int64_t, const char*, const float*, const float*, const float*, float*, int64_t, int64_t,
     int64_t, int64_t);
+void ucm_rms_norm_half(
+    const uint16_t*, int64_t, uint16_t*, int64_t, const uint16_t*, uint16_t*, int64_t, int64_t, float, int64_t);
+int64_t ucm_rotary_half(
+    uint16_t*, int64_t, int64_t, uint16_t*, int64_t, int64_t, const int64_t*, int64_t, const uint16_t*, int64_t,
+    int64_t, int64_t, int64_t);
+void ucm_silu_and_mul_half(const uint16_t*, int64_t, uint16_t*, int64_t, int64_t, int64_t);
+void ucm_widen_rows(const uint16_t*, int64_t, float*, int64_t, int64_t, int64_t);
+void ucm_narrow_rows(const float*, uint16_t*, int64_t, int64_t, int64_t, int64_t);
+void ucm_bf16_linear(
+    const uint16_t*, int64_t, const uint16_t*, const uint16_t*, uint16_t*, int64_t, int64_t, int64_t, int64_t);
 int64_t ucm_attend(const Plan*, const Layer*, const Tensors*);
 int64_t ucm_select_blocks(const Selecting*);
 }
 
 namespace {
 
-constexpr int64_t MOST_ARGUMENTS = 12;
+constexpr int64_t MOST_ARGUMENTS = 13;
 constexpr int64_t COMPACT_LINEAR = 5, ATTEND = 7;  // kernels that are looked for, as ops/native/call_list.py numbers all
 
 // An argument as it was given: an integer, an address, or the bits of a float.
@@ -82,6 +92,12 @@ int64_t run(const Call& recorded) {
         case 6: return call(ucm_tile_linear, words);
         case ATTEND: return call(ucm_attend, words);
         case 8: return call(ucm_select_blocks, words);
+        case 9: return call(ucm_rms_norm_half, words);
+        case 10: return call(ucm_rotary_half, words);
+        case 11: return call(ucm_silu_and_mul_half, words);
+        case 12: return call(ucm_widen_rows, words);
+        case 13: return call(ucm_narrow_rows, words);
+        case 14: return call(ucm_bf16_linear, words);
     }
     return ~recorded.done;
 }

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.native.half_rows import narrow_rows, widen_rows
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import Jobs, make_jobs
 from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
@@ -123,9 +124,9 @@ class NativeAttention(AttentionImplementation):
         library = native()
         assert library is not None, "planned for kernels that are not there"
         if query.dtype != torch.float32:
-            query, key, value = query.float(), key.float(), value.float()
+            query, key, value = _wide(query), _wide(key), _wide(value)
         result = (
-            out if out.dtype == torch.float32 and out.is_contiguous() else torch.empty(out.shape, dtype=torch.float32)
+            out if out.dtype == torch.float32 and out.is_contiguous() else out.new_empty(out.shape, dtype=torch.float32)
         )
         layer = _layer(query, key, value, key_cache, value_cache, plan, spec)
         if layer is None:
@@ -147,8 +148,13 @@ class NativeAttention(AttentionImplementation):
                 f"which has {key_cache.shape[0]} blocks of {key_cache.shape[1]} tokens"
             )
         if status == 0 and result is not out:
-            out.copy_(result)
+            narrow_rows(result.flatten(1), out.flatten(1)) if out.is_contiguous() else out.copy_(result)
         return status == 0
+
+
+def _wide(x: Tensor) -> Tensor:
+    """float32 [rows, heads, size]; the heads of a row lie side by side in what a model computes."""
+    return widen_rows(x.flatten(1)).view(x.shape)
 
 
 def _layer(
