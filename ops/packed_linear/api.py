@@ -80,17 +80,18 @@ def pack(weight: Tensor, compact: bool = False) -> PackedWeight:
     if not _has_units_for(plain.dtype):
         # exact, and products are fp32: without units for half precision torch multiplies five times as slowly
         plain, compact = plain.float(), True
+    outputs, inputs = plain.shape
     pairs = find_pairs(plain)
     if pairs is not None:
-        is_alone = plain.shape[1] <= PAIRS_ALONE_INPUTS and not matrix_unit.in_use()
+        is_alone = inputs <= PAIRS_ALONE_INPUTS and not matrix_unit.in_use()
         packed = None if is_alone else torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
-        return PackedWeight(packed, *plain.shape, None, is_fp32=False, pairs=pairs)
+        return PackedWeight(packed, outputs, inputs, None, is_fp32=False, pairs=pairs)
     found = find_compact(plain.float()) if compact else None
     is_fp32 = plain.dtype == torch.float32
-    if found is not None and is_fp32 and _enough_alone(plain.shape[1]):
-        return PackedWeight(None, *plain.shape, None, found)
+    if found is not None and is_fp32 and _enough_alone(inputs):
+        return PackedWeight(None, outputs, inputs, None, found)
     packed = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_FOR_ROWS)
-    return PackedWeight(packed, *plain.shape, find_panels(plain, packed), found, is_fp32)
+    return PackedWeight(packed, outputs, inputs, find_panels(plain, packed), found, is_fp32)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:

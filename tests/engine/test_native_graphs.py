@@ -67,13 +67,14 @@ def test_graphs_change_no_bit(family: str, tmp_path: Path) -> None:
         assert ways["replayed"] > 3 * (ways["captured"] + ways["ordinary"]), ways
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_has_no_graphs_and_stops_trying(dtype: str, tmp_path: Path) -> None:
-    model = make_model(tmp_path, make_config("llama", num_hidden_layers=4), getattr(torch, dtype))
+@pytest.mark.parametrize(("family", "dtype"), [("qwen2", "bfloat16"), ("llama", "float16")])
+def test_half_precision(family: str, dtype: str, tmp_path: Path) -> None:
+    """Also of a model whose projections have a bias."""
+    model = make_model(tmp_path, make_config(family, num_hidden_layers=5), getattr(torch, dtype))
     expected, _ = served(model, OFF, dtype=dtype)
     found, ways = served(model, {}, dtype=dtype)
     assert found == expected
-    assert ways["replayed"] == ways["captured"] == 0
+    assert ways["replayed"] > 3 * (ways["captured"] + ways["ordinary"]), ways
 
 
 def test_a_graph_that_gives_other_bits_is_never_used(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
