@@ -245,3 +245,15 @@ def test_a_broken_element_is_nan_in_all_of_a_row() -> None:
     """covers: A9, D8. The properties of all implementations, where the interpreter runs them, too."""
     test_garbage.test_one_bad_element_of_a_value_is_nan_in_the_heads_that_read_it(implementation="cuda")
     test_garbage.test_one_bad_element_of_a_key_is_nan_or_has_no_weight(implementation="cuda")
+
+
+def test_tiles_without_new_tokens() -> None:
+    """A loop that has nothing to do must not start near the largest integer: its next step is negative, and is read
+    ahead. Keys of 192 elements are read by pointers, which reach anywhere."""
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import bounds_of
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    starts = torch.tensor([*[2147483647] * 6, 6, 6, 8, *[2147483647] * 7], dtype=torch.int32, device=device)
+    assert bounds_of(starts, 4).tolist() == [[0, 0, 0], [6, 6, 8], [8, 8, 9], [0, 0, 0]]
+    shape = Shape(4, 4, 192, 128, 16, torch.bfloat16, memory="pairs by token")
+    assert_matches(build([Request(0, 3), *[Request(5, 1)] * 66], shape), "cuda")

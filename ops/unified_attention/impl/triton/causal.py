@@ -11,13 +11,15 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, add
 def find_bounds(starts, bounds, rows, BLOCK_M: tl.constexpr):
     """For each tile of rows, int32 [tiles, 3]: first key that any row sees, first key that all rows see, end of rows.
 
-    Counts only rows with a causal part; in a tile without such rows the end is 0. starts: see `attend_causal`.
+    Counts only rows with a causal part; a tile without such rows has three zeros: a loop from a large number to 0 reads
+    ahead of itself, where the number plus a step is negative, and so less than 0. starts: see `attend_causal`.
     """
     tile = tl.program_id(0)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.load(starts + row, mask=row < rows, other=2147483647)
     active = start <= row
-    tl.store(bounds + tile * 3, tl.min(tl.where(active, start, 2147483647), 0))
+    lowest = tl.min(tl.where(active, start, 2147483647), 0)
+    tl.store(bounds + tile * 3, tl.where(lowest == 2147483647, 0, lowest))
     tl.store(bounds + tile * 3 + 1, tl.max(tl.where(active, start, 0), 0))
     tl.store(bounds + tile * 3 + 2, tl.max(tl.where(active, row, -1), 0) + 1)
 
