@@ -135,7 +135,7 @@ def span_order(row_spans: Tensor, spans: int, rows: int, rows_per_tile: int) -> 
     ones = torch.ones(max(rows, spans), dtype=torch.int32, device=row_spans.device)
     row_counts = torch.zeros_like(ones[:spans]).index_add_(0, row_spans[:rows], ones[:rows])
     count = most_tiles(rows, spans, rows_per_tile)
-    order, place = ones.new_full((count * rows_per_tile,), -1), ones.new_empty(rows)
+    order, place = ones.new_full((count * rows_per_tile + rows,), -1).split((count * rows_per_tile, rows))
     tile_spans, offsets = ones.new_empty(count), ones.new_empty(count + 1)
     place_own[(-(-rows // TAKEN),)](
         row_spans,
