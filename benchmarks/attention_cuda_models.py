@@ -71,7 +71,7 @@ def measure_all(one: Callable[..., Result], variants: bool = False) -> list[Resu
     """
     results, peers = [], window_sides if variants else sides
     for name, model in MODELS.items():
-        of_windows = SEVERAL[:-1] if model.window else ()
+        of_windows = SEVERAL if model.window else ()
         for case in of_windows if variants else cases(model):
             of_model = replace(case, name=f"{name}: {case.name}")
             results.append(one(of_model, model=model, peers=peers, parts=planned, least_ms=least_ms))

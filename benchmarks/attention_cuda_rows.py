@@ -94,7 +94,8 @@ class Variant(NamedTuple):
     own, shared: (rows times heads, keys, stages, warps) of a tile. programs: of own blocks, per kv head. merge: heads
     and pieces that a program of the merge reads at once. balanced: unique blocks per shared pair, see `cuda_attend`.
     continued: rows from which the causal part continues own blocks. single_loop: single rows beside own blocks from
-    which one loop takes all of them. windows: what `cuda_windows` chooses by, by name; a tile as own and shared.
+    which one loop takes all of them. causal: a tile of the causal part. windows: what `cuda_windows` chooses by, by
+    name; a tile as own and shared.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Variant(NamedTuple):
     continued: int | None = None
     single_loop: int | None = None
     windows: Mapping[str, Any] = MappingProxyType({})
+    causal: tuple[int, int, int, int] | None = None
 
 
 VARIANTS = (
@@ -139,6 +141,7 @@ WINDOW_VARIANTS = (
     Variant("and 16x64x3", windows={"ONE_LAUNCH_ROWS": 0, "window_tile": (16, 64, 3, 4)}),
     Variant("and 64x64x3", windows={"ONE_LAUNCH_ROWS": 0, "window_tile": (64, 64, 3, 4)}),
     Variant("and chunks by 8 warps", windows={"ONE_LAUNCH_ROWS": 0, "own_tile": (64, 32, 3, 8)}),
+    Variant("causal by 8 warps", causal=(64, 32, 3, 8)),
     Variant("one launch", windows={"ONE_LAUNCH_TOKENS": 1 << 30}),
     Variant("and 32x64x2", windows={"ONE_LAUNCH_TOKENS": 1 << 30, "window_tile": (32, 64, 2, 4)}),
     Variant("and 64x64x3", windows={"ONE_LAUNCH_TOKENS": 1 << 30, "window_tile": (64, 64, 3, 4)}),
@@ -207,6 +210,8 @@ def _chosen(variant: Variant) -> Iterator[None]:
             patch(cuda_attend, "CONTINUED", variant.continued)
         if variant.single_loop is not None:
             patch(cuda_parts, "MANY_BESIDE", variant.single_loop)
+        if variant.causal is not None:
+            patch(cuda_parts, "causal_tile", _tile_function(Tile(*variant.causal)))
         for name, value in variant.windows.items():
             patch(cuda_windows, name, _tile_function(Tile(*value)) if isinstance(value, tuple) else value)
         yield

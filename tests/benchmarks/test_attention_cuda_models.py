@@ -53,14 +53,17 @@ def test_every_variant_of_windows_chooses_something_that_exists(monkeypatch: pyt
     """And has a name of its own."""
     pytest.importorskip("triton")
     from benchmarks import attention_cuda_rows as rows
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_windows
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts, cuda_windows
 
+    causal_tile = cuda_parts.causal_tile
     before = {name: getattr(cuda_windows, name) for variant in WINDOW_VARIANTS for name in variant.windows}
     chosen = []
 
     def run_as(batch: None, variant: Variant) -> None:
         with rows._chosen(variant):
-            assert {name: getattr(cuda_windows, name) for name in before} != before
+            now = {name: getattr(cuda_windows, name) for name in before}
+            assert (now != before) == bool(variant.windows)
+            assert (cuda_parts.causal_tile is not causal_tile) == bool(variant.causal)
             chosen.append(variant)
 
     monkeypatch.setattr(rows, "ours_as", run_as)
