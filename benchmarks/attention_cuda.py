@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.sweep:
         results = sweep(partial(one, peers=kernels), Console(width=120, highlight=False))
     elif args.models:
-        results = models.measure_all(one)
+        results = models.measure_all(one, args.variants)
     else:
         cases = CASES
         if args.rows or args.variants:
@@ -174,7 +174,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--rows", action="store_true", help="requests with several rows after a cached context")
     what.add_argument("--models", action="store_true", help="windows, sinks, soft caps and latents of models")
     what.add_argument("--gaudi-form", action="store_true", help="beside it the implementation for Gaudi, on this GPU")
-    parser.add_argument("--variants", action="store_true", help="--rows, beside other sizes of tiles")
+    parser.add_argument("--variants", action="store_true", help="--rows, or windows of --models, beside other tiles")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results")
     return parser.parse_args(argv)
 

@@ -1,7 +1,8 @@
 """Attention of other models than Llama: windows, sinks, soft caps, latents; decodes, verifications and prompt chunks.
 
-`python -m benchmarks.attention --device cuda --models`. Planned and staged at the true shape. vLLM's Triton kernels
-stand beside it: its unified kernel, in both of its forms, and the one for decodes over latents.
+`python -m benchmarks.attention --device cuda --models`. Planned and staged at the true shape, and requests with several
+rows in a bucket, too; with `--variants` only these, of windows, beside other tiles. vLLM's Triton kernels stand beside
+it: its unified kernel, in both of its forms, and the one for decodes over latents.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import replace
 
 from benchmarks.attention_cuda_case import Batch, Case, Model, Request
 from benchmarks.attention_cuda_result import OURS, Result
-from benchmarks.attention_cuda_rows import least_ms, planned
-from benchmarks.attention_cuda_sides import Side, vllm_latent, vllm_triton
+from benchmarks.attention_cuda_rows import BUCKET, in_bucket, least_ms, planned, window_sides
+from benchmarks.attention_cuda_sides import Side, ours, vllm_latent, vllm_triton
 
 Sides = dict[str, Side | None]
 
@@ -53,22 +54,27 @@ def cases(model: Model) -> list[Case]:
 
 
 def sides(batch: Batch) -> Sides:
-    """vLLM's."""
+    """vLLM's; and ours in a bucket where requests have several rows."""
     if batch.model.latent:
         return {"triton latent": vllm_latent(batch)}
-    return {"triton 2d": vllm_triton(batch, split=False), "triton 3d": vllm_triton(batch, split=True)}
+    bucket: Sides = {}
+    if max(request.new for request in batch.case.requests) > 1:
+        bucket[BUCKET] = ours(in_bucket(batch), "auto")
+    return bucket | {"triton 2d": vllm_triton(batch, split=False), "triton 3d": vllm_triton(batch, split=True)}
 
 
-def measure_all(one: Callable[..., Result]) -> list[Result]:
+def measure_all(one: Callable[..., Result], variants: bool = False) -> list[Result]:
     """Every model and case, and then what is slower than vLLM, and what the context costs beyond a window.
 
-    one: as `attention_cuda.measure`, for a case and the rest by name.
+    one: as `attention_cuda.measure`, for a case and the rest by name. variants: requests with several rows of windows,
+        beside other tiles.
     """
-    results = []
+    results, peers = [], window_sides if variants else sides
     for name, model in MODELS.items():
-        for case in cases(model):
+        of_windows = SEVERAL if model.window else ()
+        for case in of_windows if variants else cases(model):
             of_model = replace(case, name=f"{name}: {case.name}")
-            results.append(one(of_model, model=model, peers=sides, parts=planned, least_ms=least_ms))
+            results.append(one(of_model, model=model, peers=peers, parts=planned, least_ms=least_ms))
             print(results[-1].line(), flush=True)
     print("slower than vLLM's Triton kernels: " + (", ".join(slower(results)) or "in no row"))
     for line in beyond_windows(results):
@@ -81,7 +87,7 @@ def slower(results: list[Result]) -> list[str]:
     found = []
     for result in results:
         own = result.milliseconds[OURS]
-        peers = [ms for name, ms in result.milliseconds.items() if name != OURS]
+        peers = [ms for name, ms in result.milliseconds.items() if name.startswith("triton")]
         if peers and min(peers) < own:
             found.append(f"{result.name} ({min(peers) / own:.2f}x)")
     return found

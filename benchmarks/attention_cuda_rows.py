@@ -2,15 +2,15 @@
 
 `python -m benchmarks.attention --device cuda --rows`. As `attention_cuda`, but planned and staged as an engine does it:
 at the true shape, and in a bucket. vLLM's Triton kernel stands beside it; with `--variants` in place of `--rows` also
-other sizes of tiles than those that are chosen.
+other sizes of tiles than those that are chosen, with `--models --variants` those of windows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +60,7 @@ def in_bucket(batch: Batch) -> Batch:
         block_size=batch.model.block_size,
         num_blocks=batch.caches[0].shape[0],
         contiguous=False,
+        window=batch.model.window or 0,
     )
     tensors = BucketTensors(limits, SLICE, batch.query.device)
     shape = true_shape(plan, 0 if plan.unique is None else len(plan.unique.blocks)).forward
@@ -92,7 +93,9 @@ class Variant(NamedTuple):
 
     own, shared: (rows times heads, keys, stages, warps) of a tile. programs: of own blocks, per kv head. merge: heads
     and pieces that a program of the merge reads at once. balanced: unique blocks per shared pair, see `cuda_attend`.
-    continued: rows from which the causal part continues own blocks.
+    continued: rows from which the causal part continues own blocks. single_loop: single rows beside own blocks from
+    which one loop takes all of them. causal: a tile of the causal part. windows: what `cuda_windows` chooses by, by
+    name; a tile as own and shared.
     """
 
     name: str
@@ -102,6 +105,9 @@ class Variant(NamedTuple):
     merge: tuple[int, int] | None = None
     balanced: int | None = None
     continued: int | None = None
+    single_loop: int | None = None
+    windows: Mapping[str, Any] = MappingProxyType({})
+    causal: tuple[int, int, int, int] | None = None
 
 
 VARIANTS = (
@@ -121,10 +127,25 @@ VARIANTS = (
     Variant("merge 8, 2", merge=(8, 2)),
     Variant("merge 16, 1", merge=(16, 1)),
     Variant("unique not beside", balanced=0),
+    Variant("single rows in one loop", single_loop=64),
     Variant("shared 64x128x2", shared=(64, 128, 2, 4)),
     Variant("shared 64x64x2", shared=(64, 64, 2, 4)),
     Variant("shared 128x64x3", shared=(128, 64, 3, 8)),
     Variant("shared 128x128x2", shared=(128, 128, 2, 8)),
+)
+WINDOW_VARIANTS = (
+    Variant("tiles of many requests", windows={"ONE_LAUNCH_ROWS": 0, "BY_REQUEST": False}),
+    Variant("tiles of one request", windows={"ONE_LAUNCH_ROWS": 0}),
+    Variant("and large", windows={"ONE_LAUNCH_ROWS": 0, "FEW_ROWS": 0}),
+    Variant("and small", windows={"ONE_LAUNCH_ROWS": 0, "FEW_ROWS": 1 << 30}),
+    Variant("and 16x64x3", windows={"ONE_LAUNCH_ROWS": 0, "window_tile": (16, 64, 3, 4)}),
+    Variant("and 64x64x3", windows={"ONE_LAUNCH_ROWS": 0, "window_tile": (64, 64, 3, 4)}),
+    Variant("and chunks by 8 warps", windows={"ONE_LAUNCH_ROWS": 0, "own_tile": (64, 32, 3, 8)}),
+    Variant("causal by 8 warps", causal=(64, 32, 3, 8)),
+    Variant("one launch", windows={"ONE_LAUNCH_TOKENS": 1 << 30}),
+    Variant("and 32x64x2", windows={"ONE_LAUNCH_TOKENS": 1 << 30, "window_tile": (32, 64, 2, 4)}),
+    Variant("and 64x64x3", windows={"ONE_LAUNCH_TOKENS": 1 << 30, "window_tile": (64, 64, 3, 4)}),
+    Variant("and 16 new", windows={"ONE_LAUNCH_TOKENS": 1 << 30, "NEW": 16}),
 )
 
 
@@ -135,10 +156,20 @@ def sides(batch: Batch) -> Sides:
 
 def variant_sides(batch: Batch) -> Sides:
     """The same beside other tiles."""
-    return sides(batch) | {variant.name: _ours_as(batch, variant) for variant in VARIANTS}
+    return sides(batch) | {variant.name: ours_as(batch, variant) for variant in VARIANTS}
 
 
-def _ours_as(batch: Batch, variant: Variant) -> Side | None:
+def window_sides(batch: Batch) -> Sides:
+    """The same under a window. Names that begin with "and" go on from the one before."""
+    found, base = sides(batch), ""
+    for variant in WINDOW_VARIANTS:
+        base = base if variant.name.startswith("and ") else variant.name
+        found[variant.name if base == variant.name else f"{base}, {variant.name}"] = ours_as(batch, variant)
+    return found
+
+
+def ours_as(batch: Batch, variant: Variant) -> Side | None:
+    """Ours as the variant chooses; None where that does not fit the GPU."""
     side = ours(batch, "cuda")
 
     def run() -> None:
@@ -156,7 +187,7 @@ def _ours_as(batch: Batch, variant: Variant) -> Side | None:
 @contextmanager
 def _chosen(variant: Variant) -> Iterator[None]:
     """The kernels' sizes are functions of the layer; only a benchmark replaces them."""
-    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_own, cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_own, cuda_parts, cuda_windows
     from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Tile
 
     with ExitStack() as stack:
@@ -177,4 +208,14 @@ def _chosen(variant: Variant) -> Iterator[None]:
             patch(cuda_attend, "BALANCED", variant.balanced)
         if variant.continued is not None:
             patch(cuda_attend, "CONTINUED", variant.continued)
+        if variant.single_loop is not None:
+            patch(cuda_parts, "MANY_BESIDE", variant.single_loop)
+        if variant.causal is not None:
+            patch(cuda_parts, "causal_tile", _tile_function(Tile(*variant.causal)))
+        for name, value in variant.windows.items():
+            patch(cuda_windows, name, _tile_function(Tile(*value)) if isinstance(value, tuple) else value)
         yield
+
+
+def _tile_function(tile: Any) -> Callable[..., Any]:
+    return lambda *_: tile

@@ -78,6 +78,7 @@ class SharedPart(NamedTuple):
     rise: int [rows], under a sliding window or in chunks of local attention: the row sees tokens from
         `lo + rise` on. Each row of a span sees all that later rows of it see; lo is that of the span's first row, and
         below 0 where this one also sees earlier blocks. None: the rows of a span see the same.
+    most_of_span: on the host; no span sees more blocks, as under a window. None: not known there.
     """
 
     blocks: Tensor
@@ -87,6 +88,7 @@ class SharedPart(NamedTuple):
     groups: tuple[SharedGroup, ...]
     from_first: bool = False
     rise: Tensor | None = None
+    most_of_span: int | None = None
 
     def lo_of(self, rows: Tensor, columns: slice = slice(None)) -> Tensor:
         """int [rows, columns]: where the tokens begin that these rows see of these blocks; may be below 0."""

@@ -17,7 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.ops.batch import Batch, Request, Shape, build
-from tests.ops.local import Features, with_features
+from tests.ops.local import Features, says_how_long, with_features
 from tests.ops.quantised import random_weight
 from tests.ops.sass import never_written
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
@@ -69,12 +69,15 @@ def attend(
     wanted: Features | None = None,
     dim: int = 128,
     narrow: bool = False,
+    is_known_short: bool = False,
 ) -> Batch:
     """Also what only a Hopper does: kernels that start before the one ahead of them has ended."""
     cuda_plan.multiprocessors = lambda device: 132
     cuda_plan.starts_early = cuda_parts.starts_early = lambda device: True  # type: ignore[assignment]
     shape = Shape(32, 8, dim, dim, block_size, dtype, poison=0.0, memory="pairs by token")
     batch = with_features(build(requests, shape), wanted or Features(), block_size)
+    if is_known_short:
+        batch = says_how_long(batch)
     if narrow:
         batch.key_cache, batch.value_cache = batch.key_cache.to(E4M3), batch.value_cache.to(E4M3)
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
@@ -188,7 +191,10 @@ def main(dtype: torch.dtype) -> None:
         cuda_attend.CONTINUED = 1
         attend(everything, dtype)
         local = Features(300, cap=30.0, sinks=True)
-        attend([Request(600, 1, prefix=2), Request(700, 3, prefix=2)], dtype, wanted=local)
+        verified = [Request(600, 1, prefix=2), Request(700, 3, prefix=2)]
+        attend(verified, dtype, wanted=local)
+        attend(verified, dtype, wanted=local, is_known_short=True)
+        attend([*verified, Request(300, 1)], dtype, wanted=local, dim=64, is_known_short=True)
         attend([Request(600, 1), Request(700, 3)], dtype, dim=512)
     attend_small(dtype)
     attend_latents(dtype)

@@ -1,8 +1,14 @@
-"""A kernel of Triton that is launched nowhere."""
+"""Kernels of Triton: one that is launched nowhere, and what is launched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 
 class Launches:
@@ -21,3 +27,19 @@ class Launches:
         for first, *others in self.grids:
             assert 0 < first < 1 << 31
             assert all(0 < size <= 65_535 for size in others)
+
+
+@contextmanager
+def launched() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Name and grid of every kernel that is launched inside, in this order; the kernels run."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (JITFunction, InterpretedFunction):
+            plain: Any = kind.run
+
+            def run(self: Any, *arguments: Any, grid: Any, _plain: Any = plain, **named: Any) -> Any:
+                found.append((self.fn.__name__, tuple(grid)))
+                return _plain(self, *arguments, grid=grid, **named)
+
+            patch.setattr(kind, "run", run)
+        yield found

@@ -62,6 +62,17 @@ def with_features(plain: Batch, wanted: Features, block_size: int) -> Batch:
     return batch
 
 
+def says_how_long(batch: Batch) -> Batch:
+    """The batch with what the planner says of windows: the most blocks of a request, and of a single row."""
+    shared, unique = batch.parts.shared, batch.parts.unique
+    if shared is not None and shared.rise is not None:
+        used = shared.hi > shared.lo.clamp(min=0)
+        shared = shared._replace(most_of_span=int(used.sum(1).max()))
+    if unique is not None and unique.rows.numel():
+        unique = unique._replace(most_of_row=int(torch.bincount(unique.rows).max()))
+    return replace(batch, parts=batch.parts._replace(shared=shared, unique=unique))
+
+
 def _rows(batch: Batch) -> list[tuple[int, int]]:
     """(request, position) of each row that is no pad."""
     return [(i, r.cached + row) for i, r in enumerate(batch.requests) for row in range(r.new)]

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.batch import Memory, Request, Shape, build
+from tests.ops.launches import launched
 from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
+from tests.ops.test_padding import Pads, pad
 from tests.ops.test_unified_attention import COMMON
 from vllm_gaudi_ucm.ops.unified_attention.parts import SharedPart
 
@@ -165,3 +167,21 @@ def test_garbage_where_the_causal_part_continues(monkeypatch: pytest.MonkeyPatch
     assert out[:5, :2].isnan().all()
     expected[:5, :2] = float("nan")
     torch.testing.assert_close(out, expected, equal_nan=True)
+
+
+def test_a_mixed_bucket_launches_what_the_true_shape_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket counts every row that may be a single one, and so would choose the loop of many."""
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Tile
+
+    monkeypatch.setattr(cuda_parts, "MANY_SPANS", 4)
+    monkeypatch.setattr(cuda_parts, "flat_spans_tile", lambda *_: Tile(16, 16, 2, 4))
+    batch = build([Request(40, 1), Request(70, 1), Request(50, 12)], Shape(block_size=16, pads=0))
+    bucket = pad(batch, Pads(rows=20, shared=3, unique=4, spans=5, singles=9, phase="csu"), 0.0)
+    names = []
+    for one in (batch, bucket):
+        with launched() as kernels:
+            assert_matches(one, "cuda")
+        names.append([name for name, _ in kernels])
+    assert "attend_spans" in names[0]
+    assert names[0] == names[1]

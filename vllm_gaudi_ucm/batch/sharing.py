@@ -79,6 +79,11 @@ class SharedPlan(NamedTuple):
         found: NDArray[np.int32] = self.lo.max(axis=0)
         return found
 
+    @property
+    def most_of_request(self) -> int | None:
+        """Blocks that a request uses at most; only counted under a window, where they are few."""
+        return None if self.rise is None else int((self.hi > np.maximum(self.lo, 0)).sum(axis=1).max(initial=0))
+
     def pairs(self, row_requests: NDArray[np.int64]) -> int:
         """(row, token) products. row_requests: [rows] of a plan.
 

@@ -93,11 +93,11 @@ class BucketParts:
         else:
             lo, from_first = tensors.get("shared_from", self._zero).expand(hi.shape), "shared_from" not in tensors
         spans, rise = tensors["row_spans"], tensors.get("shared_rise")
-        return SharedPart(tensors["shared_blocks"], spans, lo, hi, (everything,), from_first, rise)
+        most = self._most_blocks(number)
+        return SharedPart(tensors["shared_blocks"], spans, lo, hi, (everything,), from_first, rise, most)
 
     def _unique(self, number: int, shape: ForwardShape, tensors: Mapping[str, torch.Tensor]) -> UniquePart:
-        hi, window = tensors["unique_hi"], self._window(number)
-        size = self._groups[number].block_size if number else self._limits.block_size
+        hi = tensors["unique_hi"]
         return UniquePart(
             blocks=None if self._limits.contiguous and not number else tensors["unique_blocks"],
             rows=tensors["unique_rows"],
@@ -105,5 +105,11 @@ class BucketParts:
             hi=hi,
             num_rows=min(shape.query_len, self._max_decode_rows),
             from_first="unique_lo" not in tensors,
-            most_of_row=most_blocks(window, size) if window else None,
+            most_of_row=self._most_blocks(number),
         )
+
+    def _most_blocks(self, number: int) -> int | None:
+        """Cached blocks that a request of a group sees at most; None: a window does not say."""
+        window = self._window(number)
+        size = self._groups[number].block_size if number else self._limits.block_size
+        return most_blocks(window, size) if window else None

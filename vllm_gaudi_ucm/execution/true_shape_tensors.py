@@ -117,7 +117,12 @@ class TrueShapeTensors:
             groups = tuple(SharedGroup(self._tensor(rows), lo, hi) for rows, lo, hi in plan.shared.groups)
             ranges = tensors["shared_lo"], tensors["shared_hi"]
             shared = SharedPart(
-                tensors["shared_blocks"], tensors["row_spans"], *ranges, groups, rise=self._of_rows(plan.shared.rise)
+                tensors["shared_blocks"],
+                tensors["row_spans"],
+                *ranges,
+                groups,
+                rise=self._of_rows(plan.shared.rise),
+                most_of_span=plan.shared.most_of_request,
             )
         if plan.unique is not None:
             ranges = tensors["unique_lo"], tensors["unique_hi"]

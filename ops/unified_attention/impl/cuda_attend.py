@@ -21,6 +21,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, why_not
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_own import divide, own
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import (
     BALANCED,
+    MOST_LISTED,
     causal,
     listed_pairs,
     merge,
@@ -31,6 +32,12 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import (
     unique_and_selected,
 )
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import CudaPlan, Found, Work, run_side_by_side
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_windows import (
+    by_request,
+    fits_one_launch,
+    one_launch,
+    takes_requests,
+)
 from vllm_gaudi_ucm.ops.unified_attention.parts import NOTHING_SEEN, SharedPart
 from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
@@ -39,8 +46,6 @@ LOG2_E = math.log2(math.e)
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
 
-# Columns listed per tile of rows, int32 twice: beyond this the lists are larger than what they save.
-MOST_LISTED = 1 << 27
 # From so many rows on the causal part begins with what was found of own blocks, in place of a merge of both (H200, 8
 # chunks of 256 after 4096 tokens 0.53 -> 0.365 ms). Fewer rows have many pieces each, which it reads one by one.
 CONTINUED = 512
@@ -80,6 +85,9 @@ def attend(
         return True
     if log_sums is not None:
         return _new_tokens(layer, plan, log_sums)
+    if plan.parts.shared is not None and fits_one_launch(layer, plan):
+        one_launch(layer, plan, plan.parts.shared).launch()
+        return True
     work = _work(layer, plan, selected_blocks)
     found = [one.found for one in work if one.found is not None]
     before = next((one for one in work if layer.rows >= CONTINUED and one.found and one.found.part == "own"), None)
@@ -149,11 +157,13 @@ def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[
 def _shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> list[Work]:
     """Only a request with several rows, which has a causal part, has blocks in the shared part that are its own.
 
-    Under a window its rows see different tokens, which only the tiles of the shared part take.
+    Under a window its rows see different tokens, which only the kernel of the shared part takes.
     """
-    if plan.starts is None or part.rise is not None:
+    if plan.starts is None or (part.rise is not None and not takes_requests(layer, part)):
         return [shared(layer, plan, part, beside)]
     division = plan.kept(("division", 0), lambda: divide(part, plan.block_size))
+    if part.rise is not None:
+        return [by_request(layer, plan, part, division), shared(layer, plan, division.common, beside)]
     return [own(layer, plan, part, division), shared(layer, plan, division.common, beside)]
 
 

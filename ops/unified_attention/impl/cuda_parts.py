@@ -123,6 +123,7 @@ def bounds_of(starts: Tensor, block_m: int) -> Tensor:
 
 
 COLUMNS = 128  # shared blocks that a program looks at in one step
+MOST_LISTED = 1 << 27  # columns per tile of rows, int32 twice: lists of more are larger than what they save
 
 
 def shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> Work:
@@ -208,6 +209,11 @@ def listed_pairs(layer: Layer, part: SharedPart | None) -> int:
 
 def tiles_of(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -> Tiles:
     order, place = row_order(part, block_size, rows, rows_per_tile)
+    return listed(part, block_size, order, place, rows_per_tile)
+
+
+def listed(part: SharedPart, block_size: int, order: Tensor, place: Tensor, rows_per_tile: int) -> Tiles:
+    """Tiles of rows, each with a list of the blocks that its rows see. order, place: see Tiles."""
     count, num_columns = order.shape[0] // rows_per_tile, part.blocks.shape[0]
     columns, column_blocks = order.new_empty((2, count, num_columns))
     counts, whole_counts = order.new_empty((2, count))
@@ -239,6 +245,9 @@ def tiles_of(part: SharedPart, block_size: int, rows: int, rows_per_tile: int) -
 # From so many single rows on, one loop over all entries is faster (H200, 256 requests of 512 tokens: 0.162 -> 0.157
 # ms); of fewer rows it is slower, and so it is where spans are long (8 with 77 chosen blocks each: by a sixth).
 MANY_SPANS = 64
+# Never beside blocks of requests with several rows: a bucket counts more single rows than a step has, and this was the
+# one launch that differed from the true shape's (H200, a chunk of 2048 after 30K, 63 decodes at 2K: 2.50 and 2.13 ms).
+MANY_BESIDE = 1 << 30
 
 
 def unique(layer: Layer, plan: CudaPlan, beside: bool, alone: bool) -> Work:
@@ -282,6 +291,11 @@ def unique_and_selected(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> 
     return _spans(layer, plan, "unique", place, both.lists, both.blocks, 1, (None, None), beside)
 
 
+def _singles_alone(plan: CudaPlan) -> bool:
+    """Whether no request with several rows reads the cache, too."""
+    return plan.starts is None or plan.parts.shared is None
+
+
 def _spans(
     layer: Layer,
     plan: CudaPlan,
@@ -296,7 +310,7 @@ def _spans(
 ) -> Work:
     """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i."""
     block_size = block_size or plan.block_size
-    many = spans[0] is None and lists.num_lists >= MANY_SPANS
+    many = spans[0] is None and lists.num_lists >= (MANY_SPANS if _singles_alone(plan) else MANY_BESIDE)
     flat = flat_spans_tile(layer, block_size, beside) if many else None
     tile = flat or spans_tile(layer, rows)
     programs = programs_of(layer, blocks.shape[0], beside, flat is not None)

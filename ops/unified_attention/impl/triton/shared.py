@@ -13,7 +13,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import (
 
 
 @triton.jit
-def _partly_seen(
+def partly_seen(
     first,
     end,
     lists,
@@ -189,7 +189,7 @@ def attend_shared(
                 raised = tl.load(rise + row, mask=real, other=0).to(tl.int32)
             part_end = (stop - begins) * BLOCK_SIZE
             for first in tl.range(tl.maximum(from_list, whole_end), part_end, BLOCK_N, num_stages=1):
-                k, v, visible = _partly_seen(
+                k, v, visible = partly_seen(
                     first, part_end, lists, columns, column_blocks, lo, hi, keys, values, span, raised, real, lo_span,
                     lo_column, hi_span, hi_column, k_block, k_token, v_block, v_token, DIM, VALUE_DIM, BLOCK_SIZE,
                     BLOCK_N, BLOCK_D, BLOCK_V, RISES,
@@ -204,7 +204,7 @@ def attend_shared(
                 total = tl.zeros([BLOCK_M], tl.float32)
                 tainted = tl.zeros([BLOCK_M], tl.int32)
                 for first in tl.range(from_list, part_end, BLOCK_N, num_stages=1):
-                    k, v, visible = _partly_seen(
+                    k, v, visible = partly_seen(
                         first, part_end, lists, columns, column_blocks, lo, hi, keys, values, span, raised, real,
                         lo_span, lo_column, hi_span, hi_column, k_block, k_token, v_block, v_token, DIM, VALUE_DIM,
                         BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, RISES,
