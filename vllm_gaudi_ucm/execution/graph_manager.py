@@ -65,6 +65,10 @@ def cut_copies(flat: torch.Tensor, places: Places) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in cut_views(flat, places)]
 
 
+# Entries of 8 bytes: Triton compiles a kernel once more for a pointer that is no multiple of 16.
+ALIGNED = 2
+
+
 class _Layout:
     """Where each tensor of a forward shape lies in its flat tensor: `names` and `places`.
 
@@ -82,7 +86,7 @@ class _Layout:
             if shape is None:
                 continue
             place = slice(self.size, self.size + math.prod(shape))
-            self.size = place.stop
+            self.size = -(-place.stop // ALIGNED) * ALIGNED
             self.names.append(entry.name)
             places.append((place.start, place.stop, shape))
             if host is not None:
