@@ -8,10 +8,8 @@ embedding and gate are launched for each bucket over pads, under a driver of a H
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,13 +27,13 @@ from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy
 from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
+from vllm_gaudi_ucm.graphs.warm_up.extremes import largest_of_phases
 
 BLOCK, CAUSAL_SLICE = 128, 512
 MULTIPROCESSORS = 132
-GATE = 14336
 
-Variants = dict[str, dict[str, str]]
-"""By kernel: each variant's key, and Triton's words for it."""
+Variants = dict[str, set[str]]
+"""By kernel: what Triton tells its variants apart by."""
 
 
 class Hopper:
@@ -55,7 +53,7 @@ class Hopper:
 
 @contextmanager
 def noted() -> Iterator[Variants]:
-    """Within, launches are noted, nothing is compiled, and a CPU passes for a Hopper."""
+    """Within, launches are noted, nothing is compiled, and a CPU passes for a Hopper. For a process of its own."""
     from triton import knobs
     from triton.runtime import driver
 
@@ -63,11 +61,11 @@ def noted() -> Iterator[Variants]:
 
     found: Variants = {}
 
-    def note(*, key: str, repr: str, fn: Any, **others: Any) -> bool:  # Triton's names
-        found.setdefault(fn.name.rsplit(".", 1)[-1], {})[key] = repr
+    def note(*, key: str, fn: Any, **others: Any) -> bool:  # Triton's names
+        found.setdefault(fn.name.rsplit(".", 1)[-1], set()).add(key)
         return True
 
-    driver.set_active(Hopper())  # type: ignore[arg-type]
+    driver.set_active(Hopper())
     for module in (cuda_layer, cuda_plan, cuda_short):
         module.multiprocessors = lambda device: MULTIPROCESSORS  # type: ignore[attr-defined]
     for module in (cuda_layer, cuda_plan, cuda_parts):
@@ -87,16 +85,13 @@ def server_buckets(limits: Limits, most: int, model: ModelSpec) -> BucketSet:
 
 
 class Layer:
-    """Launches what a decoder layer launches in a bucket, over pads.
-
-    Weights are not read: products are no kernels of ours.
-    """
+    """Launches what a decoder layer launches in a bucket. Products are no kernels of ours: there are no weights."""
 
     def __init__(self, limits: Limits, model: ModelSpec) -> None:
         self._model = model
         self._inputs = BucketTensors(limits, CAUSAL_SLICE, torch.device("cpu"))
-        heads = (2, BLOCK, model.kv_heads, model.head_dim)
-        self._key_cache, self._value_cache = (torch.zeros(heads, dtype=torch.bfloat16) for _ in range(2))
+        cache = (2, BLOCK, model.kv_heads, model.head_dim)
+        self._key_cache, self._value_cache = (torch.zeros(cache, dtype=torch.bfloat16) for _ in range(2))
 
     def launch(self, shape: ForwardShape) -> None:
         from vllm_gaudi_ucm.ops.kv_cache.impl.cuda import write
@@ -105,12 +100,11 @@ class Layer:
 
         model, rows = self._model, shape.query_len
         inputs = self._inputs.split(self._inputs.fill_pads(shape), shape)
-        sizes = [model.heads * model.head_dim, model.kv_heads * model.head_dim]
-        # as the product of all three leaves them
-        both = torch.empty(rows, sizes[0] + 2 * sizes[1], dtype=torch.bfloat16)
-        split = both.split([sizes[0], sizes[1], sizes[1]], 1)
-        query, key, value = (part.view(rows, -1, model.head_dim) for part in split)
-        self._around(rows, split[0], split[1], inputs.positions)
+        sizes = [size * model.head_dim for size in (model.heads, model.kv_heads, model.kv_heads)]
+        # side by side, as the product for all three leaves them
+        parts = torch.empty(rows, sum(sizes), dtype=torch.bfloat16).split(sizes, 1)
+        self._around(rows, parts[0], parts[1], inputs.positions)
+        query, key, value = (part.view(rows, -1, model.head_dim) for part in parts)
         caches = self._key_cache, self._value_cache
         write(key, value, caches[0].flatten(0, 1), caches[1].flatten(0, 1), inputs.slots)
         attention = ATTENTION.make("cuda")
@@ -134,26 +128,33 @@ class Layer:
         cuda_gate(hidden.new_empty(rows, 2 * self._model.intermediate))
 
 
-def count(limits: Limits, shapes: Sequence[ForwardShape], model: ModelSpec) -> Variants:
+@torch.inference_mode()
+def count(limits: Limits, shapes: Iterable[ForwardShape], model: ModelSpec) -> Variants:
     """What graphs of these shapes launch."""
-    with noted() as found, torch.inference_mode():
+    with noted() as found:
         layer = Layer(limits, model)
         for shape in shapes:
             layer.launch(shape)
     return found
 
 
-def differences(variants: dict[str, str]) -> list[str]:
-    """Which arguments differ between the variants of a kernel, and how."""
-    from ast import literal_eval
+def number(variants: Variants) -> int:
+    """Of all kernels together."""
+    return sum(map(len, variants.values()))
 
-    def parse(key: str) -> Any:
-        return key
 
-    return [f"{parse(key)}" for key in variants]
+def table(every: Variants, largest: Variants) -> Table:
+    """One line for each kernel. largest: those that the largest bucket of each phase launches."""
+    found = Table("kernel", "variants", "of the largest buckets")
+    for kernel, variants in sorted(every.items()):
+        found.add_row(kernel, str(len(variants)), str(len(variants & largest.get(kernel, set()))))
+    known = sum(len(variants & largest.get(kernel, set())) for kernel, variants in every.items())
+    found.add_row("all", str(number(every)), str(known))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Counts and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_variants", description=__doc__)
     parser.add_argument("--shape", default="8b", help="of the model (default: %(default)s)")
     parser.add_argument("--max-graphs", type=positive, default=48, help="graphs of the set (default: %(default)s)")
@@ -161,22 +162,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=positive, default=64, help="requests of a step (default: %(default)s)")
     parser.add_argument("--length", type=positive, default=4096, help="tokens of a request (default: %(default)s)")
     parser.add_argument("--blocks", type=positive, default=6000, help="of the KV cache (default: %(default)s)")
-    parser.add_argument("--verbose", action="store_true", help="list the variants")
+    parser.add_argument("--verbose", action="store_true", help="list what Triton tells the variants apart by")
     options = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET is 1: an interpreted kernel has no variants; expected it unset or 0")
     model = ModelSpec.from_hf_config(config_of(options.shape))
     limits = Limits(options.rows, options.requests, options.length, BLOCK, options.blocks, False)
     buckets = server_buckets(limits, options.max_graphs, model)
-    print(len(buckets.forward), "forward", [str(list(s)) for s in buckets.forward])
-    found = count(limits, buckets.forward, model)
-    from vllm_gaudi_ucm.runner.graph_measurement import _largest_of_phases
-    large = count(limits, _largest_of_phases(limits), model)
-    print("largest", {k: len(v) for k, v in large.items()}, "missed", sum(len(set(v) - set(large.get(k, ()))) for k, v in found.items()))
-    for kernel, variants in sorted(found.items()):
-        print(kernel, len(variants))
-        if options.verbose:
-            for key, words in variants.items():
-                print("   ", key)
-    print("all", sum(map(len, found.values())))
+    every, largest = (count(limits, shapes, model) for shapes in (buckets.forward, largest_of_phases(limits)))
+    console = Console(highlight=False, width=120)
+    console.print(f"{len(buckets.forward)} forward graphs of {buckets.num_graphs}, {options.shape}")
+    console.print(table(every, largest))
+    for kernel, variants in sorted(every.items()) if options.verbose else ():
+        for variant in sorted(variants):
+            console.print(f"{kernel} {variant}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
