@@ -48,8 +48,8 @@ class _Kernel:
 
     @property
     def length(self) -> int:
-        """Of its source, for want of its time."""
-        return len(self.function.src)
+        """Of its code, for want of the time that it takes."""
+        return len(self.function.fn.__code__.co_code)
 
 
 @dataclass

@@ -25,8 +25,9 @@ class KernelCompilation(NamedTuple):
     compiled: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: KernelCompilation) -> KernelCompilation:  # type: ignore[override]
-        return KernelCompilation(*(one + more for one, more in zip(self, other, strict=True)))
+    def and_then(self, other: KernelCompilation) -> KernelCompilation:
+        """Both, one after the other."""
+        return KernelCompilation(self.found + other.found, self.compiled + other.compiled, self.seconds + other.seconds)
 
 
 def compile_kernels(
@@ -48,7 +49,7 @@ def compile_kernels(
         return KernelCompilation()
     found = _compile(executions, largest, remainders=False)
     if not agreement.all_of(not found.compiled):
-        found += _compile(executions, others(), remainders=True)
+        found = found.and_then(_compile(executions, others(), remainders=True))
     logger.info("%d kernels, %d of them compiled side by side and the others read from disk, in %.1f s", *found)
     return found
 

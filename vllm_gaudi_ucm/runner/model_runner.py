@@ -113,6 +113,7 @@ class ModelRunner:
         self.decoder: Decoder
         self._compiler: StaticCompiler | None = None
         self.start_stages = StartStages()
+        self._has_measured = False
 
     def _make_model(self) -> nn.Module:
         config = self._vllm_config.model_config
@@ -230,6 +231,10 @@ class ModelRunner:
         """Warms what must be warm before serving; returns the seconds it took."""
         static, seconds = self.static, 0.0
         if static is not None:
+            if not self._has_measured:
+                # with `--kv-cache-memory-bytes`
+                with self.start_stages.measured("kernels"):
+                    static.compile_kernels()
             with self.start_stages.measured("graphs"):
                 seconds = static.warm_up()
         logger.info("Start of the worker: %s", self.start_stages.line())
@@ -244,6 +249,7 @@ class ModelRunner:
         """Bytes that steps take beside the KV cache, after the largest have really run."""
         # buckets that do not fit are dropped, so one budget must hold on every rank
         ranks = self._ranks if self._lockstep is None else self._lockstep.workers
+        self._has_measured = True
         if self.kind != "off":
             need = graph_memory_need(
                 self.decoder,
