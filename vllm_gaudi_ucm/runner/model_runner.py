@@ -231,7 +231,7 @@ class ModelRunner:
         """Warms what must be warm before serving; returns the seconds it took."""
         static, seconds = self.static, 0.0
         if static is not None:
-            if not self._has_measured:
+            if not self._has_measured and static.execution.compiles_kernels:
                 # with `--kv-cache-memory-bytes`
                 with self.start_stages.measured("kernels"):
                     static.compile_kernels()
