@@ -175,10 +175,11 @@ def _or_dash(value: float | None) -> str:
 
 
 def start_line(engine: str, fact: dict[str, Any]) -> str:
-    """How long an engine took to start, and what for. What is neither imports nor warm-up is weights and memory."""
+    """How long an engine took to start, and what for. What is neither imports nor a stage is vLLM's own."""
     return (
         f"start-up, {engine}: {fact['start_seconds']:.1f} s, of them {fact['import_seconds']:.1f} s imports and "
-        f"{fact['warm_up_seconds']:.1f} s warm-up of {fact['graphs']} graphs"
+        f"{fact['warm_up_seconds']:.1f} s warm-up of {fact['graphs']} graphs; "
+        f"by stage: {', '.join(f'{name} {seconds:.1f}' for name, seconds in fact['stages'].items())}"
     )
 
 

@@ -289,6 +289,7 @@ def start_facts(engine: Any, import_seconds: float, start_seconds: float) -> dic
     """Where the time of a start went. start_seconds: all of it; import_seconds: of these, imports of vLLM and torch.
 
     warm_up_seconds: of these, graphs that the engine waits for before it serves. graphs: how many its buckets have.
+    stages: seconds of each stage of the worker's start.
     """
     runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     return {
@@ -296,6 +297,7 @@ def start_facts(engine: Any, import_seconds: float, start_seconds: float) -> dic
         "import_seconds": import_seconds,
         "warm_up_seconds": engine.vllm_config.compilation_config.compilation_time,
         "graphs": 0 if runner.static is None else runner.static.execution.ready.buckets.num_graphs,
+        "stages": runner.start_stages.seconds,
     }
 
 

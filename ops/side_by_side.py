@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Told how many kernels are compiled, and of how many; by any thread."""
 
 _UNWRITTEN = frozenset(
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -31,25 +36,60 @@ class _NothingUnwritten(TorchDispatchMode):
         return found
 
 
+@dataclass(frozen=True)
+class _Kernel:
+    """One that Triton has described, but not compiled. function: its `JITFunction`."""
+
+    function: Any
+    described: str
+
+    def compile(self) -> None:
+        self.function.preload(self.described)
+
+    @property
+    def length(self) -> int:
+        """Of its code, for want of the time that it takes."""
+        return len(self.function.fn.__code__.co_code)
+
+
+@dataclass
+class FoundKernels:
+    """What a computation launches that this process had not compiled.
+
+    compiled: how many of them no earlier process had left on disk either; known when all are compiled.
+    """
+
+    kernels: dict[str, _Kernel] = field(default_factory=dict)
+    compiled: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.kernels)
+
+
 def has_kernels(device: torch.device) -> bool:
     """Whether computations on this device launch kernels that Triton compiles."""
     return device.type == "cuda" and why_not_triton(device.type) is None
 
 
+def _nobody_watches(done: int, total: int) -> None:
+    pass
+
+
 @contextmanager
-def compiled_side_by_side() -> Iterator[Mapping[str, object]]:
+def compiled_side_by_side(progress: Progress = _nobody_watches) -> Iterator[FoundKernels]:
     """Within, kernels that are not compiled yet are not launched, so what is computed is worth nothing; on leaving all
     of them have been compiled, by as many threads as there are cores.
 
-    Yields those found so far. One that cannot be compiled so is compiled when it is launched. Only where `has_kernels`.
+    Threads are enough: the compiler holds Python's lock for a tenth of its time, and processes would each import torch.
+    One that cannot be compiled so is compiled when it is launched. Only where `has_kernels`.
     """
     from triton import knobs
 
-    wanted: dict[str, Callable[[], object]] = {}
+    found = FoundKernels()
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **others: Any) -> bool:  # Triton's names
-        data = compile["specialization_data"]
-        wanted[f"{fn.name} {key}"] = lambda: fn.jit_function.preload(data)
+        found.kernels[f"{fn.name} {key}"] = _Kernel(fn.jit_function, compile["specialization_data"])
         # it is not compiled now, and not launched
         return True
 
@@ -57,22 +97,63 @@ def compiled_side_by_side() -> Iterator[Mapping[str, object]]:
     knobs.runtime.jit_cache_hook = note
     try:
         with _NothingUnwritten():
-            yield wanted
+            yield found
     finally:
         knobs.runtime.jit_cache_hook = before
-    _compile(list(wanted.values()))
+    if found.kernels:
+        with _missing_on_disk() as missing:
+            _compile(found, progress)
+        found.compiled = len(missing)
 
 
-def _compile(kernels: list[Callable[[], object]]) -> None:
+@contextmanager
+def _missing_on_disk() -> Iterator[list[str]]:
+    """Names of the kernels that are really compiled within."""
+    from triton import knobs
+
+    names: list[str] = []
+    before = knobs.compilation.listener
+
+    def listen(*, src: Any, cache_hit: bool, **others: Any) -> None:  # Triton's names
+        if not cache_hit:
+            names.append(src.name)
+        if before is not None:
+            before(src=src, cache_hit=cache_hit, **others)
+
+    knobs.compilation.listener = listen
+    try:
+        yield names
+    finally:
+        knobs.compilation.listener = before
+
+
+class _Threads(ThreadPoolExecutor):
+    """As many as there are cores; each kernel that ends is reported."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        super().__init__(os.cpu_count())
+        self._done, self._total, self._progress = 0, total, progress
+        self._lock = threading.Lock()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(fn, *args, **kwargs)
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._done += 1
+            self._progress(self._done, self._total)
+
+
+def _compile(found: FoundKernels, progress: Progress) -> None:
     from triton.runtime._async_compile import AsyncCompileMode
 
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-        AsyncCompileMode(pool, ignore_errors=True),
-    ):
-        for compile_one in kernels:
+    progress(0, found.count)
+    with _Threads(found.count, progress) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        # what takes longest first, or it would end alone
+        for kernel in sorted(found.kernels.values(), key=lambda kernel: kernel.length, reverse=True):
             try:
-                compile_one()
+                kernel.compile()
             except Exception as error:  # whatever Triton's release says of the description: the launch compiles it
                 logger.debug("a kernel is compiled when it is launched: %s", error)
-    logger.info("%d kernels compiled side by side", len(kernels))

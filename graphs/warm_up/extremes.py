@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShape
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey
 
@@ -31,3 +33,9 @@ def _kind(key: GraphKey) -> object:
 def _size(key: GraphKey) -> tuple[int, ...]:
     shape = key.forward if isinstance(key, RemainderShape) else key
     return (shape,) if isinstance(shape, int) else shape[1:]
+
+
+def largest_of_phases(limits: Limits) -> list[ForwardShape]:
+    """The largest shape of each phase. Without shared or chosen blocks several phases are one."""
+    phases = (phase for phase in product((False, True), repeat=4) if any(phase[:3]))
+    return list(dict.fromkeys(limits.phase_maximum(*phase) for phase in phases))

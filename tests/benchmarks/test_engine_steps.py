@@ -183,7 +183,9 @@ def test_where_the_time_of_a_start_went() -> None:
     engine.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(compilation_time=20.0))
     runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     runner.static.execution.ready = SimpleNamespace(buckets=SimpleNamespace(num_graphs=48))
+    runner.start_stages = SimpleNamespace(seconds={"model": 3.0})
     found = start_facts(engine, 9.5, 61.0)
+    assert found.pop("stages") == {"model": 3.0}
     assert found == {"start_seconds": 61.0, "import_seconds": 9.5, "warm_up_seconds": 20.0, "graphs": 48}
     runner.static = None
     assert start_facts(engine, 9.5, 61.0)["graphs"] == 0
@@ -219,7 +221,8 @@ def test_what_is_measured_is_reported(
 ) -> None:
     """From the command line to the table and the file; the limit is that of the context that requests really had."""
 
-    started = {"start_seconds": 61.26, "import_seconds": 9.75, "warm_up_seconds": 20.0, "graphs": 48}
+    stages = {"model": 3.04, "kernels": 12.5}
+    started = {"start_seconds": 61.26, "import_seconds": 9.75, "warm_up_seconds": 20.0, "graphs": 48, "stages": stages}
 
     def serve(options: Any, layers: str, ahead: bool) -> dict[str, Any]:
         step = {"requests": 64, "tokens": 1024, "wall_ms": 9.0, "worker_ms": 8.0, "device_ms": 7.0, "padded": "[]"}
@@ -237,7 +240,7 @@ def test_what_is_measured_is_reported(
     shown = capsys.readouterr().out
     assert "norm_rows" in shown
     engines = ["fused", "fused, ahead", "torch"] if both else ["fused"]
-    taken = "61.3 s, of them 9.8 s imports and 20.0 s warm-up of 48 graphs"
+    taken = "61.3 s, of them 9.8 s imports and 20.0 s warm-up of 48 graphs; by stage: model 3.0, kernels 12.5"
     assert [line for line in shown.splitlines() if line.startswith("start-up")] == [
         f"start-up, {engine}: {taken}" for engine in engines
     ]

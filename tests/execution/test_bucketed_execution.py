@@ -170,6 +170,19 @@ def test_the_parts_that_attention_gets_are_those_of_the_bucket_not_of_the_step()
     assert sizes == LIMITS.maximum[1:4]
 
 
+def test_a_bucket_is_computed_over_pads_without_a_graph() -> None:
+    """So that what it launches is found before anything is captured."""
+    largest = LIMITS.maximum.forward
+    server = Server(LIMITS, [TIGHT], [3], warm=False)
+    server.execution.compute_pads(largest)
+    assert server.model.metadata is not None
+    assert server.model.metadata.slots.shape == (largest.query_len,)
+    assert not server.model.metadata.slots.any(), "pads are written to the dummy block"
+    assert not server.stages, "no graph, no recipe"
+    with pytest.raises(NotWarmError):
+        server.run(planned(DECODES))
+
+
 def test_every_kind_of_device_work_is_a_stage_of_its_own() -> None:
     server = Server(LIMITS, [], [])
     server.stages.clear()

@@ -30,20 +30,27 @@ from vllm_gaudi_ucm.ops.silu_and_mul.triton.gates import gate_rows
 
 driver.set_active(Hopper())
 x = torch.ones(2, 256, dtype=torch.bfloat16)
-compiled = []
+compiled, told = [], []
 knobs.runtime.jit_post_compile_hook = lambda **named: compiled.append(named["fn"].name)
-before = knobs.runtime.jit_cache_hook
-with compiled_side_by_side() as found:
+before, listener = knobs.runtime.jit_cache_hook, knobs.compilation.listener
+with compiled_side_by_side(lambda done, total: told.append((done, total))) as found:
     for _ in range(2):
         out, _ = cuda_rms_norm(x, None, 1e-5)
         gated = cuda_gate(x)
-    assert not compiled and len(found) == 2
+    assert not compiled and found.count == 2
 assert not out.any() and not gated.any(), "nothing has been launched, and nothing is garbage"
-assert knobs.runtime.jit_cache_hook is before
+assert knobs.runtime.jit_cache_hook is before and knobs.compilation.listener is listener
+assert told == [(0, 2), (1, 2), (2, 2)] and found.compiled == 2, (told, found.compiled)
 assert sorted(compiled) == ["gate_rows", "norm_rows"], compiled
 # another description is another kernel
 cuda_device = driver.active.get_current_device()
 print("kernels", len(norm_rows.device_caches[cuda_device][0]), len(gate_rows.device_caches[cuda_device][0]))
+# another process finds them on disk
+norm_rows.device_caches[cuda_device][0].clear()
+with compiled_side_by_side() as again:
+    cuda_rms_norm(x, None, 1e-5)
+assert (again.count, again.compiled) == (1, 0), again
+assert len(norm_rows.device_caches[cuda_device][0]) == 1
 """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +30,7 @@ from vllm_gaudi_ucm.graphs.runners.base import GraphRunner, Replay, StaticFuncti
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
-from vllm_gaudi_ucm.ops.side_by_side import compiled_side_by_side, has_kernels
+from vllm_gaudi_ucm.ops.side_by_side import has_kernels
 from vllm_gaudi_ucm.ops.unified_attention.api import plan_of
 
 if TYPE_CHECKING:
@@ -240,18 +240,23 @@ class BucketedExecution:
         self._ordinary.warm(shape)
         self._shape = StepShape(shape.step(0), shape.step(0))
 
-    def compile_kernels(self, shapes: Sequence[ForwardShape]) -> None:
-        """Compiles what buckets of these shapes launch side by side, where a device has such kernels.
+    @property
+    def compiles_kernels(self) -> bool:
+        """Whether `compute_pads` finds kernels to compile ahead. A stage of a pipeline would wait for others."""
+        return self._handover is None and has_kernels(self._hidden.device)
 
-        They are found by computing over pads; nothing that is computed may be read, and nothing is kept. A stage of a
-        pipeline does nothing: it would wait for others.
-        """
-        if self._handover is not None or not has_kernels(self._hidden.device):
-            return
-        inputs = self._ordinary.inputs
-        with compiled_side_by_side():
-            for shape in shapes:
-                self._compute(inputs.split(inputs.fill_pads(shape), shape))
+    def compute_pads(self, shape: ForwardShape) -> None:
+        """Computes a bucket of this shape over pads, without a graph. Nothing is kept."""
+        self._compute_over_pads(self._ordinary, shape if self._selects else shape.with_selected(0))
+
+    def compute_remainders(self) -> None:
+        """The same for every shape of `remainders`."""
+        if self._remainders is not None and self.remainders is not None:
+            for shape in self.remainders.shapes:
+                self._compute_over_pads(self._remainders, shape)
+
+    def _compute_over_pads(self, graphs: ForwardGraphs, shape: ForwardShape) -> None:
+        self._compute(graphs.inputs.split(graphs.inputs.fill_pads(shape), shape))
 
     def warm_remainder(self, shape: ForwardShape) -> None:
         """Captures and executes the graph of one of `remainders`."""

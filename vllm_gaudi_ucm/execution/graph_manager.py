@@ -65,6 +65,10 @@ def cut_copies(flat: torch.Tensor, places: Places) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in cut_views(flat, places)]
 
 
+# Entries of 8 bytes: Triton compiles a kernel once more for a pointer that is no multiple of 16.
+ALIGNED = 2
+
+
 class _Layout:
     """Where each tensor of a forward shape lies in its flat tensor: `names` and `places`.
 
@@ -77,18 +81,22 @@ class _Layout:
         self.size = 0
         self._arrays: list[tuple[StepTensor, NDArray[np.int64], Pad]] = []
         self._written: dict[Parts, list[tuple[StepTensor, NDArray[np.int64], Pad]]] = {}
+        self._host = host
+        gaps: list[int] = []
         for entry in table:
             shape = entry.size(sizes)
             if shape is None:
                 continue
             place = slice(self.size, self.size + math.prod(shape))
-            self.size = place.stop
+            self.size = -(-place.stop // ALIGNED) * ALIGNED
+            gaps += range(place.stop, self.size)
             self.names.append(entry.name)
             places.append((place.start, place.stop, shape))
             if host is not None:
                 pad = entry.pad(sizes) if callable(entry.pad) else entry.pad
                 self._arrays.append((entry, host[place].reshape(shape), pad))
         self.places: Places = tuple(places)
+        self._gaps = np.array(gaps, np.int64)
 
     def fill(self, step: StepArrays) -> None:
         """Writes a step and its pads."""
@@ -102,6 +110,7 @@ class _Layout:
             self.fill_pads(parts)
         for entry, whole, pad in written:
             entry.fill(whole, step, pad)
+        self._fill_gaps()
 
     def fill_pads(self, parts: Parts = ()) -> None:
         """Writes the pads of all tensors but those of `parts`."""
@@ -109,6 +118,12 @@ class _Layout:
         for entry, whole, pad in self._arrays:
             if of_step.isdisjoint(entry.parts):
                 whole[...] = pad
+        self._fill_gaps()
+
+    def _fill_gaps(self) -> None:
+        """Nothing reads them; but a step is the same bits whatever ran before."""
+        if self._host is not None:
+            self._host[self._gaps] = 0
 
 
 class _HostBuffer:

@@ -207,7 +207,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             raise UnsupportedFeatureError("elastic expert parallelism", "load_dummy_weights")
-        with model_loading(self.vllm_config):
+        with self.model_runner.start_stages.measured("model"), model_loading(self.vllm_config):
             self.model_runner.load_model()
 
     def get_model(self) -> nn.Module:
@@ -222,7 +222,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache, measured after the largest steps have shown what they take."""
         workers = self.parallel_config.local_world_size * local_engines()
-        budget = kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps, workers)
+        with self.model_runner.start_stages.measured("measurement of steps"):
+            budget = kv_cache_budget(self._device, self.vllm_config, self.model_runner.measure_steps, workers)
         budget = max(budget - self.model_runner.bytes_beside_slots(), 0)
         if self._lockstep is not None:
             # limits of buckets follow from the blocks
@@ -243,7 +244,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
         self._metrics = (
             StepMetrics.of_engine(self.vllm_config.instance_id, engine) if reports else StepMetrics(None, engine)
         )
-        self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics)
+        with self.model_runner.start_stages.measured("KV cache"):
+            self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics)
         self._steps = self.model_runner.parts.steps
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], KVConnectorHandshakeMetadata] | None:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_gaudi_ucm.execution.bucket_choice import cost_model, server_limits, step_memory
+from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, cost_model, server_limits, step_memory
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.base import runner_maker
+from vllm_gaudi_ucm.graphs.warm_up.agreement import ALONE, Agreement
+from vllm_gaudi_ucm.graphs.warm_up.extremes import largest_of_phases
 from vllm_gaudi_ucm.graphs.warm_up.graph_memory import check_budget
 from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.kv_cache.allocation import bind_kv_caches, dummy_kv_cache, kv_cache_specs, no_kv_cache
+from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.unified_attention.api import choose_static_implementation
+from vllm_gaudi_ucm.runner.kernel_compilation import KernelCompilation, compile_kernels
 from vllm_gaudi_ucm.runner.kv_groups import layer_groups
 from vllm_gaudi_ucm.runner.sparse_setup import make_sparse_worker
 from vllm_gaudi_ucm.vllm_api.kv_cache import groups_of, in_blocks_of
@@ -34,7 +37,11 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.graphs.runners.compiled import StaticCompiler
     from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
     from vllm_gaudi_ucm.graphs.shapes.limits import Limits
+    from vllm_gaudi_ucm.graphs.shapes.prompt_remainder import RemainderShapes
+    from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheSpec
+
+logger = plugin_logger(__name__)
 
 GIB = 1 << 30
 # Where `ucm.graphs.memory_budget` is not given: this share of the device, or what the largest graphs take and as much
@@ -44,10 +51,14 @@ DEFAULT_FACTOR = 2.0
 
 
 class GraphMemoryNeed(NamedTuple):
-    """Bytes to keep beside the KV cache: what graphs may take, and the buffers that all of them share."""
+    """Bytes to keep beside the KV cache: what graphs may take, and the buffers that all of them share.
+
+    kernels: compiled on the way.
+    """
 
     budget: int
     buffers: int
+    kernels: KernelCompilation
 
 
 def graph_memory_need(
@@ -59,22 +70,26 @@ def graph_memory_need(
     draft_model: Decoder | None = None,
     compiler: StaticCompiler | None = None,
     tile: int | None = None,
+    agreement: Agreement = ALONE,
 ) -> GraphMemoryNeed:
     """From the largest graphs of prompts, of decodes and of logits, which are really run, of both models.
 
     tile: slots that attention reads as a block, where each token has a slot of its own; None: it has blocks.
+    agreement: of all workers.
 
     Raises:
         MemoryBudgetError: `ucm.graphs.memory_budget` does not hold these.
     """
-    measured, buffers = _measure(decoder, vllm_config, config, device, kind, draft_model, compiler, tile)
+    measured, buffers, kernels = _measure(
+        decoder, vllm_config, config, device, kind, draft_model, compiler, tile, agreement
+    )
     given = config.graphs.memory_budget
     if given is None:
         largest = DEFAULT_FACTOR * sum(measured)
-        return GraphMemoryNeed(int(max(DEFAULT_SHARE * device.memory().total, largest)), buffers)
+        return GraphMemoryNeed(int(max(DEFAULT_SHARE * device.memory().total, largest)), buffers, kernels)
     budget = int(given * GIB)
     check_budget(measured, budget, vllm_config.scheduler_config.max_num_batched_tokens)
-    return GraphMemoryNeed(budget, buffers)
+    return GraphMemoryNeed(budget, buffers, kernels)
 
 
 @torch.inference_mode()
@@ -87,8 +102,9 @@ def _measure(
     draft_model: Decoder | None,
     compiler: StaticCompiler | None,
     tile: int | None,
-) -> tuple[list[int], int]:
-    """Bytes of each graph, the configured maximum first, and bytes of buffers.
+    agreement: Agreement,
+) -> tuple[list[int], int, KernelCompilation]:
+    """Bytes of each graph, the configured maximum first, bytes of buffers, and what was compiled.
 
     The number of blocks is not known yet: as many as would fill the free memory are assumed. Pads read the dummy block
     alone, so a cache of one block is enough, and blocks are gathered, which takes at least what a slice does.
@@ -103,6 +119,8 @@ def _measure(
     made = None if tile is not None else groups_of(vllm_config, specs)
     groups = None if made is None else layer_groups(made, vllm_config)
     block_size, num_blocks = _largest_cache(device, specs, 1 if made is None else len(made))
+    # the least of all workers: they compute the same shapes
+    num_blocks = -agreement.most(-num_blocks)
     sparse = make_sparse_worker(config, vllm_config, caches, block_size, num_blocks, static=True)
     choices = None if sparse is None else sparse.limits
     selected = 0 if choices is None else choices.max_selected_blocks
@@ -140,13 +158,14 @@ def _measure(
         for model in filter(None, (decoder, draft_model))
     ]
     buffers = max(0, free - device.memory().free) + _sampling_bytes(executions[0], vllm_config)
-    executions[0].compile_kernels(_largest_of_phases(limits))
+    expected = partial(_expected_buckets, config, vllm_config, limits, device, executions[0].remainders, choices)
+    kernels = compile_kernels(executions, largest_of_phases(limits), expected, agreement)
     measured = [_bytes_of(run, device) for run in _runs(executions, ready)]
     bind_kv_caches(vllm_config, no_kv_cache(specs, tensors_on))
     del executions, sparse
     gc.collect()
     device.empty_cache()
-    return measured, buffers
+    return measured, buffers, kernels
 
 
 def _runs(executions: list[BucketedExecution], ready: ReadyBuckets) -> Iterator[Callable[[], object]]:
@@ -182,10 +201,24 @@ def _largest_buckets(limits: Limits, cost: CostModel) -> BucketSet:
     return BucketSet([decodes], [], limits, cost)
 
 
-def _largest_of_phases(limits: Limits) -> list[ForwardShape]:
-    """Most kernels of all graphs are among theirs. Without shared or chosen blocks several phases are one."""
-    phases = (phase for phase in product((False, True), repeat=4) if any(phase[:3]))
-    return list(dict.fromkeys(limits.phase_maximum(*phase) for phase in phases))
+def _expected_buckets(
+    config: UcmConfig,
+    vllm_config: VllmConfig,
+    limits: Limits,
+    device: Device,
+    remainders: RemainderShapes | None,
+    choices: SelectionLimits | None,
+) -> Sequence[ForwardShape]:
+    """Those of a server with so many blocks. It will have fewer, but which kernels they launch differs by less."""
+    count = 0 if remainders is None else len(remainders.keys)
+    live, rows = (0, 1) if choices is None else (choices.room_for_live_blocks, choices.max_rows)
+    try:
+        buckets, _ = choose_buckets(config.graphs, vllm_config, limits, device, count, live, rows)
+    except ValueError as error:
+        # a file that is made for a server of its own number of blocks, say; what is wrong with it, the start says
+        logger.debug("kernels of the largest graphs alone are compiled ahead: %s", error)
+        return []
+    return buckets.forward
 
 
 def _sampling_bytes(execution: BucketedExecution, vllm_config: VllmConfig) -> int:

@@ -16,6 +16,7 @@ from vllm_gaudi_ucm.kv_cache.tile import tile_size
 from vllm_gaudi_ucm.layers.experts import ServedMoeRunner, prepare_model_experts
 from vllm_gaudi_ucm.layers.packed_weights import pack_linear_layers
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.observability.start_stages import StartStages
 from vllm_gaudi_ucm.ops.host_memory.api import keep_all_freed_memory
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -111,6 +112,8 @@ class ModelRunner:
         self._tile: int | None = None
         self.decoder: Decoder
         self._compiler: StaticCompiler | None = None
+        self.start_stages = StartStages()
+        self._has_measured = False
 
     def _make_model(self) -> nn.Module:
         config = self._vllm_config.model_config
@@ -226,8 +229,16 @@ class ModelRunner:
 
     def warm_up(self) -> float:
         """Warms what must be warm before serving; returns the seconds it took."""
-        static = self.static
-        return 0.0 if static is None else static.warm_up()
+        static, seconds = self.static, 0.0
+        if static is not None:
+            if not self._has_measured and static.execution.compiles_kernels:
+                # with `--kv-cache-memory-bytes`
+                with self.start_stages.measured("kernels"):
+                    static.compile_kernels()
+            with self.start_stages.measured("graphs"):
+                seconds = static.warm_up()
+        logger.info("Start of the worker: %s", self.start_stages.line())
+        return seconds
 
     def close(self) -> None:
         """Ends all background work; safe before there is any."""
@@ -236,6 +247,9 @@ class ModelRunner:
 
     def measure_steps(self) -> int:
         """Bytes that steps take beside the KV cache, after the largest have really run."""
+        # buckets that do not fit are dropped, so one budget must hold on every rank
+        ranks = self._ranks if self._lockstep is None else self._lockstep.workers
+        self._has_measured = True
         if self.kind != "off":
             need = graph_memory_need(
                 self.decoder,
@@ -246,9 +260,10 @@ class ModelRunner:
                 self._draft_decoder,
                 self._compiler,
                 self._tile,
+                ranks,
             )
-            # buckets that do not fit are dropped, so one budget must hold on every rank
-            ranks = self._ranks if self._lockstep is None else self._lockstep.workers
+            if need.kernels.found:
+                self.start_stages.add("kernels", need.kernels.seconds)
             self._memory_budget = ranks.least(need.budget)
             return need.budget + need.buffers
         free = self._device.memory().free

@@ -151,7 +151,7 @@ def begin_sums(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["own_lists", "own_programs"])
+@triton.jit(do_not_specialize=["rows", "own_lists", "own_programs"])
 def attend_causal(
     query,
     key,
@@ -257,7 +257,7 @@ def attend_causal(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles", "own_lists", "own_programs"])
+@triton.jit(do_not_specialize=["rows", "tiles", "own_lists", "own_programs"])
 def repair_causal(
     query,
     key,

@@ -126,7 +126,7 @@ def attend_latent_spans(
         span += 1
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_columns", "lo_span", "hi_span"])
+@triton.jit(do_not_specialize=["whole_counts", "num_tiles", "num_columns", "lo_span", "hi_span"])
 def attend_latent_tiles(
     query,
     cache,

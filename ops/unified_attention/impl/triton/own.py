@@ -46,7 +46,7 @@ def divide_columns(
         tl.store(common_hi + span[:, None] * num_columns + column[None, :], end.to(tl.int32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_columns", "rows", "lo_span", "hi_span"])
+@triton.jit(do_not_specialize=["whole_counts", "row_counts", "num_columns", "rows", "lo_span", "hi_span"])
 def list_own(
     blocks,
     row_spans,
@@ -103,7 +103,7 @@ def list_own(
     tl.store(row_counts + span, tl.sum(its_rows, 0))
 
 
-@triton.jit(do_not_specialize=["num_spans", "rows", "most_tiles"])
+@triton.jit(do_not_specialize=["row_counts", "num_spans", "rows", "most_tiles"])
 def place_own(
     row_spans,
     counts,
@@ -170,7 +170,7 @@ def _turned(entry, turn, count):
     return tl.where((turn > 0) & (place >= count), place - count, place)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_columns", "lo_span", "hi_span"])
+@triton.jit(do_not_specialize=["whole_counts", "num_tiles", "num_columns", "lo_span", "hi_span"])
 def attend_own(
     query,
     key_cache,

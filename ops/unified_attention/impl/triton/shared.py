@@ -62,7 +62,7 @@ def partly_seen(
     return k, v, visible
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_columns", "lo_span", "hi_span"])
+@triton.jit(do_not_specialize=["whole_counts", "num_tiles", "num_columns", "lo_span", "hi_span"])
 def attend_shared(
     query,
     key_cache,

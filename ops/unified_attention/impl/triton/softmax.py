@@ -107,7 +107,7 @@ def find_tokens(first, stop, blocks, lo, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: 
     return block, token, seen
 
 
-@triton.jit(do_not_specialize=["num_columns", "lo_span", "hi_span"])
+@triton.jit(do_not_specialize=["whole_counts", "num_columns", "lo_span", "hi_span"])
 def list_columns(
     order,
     row_spans,
