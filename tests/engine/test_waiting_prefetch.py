@@ -57,7 +57,7 @@ class Served:
         """Nothing is left of any request, waiting ones included."""
         for _ in range(3):
             self.engine.step()
-        assert self.worker.saver.flush(5.0)
+        assert self.worker.saver.flush(60.0)
         self.worker.engine.check_integrity()
         assert self.scheduler._waiting.num_requests == 0
         assert self.scheduler.num_requests == self.worker.num_loading == 0
