@@ -26,7 +26,7 @@ from vllm_gaudi_ucm.graphs.tuning.tune import DEFAULT_MARGIN, tune
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader
 
 COST = CostModel(DEVICES["gaudi2"], LLAMA_8B, 128)
-STEPS, LATER = 4_000, 2_500
+STEPS, LATER = 7_000, 4_000
 
 
 @cache

@@ -121,7 +121,7 @@ def card_counts(worker: Any) -> dict[str, Any]:
 
 def serve_on_cards(model: str) -> dict[str, Any]:
     """Answers while graphs are cold, warms the rest as the engine's loop does between requests, and answers again."""
-    ucm = {**CHECKED, "graphs": {"max_graphs": 5, "skeleton": 2}}
+    ucm = {**CHECKED, "graphs": {"max_graphs": 8, "skeleton": 2}}
     with Engine(Path(model), ucm, tensor_parallel_size=2, max_num_batched_tokens=64, max_model_len=256) as engine:
         cold = engine.greedy(PROMPTS, 10)
         before = engine.llm.collective_rpc(card_counts)

@@ -25,12 +25,11 @@ def reference(smollm2: Path) -> ReferenceModel:
 
 @pytest.fixture(scope="module")
 def prompts(smol_engine: Engine) -> list[list[int]]:
-    """Twenty short ones, one beyond 2000 tokens, and one of half that: both are computed in several chunks."""
+    """Twenty short ones and two beyond 2000 tokens."""
     tokenizer = smol_engine.llm.get_tokenizer()
-    texts = [*SHORT, story(210, 1), story(110, 2)]
+    texts = [*SHORT, story(210, 1), story(230, 2)]
     found = [tokenizer.encode(text) for text in texts]
-    assert [len(tokens) > 2000 for tokens in found] == [False] * 20 + [True, False]
-    assert len(found[21]) > 1024
+    assert sum(len(tokens) > 2000 for tokens in found) == 2
     return found
 
 
@@ -60,8 +59,7 @@ def test_alone_and_again_with_prefix_hits(smol_engine: Engine, prompts: list[lis
     chosen = [2, 6, 14, 20, 21]
     again = smol_engine.alone([prompts[i] for i in chosen], MAX_TOKENS)
     assert_same(again, [answers[i] for i in chosen])
-    assert [answer.cached_tokens >= 1024 for answer in again] == [False, False, False, True, True]
-    assert again[3].cached_tokens >= 2000
+    assert [answer.cached_tokens >= 2000 for answer in again] == [False, False, False, True, True]
 
 
 def test_arrivals_in_another_order(smol_engine: Engine, prompts: list[list[int]], answers: list[Answer]) -> None:

@@ -75,7 +75,7 @@ class Server:
         assert values, f"/metrics has no {name}"
         return sum(values)
 
-    def wait_idle(self, seconds: float = 20) -> float:
+    def wait_idle(self, seconds: float = 60) -> float:
         """Waits until no request runs or waits; the seconds that this took."""
         begin = time.monotonic()
         while time.monotonic() - begin < seconds:
