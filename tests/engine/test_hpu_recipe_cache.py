@@ -19,8 +19,7 @@ OPTIONS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_bat
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 40, 1, 100)]
 GRAPHS = 4
 # The engine in a process of its own, as it is served: only there nobody has started the card before the worker.
-# It forks from one that has imported vLLM, and never starts the card.
-SERVED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+SERVED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 def start(model: str, recipes: str) -> list[list[int]] | str:
