@@ -9,6 +9,8 @@ import gc
 import importlib
 import os
 
+from tests.ports import port_of_ranks
+
 # read once, by huggingface_hub while it is imported
 os.environ["HF_HUB_OFFLINE"] = "1"
 # no collection while they load: see `import_heap`
@@ -31,5 +33,6 @@ for name in (
     "pytest",
 ):
     importlib.import_module(name)
+importlib.import_module("vllm.utils.network_utils")._get_open_port = port_of_ranks
 gc.freeze()
 gc.enable()

@@ -33,7 +33,7 @@ class Loads:
         self.loads = BlockLoads(self.engine, self.blocks, deadline=10.0)
 
     def end(self, ended: set[str] | None = None) -> set[str]:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not (found := self.loads.finished(ended or set())):
             assert time.monotonic() < end
             self.loads.wait(0.1)

@@ -52,7 +52,7 @@ def test_blocks_are_copied_before_they_may_change(blocks: DeviceBlocks, cache: K
     for rows in cache:
         rows.fill_(torch.nan)
     store.goes_on.set()
-    assert saver.flush(5)
+    assert saver.flush(60.0)
     assert stored(store) == {1: 1.0, 5: 5.0, 2: 2.0}
     assert saver.take_unsaved() == []
     saver.close()
@@ -68,14 +68,14 @@ def test_what_the_queue_has_no_room_for_is_dropped_at_once(blocks: DeviceBlocks,
     start = time.monotonic()
     saver.submit(saves(0, 1, 2, 3, 4))
     saver.submit(saves(5))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
     dropped = saves(0, 1, 2, 3, 4, 5)[capacity:]
     assert saver.take_unsaved() == [save.key for save in dropped]
     assert saver.counts().dropped == len(dropped)
     store.goes_on.set()
-    assert saver.flush(5)
+    assert saver.flush(60.0)
     saver.submit(saves(6))
-    assert saver.flush(5)
+    assert saver.flush(60.0)
     assert len(store.blocks) == saver.counts().saved == capacity + 1
     saver.close()
 
@@ -85,14 +85,14 @@ def test_what_the_store_refuses_is_told(blocks: DeviceBlocks, monkeypatch: pytes
     store.refuses = True
     saver = saver_of(store, blocks, capacity=4, workers=1)
     saver.submit(saves(1))
-    assert saver.flush(5)
+    assert saver.flush(60.0)
 
     def fail(key: bytes, block: memoryview) -> bool:
         raise OSError("gone")
 
     monkeypatch.setattr(store, "save", fail)
     saver.submit(saves(2))
-    assert saver.flush(5)
+    assert saver.flush(60.0)
     assert saver.take_unsaved() == [save.key for save in saves(1, 2)]
     assert (saver.counts().saved, saver.counts().refused) == (0, 2)
     saver.close()
@@ -117,7 +117,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(blocks: DeviceBlocks) -> N
     saver.submit(saves(1, 2))
     start = time.monotonic()
     saver.close(timeout=0.1)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     store.goes_on.set()
 
 
@@ -138,10 +138,10 @@ def test_without_host_memory_blocks_are_dropped(
     saver = saver_of(store, blocks, capacity=3, workers=1)
     saver.submit(saves(1, 2, 3))
     assert saver.take_unsaved() == [save.key for save in saves(2, 3)]
-    assert saver.flush(5)
+    assert saver.flush(60.0)
     given += [1, 1]
     saver.submit(saves(4, 5, 6))
-    assert saver.flush(5)
+    assert saver.flush(60.0)
     assert set(stored(store)) == {1, 4, 5, 6}
     saver.check_integrity()
     saver.close()
@@ -160,8 +160,8 @@ def test_a_copy_that_raises_takes_no_room(blocks: DeviceBlocks, monkeypatch: pyt
             saver.submit(saves(1, 2))
     with pytest.raises(RuntimeError, match="device is gone"):
         saver.submit_record(b"key", fail)
-    assert saver.flush(1), "nothing is on its way"
+    assert saver.flush(60.0), "nothing is on its way"
     saver.submit(saves(3, 4))
     assert saver.take_unsaved() == []
-    assert saver.flush(5)
+    assert saver.flush(60.0)
     saver.close()

@@ -67,7 +67,7 @@ def loads_of(card: Card) -> tuple[PrefetchEngine, BlockLoads]:
 
 
 def load(loads: BlockLoads) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not loads.finished(set()) and time.monotonic() < end:
         loads.wait(0.1)
     assert loads.take_ordered() == {TARGET}

@@ -33,7 +33,7 @@ class SlowLookups(ScriptedStore):
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         self.asked += 1
-        assert self.answers.wait(10)
+        assert self.answers.wait(60)
         return super().lookup(keys)
 
 
@@ -114,7 +114,7 @@ def test_the_worker_does_what_the_plan_says() -> None:
     load = engine.submit_prefetch("a", keys(1), deliver=lambda index, block: None)
     apply_plan(engine, planning.plan(waiting[1:]))
     store.gate.set()
-    assert load.wait(5) is PrefetchOutcome.READY
+    assert load.wait(60) is PrefetchOutcome.READY
     assert eventually(lambda: engine.stats().cache_blocks == 3)
     assert engine.stop(5)
 

@@ -38,7 +38,7 @@ def test_the_error_names_a_rank_that_was_killed_before() -> None:
     peers = Peers(0, 2, {1: other.pid})
     try:
         begin = time.monotonic()
-        while peers.gone() and time.monotonic() - begin < 10:
+        while peers.gone() and time.monotonic() - begin < 60:
             time.sleep(0.01)
         assert peers.gone() == []
         other.kill()

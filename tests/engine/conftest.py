@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import make_config, make_model
+from tests.ports import port_of_ranks
 from tests.warm_context import WarmContext
 
 
@@ -21,6 +22,7 @@ def in_process() -> Iterator[None]:
         # three collections before a freeze that tests do not want: see tests/import_heap.py
         patch.setattr("vllm.v1.engine.core.freeze_gc_heap", lambda: None)
         patch.setattr("vllm.v1.executor.multiproc_executor.get_mp_context", WarmContext)
+        patch.setattr("vllm.utils.network_utils._get_open_port", port_of_ranks)
         yield
         from vllm.distributed import cleanup_dist_env_and_memory, model_parallel_is_initialized
 

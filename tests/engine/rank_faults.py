@@ -102,7 +102,7 @@ def settle_moves(worker: Any) -> None:
         return all(save.done() for save in copies._saves.values()) and all(handle.outcome for handle in handles)
 
     def take_settled() -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not settled():
             assert time.monotonic() < end, "copies are still under way"
             time.sleep(0.0005)

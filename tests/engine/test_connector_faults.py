@@ -89,7 +89,7 @@ class Served:
         """Nothing is left of any request, on the device, in the connector, or on its way to the store."""
         for _ in range(3):
             self.engine.step()
-        assert self.worker.saver.flush(5.0)
+        assert self.worker.saver.flush(60.0)
         self.worker.saver.check_integrity()
         self.worker.engine.check_integrity()
         assert self.worker.num_loading == 0

@@ -52,7 +52,7 @@ def test_blocks_are_stored_after_the_steps(
         patch.setattr(STEPS, "_clock", lambda: 0.0)
         found = engine.greedy(PROMPTS, OUTPUTS)
         assert store.saved == []
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while len(store.saved) < BLOCKS and time.monotonic() < end:
         time.sleep(0.001)
     assert len(store.saved) == BLOCKS

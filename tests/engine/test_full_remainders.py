@@ -92,7 +92,7 @@ def test_a_preempted_request_asks_the_store_again(tiny_llama: Path, fault_store:
         engine.add("a", PROMPT, greedy_params(12))
         while not served.watched.offload.totals.scored:
             served.watched.step()
-        assert served.worker.saver.flush(5.0)
+        assert served.worker.saver.flush(60.0)
         assert len(fault_store.saved) >= 20
         engine.core.scheduler.reset_prefix_cache(reset_running_requests=True)
         finish(served)

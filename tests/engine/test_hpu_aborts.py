@@ -45,7 +45,7 @@ def serve(model: str, store: str) -> dict[str, Any]:
         side = engine.runner.transfer.connector.worker_side  # type: ignore[union-attr]
         loads = side.loads
         for _ in range(ROUNDS):
-            assert side.saver.flush(30.0)
+            assert side.saver.flush(60.0)
             assert engine.core.scheduler.reset_prefix_cache()
             names = [engine.new_id() for _ in prompts]
             for name, prompt in zip(names, prompts, strict=True):

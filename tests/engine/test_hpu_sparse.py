@@ -111,7 +111,7 @@ def answers_after_partial_loads(engine: Engine) -> list[Answer]:
         engine.step()
     assert engine.runner.transfer is not None
     connector: Any = engine.runner.transfer.connector
-    assert connector.worker_side.saver.flush(5.0)
+    assert connector.worker_side.saver.flush(60.0)
     return engine.greedy(PROMPTS, 1)
 
 

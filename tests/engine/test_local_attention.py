@@ -28,6 +28,7 @@ def tokens(count: int) -> list[int]:
 COMMON = tokens(48)
 # shorter and longer than the window, chunks of 64, and a common beginning longer than the window
 PROMPTS = [tokens(count) for count in (1, 19, 20, 21, 36, 150)] + [COMMON + tokens(40), COMMON + tokens(3), COMMON]
+OUTPUTS = 40  # twice the window
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 64}
 GEMMA2 = {
     **{key: FAMILIES["llama"][key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")},
@@ -56,8 +57,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_tokens_of_transformers(model: Path, ucm: dict[str, Any]) -> None:
     """In chunks, mixed with decodes, then with prefix hits."""
     with Engine(model, ucm, num_gpu_blocks_override=100, **OPTIONS) as engine:
-        answers = engine.greedy(PROMPTS, 64)
-        again = engine.greedy(PROMPTS, 64)
+        answers = engine.greedy(PROMPTS, OUTPUTS)
+        again = engine.greedy(PROMPTS, OUTPUTS)
         engine.check_idle()
     # the kernels of Transformers that take no mask of a soft cap ignore it
     ReferenceModel(model, "eager").assert_greedy(PROMPTS, answers)

@@ -31,7 +31,7 @@ STORED = [tokens(20 * BLOCK + 1), tokens(15 * BLOCK + 6), tokens(16 * BLOCK)]
 
 def flush(worker: Any) -> None:
     """Everything is stored."""
-    assert side_of(worker).saver.flush(10.0)
+    assert side_of(worker).saver.flush(60.0)
 
 
 class Compared:

@@ -52,7 +52,7 @@ class Served:
         """A request ends while the store hangs, unless its load is late before."""
         store.goes_on.clear()
         self.engine.add(name, PROMPTS[2], greedy_params(1))
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not self.worker.num_loading and self.engine.llm.llm_engine.has_unfinished_requests():
             assert time.monotonic() < end
             self.watched.step()
@@ -63,13 +63,13 @@ class Served:
 
     def settle(self) -> None:
         """Nothing is left of any request, on either side, or on its way to a store."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         # who ended while it loaded holds its blocks until nothing writes to them
         while self.worker.num_loading and time.monotonic() < end:
             self.watched.step()
         for _ in range(3):
             self.watched.step()
-        assert self.worker.saver.flush(5.0)
+        assert self.worker.saver.flush(60.0)
         self.engine.check_idle()
         self.worker.saver.check_integrity()
         self.worker.engine.check_integrity()

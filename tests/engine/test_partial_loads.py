@@ -97,7 +97,7 @@ def forget_stored(engine: Engine) -> None:
         engine.step()
     assert engine.runner.transfer is not None
     connector: Any = engine.runner.transfer.connector
-    assert connector.worker_side.saver.flush(5.0)
+    assert connector.worker_side.saver.flush(60.0)
     assert engine.core.scheduler.reset_prefix_cache()
 
 

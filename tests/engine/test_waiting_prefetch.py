@@ -57,7 +57,7 @@ class Served:
         """Nothing is left of any request, waiting ones included."""
         for _ in range(3):
             self.engine.step()
-        assert self.worker.saver.flush(5.0)
+        assert self.worker.saver.flush(60.0)
         self.worker.engine.check_integrity()
         assert self.scheduler._waiting.num_requests == 0
         assert self.scheduler.num_requests == self.worker.num_loading == 0
@@ -109,7 +109,8 @@ def test_waiting_requests_are_prefetched_in_the_order_of_the_queue(served: Serve
 
     def prefetched() -> bool:
         step()
-        return len(served.store.loaded) >= 9
+        # on a busy machine the threads that load are late, and the first must not end before them
+        return eventually(lambda: len(served.store.loaded) >= 9, seconds=0.2)
 
     assert eventually(prefetched)
     assert not answers, "the first still runs"

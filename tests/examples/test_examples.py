@@ -64,7 +64,7 @@ def server(smollm2: Path, tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.slow
 def test_offline_batch(smollm2: Path, tmp_path: Path) -> None:
-    printed = run("offline_batch.py", "--model", str(smollm2), folder=tmp_path)
+    printed = run_warm("offline_batch.py", "--model", str(smollm2), folder=tmp_path)
     assert "Jupiter" in printed
     # prompts that arrive one by one make more than one step with a causal part
     assert re.search(r"^steps: \d x c--, .*\d+ x --u", printed, re.M), printed[-2000:]

@@ -110,7 +110,7 @@ def copies_of(tmp_path: Path) -> Iterator[Callable[..., CopyStore]]:
 
 def settled(copies: CopyStore) -> PrefetchStats:
     """Figures once nothing is under way."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while (stats := copies._engine.stats()).pending and time.monotonic() < end:
         time.sleep(0.001)
     return stats
@@ -151,7 +151,7 @@ def test_max_pending_prefetch(
     """covers: C4. While the store hangs, nothing more than this is brought nearer; loads are not held up."""
     copies = copies_of(max_pending_prefetch=most)
     free, lend = threading.Event(), copies.store.lend
-    monkeypatch.setattr(copies.store, "lend", lambda *a: free.wait(5) and lend(*a))
+    monkeypatch.setattr(copies.store, "lend", lambda *a: free.wait(60) and lend(*a))
     copies.bring_near(COPIES)
     assert copies._engine.stats().shed == shed
     copies.load(COPIES[3])
@@ -165,7 +165,7 @@ def test_max_pending_prefetch(
 def test_prefetch_workers(copies_of: Callable[..., CopyStore], monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     """covers: C4. So many blocks are read at once."""
     copies = copies_of(prefetch_workers=workers)
-    lock, lend = threading.Lock(), copies.store.lend
+    lock, lend, all_read = threading.Lock(), copies.store.lend, threading.Event()
     reading, most = 0, 0
 
     def watched(*args: Any) -> Any:
@@ -173,6 +173,10 @@ def test_prefetch_workers(copies_of: Callable[..., CopyStore], monkeypatch: pyte
         with lock:
             reading += 1
             most = max(most, reading)
+        if most == workers:
+            all_read.set()
+        # however late the last of them is; then some time for one too many
+        assert all_read.wait(60)
         time.sleep(0.05)
         with lock:
             reading -= 1

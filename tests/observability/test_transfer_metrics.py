@@ -40,8 +40,8 @@ def test_figures_of_an_engine(folder: Path) -> None:
     store = ScriptedStore(range(4))
     engine = PrefetchEngine(store, BLOCK_BYTES, PrefetchOptions(prefetch_workers=1, max_pending_prefetch=2))
     engine.start()
-    assert engine.submit_prefetch("a", keys(0, 1)).wait(5) is PrefetchOutcome.READY
-    assert engine.submit_prefetch("b", keys(0, 9)).wait(5) is PrefetchOutcome.FAILED
+    assert engine.submit_prefetch("a", keys(0, 1)).wait(60) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("b", keys(0, 9)).wait(60) is PrefetchOutcome.FAILED
     store.gate.clear()
     engine.submit_prefetch("c", keys(2))
     assert eventually(lambda: store.running == 1)

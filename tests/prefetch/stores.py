@@ -25,7 +25,7 @@ def content(of: bytes, size: int = BLOCK_BYTES) -> bytes:
     return (of * (size // len(of) + 1))[:size]
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether it holds within some seconds."""
     end = time.monotonic() + seconds
     while not condition():
@@ -62,7 +62,7 @@ class ScriptedStore(KvStore):
             self.running += 1
             self.most_running = max(self.running, self.most_running)
         try:
-            assert self.gate.wait(20), "the test never opened the gate"
+            assert self.gate.wait(60), "the test never opened the gate"
             into[:] = b"\xee" * len(into)
             if key in self.errors:
                 raise self.errors.pop(key)

@@ -21,7 +21,7 @@ def test_the_seeds_example(make_engine: MakeEngine) -> None:
     engine = make_engine(ScriptedStore([1, 2, 3]))
     priority = PrefetchPriority.compute_priority(queue_position=0)
     handle = engine.submit_prefetch("request", keys(1, 2, 3), priority)
-    assert engine.wait_for_completion("request", timeout=5) is READY
+    assert engine.wait_for_completion("request", timeout=60) is READY
     blocks = engine.get_prefetched_kv("request")
     assert blocks is not None
     assert [bytes(block) for block in blocks] == [content(key(number)) for number in (1, 2, 3)]
@@ -44,10 +44,10 @@ def test_a_store_that_raises_fails_the_block_and_no_thread(make_engine: MakeEngi
     store.errors[key(1)] = OSError("disk")
     engine = make_engine(store)
     handle = engine.submit_prefetch("r", keys(1, 2))
-    assert handle.wait(5) is FAILED
+    assert handle.wait(60) is FAILED
     assert handle.failed == {0}
     assert engine.stats().errors == 1
-    assert engine.submit_prefetch("again", keys(1, 2)).wait(5) is READY
+    assert engine.submit_prefetch("again", keys(1, 2)).wait(60) is READY
     assert engine.stats().threads_replaced == 0
 
 
@@ -69,10 +69,10 @@ def test_a_wait_ends_and_the_prefetch_goes_on(make_engine: MakeEngine) -> None:
     engine.submit_prefetch("r", keys(1))
     start = time.monotonic()
     assert engine.wait_for_completion("r", 0.05) is TIMEOUT
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20, "the store hangs for 60 s"
     assert engine.outcome("r") is None
     store.gate.set()
-    assert engine.wait_for_completion("r", 5) is READY
+    assert engine.wait_for_completion("r", 60) is READY
     assert (engine.stats().waits, engine.stats().wait_timeouts) == (2, 1)
     assert engine.stats().wait_seconds > 0.04
 
@@ -85,8 +85,8 @@ def test_waiting_for_whichever_is_first(make_engine: MakeEngine) -> None:
     assert not engine.wait_for_any(handles, 0.01)
     start = time.monotonic()
     threading.Timer(0.02, lambda: engine.cancel("2")).start()
-    assert engine.wait_for_any(handles, 5)
-    assert time.monotonic() - start < 3
+    assert engine.wait_for_any(handles, 60)
+    assert time.monotonic() - start < 20
     assert [handle.outcome for handle in handles] == [None, CANCELLED]
     assert engine.wait_for_any(handles, 0)
 
@@ -96,7 +96,7 @@ def test_one_load_serves_everyone_who_wants_the_block(make_engine: MakeEngine) -
     engine = make_engine(store)
     handles = [engine.submit_prefetch(f"r{number}", keys(1, 2, 3, number + 4)) for number in range(4)]
     store.gate.set()
-    assert [handle.wait(5) for handle in handles] == [READY] * 4
+    assert [handle.wait(60) for handle in handles] == [READY] * 4
     assert set(store.loads().values()) == {1}
     stats = engine.stats()
     assert stats.blocks_loaded == 7
@@ -110,14 +110,14 @@ def test_a_failed_block_fails_only_those_who_need_it(make_engine: MakeEngine) ->
     needs_it = [engine.submit_prefetch(name, keys(1, 9)) for name in ("a", "b")]
     does_not = engine.submit_prefetch("c", keys(1, 2))
     store.gate.set()
-    assert [handle.wait(5) for handle in needs_it] == [FAILED, FAILED]
+    assert [handle.wait(60) for handle in needs_it] == [FAILED, FAILED]
     assert [handle.failed for handle in needs_it] == [{1}, {1}]
-    assert does_not.wait(5) is READY
+    assert does_not.wait(60) is READY
 
 
 def test_a_key_may_come_twice(make_engine: MakeEngine) -> None:
     engine = make_engine(ScriptedStore([1]))
-    assert engine.submit_prefetch("r", keys(1, 1)).wait(5) is READY
+    assert engine.submit_prefetch("r", keys(1, 1)).wait(60) is READY
     blocks = engine.get_prefetched_kv("r")
     assert blocks is not None
     assert [bytes(block) for block in blocks] == [content(key(1))] * 2
@@ -137,7 +137,7 @@ def test_an_id_that_is_used_again_stands_for_the_new_prefetch(make_engine: MakeE
     new = engine.submit_prefetch("id", keys(2))
     assert old.outcome is CANCELLED
     store.gate.set()
-    assert new.wait(5) is READY
+    assert new.wait(60) is READY
     blocks = engine.get_prefetched_kv("id")
     assert blocks is not None
     assert bytes(blocks[0]) == content(key(2))
@@ -148,7 +148,7 @@ def test_forgotten_requests_leave_nothing(make_engine: MakeEngine) -> None:
     """covers: C5"""
     store = ScriptedStore([1, 2])
     engine = make_engine(store)
-    engine.submit_prefetch("done", keys(1)).wait(5)
+    engine.submit_prefetch("done", keys(1)).wait(60)
     assert engine.get_prefetched_kv("done")
     engine.forget("done")
     store.gate.clear()
@@ -171,25 +171,25 @@ def test_outcomes_are_kept_for_the_last_requests_only(make_engine: MakeEngine) -
 
 def test_memory_that_was_given_out_stays_until_it_is_forgotten(make_engine: MakeEngine) -> None:
     engine = make_engine(ScriptedStore(range(50)), prefetch_cache_size=2)
-    engine.submit_prefetch("mine", keys(1)).wait(5)
+    engine.submit_prefetch("mine", keys(1)).wait(60)
     blocks = engine.get_prefetched_kv("mine")
     assert blocks is not None
     for number in range(2, 20):
-        engine.submit_prefetch(f"other {number}", keys(number)).wait(5)
+        engine.submit_prefetch(f"other {number}", keys(number)).wait(60)
     assert bytes(blocks[0]) == content(key(1))
     again = engine.get_prefetched_kv("mine")
     assert again is not None
     assert again[0].obj is blocks[0].obj
     engine.forget("mine")
     for number in range(20, 23):
-        engine.submit_prefetch(f"other {number}", keys(number)).wait(5)
+        engine.submit_prefetch(f"other {number}", keys(number)).wait(60)
     assert bytes(blocks[0]) != content(key(1))
 
 
 def test_blocks_that_were_evicted_are_not_there(make_engine: MakeEngine) -> None:
     engine = make_engine(ScriptedStore(range(9)), prefetch_cache_size=2)
     for number in range(1, 4):
-        assert engine.submit_prefetch(str(number), keys(number)).wait(5) is READY
+        assert engine.submit_prefetch(str(number), keys(number)).wait(60) is READY
     assert engine.get_prefetched_kv("1") is None
     assert engine.get_prefetched_kv("3") is not None
     assert engine.stats().evictions == 1
@@ -204,7 +204,7 @@ def test_a_cancelled_request_gives_up_what_has_not_arrived(make_engine: MakeEngi
     assert not engine.cancel("r"), "it is cancelled already"
     assert (handle.outcome, handle.failed) == (CANCELLED, {0, 1, 2})
     store.gate.set()
-    assert engine.submit_prefetch("next", keys(8)).wait(5) is READY
+    assert engine.submit_prefetch("next", keys(8)).wait(60) is READY
     assert store.order == keys(1, 8)
 
 

@@ -95,7 +95,7 @@ def test_an_error_at_every_call(name: str, delivers: bool, error: type[BaseExcep
             faults.call("deliver")
 
         handle = engine.submit_prefetch("a", keys(*range(BLOCKS)), deliver=deliver if delivers else None)
-        assert handle.wait(30) in (PrefetchOutcome.READY, PrefetchOutcome.FAILED)
+        assert handle.wait(60) in (PrefetchOutcome.READY, PrefetchOutcome.FAILED)
         check_that_nothing_is_taken(engine, store)
         assert engine.stop(10)
         assert engine.stats().cache_bytes == 0
@@ -110,9 +110,9 @@ def check_that_nothing_is_taken(engine: PrefetchEngine, store: MemoryStore) -> N
         assert store.save(key(number), memoryview(content(key(number))))
     assert store.lookup(keys(*range(BLOCKS))) == [False] * BLOCKS
     handle = engine.submit_prefetch("b", keys(*range(NEW, NEW + BLOCKS)))
-    end = handle.wait(30)
+    end = handle.wait(60)
     if end is not PrefetchOutcome.READY:  # the fault came in this round
-        end = engine.submit_prefetch("b", keys(*range(NEW, NEW + BLOCKS))).wait(30)
+        end = engine.submit_prefetch("b", keys(*range(NEW, NEW + BLOCKS))).wait(60)
     assert end is PrefetchOutcome.READY
     found = engine.get_prefetched_kv("b")
     assert found is not None

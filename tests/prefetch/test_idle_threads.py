@@ -56,7 +56,7 @@ def test_who_is_called(idle: int, store_waits: bool, is_urgent: bool, called: bo
     waited.join(5 if called else 0.05)
     assert waited.is_alive() is not called
     threads.call()
-    waited.join(5)
+    waited.join(60)
     assert not waited.is_alive()
 
 
@@ -65,7 +65,7 @@ def test_the_only_thread_is_called_where_others_are_missing() -> None:
     threads.call_for_work(is_urgent=False, is_any_busy=False)
     waited = threading.Thread(target=threads.wait, daemon=True)
     waited.start()
-    waited.join(5)
+    waited.join(60)
     assert not waited.is_alive()
 
 
@@ -75,7 +75,7 @@ def test_a_store_that_waits_is_asked_by_every_thread(make_engine: MakeEngine) ->
     handle = engine.submit_prefetch("r", keys(*range(8)), PrefetchPriority.LOW)
     assert eventually(lambda: store.running == 6)
     store.gate.set()
-    assert handle.wait(5) is PrefetchOutcome.READY
+    assert handle.wait(60) is PrefetchOutcome.READY
 
 
 class HostStore(LendingStore):
@@ -93,8 +93,8 @@ def test_prefetches_leave_a_processor_to_the_model(make_engine: MakeEngine) -> N
         urgent = engine.submit_prefetch("urgent", keys(*range(10, 20)), PrefetchPriority.URGENT, deliver)
         assert eventually(lambda: len(running) == 4)
         assert not eventually(lambda: len(running) > 4, 0.1)
-    assert low.wait(5) is PrefetchOutcome.READY
-    assert urgent.wait(5) is PrefetchOutcome.READY
+    assert low.wait(60) is PrefetchOutcome.READY
+    assert urgent.wait(60) is PrefetchOutcome.READY
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def busy_deliveries() -> Iterator[tuple[set[int], Deliver]]:
 
     def deliver(index: int, block: memoryview) -> None:
         running.add(threading.get_ident())
-        assert gate.wait(20)
+        assert gate.wait(60)
 
     try:
         yield running, deliver

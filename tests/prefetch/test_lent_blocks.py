@@ -42,7 +42,7 @@ def test_a_lent_block_is_delivered_without_a_copy(make_engine: MakeEngine) -> No
     engine = make_engine(store, prefetch_workers=1)
     receiver = Receiver()
     handle = engine.submit_prefetch("r", keys(0, 1, 2, 3), deliver=receiver)
-    assert handle.wait(5) is PrefetchOutcome.READY
+    assert handle.wait(60) is PrefetchOutcome.READY
     assert receiver.blocks == {number: content(key(number)) for number in range(4)}
     assert not store.order, "nothing was loaded by copy"
     assert eventually(lambda: store.lent == 0)
@@ -53,7 +53,7 @@ def test_a_lent_block_is_delivered_without_a_copy(make_engine: MakeEngine) -> No
 def test_a_prefetch_keeps_a_copy_of_what_is_lent(make_engine: MakeEngine) -> None:
     store = LendingStore(range(2))
     engine = make_engine(store)
-    assert engine.submit_prefetch("r", keys(0, 1)).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("r", keys(0, 1)).wait(60) is PrefetchOutcome.READY
     assert eventually(lambda: store.lent == 0)
     store.blocks.clear()
     found = engine.get_prefetched_kv("r")
@@ -68,12 +68,12 @@ def test_one_loan_serves_a_delivery_and_a_prefetch(make_engine: MakeEngine) -> N
     engine = make_engine(store, prefetch_workers=2)
     receiver = Receiver(is_open=False)
     delivered = engine.submit_prefetch("a", keys(0), deliver=receiver)
-    assert receiver.entered.wait(5)
+    assert receiver.entered.wait(60)
     kept = engine.submit_prefetch("b", keys(0))
     assert eventually(lambda: engine.stats().blocks_shared == 1)
     receiver.gate.set()
-    assert delivered.wait(5) is PrefetchOutcome.READY
-    assert kept.wait(5) is PrefetchOutcome.READY
+    assert delivered.wait(60) is PrefetchOutcome.READY
+    assert kept.wait(60) is PrefetchOutcome.READY
     assert engine.stats().blocks_loaded == 1
     found = engine.get_prefetched_kv("b")
     assert found is not None
@@ -84,7 +84,7 @@ def test_one_loan_serves_a_delivery_and_a_prefetch(make_engine: MakeEngine) -> N
 def test_a_missing_block_is_a_miss(make_engine: MakeEngine) -> None:
     engine = make_engine(LendingStore(range(1)))
     handle = engine.submit_prefetch("r", keys(0, 7), deliver=Receiver())
-    assert handle.wait(5) is PrefetchOutcome.FAILED
+    assert handle.wait(60) is PrefetchOutcome.FAILED
     assert handle.failed == {1}
 
 
@@ -97,8 +97,8 @@ def test_without_host_memory_a_prefetch_fails_and_nothing_hangs(
     engine: PrefetchEngine = make_engine(LendingStore(range(3)))
     monkeypatch.setattr(engine._threads._runner._reader, "_allocate", no_memory)
     receiver = Receiver()
-    assert engine.submit_prefetch("a", keys(0, 1)).wait(5) is PrefetchOutcome.FAILED
-    assert engine.submit_prefetch("b", keys(2), deliver=receiver).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("a", keys(0, 1)).wait(60) is PrefetchOutcome.FAILED
+    assert engine.submit_prefetch("b", keys(2), deliver=receiver).wait(60) is PrefetchOutcome.READY
     assert receiver.blocks == {0: content(key(2))}
 
 
@@ -106,8 +106,8 @@ def test_delivering_a_lent_block_evicts_nothing(make_engine: MakeEngine) -> None
     """What was prefetched for others stays in host memory."""
     store = LendingStore(range(8))
     engine = make_engine(store, prefetch_cache_size=2)
-    assert engine.submit_prefetch("waiting", keys(0, 1)).wait(5) is PrefetchOutcome.READY
-    assert engine.submit_prefetch("running", keys(2, 3, 4, 5), deliver=Receiver()).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("waiting", keys(0, 1)).wait(60) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("running", keys(2, 3, 4, 5), deliver=Receiver()).wait(60) is PrefetchOutcome.READY
     stats = engine.stats()
     assert (stats.evictions, stats.cache_blocks, stats.cache_bytes) == (0, 2, 2 * BLOCK_BYTES)
     store.blocks.clear()
@@ -119,15 +119,15 @@ def test_delivering_a_lent_block_evicts_nothing(make_engine: MakeEngine) -> None
 
 def test_a_prefetch_that_joins_needs_room(make_engine: MakeEngine) -> None:
     engine = make_engine(LendingStore(range(4)), prefetch_cache_size=1, prefetch_workers=2)
-    assert engine.submit_prefetch("held", keys(0)).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("held", keys(0)).wait(60) is PrefetchOutcome.READY
     assert engine.get_prefetched_kv("held") is not None
     receiver = Receiver(is_open=False)
     delivered = engine.submit_prefetch("a", keys(1), deliver=receiver)
-    assert receiver.entered.wait(5)
+    assert receiver.entered.wait(60)
     joined = engine.submit_prefetch("b", keys(1))
     receiver.gate.set()
-    assert delivered.wait(5) is PrefetchOutcome.READY
-    assert joined.wait(5) is PrefetchOutcome.FAILED
+    assert delivered.wait(60) is PrefetchOutcome.READY
+    assert joined.wait(60) is PrefetchOutcome.FAILED
     assert engine.stats().no_room == 1
     engine.forget("held")
 
@@ -138,7 +138,7 @@ def test_several_blocks_are_asked_for_in_one_call(make_engine: MakeEngine) -> No
     engine = make_engine(store, prefetch_workers=1)
     receiver = Receiver()
     handle = engine.submit_prefetch("r", keys(*range(7)), deliver=receiver)
-    assert handle.wait(5) is PrefetchOutcome.FAILED
+    assert handle.wait(60) is PrefetchOutcome.FAILED
     assert handle.failed == {3}
     assert store.asked == [keys(0, 1, 2), keys(3, 4, 5), keys(6)]
     assert receiver.blocks == {number: content(key(number)) for number in (0, 1, 2, 4, 5, 6)}
@@ -151,11 +151,11 @@ def test_an_urgent_request_overtakes_between_two_calls(make_engine: MakeEngine) 
     engine = make_engine(store, prefetch_workers=1)
     receiver = Receiver(is_open=False)
     large = engine.submit_prefetch("large", keys(*range(9)), PrefetchPriority.LOW, receiver)
-    assert receiver.entered.wait(5)
+    assert receiver.entered.wait(60)
     urgent = engine.submit_prefetch("urgent", keys(10, 11), PrefetchPriority.URGENT, Receiver())
     receiver.gate.set()
-    assert large.wait(5) is PrefetchOutcome.READY
-    assert urgent.wait(5) is PrefetchOutcome.READY
+    assert large.wait(60) is PrefetchOutcome.READY
+    assert urgent.wait(60) is PrefetchOutcome.READY
     assert store.asked == [keys(0, 1, 2), keys(10, 11), keys(3, 4, 5), keys(6, 7, 8)]
 
 
@@ -165,7 +165,7 @@ def test_cancelled_in_the_middle_of_a_call_the_rest_is_not_delivered(make_engine
     engine = make_engine(store, prefetch_workers=1)
     receiver = Receiver(is_open=False)
     handle = engine.submit_prefetch("r", keys(0, 1, 2, 3), deliver=receiver)
-    assert receiver.entered.wait(5)
+    assert receiver.entered.wait(60)
     assert handle.cancel()
     assert not engine.drain("r", 0.05)
     receiver.gate.set()
@@ -185,10 +185,10 @@ def test_a_thread_that_ends_in_the_middle_of_a_call_gives_its_loans_back(make_en
             raise SystemExit
 
     handle = engine.submit_prefetch("r", keys(0, 1, 2, 3), deliver=deliver)
-    assert handle.wait(5) is PrefetchOutcome.FAILED
+    assert handle.wait(60) is PrefetchOutcome.FAILED
     assert {1, 2, 3} <= handle.failed
     assert eventually(lambda: store.lent == 0)
-    assert engine.submit_prefetch("next", keys(0, 1, 2, 3)).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("next", keys(0, 1, 2, 3)).wait(60) is PrefetchOutcome.READY
     assert engine.stats().threads_replaced == 1
 
 
@@ -212,7 +212,7 @@ def test_a_loan_that_fails_ends_the_call(make_engine: MakeEngine) -> None:
     engine = make_engine(store, prefetch_workers=1)
     receiver = Receiver()
     handle = engine.submit_prefetch("r", keys(0, 1, 2, 3), deliver=receiver)
-    assert handle.wait(5) is PrefetchOutcome.FAILED
+    assert handle.wait(60) is PrefetchOutcome.FAILED
     assert handle.failed == {1, 2, 3}
     assert receiver.blocks == {0: content(key(0))}
     assert eventually(lambda: store.lent == 0)

@@ -35,7 +35,7 @@ def test_stop_cancels_and_ends_the_threads_and_start_begins_again(make_engine: M
     assert engine.submit_prefetch("late", keys(3)).outcome is PrefetchOutcome.CANCELLED
     engine.start()
     store.gate.set()
-    assert engine.submit_prefetch("new", keys(3)).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("new", keys(3)).wait(60) is PrefetchOutcome.READY
     assert eventually(lambda: engine.stats().threads == 2)
     for _ in range(3):
         assert engine.stop(5)
@@ -43,7 +43,7 @@ def test_stop_cancels_and_ends_the_threads_and_start_begins_again(make_engine: M
         assert engine_threads() == before
         assert engine.stats().cache_bytes == 0
         engine.start()
-        assert engine.submit_prefetch("new", keys(3)).wait(5) is PrefetchOutcome.READY
+        assert engine.submit_prefetch("new", keys(3)).wait(60) is PrefetchOutcome.READY
 
 
 def test_idle_threads_are_woken_by_stop() -> None:
@@ -59,10 +59,10 @@ def test_a_thread_that_dies_loses_its_block_and_is_replaced(make_engine: MakeEng
     store.errors[key(1)] = SystemExit()
     engine = make_engine(store, prefetch_workers=1)
     handle = engine.submit_prefetch("r", keys(0, 1, 2))
-    assert handle.wait(5) is PrefetchOutcome.FAILED
+    assert handle.wait(60) is PrefetchOutcome.FAILED
     assert handle.failed == {1}
     assert engine.stats().threads_replaced == 1
-    assert engine.submit_prefetch("next", keys(1)).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("next", keys(1)).wait(60) is PrefetchOutcome.READY
 
 
 def test_a_thread_that_dies_in_deliver_is_replaced(make_engine: MakeEngine) -> None:
@@ -73,9 +73,9 @@ def test_a_thread_that_dies_in_deliver_is_replaced(make_engine: MakeEngine) -> N
         raise SystemExit
 
     handle = engine.submit_prefetch("r", keys(0), deliver=deliver)
-    assert handle.wait(5) is PrefetchOutcome.FAILED
+    assert handle.wait(60) is PrefetchOutcome.FAILED
     assert engine.drain("r", 5)
-    assert engine.submit_prefetch("next", keys(0, 1)).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("next", keys(0, 1)).wait(60) is PrefetchOutcome.READY
     assert engine.stats().threads_replaced == 1
 
 
@@ -88,7 +88,7 @@ def test_threads_enter_the_device() -> None:
 
     engine = PrefetchEngine(ScriptedStore([0]), BLOCK_BYTES, PrefetchOptions(prefetch_workers=3), enter_thread=enter)
     engine.start()
-    assert engine.submit_prefetch("r", keys(0)).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("r", keys(0)).wait(60) is PrefetchOutcome.READY
     assert engine.stop(5)
     assert len(set(entered)) == 3
 
@@ -104,8 +104,8 @@ def test_host_memory_is_the_callers() -> None:
 
     engine = PrefetchEngine(ScriptedStore(range(9)), BLOCK_BYTES, PrefetchOptions(), allocate=allocate)
     engine.start()
-    assert engine.submit_prefetch("r", keys(0)).wait(5) is PrefetchOutcome.FAILED
-    assert engine.submit_prefetch("r", keys(0)).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("r", keys(0)).wait(60) is PrefetchOutcome.FAILED
+    assert engine.submit_prefetch("r", keys(0)).wait(60) is PrefetchOutcome.READY
     engine.check_integrity()
     assert engine.stop(5)
     assert made == [BLOCK_BYTES] * 2
@@ -115,7 +115,7 @@ def test_an_engine_that_nobody_holds_ends_its_threads() -> None:
     before = engine_threads()
     engine = PrefetchEngine(ScriptedStore([0]), BLOCK_BYTES, PrefetchOptions())
     engine.start()
-    assert engine.submit_prefetch("r", keys(0)).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("r", keys(0)).wait(60) is PrefetchOutcome.READY
     assert engine_threads() > before
     del engine
     gc.collect()
@@ -151,5 +151,5 @@ def test_threads_that_cannot_be_started_are_started_later(make_engine: MakeEngin
         assert engine.submit_prefetch("early", keys(0)).wait(0.05) is PrefetchOutcome.TIMEOUT
         assert engine.stats().threads == 0
     assert threading.Thread.start is start
-    assert engine.submit_prefetch("late", keys(0, 1)).wait(5) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("late", keys(0, 1)).wait(60) is PrefetchOutcome.READY
     assert engine.stats().threads == 2

@@ -61,7 +61,7 @@ def test_disconnected_client_is_aborted(server: Server, client: OpenAI, alone: A
         first = json.loads(next(line for line in lines if line).removeprefix("data: "))
         assert first["choices"][0]["text"]
         assert server.metric("vllm:num_requests_running") == 1
-    assert server.wait_idle() < 10
+    assert server.wait_idle() < 30
     assert server.metric("vllm:kv_cache_usage_perc") == 0
     job = mixed_jobs()[0]
     assert client.completions.create(**job.arguments("afterwards")).choices[0].text == alone(job)
@@ -72,7 +72,7 @@ def test_client_that_gives_up_waiting_is_aborted(server: Server) -> None:
     try:
         httpx.post(f"{server.url}/v1/completions", json=ENDLESS, timeout=1.0)
     except httpx.ReadTimeout:
-        assert server.wait_idle() < 10
+        assert server.wait_idle() < 30
     else:
         raise AssertionError("1900 tokens in a second")
 
@@ -92,4 +92,4 @@ def test_eight_of_sixteen_streams_leave(server: Server, async_client: Callable[[
     assert answers[1::2] == [alone(job) for job in jobs[1::2]]
     for job, part in zip(jobs[::2], answers[::2], strict=True):
         assert alone(job).startswith(part)
-    assert server.wait_idle() < 10
+    assert server.wait_idle() < 30

@@ -19,7 +19,7 @@ from tests.server.server import MODEL_NAME, Server, start_server
 
 pytestmark = pytest.mark.slow  # starts servers of its own
 
-SECONDS = 30
+SECONDS = 60
 RANK = 1  # whose answers the engine does not wait for
 LONG = ("--max-model-len", "16384")  # a stream that does not end before the fault, however quick a step is
 

@@ -57,7 +57,7 @@ def test_sigterm_in_the_middle_of_a_stream(tiny_text_model: Path, tmp_path: Path
         reader.start()
         assert started.wait(60)
         assert server.terminate() < STOP_SECONDS
-        reader.join(10)
+        reader.join(60)
         assert not reader.is_alive(), "the client still waits for a server that is gone"
         assert ended, "the stream ended as if it were complete"
         assert "length" not in ended
@@ -68,4 +68,4 @@ def test_sigterm_in_the_middle_of_a_stream(tiny_text_model: Path, tmp_path: Path
     finally:
         server.kill()
         if reader.ident is not None:
-            reader.join(30)
+            reader.join(60)

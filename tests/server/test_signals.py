@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow  # starts servers of its own
 LONG = ("--max-model-len", "8192")
 TERMINATED = 128 + signal.SIGTERM
 # vLLM gives an engine 5 s that it cannot be asked in; the rest is for a machine that does something else as well
-SECONDS = 20
+SECONDS = 60
 # what the log says at moments of a start: the server has its configuration; it waits for the engine, which has none of
 # the model, or packs its weights; everything is loaded and routes are made
 MOMENTS = ("Asynchronous scheduling is off", "Initializing a V1 LLM engine", "Loading weights took", "Supported tasks")
@@ -100,7 +100,7 @@ def test_killed_in_the_middle_of_a_step(tiny_text_model: Path, tmp_path: Path) -
             time.sleep(0.05)
         begin = time.monotonic()
         everything_ends(server, signal.SIGKILL)
-        assert time.monotonic() - begin < POLL_SECONDS + GRACE_SECONDS + 3
+        assert time.monotonic() - begin < POLL_SECONDS + GRACE_SECONDS + 20
         log = server.log()
         assert f"Process {server.process.pid}, which started EngineCore, is gone" in log
         assert "attention work:" in log, "no summary of the phases at exit"

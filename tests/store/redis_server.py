@@ -43,7 +43,7 @@ class RedisServer:
         fixed = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
         command = [PROGRAM, *fixed, "--dir", str(self._folder), *self._options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not self._answers():
             if self._process.poll() is not None:
                 raise ServerEndedError(f"{' '.join(command)} ended with {self._process.returncode}")
@@ -66,7 +66,7 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, socket_timeout=5)
+        return redis.Redis(port=self.port, socket_timeout=60)
 
     def _answers(self) -> bool:
         try:

@@ -130,7 +130,7 @@ def test_the_prefetch_engine_loads_from_it() -> None:
         arrived[index] = bytes(block)
 
     handle = engine.submit_prefetch("request", keys, deliver=deliver)
-    assert handle.wait(10.0) is PrefetchOutcome.FAILED
+    assert handle.wait(60) is PrefetchOutcome.FAILED
     assert handle.failed == {2}
     assert arrived == {0: b"\x01" * BLOCK_BYTES, 1: b"\x02" * BLOCK_BYTES}
     engine.stop()

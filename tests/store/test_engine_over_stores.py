@@ -52,7 +52,7 @@ def test_blocks_of_every_store_are_delivered(full: Any, over: MakeEngine) -> Non
     def deliver(index: int, data: memoryview) -> None:
         found[index] = bytes(data)
 
-    assert engine.submit_prefetch("r", keys(), deliver=deliver).wait(20) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("r", keys(), deliver=deliver).wait(60) is PrefetchOutcome.READY
     assert all(found[number] == block(number) for number in range(COUNT))
     assert full.stats().hits == COUNT
     assert engine.stats().cache_blocks == 0
@@ -60,7 +60,7 @@ def test_blocks_of_every_store_are_delivered(full: Any, over: MakeEngine) -> Non
 
 def test_blocks_of_every_store_are_kept_in_host_memory(full: Any, over: MakeEngine) -> None:
     engine = over(full)
-    assert engine.submit_prefetch("r", keys(50)).wait(20) is PrefetchOutcome.READY
+    assert engine.submit_prefetch("r", keys(50)).wait(60) is PrefetchOutcome.READY
     full.clear()
     found = engine.get_prefetched_kv("r")
     assert found is not None
@@ -77,7 +77,7 @@ def test_a_corrupt_block_of_a_server_fails_alone(redis_server: RedisServer, open
     (name,) = [name for name in client.scan_iter() if name.endswith(key(7))]
     client.setrange(name, 500, b"\x00" * 8)
     handle = over(store).submit_prefetch("r", keys(20), deliver=lambda index, data: None)
-    assert handle.wait(10) is PrefetchOutcome.FAILED
+    assert handle.wait(60) is PrefetchOutcome.FAILED
     assert handle.failed == {7}
 
 

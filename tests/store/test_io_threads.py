@@ -18,7 +18,7 @@ from vllm_gaudi_ucm.store.io_threads import AbandonedError, DeadlineExceededErro
 def threads() -> Iterator[IoThreads]:
     threads = IoThreads("test-io", 2)
     yield threads
-    threads.close(5)
+    threads.close(60)
 
 
 def test_results_and_errors_come_back(threads: IoThreads) -> None:
@@ -30,10 +30,10 @@ def test_results_and_errors_come_back(threads: IoThreads) -> None:
 def test_threads_are_started_as_needed_and_used_again(threads: IoThreads) -> None:
     before = threading.active_count()
     for _ in range(20):
-        threads.call(lambda _: None, 5)
+        threads.call(lambda _: None, 60)
     assert threading.active_count() - before <= 2
-    both = threading.Barrier(2, timeout=5)
-    callers = [threading.Thread(target=threads.call, args=(lambda _: both.wait(), 5)) for _ in range(2)]
+    both = threading.Barrier(2, timeout=60)
+    callers = [threading.Thread(target=threads.call, args=(lambda _: both.wait(), 60)) for _ in range(2)]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -44,12 +44,12 @@ def test_threads_are_started_as_needed_and_used_again(threads: IoThreads) -> Non
 def test_a_queued_call_that_gives_up_never_runs(threads: IoThreads) -> None:
     gate = threading.Event()
     for _ in range(2):
-        threads.begin(lambda: gate.wait(10) and None)
+        threads.begin(lambda: gate.wait(60) and None)
     ran = []
     with pytest.raises(DeadlineExceededError, match=r"no answer within 0\.05 s"):
         threads.call(lambda _: ran.append(1), 0.05)
     gate.set()
-    threads.call(lambda _: None, 5)
+    threads.call(lambda _: None, 60)
     assert ran == []
 
 
@@ -58,7 +58,7 @@ def test_handover_after_the_caller_has_gone(threads: IoThreads) -> None:
     left = threading.Event()
 
     def late(job: Job[None]) -> None:
-        left.wait(10)
+        left.wait(60)
         try:
             with job.handover():
                 outcome.append("touched")
@@ -68,7 +68,7 @@ def test_handover_after_the_caller_has_gone(threads: IoThreads) -> None:
     with pytest.raises(DeadlineExceededError):
         threads.call(late, 0.05)
     left.set()
-    threads.close(5)
+    threads.close(60)
     assert outcome == ["abandoned"]
 
 
@@ -88,10 +88,10 @@ def test_a_caller_waits_for_a_handover_that_has_begun(threads: IoThreads) -> Non
 
 def test_closed_threads_take_nothing() -> None:
     threads = IoThreads("test-io", 1)
-    threads.call(lambda _: None, 5)
-    assert threads.close(5)
+    threads.call(lambda _: None, 60)
+    assert threads.close(60)
     with pytest.raises(RuntimeError, match="test-io is closed"):
-        threads.call(lambda _: None, 5)
+        threads.call(lambda _: None, 60)
 
 
 def test_a_stuck_thread_does_not_keep_the_interpreter() -> None:

@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.store.medium import REFUSED
 from vllm_gaudi_ucm.store.records import RecordPool
 from vllm_gaudi_ucm.store.redis import RedisStoreOptions
 
-DEADLINE = 0.1
+DEADLINE = 0.3
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_call_that_hangs_costs_one_deadline_whatever_it_asked_for(
     medium.gate.clear()
     begin = time.monotonic()
     assert borrowed(guarded, range(16)) == [None] * 16
-    assert DEADLINE * 0.9 < time.monotonic() - begin < DEADLINE + 2
+    assert DEADLINE * 0.9 < time.monotonic() - begin < DEADLINE + 10
     stats = guarded.stats()
     assert (stats.timeouts, stats.misses) == (1, 16)
 
@@ -118,7 +118,7 @@ def test_a_late_read_writes_into_nobodys_buffer(guarded: GuardedStore, medium: F
     def slow_read(of: bytes, size: int, record: memoryview) -> int | None:
         if of == key(0):
             entered.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
         return read(of, size, record)
 
     medium.read = slow_read  # type: ignore[method-assign]
@@ -221,14 +221,14 @@ def test_a_server_that_dies_between_calls_is_a_miss(tmp_path: Any, open_one: Cal
     needs_redis()
     server = RedisServer(tmp_path)
     try:
-        store = open_one({"kind": "redis", "url": server.url, "deadline": 0.5})
+        store = open_one({"kind": "redis", "url": server.url, "deadline": 2.0})
         for number in range(4):
             store.save(key(number), block(number))
         assert borrowed(store, range(4)) == [block(number) for number in range(4)]
         server.freeze()
         begin = time.monotonic()
         assert borrowed(store, range(4)) == [None] * 4
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 10
         server.thaw()
         server.kill()
         assert borrowed(store, range(4)) == [None] * 4

@@ -47,13 +47,13 @@ def test_a_block_that_is_read_is_not_overwritten(monkeypatch: pytest.MonkeyPatch
     def slow_copy(target: np.ndarray, source: np.ndarray) -> None:
         if threading.current_thread() is reader:
             reading.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
         copyto(target, source)
 
     monkeypatch.setattr(module.np, "copyto", slow_copy)
     reader = threading.Thread(target=lambda: found.append(loaded(store, 0)))
     reader.start()
-    assert reading.wait(10)
+    assert reading.wait(60)
     store.save(key(2), block(2))  # evicts 1, though 0 is older: it is being read
     assert store.lookup([key(0), key(1), key(2)]) == [True, False, True]
     assert store.delete([key(0)]) == 1

@@ -39,7 +39,7 @@ def options(server: RedisServer, **more: Any) -> dict[str, Any]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -80,7 +80,7 @@ def test_a_frozen_server_costs_the_deadline(own_server: Callable[..., RedisServe
         for _ in range(2):
             begin = time.monotonic()
             assert loaded(store, 1) is None
-            assert time.monotonic() - begin < 3
+            assert time.monotonic() - begin < 10
         assert store.stats().timeouts + store.stats().errors == 2
         before = store.stats()
         assert store.lookup([key(1)]) == [False]  # the breaker is open: nobody is asked

@@ -29,8 +29,8 @@ class Workers:
         assert process.pid is not None
         os.kill(process.pid, number)
         if number == signal.SIGKILL:
-            process.join(10)
-        wanted, deadline = number == signal.SIGSTOP, time.monotonic() + 10
+            process.join(60)
+        wanted, deadline = number == signal.SIGSTOP, time.monotonic() + 60
         while process.is_alive() and _is_stopped(process.pid) != wanted and time.monotonic() < deadline:
             time.sleep(0.01)
 
@@ -90,7 +90,7 @@ def test_one_that_died_takes_the_others_along(workers: Workers, number: int, lef
     """Not where it was asked to end: the others have their time."""
     workers.looks(1)
     workers.signal(1, number)
-    workers.processes[1].join(10)
+    workers.processes[1].join(60)
     workers.looks(LEFT_LOOKS - 1)
     assert workers.exit_statuses() == [None, -number, None]
     workers.looks(1)

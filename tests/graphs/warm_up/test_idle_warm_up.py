@@ -21,7 +21,7 @@ from vllm_gaudi_ucm.graphs.warm_up.ready_buckets import ReadyBuckets
 from vllm_gaudi_ucm.graphs.warm_up.records import GraphKey, GraphState
 from vllm_gaudi_ucm.graphs.warm_up.warm_up import WarmUp
 
-TIMEOUT = 30
+TIMEOUT = 120
 AT_ONCE = IdleRule(least=0.0, most=0.0)
 BUCKETS = BucketSet([ForwardShape("--u", rows, 0, 100) for rows in (2, 4, 8, 16)], [4], LIMITS, COST)
 

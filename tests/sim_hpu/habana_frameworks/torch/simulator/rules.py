@@ -1,5 +1,6 @@
 """What the card refuses, or does wrongly without a word: shapes that depend on data, bad indices, kernels it lacks."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,12 @@ Named = Mapping[str, Any]
 
 def named_arguments(func: OpOverload, args: Sequence[Any], kwargs: Named) -> Named:
     """All arguments that were given, by the names of the operator's schema."""
-    names = (argument.name for argument in func._schema.arguments)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
+
+
+@functools.cache  # torch makes a new list of new objects each time it is asked, for every operator that runs
+def _argument_names(func: OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
 
 
 def reads_host(func: OpOverload) -> bool:
@@ -94,6 +99,7 @@ def _check_unique(func: OpOverload, named: Named) -> None:
         )
 
 
+@functools.cache
 def _name(func: OpOverload) -> str:
     return func._schema.name.rpartition("::")[2]
 

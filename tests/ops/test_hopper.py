@@ -1,0 +1,63 @@
+"""The CUDA kernels on a machine without a GPU: compiled for a Hopper."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ops.triton_process import run
+
+pytestmark = pytest.mark.slow  # starts processes
+
+pytest.importorskip("triton")
+
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper; CUDA documentation, compute capability 9.0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
+    """Every kernel of a step with all parts, heads of 128: no GPU is needed to see that it compiles and fits."""
+    lines = run(["-m", "tests.ops.compile_for_hopper", dtype], TRITON_INTERPRET="0").splitlines()
+    found = {name: int(shared) for name, shared in (line.split() for line in lines)}
+    assert set(found) == {
+        "list_columns",
+        "find_bounds",
+        "repair_causal",
+        "attend_rows",
+        "attend_spans",
+        "attend_shared",
+        "divide_columns",
+        "list_own",
+        "place_own",
+        "attend_own",
+        "attend_causal",
+        "merge_parts",
+        "attend_latent_spans",
+        "attend_latent_tiles",
+        "attend_latent_causal",
+        "summarise_blocks",
+        "estimate_blocks",
+        "estimate_boxes",
+        "span_sums",
+        "block_shares",
+        "rank_candidates",
+        "take_choices",
+        "keep_or_replace_spans",
+        "write_rows",
+        "copy_pairs",
+        "norm_rows",
+        "rotate_heads",
+        "gate_rows",
+        "draw_rows",
+        "find_candidates",
+        "multiply_codes",
+        "group_pairs",
+        "multiply_gated",
+        "multiply_shared",
+        "sum_pairs",
+        "add_parts",
+        "choose",
+        # of many rows, which are not compiled in float32
+        *(["write_out", "attend_windows"] if dtype == "bfloat16" else []),
+    }
+    assert max(found.values()) <= SHARED_MEMORY

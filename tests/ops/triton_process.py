@@ -1,0 +1,19 @@
+"""A process for Triton, which reads TRITON_INTERPRET once, when it is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(arguments: list[str], **environment: str) -> str:
+    """What Python prints with these arguments; it must end with status 0."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=570, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
