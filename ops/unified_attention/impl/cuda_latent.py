@@ -58,8 +58,6 @@ def why_not_latent(layer: Layer, plan: CudaPlan) -> str | None:
         return f"keys of {dim} elements with values of {value_dim}, expected up to {most}"
     if layer.cap or layer.sinks is not None or plan.parts.are_local:
         return "soft caps, sinks and windows of keys that hold their values"
-    if layer.key_cache.dtype == torch.float8_e4m3fn:
-        return "8-bit keys that hold their values"
     if any(tensor.stride(-1) != 1 for tensor in tensors):
         return "heads that are strided in memory"
     if layer.scale <= 0 or not math.isfinite(layer.scale):
