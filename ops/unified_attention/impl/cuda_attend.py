@@ -67,7 +67,12 @@ def attend(
     log_sums: fp32 [rows, heads], to be written too.
     """
     cap = (spec.logits_soft_cap or 0.0) * LOG2_E
-    layer = Layer(query, key, value, key_cache, value_cache, out, spec.scale * LOG2_E, cap, per_head.sinks)
+    tensors, scale, positions = (
+        (query, key, value, key_cache, value_cache, out),
+        spec.scale * LOG2_E,
+        plan.parts.positions,
+    )
+    layer = Layer(*tensors, scale, cap, per_head.sinks, per_head.slopes, positions)
     if not layer.rows:
         return True
     latent = spec.values_in_keys and layer.value_dim < query.shape[2]
@@ -149,9 +154,10 @@ def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[
 def _shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> list[Work]:
     """Only a request with several rows, which has a causal part, has blocks in the shared part that are its own.
 
-    Under a window its rows see different tokens, which only the tiles of the shared part take.
+    Under a window its rows see different tokens, and under slopes from other distances, which only the tiles of the
+    shared part take.
     """
-    if plan.starts is None or part.rise is not None:
+    if plan.starts is None or part.rise is not None or layer.slopes is not None:
         return [shared(layer, plan, part, beside)]
     division = plan.kept(("division", 0), lambda: divide(part, plan.block_size))
     return [own(layer, plan, part, division), shared(layer, plan, division.common, beside)]

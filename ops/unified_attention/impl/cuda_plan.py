@@ -108,7 +108,10 @@ def make_plan(parts: AttentionParts, block_size: int) -> CudaPlan:
         starts,
         unique,
         None if parts.selected is None or not _has_room(parts.selected) else _selected_lists(parts.selected),
-        None if parts.unique is None or unique is None else _token_lists(parts.unique, unique, block_size),
+        # slots have no positions, which slopes need
+        None
+        if parts.unique is None or unique is None or parts.positions is not None
+        else _token_lists(parts.unique, unique, block_size),
     )
 
 
