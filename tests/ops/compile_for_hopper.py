@@ -191,10 +191,7 @@ def main(dtype: torch.dtype) -> None:
         local = Features(300, cap=30.0, sinks=True)
         attend([Request(600, 1, prefix=2), Request(700, 3, prefix=2)], dtype, wanted=local)
         attend([Request(600, 1), Request(700, 3)], dtype, dim=512)
-        # of blocks longer than a step of a loop, and shorter
-        for block_size in (128, 16):
-            sloped = [Request(600, 1, prefix=2), Request(700, 3, prefix=2)]
-            attend(sloped, dtype, block_size, Features(slopes=True))
+        attend([Request(600, 1, prefix=2), Request(700, 3, prefix=2)], dtype, wanted=Features(slopes=True, sinks=True))
     attend_small(dtype)
     attend_latents(dtype)
     if dtype.itemsize < 4:

@@ -16,8 +16,10 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cpu_plan import MASK_ELEMENTS, Bl
 
 
 class HeadBias(NamedTuple):
-    """bias: fp32 [items, heads, 1 or rows per item, tokens], with the mask. lost: fp32 [rows, heads] that it lacks of each
-    row's true bias."""
+    """bias: fp32 [items, heads, 1 or rows per item, tokens], with the mask.
+
+    lost: fp32 [rows, heads] that it lacks of each row's true bias; None: nothing.
+    """
 
     bias: Tensor
     lost: Tensor | None

@@ -19,8 +19,8 @@ def softmax_step(
     """Adds a tile of keys to (acc, top, total): [rows, value_dim], [rows], [rows], all fp32; top is LOWEST at first.
 
     scores: fp32 [rows, keys], before scaling; -inf if a row does not see a key. scale: positive, times log2(e).
-    CAP: of scores, times log2(e); 0: there is none. bias: fp32 [rows, keys] that scores are less by after the cap, times
-    log2(e); None: by nothing.
+    CAP: of scores, times log2(e); 0: there is none. bias: fp32 [rows, keys], times log2(e), that scores are less by
+    after the cap; None: by nothing.
     """
     if CAP > 0.0:
         # tanh(x) = 1 - 2 / (e^2x + 1); a key that is not seen stays so
