@@ -92,8 +92,8 @@ CASES = (
 class Batch:
     """A case on the device. caches: key and value [blocks, block_size, kv_heads, dim], as engines have them.
 
-    tables: int32 [requests, blocks]; block 0 where no row sees a token. per_head: sinks, slopes. bytes, flops: the least
-    that must be moved and computed.
+    tables: int32 [requests, blocks]; block 0 where no row sees a token. per_head: sinks and slopes. bytes, flops: the
+    least that must be moved and computed.
     """
 
     model: Model

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.offloaded_blocks import WatchedEngine
 from tests.engine.quantised_models import compressed_tensors, write_quantised
+from tests.engine.rounded_latents import STEPS, rounding_engine
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.test_connector import file_store, transfer
 from tests.engine.test_families import prompts
@@ -22,32 +21,16 @@ from tests.engine.test_latent_attention import CHOICE, STATIC
 from tests.engine.tiny_models import make_config, make_model
 from vllm_gaudi_ucm.attention import latent
 from vllm_gaudi_ucm.kv_cache.pair import LatentRows
-from vllm_gaudi_ucm.ops.kv_cache.api import write_rows
-from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 
 pytestmark = pytest.mark.slow  # starts engines
 
 TOKENS = 24
-STEPS: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Path:
     return make_model(tmp_path_factory.mktemp("latent"), make_config("deepseek_v2"))
-
-
-@contextmanager
-def rounding_engine(
-    model: Path, scale: float = 1.0, ucm: dict[str, Any] | None = None, **options: Any
-) -> Iterator[Engine]:
-    """A float32 cache in which each row is what the 8-bit one stands for."""
-
-    def rounded(tokens: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return write_rows(narrow(tokens / scale).float() * scale, rows, slots)
-
-    with pytest.MonkeyPatch.context() as patch, Engine(model, ucm, **{**STEPS, **options}) as engine:
-        patch.setattr(latent, "write_rows", rounded)
-        yield engine
 
 
 @pytest.fixture(scope="module")
