@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.rounded_latents import rounding_engine
@@ -37,7 +37,6 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 # every block is chosen, so the tokens are those of dense attention
 ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 WINDOWS = {**MODELS, "gpt_oss": GPT_OSS, "llama4_text": LLAMA4}
-BLOOM = {"hidden_size": 64, "n_head": 4, "n_layer": 2, "vocab_size": 256, "seq_length": 512}
 NARROW, NARROW_FAMILIES = "8-bit cache", ("deepseek_v2",)
 # vLLM switches the growth of Llama 4's queries on for long contexts alone, Transformers always
 TUNED = {"llama4_text": {"override_generation_config": {"attn_temperature_tuning": True}}}
@@ -47,7 +46,6 @@ def configs() -> Iterator[tuple[str, PreTrainedConfig]]:
     """Every family that tests serve, and one whose layers all have a window."""
     yield from ((name, make_config(name)) for name in FAMILIES)
     yield "mistral, window", make_config("mistral", sliding_window=20)
-    yield "bloom", AutoConfig.for_model("bloom", **BLOOM)
     yield from ((name, window_config(name)) for name in WINDOWS)
 
 
@@ -93,7 +91,7 @@ def engines(name: str, more: bool) -> Iterator[tuple[str, dict[str, Any], dict[s
     if more:
         swap = {"preemption": {"mode": "swap", "host_memory": 4 << 20}}
         yield "drafts and swaps", swap, {"speculative_config": DRAFTS}
-        if name not in WINDOWS and "window" not in name and name != "bloom":
+        if name not in WINDOWS and "window" not in name:
             yield "all blocks chosen", {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": ALL_BLOCKS}}, {}
 
 
