@@ -281,7 +281,7 @@ def _cache_dtype(cache_config: CacheConfig | None, quant_config: Any) -> str:
             f"layers with a KV cache of another dtype {BESIDE_LATENTS}", "--kv-cache-dtype-skip-layers"
         )
     if cache_config.cache_dtype == "auto" and getattr(quant_config, "kv_cache_scheme", None) is not None:
-        cache_config.cache_dtype = "fp8"
+        return "fp8"
     return cache_config.cache_dtype
 
 
