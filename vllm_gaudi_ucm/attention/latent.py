@@ -28,6 +28,7 @@ from vllm_gaudi_ucm.vllm_api.attention import (
     MultiHeadLatentAttentionWrapper,
     PluggableLayer,
     add_cache_scales,
+    asks_for_narrow_cache,
     get_attn_backend,
     take_kv_b_proj,
 )
@@ -280,7 +281,7 @@ def _cache_dtype(cache_config: CacheConfig | None, quant_config: Any) -> str:
         raise UnsupportedFeatureError(
             f"layers with a KV cache of another dtype {BESIDE_LATENTS}", "--kv-cache-dtype-skip-layers"
         )
-    if cache_config.cache_dtype == "auto" and getattr(quant_config, "kv_cache_scheme", None) is not None:
+    if cache_config.cache_dtype == "auto" and asks_for_narrow_cache(quant_config):
         return "fp8"
     return cache_config.cache_dtype
 

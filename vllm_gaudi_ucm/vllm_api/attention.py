@@ -43,6 +43,7 @@ __all__ = [
     "MultipleOf",
     "PluggableLayer",
     "add_cache_scales",
+    "asks_for_narrow_cache",
     "chunk_of",
     "get_attn_backend",
     "take_kv_b_proj",
@@ -58,6 +59,15 @@ def chunk_of(backend: type[AttentionBackend]) -> int | None:
     """
     found = re.fullmatch(r"ChunkedLocalAttention_(\d+)_.*", backend.__name__)
     return None if found is None else int(found[1])
+
+
+def asks_for_narrow_cache(quant_config: object) -> bool:
+    """Whether a checkpoint asks for a KV cache of 8-bit floats.
+
+    Reason: `CompressedTensorsConfig` alone says it, and vLLM's `Attention` looks for it where a layer is made.
+    Remove when: `CacheConfig.cache_dtype` has the answer before a model is made.
+    """
+    return getattr(quant_config, "kv_cache_scheme", None) is not None
 
 
 def take_kv_b_proj(
