@@ -26,7 +26,7 @@ class Model:
     """Head counts and sizes; the default is an 8B Llama.
 
     window: tokens that a row sees, 0 for all. cap: soft cap, 0 for none. latent: elements of a key that are its value,
-    too, 0 where values are tensors of their own.
+    too, 0 where values are tensors of their own. slopes: by distance (ALiBi). narrow: the cache is 8-bit floats.
     """
 
     heads: int = 32
@@ -38,6 +38,8 @@ class Model:
     cap: float = 0.0
     sinks: bool = False
     latent: int = 0
+    slopes: bool = False
+    narrow: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -50,6 +52,7 @@ class Model:
             self.cap or None,
             is_local=bool(self.window),
             has_sinks=self.sinks,
+            has_slopes=self.slopes,
             values_in_keys=bool(self.latent),
         )
 
@@ -89,8 +92,8 @@ CASES = (
 class Batch:
     """A case on the device. caches: key and value [blocks, block_size, kv_heads, dim], as engines have them.
 
-    tables: int32 [requests, blocks]; block 0 where no row sees a token. per_head: sinks. bytes, flops: the least that
-    must be moved and computed.
+    tables: int32 [requests, blocks]; block 0 where no row sees a token. per_head: sinks and slopes. bytes, flops: the
+    least that must be moved and computed.
     """
 
     model: Model
@@ -128,6 +131,9 @@ class Batch:
         scores = torch.einsum("hgd,thd->hgt", query, keys) * model.spec.scale
         if model.cap:
             scores = model.cap * (scores / model.cap).tanh()
+        if (slopes := self.per_head.slopes) is not None:
+            away = torch.arange(tokens - first - 1, -1, -1, device=scores.device)
+            scores = scores - slopes.double().view(model.kv_heads, -1, 1) * away
         if (sinks := self.per_head.sinks) is not None:
             scores = torch.cat((scores, sinks.double().view(model.kv_heads, -1, 1)), -1)
         weights = torch.softmax(scores, -1)[..., : tokens - first]
@@ -139,8 +145,10 @@ def make_batch(case: Case, model: Model, device: torch.device) -> Batch:
     torch.manual_seed(0)
     tables, num_blocks = _tables(case, model, device)
     heads, dtype = model.kv_heads, model.dtype
-    keys = torch.randn(num_blocks, model.block_size, heads, model.dim, device=device, dtype=dtype)
-    caches = keys, keys[..., : model.latent] if model.latent else torch.randn_like(keys)
+    size, cached = (num_blocks, model.block_size, heads, model.dim), torch.float8_e4m3fn if model.narrow else dtype
+    keys = torch.randn(*size, device=device, dtype=dtype).to(cached)
+    values = keys[..., : model.latent] if model.latent else torch.randn(*size, device=device, dtype=dtype).to(cached)
+    caches = keys, values
     rows = sum(request.new for request in case.requests)
     query = torch.randn(rows, model.heads, model.dim, device=device, dtype=dtype)
     new = torch.empty(rows, heads, model.dim, device=device, dtype=dtype)
@@ -153,9 +161,11 @@ def make_batch(case: Case, model: Model, device: torch.device) -> Batch:
             tokens[first : first + request.new] = cache[block, position % model.block_size]
         first += request.new
     sinks = torch.randn(model.heads, device=device) if model.sinks else None
-    # a model with windows is planned, see `attention_cuda_rows`
-    parts = AttentionParts() if model.window else _parts(case, tables.cpu(), model.block_size, device)
-    return Batch(model, case, query, *pair, caches, tables, parts, PerHead(sinks), *_least(case, model))
+    slopes = 2.0 ** (-8 * torch.arange(1, model.heads + 1, device=device) / model.heads) if model.slopes else None
+    # a model with windows or slopes is planned, see `attention_cuda_rows`
+    is_planned = model.window or model.slopes
+    parts = AttentionParts() if is_planned else _parts(case, tables.cpu(), model.block_size, device)
+    return Batch(model, case, query, *pair, caches, tables, parts, PerHead(sinks, slopes), *_least(case, model))
 
 
 def _tables(case: Case, model: Model, device: torch.device) -> tuple[Tensor, int]:
@@ -215,7 +225,7 @@ def _least(case: Case, model: Model) -> tuple[int, int]:
         tokens += end - max(prefix, model.first_seen(request.cached))
         pairs += sum(position + 1 - model.first_seen(position) for position in range(request.cached, end))
         rows += request.new
-    size = torch.empty(0, dtype=model.dtype).element_size()
-    both = model.dim + model.value_dim
-    moved = (model.dim if model.latent else both) * tokens * model.kv_heads + both * rows * model.heads
-    return moved * size, 2 * both * pairs * model.heads
+    size, both = model.dtype.itemsize, model.dim + model.value_dim
+    cached = (model.dim if model.latent else both) * tokens * model.kv_heads
+    moved = cached * (1 if model.narrow else size) + both * rows * model.heads * size
+    return moved, 2 * both * pairs * model.heads

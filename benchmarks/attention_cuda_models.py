@@ -1,4 +1,4 @@
-"""Attention of other models than Llama: windows, sinks, soft caps, latents; decodes, verifications and prompt chunks.
+"""Attention of other models than Llama: windows, sinks, soft caps, slopes, latents; decodes, verifications, chunks.
 
 `python -m benchmarks.attention --device cuda --models`. Planned and staged at the true shape, and requests with several
 rows in a bucket, too; with `--variants` only these, of windows, beside other tiles. vLLM's Triton kernels stand beside
@@ -28,7 +28,9 @@ MODELS = {
     "Gemma 2, window 4096": replace(GEMMA_2, window=4096),
     "Gemma 2": GEMMA_2,
     "DeepSeek-V2-Lite": LATENT,
+    "DeepSeek-V2-Lite, 8-bit cache": replace(LATENT, narrow=True),
     "DeepSeek-V3": replace(LATENT, heads=128),
+    "BLOOM": Model(kv_heads=32, slopes=True),
 }
 COUNTS = (1, 16, 64)
 CONTEXTS = (128, 1024, 8192, 32768, 131072)  # the first: what a window costs is compared with it

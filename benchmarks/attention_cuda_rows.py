@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.attention_cuda_case import Batch, Case, Request
 from benchmarks.attention_cuda_sides import Side, ours, vllm_triton
 from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan, plan_batch
-from vllm_gaudi_ucm.batch.window import Window
+from vllm_gaudi_ucm.batch.window import WHOLE, Window
 from vllm_gaudi_ucm.execution.graph_manager import BucketTensors
 from vllm_gaudi_ucm.execution.step_tensors import true_shape
 from vllm_gaudi_ucm.execution.true_shape_tensors import TrueShapeTensors
@@ -72,7 +72,8 @@ def _plan(batch: Batch) -> tuple[UnifiedPlan, np.ndarray]:
     """As the planner makes it; the requests of the case are in flat order already."""
     requests = batch.case.requests
     computed, new = (np.array(column, np.int32) for column in zip(*((r.cached, r.new) for r in requests), strict=True))
-    window = Window(batch.model.window) if batch.model.window else None
+    model = batch.model
+    window = Window(model.window or WHOLE, by_distance=model.slopes) if model.window or model.slopes else None
     plan = plan_batch(
         BatchInput(computed, new, computed + new, batch.tables.cpu().numpy()),
         batch.model.block_size,

@@ -104,7 +104,7 @@ def vllm_triton(batch: Batch, split: bool) -> Side | None:
             q=batch.query, k=batch.caches[0], v=batch.caches[1], out=out, cu_seqlens_q=starts, max_seqlen_q=longest,
             seqused_k=lengths, max_seqlen_k=most, softmax_scale=model.spec.scale, causal=True, window_size=window,
             block_table=batch.tables, softcap=model.cap, q_descale=None, k_descale=None, v_descale=None,
-            sinks=batch.per_head.sinks, **(room if split else {}),
+            sinks=batch.per_head.sinks, alibi_slopes=batch.per_head.slopes, **(room if split else {}),
         )  # fmt: skip
 
     return Side(run, lambda: out, lambda: out)

@@ -9,12 +9,18 @@ E4M3 = torch.float8_e4m3fn
 """Of caches of 8-bit floats."""
 
 
+def _on_card(tensor: Tensor) -> bool:
+    """Also while a region is traced, where the stand-in for a tensor need not say where it is: what has the card's
+    bridge compiles for the card alone."""
+    return tensor.device.type == "hpu" or (torch.compiler.is_compiling() and hasattr(torch, "hpu"))
+
+
 def narrow(numbers: Tensor) -> Tensor:
     """Floats of any shape as 8-bit floats, what is beyond their range at its end; NaN stays NaN.
 
     An element is off by up to 1/16 of itself, and by 2 ** -10 where it is small.
     """
-    if numbers.device.type == "hpu":
+    if _on_card(numbers):
         found: Tensor = torch.ops.hpu.cast_to_fp8_v2(numbers, None, False, False, E4M3)[0]
         return found
     # torch 2.11 makes NaN of what is beyond
@@ -25,7 +31,7 @@ def widened(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """8-bit floats in another dtype, exactly; anything else as it is."""
     if numbers.dtype != E4M3:
         return numbers
-    if numbers.device.type == "hpu":
+    if _on_card(numbers):
         found: Tensor = torch.ops.hpu.cast_from_fp8(numbers, None, dtype)
         return found
     return numbers.to(dtype)
@@ -33,7 +39,7 @@ def widened(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 def put(target: Tensor, dim: int, ids: Tensor, found: Tensor) -> None:
     """`target.index_copy_(dim, ids, found)` for any dtype, which both have."""
-    if target.dtype == E4M3 and target.device.type != "hpu":
+    if target.dtype == E4M3 and not _on_card(target):
         # torch has no such copy of 8-bit floats; a Gaudi has, and writes no view in place
         target, found = target.view(torch.uint8), found.view(torch.uint8)
     target.index_copy_(dim, ids, found)

@@ -23,7 +23,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from tests.engine.reference_model import ReferenceModel
-from tests.engine.serving import Engine
+from tests.engine.rounded_latents import rounding_engine
+from tests.engine.serving import Engine, assert_same
 from tests.engine.tiny_models import FAMILIES, make_config, make_model
 from tests.engine.window_models import GPT_OSS, LLAMA4, MODELS, window_config
 
@@ -36,6 +37,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 # every block is chosen, so the tokens are those of dense attention
 ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 WINDOWS = {**MODELS, "gpt_oss": GPT_OSS, "llama4_text": LLAMA4}
+NARROW, NARROW_FAMILIES = "8-bit cache", ("deepseek_v2",)
 # vLLM switches the growth of Llama 4's queries on for long contexts alone, Transformers always
 TUNED = {"llama4_text": {"override_generation_config": {"attn_temperature_tuning": True}}}
 
@@ -70,9 +72,22 @@ def serve(name: str, model: Path, ucm: dict[str, Any], **more: Any) -> str:
     return f"{len(answers) + 2} answers equal, {preempted} preempted, a prefix hit of {hit} tokens"
 
 
+def serve_narrow(model: Path) -> str:
+    """Latents in 8-bit floats, beside an engine whose cache holds what they stand for: the same tokens."""
+    prompts, options = make_prompts(), {**TIGHT, "num_gpu_blocks_override": BLOCKS}
+    with Engine(model, GRAPHS, kv_cache_dtype="fp8", **options) as engine:
+        found = engine.greedy(prompts, LENGTH)
+    with rounding_engine(model, ucm=GRAPHS, **options) as engine:
+        expected = engine.greedy(prompts, LENGTH)
+    assert_same(found, expected)
+    return f"{len(found)} answers equal those of rounded rows"
+
+
 def engines(name: str, more: bool) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """What each is, its options of ours, and of vLLM's."""
     yield "dense", {}, {}
+    if name in NARROW_FAMILIES:
+        yield NARROW, {}, {}
     if more:
         swap = {"preemption": {"mode": "swap", "host_memory": 4 << 20}}
         yield "drafts and swaps", swap, {"speculative_config": DRAFTS}
@@ -96,7 +111,7 @@ def main() -> int:
             for what, ucm, more in engines(name, options.more):
                 begin = time.perf_counter()
                 try:
-                    said = serve(name, model, ucm, **more)
+                    said = serve_narrow(model) if what == NARROW else serve(name, model, ucm, **more)
                 except Exception as error:  # the next one may be right
                     wrong += 1
                     said = f"WRONG: {type(error).__name__}: {str(error)[:400]}"

@@ -142,6 +142,7 @@ def test_the_lists_name_only_files_that_need_it() -> None:
 
 
 PROBES = {
+    "vllm_gaudi_ucm/vllm_api/attention.py": "a configuration of quantised weights of vLLM, of any kind",
     "vllm_gaudi_ucm/vllm_api/engine_process.py": "a signal handler of any kind",
     "vllm_gaudi_ucm/cli/demo/engine.py": "a tokenizer of transformers",
     "vllm_gaudi_ucm/connector/setup.py": "a KV cache spec of vLLM",
@@ -159,6 +160,7 @@ PROBES = {
     "vllm_gaudi_ucm/vllm_api/kv_cache.py": "a KV cache spec of vLLM",
     "vllm_gaudi_ucm/vllm_api/start_signals.py": "any handler of a signal",
     "graphs/strategies/file.py": "an event of a YAML parser",
+    "ops/narrow_floats.py": "torch, which has `hpu` where Gaudi's software is",
     "ops/unified_attention/impl/cuda_plan.py": "threading.local",
     "ops/unified_attention/impl/hpu_kernels.py": "operations of Gaudi's software",
 }

@@ -66,6 +66,14 @@ def test_tokens_of_transformers(model: Path, ucm: dict[str, Any]) -> None:
     assert again[5].cached_tokens == 144
 
 
+def test_slopes_by_the_flash_kernel(tmp_path: Path) -> None:
+    """Of torch, asked for by name."""
+    model = make_model(tmp_path, config_of("bloom"))
+    with Engine(model, {"attention": {"implementation": "cpu"}}, num_gpu_blocks_override=100, **OPTIONS) as engine:
+        answers = engine.greedy(PROMPTS, 24)
+    ReferenceModel(model, "eager").assert_greedy(PROMPTS, answers)
+
+
 def test_preemption_under_a_window(tmp_path: Path) -> None:
     """Too few blocks for all, which keep theirs: requests are computed again."""
     model = make_model(tmp_path, config_of("mistral"))

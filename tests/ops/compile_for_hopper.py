@@ -97,12 +97,13 @@ def attend_small(dtype: torch.dtype) -> None:
     assert ATTENTION.make("cuda").attend(*tensors, plan, batch.spec, batch.query.new_empty(*batch.query.shape[:2], 32))
 
 
-def attend_latents(dtype: torch.dtype) -> None:
-    """A step with all parts of a model of DeepSeek's sizes."""
+def attend_latents(dtype: torch.dtype, narrow: bool = False) -> None:
+    """A step with all parts of a model of DeepSeek's sizes. narrow: over a cache of 8-bit floats."""
     shape = Shape(128, 1, 576, 512, 64, dtype, poison=0.0, memory="in keys")
     requests = [Request(600, 1, prefix=2), Request(700, 3, prefix=2), Request(400, 2, chosen=frozenset({0, 1}))]
     batch = build(requests, shape)
-    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
+    cache = batch.key_cache.to(E4M3) if narrow else batch.key_cache
+    tensors = (batch.query, batch.key, batch.value, cache, cache[..., :512])
     plan = ATTENTION.make("cuda").plan(batch.parts, shape.block_size)
     assert ATTENTION.make("cuda").attend(*tensors, plan, batch.spec, batch.query.new_empty(*batch.query.shape[:2], 512))
 
@@ -196,8 +197,11 @@ def main(dtype: torch.dtype) -> None:
         attend(verified, dtype, wanted=local, is_known_short=True)
         attend([*verified, Request(300, 1)], dtype, wanted=local, dim=64, is_known_short=True)
         attend([Request(600, 1), Request(700, 3)], dtype, dim=512)
+        attend([Request(600, 1, prefix=2), Request(700, 3, prefix=2)], dtype, wanted=Features(slopes=True, sinks=True))
     attend_small(dtype)
     attend_latents(dtype)
+    if dtype.itemsize < 4:
+        attend_latents(dtype, narrow=True)
     rows = batch.key_cache.flatten(0, 1), batch.value_cache.flatten(0, 1)
     kv_cache.write(batch.key, batch.value, *rows, batch.slots)
     kv_cache.copy([batch.key_cache], [batch.value_cache], torch.zeros(1, 2, dtype=torch.int64))

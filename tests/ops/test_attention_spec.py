@@ -108,17 +108,20 @@ def test_a_soft_cap_and_sinks_reach_selected_blocks(implementation: str) -> None
         assert_matches(batch, implementation)
 
 
-def test_what_an_implementation_does_not_compute_the_next_one_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_an_implementation_does_not_compute_the_next_one_does(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With one line in the log, and not for layers that it computes."""
     slopes, cap = AttentionSpec(0.25, has_slopes=True), AttentionSpec(0.25, logits_soft_cap=2.0)
     for name in ("cpu", "native", "hpu", "cuda"):
-        assert ATTENTION.make(name).supports(slopes) == (name in ("native", "hpu"))
+        assert ATTENTION.make(name).supports(slopes)
         assert ATTENTION.make(name).supports(AttentionSpec(0.25, is_local=True, has_sinks=True))
     assert not ATTENTION.make("cpu").supports(cap)
     assert choose_implementation("auto", "hpu", [AttentionSpec(0.25), cap]) == "hpu"
     assert not caplog.records
     assert choose_implementation("auto", "hpu", [AttentionSpec(0.25), slopes]) == "hpu"
-    assert choose_implementation("auto", "cuda", [AttentionSpec(0.25), slopes, slopes]) == "reference"
+    monkeypatch.setattr(type(ATTENTION.make("hpu")), "supports", lambda _, spec: spec.is_plain)
+    assert choose_implementation("auto", "hpu", [AttentionSpec(0.25), slopes, slopes]) == "reference"
     (record,) = caplog.records
     assert "does not compute all layers of this model, so 'reference' computes them" in record.message
     with pytest.raises(ValueError, match=r"'cpu' cannot be used here \(it does not compute logits_soft_cap=2.0"):
@@ -156,3 +159,45 @@ def test_a_cap_that_makes_no_sense_is_refused(cap: float) -> None:
 def test_slopes_beside_a_window_are_refused() -> None:
     with pytest.raises(ValueError, match="found slopes beside a window"):
         AttentionSpec(0.25, is_local=True, has_slopes=True)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("small", [False, True])
+def test_slopes_by_the_flash_kernel(small: bool, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to the reference: several heads of a KV head, rows of one context, and of two. small: pieces of
+    few rows, as heads and contexts of real models make them. covers: A1, A2, A13"""
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cpu_plan, cpu_slopes, reference
+
+    if small:
+        for module in (cpu_plan, cpu_slopes):
+            monkeypatch.setattr(module, "MASK_ELEMENTS", 512)
+        monkeypatch.setattr(cpu_plan, "TILE_TOKENS", 32)
+    shape = Shape(heads=8, kv_heads=2, dim=32, value_dim=32, block_size=16, poison=1e4)
+    long = [*LONG, Request(40, 1, prefix=2), Request(40, 20, prefix=2), Request(300, 1), Request(21, 17, prefix=3)]
+    requests = [replace(request, cached=request.cached + request.prefix * 16) for request in long]
+    batch = of_layer(requests, shape, Features(slopes=True, sinks=sinks))
+    monkeypatch.setattr(reference.ReferenceAttention, "attend", lambda *_: pytest.fail("the reference was asked"))
+    assert_matches(batch, "cpu", prepared=True)
+    found = replace(batch, parts=batch.parts._replace(causal=None))
+    log_sums = torch.empty(batch.query.shape[:2])
+    tensors = (found.query, found.key, found.value, found.key_cache, found.value_cache, found.parts)
+    if not sinks:
+        unified_attention(*tensors, batch.spec, implementation="cpu", per_head=batch.per_head, log_sums=log_sums)
+        exact = torch.empty_like(log_sums)
+        monkeypatch.undo()
+        unified_attention(*tensors, batch.spec, implementation="reference", per_head=batch.per_head, log_sums=exact)
+        torch.testing.assert_close(log_sums, exact)
+
+
+def test_positions_of_a_prefix_that_requests_have_elsewhere() -> None:
+    """Blocks at one place of one request's table and at another of another's have two distances."""
+    batch = of_layer([Request(24, 1, prefix=2), Request(24, 5, prefix=2)], Shape(poison=1e4), Features(slopes=True))
+    shared = batch.parts.shared
+    assert shared is not None
+    lo = shared.lo.clone()
+    lo[1] -= 40
+    parts = batch.parts._replace(shared=shared._replace(lo=lo))
+    found = [attend(replace(batch, parts=parts), name) for name in ("reference", "cpu", "native", "hpu")]
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0])
+    assert not torch.equal(found[0], attend(batch, "reference"))

@@ -14,7 +14,7 @@ from tests.ops.selection import Candidates, Case, expected_scores, may_round_dif
 from tests.ops.selection import build as build_candidates
 from vllm_gaudi_ucm.ops.block_selection.api import block_scores, new_summaries, write_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind, summarise
-from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks, write_kv
+from vllm_gaudi_ucm.ops.kv_cache.api import copy_blocks, write_kv, write_rows
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow
 
 MIXED = [
@@ -33,7 +33,9 @@ def over_narrow_cache(batch: Batch) -> Batch:
     for tensor in (batch.key, batch.value, batch.key_cache, batch.value_cache):
         tensor.copy_(tensor.to(E4M3))
     batch.seen = [None if seen is None else (rounded(seen[0]), rounded(seen[1])) for seen in batch.seen]
-    batch.key_cache, batch.value_cache = batch.key_cache.to(E4M3), batch.value_cache.to(E4M3)
+    dim, in_keys = batch.value_cache.shape[-1], batch.spec.values_in_keys
+    batch.key_cache = batch.key_cache.to(E4M3)
+    batch.value_cache = batch.key_cache[..., :dim] if in_keys else batch.value_cache.to(E4M3)
     return batch
 
 
@@ -51,6 +53,16 @@ def test_cuda_and_others_read_narrow_caches(implementation: str, dtype: torch.dt
     assert_matches(batch, implementation, prepared=True)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("selected", [False, True])
+def test_cuda_and_others_read_narrow_latents(implementation: str, dtype: torch.dtype, selected: bool) -> None:
+    """Values are a part of the keys, one KV head has them all."""
+    requests = MIXED if selected else [request for request in MIXED if not request.chosen]
+    shape = Shape(heads=20, kv_heads=1, dim=72, value_dim=64, dtype=dtype, memory="in keys")
+    assert_matches(over_narrow_cache(build(requests, shape)), implementation, prepared=True)
+
+
 def test_writing() -> None:
     """Rounded once; what is beyond the range is at its end, and NaN stays what it is."""
     key = torch.randn(3, 2, 16) * 100
@@ -58,6 +70,9 @@ def test_writing() -> None:
     caches = [torch.zeros(8, 2, 16, dtype=E4M3) for _ in range(2)]
     slots = torch.tensor([5, 2, 7])
     found, _ = write_kv(narrow(key), narrow(key), *caches, slots)
+    latents = torch.zeros(8, 2, 16, dtype=E4M3)
+    assert write_rows(narrow(key), latents, slots) is latents
+    assert torch.equal(latents.view(torch.uint8), found.view(torch.uint8))
     written = found.float()[slots]
     assert written[0, 0, :2].tolist() == [448, -448]
     assert written[0, 0, 2].isnan()

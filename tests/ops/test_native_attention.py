@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.ops.batch import Batch, Memory, Request, Shape, build
 from tests.ops.oracle import assert_matches
+from tests.ops.test_cuda_narrow_caches import over_narrow_cache
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.api import prepare, unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.impl import native_jobs, reference
@@ -44,6 +46,16 @@ def test_garbage_is_never_looked_at(
     monkeypatch.setattr(reference.ReferenceAttention, "attend", lambda *_: pytest.fail("the reference was asked"))
     shape = Shape(poison=poison, dtype=dtype, dim=dim, value_dim=value_dim, contiguous=True)
     assert_matches(build(MIXED, shape), "native", prepared=True)
+
+
+@pytest.mark.parametrize("memory", ["in keys", "pairs by token"])
+def test_caches_of_8_bit_floats(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
+    """covers: A9. Latents of DeepSeek's sizes, too; on the matrix unit, if there is one, and without it."""
+    monkeypatch.setattr(reference.ReferenceAttention, "attend", lambda *_: pytest.fail("the reference was asked"))
+    heads = Shape(heads=16, kv_heads=1, dim=576, value_dim=512) if memory == "in keys" else Shape(dim=64, value_dim=64)
+    for requests in (MIXED, [Request(70, 1), Request(90, 40)]):
+        batch = build(requests, replace(heads, dtype=torch.bfloat16, memory=memory))
+        assert_matches(over_narrow_cache(batch), "native", prepared=True)
 
 
 @pytest.mark.parametrize("which", ["key", "key_cache", "value", "value_cache", "query"])

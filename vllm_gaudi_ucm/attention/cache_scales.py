@@ -1,12 +1,12 @@
 """Scales of a KV cache of 8-bit floats: attention is computed in the cache's units, so that no kernel knows of scales.
 
 What is cached is key / k and value / v. New tokens are divided alike, the query is multiplied by k, and the result by
-v: scores and weights are those of the unscaled tensors.
+v: scores and weights are those of the unscaled tensors. A latent is a part of its key, so it has the scale of keys.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,12 @@ class CacheScales(NamedTuple):
     def of(cls, layer: AttentionLayer, dtype: torch.dtype) -> CacheScales:
         """[1, 1] or [kv_heads, 1], from the checkpoint, or 1."""
         return cls(layer._k_scale.to(dtype).reshape(-1, 1), layer._v_scale.to(dtype).reshape(-1, 1))
+
+    @classmethod
+    def of_latents(cls, layer: Any, dtype: torch.dtype) -> CacheScales:
+        """[1, 1] twice, for latent and rotary key alike, as vLLM's backends have it. layer: has `_k_scale`."""
+        scale = layer._k_scale.to(dtype).reshape(1, 1)
+        return cls(scale, scale)
 
     def divide(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

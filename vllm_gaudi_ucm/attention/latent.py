@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionBackend, UnifiedAttentionImpl, UnifiedAttentionMetadata
+from vllm_gaudi_ucm.attention.cache_scales import CacheScales
 from vllm_gaudi_ucm.kv_cache.pair import LatentRows, in_blocks
 from vllm_gaudi_ucm.ops.kv_cache.api import write_rows
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts, unified_attention
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.attention import (
@@ -25,6 +27,8 @@ from vllm_gaudi_ucm.vllm_api.attention import (
     MLAModules,
     MultiHeadLatentAttentionWrapper,
     PluggableLayer,
+    add_cache_scales,
+    asks_for_narrow_cache,
     get_attn_backend,
     take_kv_b_proj,
 )
@@ -86,8 +90,6 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
     """Attention of one such layer, between its projections."""
 
     def __init__(self, sizes: LatentSizes, scale: float, kv_cache_dtype: str) -> None:
-        if kv_cache_dtype.startswith("fp8"):
-            raise UnsupportedFeatureError(f"a KV cache of dtype {kv_cache_dtype} {BESIDE_LATENTS}", "--kv-cache-dtype")
         super().__init__(sizes.heads, sizes.cached, scale, num_kv_heads=1, kv_cache_dtype=kv_cache_dtype)
         self.sizes = sizes
         # with the keys and values of each head, and over the cache
@@ -101,6 +103,7 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
 
     def attend(
         self,
+        layer: LatentAttention,
         query: torch.Tensor,
         latent: torch.Tensor,
         rotary: torch.Tensor,
@@ -110,25 +113,37 @@ class LatentAttentionImpl(UnifiedAttentionImpl):
     ) -> torch.Tensor:
         """[rows, heads * value size]. query: [rows, heads, nope + rotary]; latent: [rows, latent size]; rotary: [rows,
         1, rotary size], with their positions. Without metadata (a memory measurement) nothing is attended.
+
+        Over a cache of 8-bit floats absorbed attention is computed in its units; new tokens with keys and values of
+        their own are not rounded, and their sums are of the same scores.
         """
         sizes, rows = self.sizes, query.shape[0]
         if attn_metadata is None:
             return query.new_zeros((rows, sizes.heads * sizes.value))
-        key = torch.cat((latent[:, None], rotary), -1)
-        written = LatentRows(write_rows(key, kv_cache.key, attn_metadata.slots))
+        key, scales = torch.cat((latent[:, None], rotary), -1), None
+        if kv_cache.key.dtype == E4M3:
+            scales = CacheScales.of_latents(layer, query.dtype)
+            key = key / scales.key
+        rounded = key if scales is None else narrow(key)
+        written = LatentRows(write_rows(rounded, kv_cache.key, attn_metadata.slots))
         parts = attn_metadata.parts
         if attn_metadata.sparse is None and not _reads_cache(parts.parts):
             return self._attend_expanded(query, latent, rotary, weights, parts).flatten(1)
         cache = in_blocks(written, attn_metadata.parts.block_size).key
         absorbed = weights.absorb(query, sizes.nope)
+        if scales is not None:
+            absorbed = absorbed * scales.key
         found = absorbed.new_empty((rows, sizes.heads, sizes.latent))
         values, cached_values = key[..., : sizes.latent], cache[..., : sizes.latent]
         tensors = (absorbed, key, values, cache, cached_values)
         if attn_metadata.new_tokens is None:
-            return weights.values(self._attend(*tensors, attn_metadata, found))
+            found = self._attend(*tensors, attn_metadata, found)
+            return weights.values(found if scales is None else found * scales.value)
         of_cached, of_new = (query.new_empty((rows, sizes.heads), dtype=torch.float32) for _ in range(2))
         unified_attention(*tensors, parts, self.spec, found, log_sums=of_cached)
         new = self._attend_expanded(query, latent, rotary, weights, attn_metadata.new_tokens, of_new)
+        if scales is not None:
+            found = found * scales.value
         share = torch.softmax(torch.stack((of_cached, of_new)), 0)[..., None]
         return (weights.values(found).view(new.shape) * share[0] + new * share[1]).to(query.dtype).flatten(1)
 
@@ -192,10 +207,12 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         scale: of the scores.
         projection: of latents to keys and values, `kv_b_proj`; its weight moves here once it is loaded.
         vllm_config, cache_config: the engine's; the cache's own.
+        quant_config: of the model, which knows the scale of a cache of 8-bit floats; None: the scale is 1.
         prefix: the layer's name.
     """
 
     weights: LatentWeights
+    _k_scale: torch.Tensor
 
     def __init__(
         self,
@@ -204,18 +221,21 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         projection: nn.Module,
         vllm_config: VllmConfig,
         cache_config: CacheConfig | None,
+        quant_config: Any,
         prefix: str,
     ) -> None:
         super().__init__()
         self.sizes = sizes
+        self.num_kv_heads = 1
         self.layer_name = prefix
         self.kv_cache: Any = torch.tensor([])
-        self.kv_cache_dtype = "auto" if cache_config is None else cache_config.cache_dtype
+        self.kv_cache_dtype = _cache_dtype(cache_config, quant_config)
         self._projection = [projection]  # in a list: it is the model's submodule, not ours
         self._backend = get_attn_backend(
             sizes.cached, torch.get_default_dtype(), self.kv_cache_dtype, use_mla=True, num_heads=sizes.heads
         )
         self.impl = LatentAttentionImpl(sizes, scale, self.kv_cache_dtype)
+        add_cache_scales(self, quant_config, prefix)
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def process_weights_after_loading(self, dtype: torch.dtype) -> None:
@@ -233,14 +253,16 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         if isinstance(metadata, dict):
             metadata = metadata[self.layer_name]
         impl = cast(LatentAttentionImpl, self.impl)
-        return impl.attend(query, latent, rotary, self.weights, self.kv_cache, metadata)
+        return impl.attend(self, query, latent, rotary, self.weights, self.kv_cache, metadata)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self._backend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         name = self.kv_cache_dtype
-        dtype = vllm_config.model_config.dtype if name == "auto" else getattr(torch, name)
+        # vLLM's dtype of 8-bit floats
+        named = torch.uint8 if name.startswith("fp8") else getattr(torch, name, None)
+        dtype = vllm_config.model_config.dtype if name == "auto" else named
         return MLAAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=1,
@@ -249,6 +271,19 @@ class LatentAttention(nn.Module, AttentionLayerBase):
             dtype=cast(torch.dtype, dtype),
             cache_dtype_str=self.kv_cache_dtype,
         )
+
+
+def _cache_dtype(cache_config: CacheConfig | None, quant_config: Any) -> str:
+    """As vLLM's layers choose it: a checkpoint with a scheme for caches asks for 8-bit floats by itself."""
+    if cache_config is None:
+        return "auto"
+    if cache_config.kv_cache_dtype_skip_layers:
+        raise UnsupportedFeatureError(
+            f"layers with a KV cache of another dtype {BESIDE_LATENTS}", "--kv-cache-dtype-skip-layers"
+        )
+    if cache_config.cache_dtype == "auto" and asks_for_narrow_cache(quant_config):
+        return "fp8"
+    return cache_config.cache_dtype
 
 
 class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
@@ -270,7 +305,7 @@ class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
         kv_lora_rank: int,
         mla_modules: MLAModules,
         cache_config: CacheConfig | None = None,
-        quant_config: object = None,
+        quant_config: Any = None,
         prefix: str = "",
         skip_topk: bool = False,
         non_causal_multi_token_decode: bool = False,
@@ -296,7 +331,13 @@ class LatentAttentionBlock(MultiHeadLatentAttentionWrapper):
         self.g_proj = mla_modules.g_proj
         self.o_proj = mla_modules.o_proj
         self.mla_attn = LatentAttention(  # type: ignore[assignment]  # in place of vLLM's
-            self.sizes, scale, mla_modules.kv_b_proj, get_current_vllm_config(), cache_config, f"{prefix}.attn"
+            self.sizes,
+            scale,
+            mla_modules.kv_b_proj,
+            get_current_vllm_config(),
+            cache_config,
+            quant_config,
+            f"{prefix}.attn",
         )
 
     def forward(

@@ -26,7 +26,6 @@ from vllm_gaudi_ucm.kv_cache.pair import distinct, in_blocks
 from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
 from vllm_gaudi_ucm.memory.memory_worker import MemoryWorker
 from vllm_gaudi_ucm.observability.host_work import HostWork
-from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.runner.kv_groups import layer_groups
 from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
 from vllm_gaudi_ucm.runner.proposer_setup import make_proposer
@@ -89,17 +88,9 @@ class LoadedModel:
 
     @property
     def attention(self) -> AttentionConfig:
-        """With a slot for each token several rows may use one block, so none is read by its place in the cache.
-
-        The native kernels do not read 8-bit floats, and what they leave to the reference is slow: torch's do.
-        """
-        given, changes = self.config.attention, dict[str, object]()
-        if self.by_token:
-            changes["contiguous_pa"] = False
-        narrow = self.vllm_config.cache_config.cache_dtype.startswith("fp8")
-        if narrow and self.tensors_on.type == "cpu" and self.kind == "off" and given.implementation == AUTO:
-            changes["implementation"] = "cpu"
-        return given.model_copy(update=changes) if changes else given
+        """With a slot for each token several rows may use one block, so none is read by its place in the cache."""
+        given = self.config.attention
+        return given.model_copy(update={"contiguous_pa": False}) if self.by_token else given
 
 
 @dataclass(frozen=True)

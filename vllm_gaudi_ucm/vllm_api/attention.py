@@ -4,8 +4,8 @@ Extension point: a platform plugin brings a backend of its own. `AttentionBacken
 `AttentionMetadata` and `AttentionMetadataBuilder` are its classes; `AttentionBackendEnum`, `AttentionLayer`,
 `AttentionSelectorConfig`, `AttentionType` and `MultipleOf` are types of their methods. Its layer of multi-head latent
 attention is a plugin's to replace: `MultiHeadLatentAttentionWrapper`, a `PluggableLayer`, built of `MLAModules`.
-Internal: `get_attn_backend`, through which a layer finds its backend; `split_kv_b_proj`; the name that
-`ChunkedLocalAttention` gives its backend.
+Internal: `get_attn_backend`, through which a layer finds its backend; `split_kv_b_proj`; `_init_kv_cache_quant`, which
+gives a layer the scales of its cache; the name that `ChunkedLocalAttention` gives its backend.
 """
 
 import re
@@ -13,6 +13,7 @@ import re
 import torch
 from torch import nn
 from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.layers.attention.attention import _init_kv_cache_quant as add_cache_scales
 from vllm.model_executor.layers.attention.mla_attention import split_kv_b_proj
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
@@ -41,6 +42,8 @@ __all__ = [
     "MultiHeadLatentAttentionWrapper",
     "MultipleOf",
     "PluggableLayer",
+    "add_cache_scales",
+    "asks_for_narrow_cache",
     "chunk_of",
     "get_attn_backend",
     "take_kv_b_proj",
@@ -56,6 +59,15 @@ def chunk_of(backend: type[AttentionBackend]) -> int | None:
     """
     found = re.fullmatch(r"ChunkedLocalAttention_(\d+)_.*", backend.__name__)
     return None if found is None else int(found[1])
+
+
+def asks_for_narrow_cache(quant_config: object) -> bool:
+    """Whether a checkpoint asks for a KV cache of 8-bit floats.
+
+    Reason: `CompressedTensorsConfig` alone says it, and vLLM's `Attention` looks for it where a layer is made.
+    Remove when: `CacheConfig.cache_dtype` has the answer before a model is made.
+    """
+    return getattr(quant_config, "kv_cache_scheme", None) is not None
 
 
 def take_kv_b_proj(

@@ -19,7 +19,7 @@ from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImpl
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
-LARGEST_HEAD = 512  # of summaries in 16 or 8 bits, which are converted in a buffer of this size
+LARGEST_HEAD = 576  # of summaries: that of latents, the longest keys
 OUTSIDE = 2  # status: an id is outside of its tensor
 
 

@@ -16,7 +16,7 @@ constexpr int64_t SERIAL = 1024;  // scores for which waking other threads costs
 // take(key, value, position) of each cached token that the job's rows see.
 template <typename Take>
 void each_cached(const Layer& layer, const Tensors& tensors, const Job& job, const TokenRange* ranges, int64_t head, Take take) {
-    const int64_t size = layer.cache_type == FP32 ? 4 : 2;
+    const int64_t size = bytes_of(layer.cache_type);
     for (int64_t s = job.range_lo; s < job.range_hi; ++s) {
         const int64_t block = ranges[s].block_of(tensors.selected);
         const char* key = tensors.key_cache + (block * layer.key_block + head * layer.key_cache_head) * size;

@@ -139,7 +139,7 @@ void add_split_tile(Unit& unit, const MatrixUnit& matrix, const Tile& tile, cons
 inline void add_tile_by_matrix(Unit& unit, const MatrixUnit& matrix, const Tile& tile, const Tile* next) {
     if (tile.type == FP32) add_split_tile<3>(unit, matrix, tile, next);
     else if (tile.type == FP16) add_split_tile<2>(unit, matrix, tile, next);
-    else add_split_tile<1>(unit, matrix, tile, next);
+    else add_split_tile<1>(unit, matrix, tile, next);  // bfloat16, which holds 8-bit floats exactly
 }
 
 #else

@@ -61,7 +61,7 @@ struct Ahead {
 
     // calls: how often `fetch` is called, about, while this tile is multiplied
     Ahead(const Unit& unit, const Tile* next, int64_t calls) : tile(next), pace((2 * KEYS + calls - 1) / calls) {
-        const int64_t size = next && next->type != FP32 ? 2 : 4;
+        const int64_t size = next ? bytes_of(next->type) : 4;
         key_size = unit.dim * size, value_size = unit.value_dim * size;
     }
 

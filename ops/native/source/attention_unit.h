@@ -7,7 +7,7 @@
 namespace ucm {
 
 // A tile of the online softmax added to a unit: scores, weights and weighted values, in register blocks.
-// Keys of a tile are transposed. Values are read where they lie, unless they are half precision or do not fill registers.
+// Keys of a tile are transposed. Values are read where they lie, unless they have 16 or 8 bits or do not fill registers.
 template <int R>
 void add_tile_by(Unit& unit, const Tile& tile, const Tile* next) {
     const int64_t width = unit.value_width;

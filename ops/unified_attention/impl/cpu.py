@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cpu_plan import BlockCall, CausalCall, CpuPlan, RowIndex, make_plan
+from vllm_gaudi_ucm.ops.unified_attention.impl.cpu_slopes import HeadBias, causal_pieces, head_bias
 from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import NOTHING_SEEN, AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
@@ -37,7 +38,7 @@ class CpuAttention(AttentionImplementation):
 
     def supports(self, spec: AttentionSpec) -> bool:
         """The kernel gives no scores before its softmax, so there is no soft cap."""
-        return spec.logits_soft_cap is None and not spec.has_slopes
+        return spec.logits_soft_cap is None
 
     def plan(self, parts: AttentionParts, block_size: int) -> CpuPlan:
         return make_plan(parts, block_size)
@@ -80,10 +81,13 @@ class CpuAttention(AttentionImplementation):
         query = query.float()
         if plan.causal:
             key, value = key.float(), value.float()
+        slopes, positions = per_head.slopes, plan.positions
         for call in plan.causal:
-            _run_causal(query, key, value, call, spec.scale, result, lse)
+            for piece in causal_pieces(call, slopes):
+                _run_causal(query, key, value, piece, spec.scale, result, lse)
         for cached in plan.cached:
-            _run_cached(query, key_cache, value_cache, cached, spec.scale, result, lse, plan.scratch)
+            by_head = None if slopes is None or positions is None else head_bias(cached, slopes, positions)
+            _run_cached(query, key_cache, value_cache, cached, spec.scale, result, lse, plan.scratch, by_head)
         if per_head.sinks is not None and lse is not None:
             # the part of a row's sum that its tokens have
             result *= torch.sigmoid(lse - per_head.sinks)[..., None]
@@ -119,21 +123,27 @@ def _run_cached(
     result: Tensor,
     lse: Tensor | None,
     scratch: dict[str, Tensor],
+    by_head: HeadBias | None,
 ) -> None:
     k, v = _read(key_cache, value_cache, call, scratch)
     items, rows, (heads, dim), kv_heads = call.items, call.rows_per_item, query.shape[1:], key_cache.shape[2]
     q = query[call.rows]
-    if rows <= FOLD_ROWS and (call.bias is None or call.bias.shape[2] == 1):
+    mask = call.bias if by_head is None else by_head.bias
+    if rows <= FOLD_ROWS and (mask is None or mask.shape[2] == 1):
         # One multiplication per kv head instead of one per query head: the keys are read once.
         q = q.view(items, rows, kv_heads, heads // kv_heads, dim).permute(0, 2, 1, 3, 4)
-        out, out_lse = _flash(q.reshape(items, kv_heads, -1, dim), k, v, attn_mask=call.bias, scale=scale)
+        if by_head is not None and mask is not None:
+            mask = mask.view(items, kv_heads, 1, -1, call.tokens).expand(-1, -1, rows, -1, -1).flatten(2, 3)
+        out, out_lse = _flash(q.reshape(items, kv_heads, -1, dim), k, v, attn_mask=mask, scale=scale)
         folded = (items, kv_heads, rows, heads // kv_heads)
         out = out.view(*folded, dim).permute(0, 2, 1, 3, 4).reshape(-1, heads, dim)
         out_lse = out_lse.view(folded).permute(0, 2, 1, 3).reshape(-1, heads)
     else:
         q = q.view(items, rows, heads, dim).transpose(1, 2)
-        out, out_lse = _flash(q, k, v, attn_mask=call.bias, scale=scale)
+        out, out_lse = _flash(q, k, v, attn_mask=mask, scale=scale)
         out, out_lse = out.transpose(1, 2).flatten(0, 1), out_lse.transpose(1, 2).flatten(0, 1)
+    if by_head is not None and by_head.lost is not None:
+        out_lse = out_lse - by_head.lost
     if call.fresh:
         result[call.rows] = out
         if lse is not None:

@@ -21,7 +21,7 @@ RowIndex = slice | Tensor
 class CausalCall(NamedTuple):
     """`squares` adjacent squares of `length` new tokens each, from row `first` on; short ones have a bias.
 
-    first_key: under a window, of one slice of rows in place of squares, the first row whose key is multiplied.
+    first_key: under a window or slopes, of a slice of rows in place of squares, the first row whose key is multiplied.
     """
 
     first: int
@@ -37,6 +37,7 @@ class BlockCall(NamedTuple):
     blocks: int64 [items * blocks per item] to gather, or a slice of consecutive ones to read in place (one item).
     bias: fp32 [items, 1, 1 or rows_per_item, tokens], 0 or -inf; None if every token is seen.
     fresh: no earlier call of the plan writes any of these rows.
+    places: fp32 [items, 1 or rows_per_item, tokens] positions of the tokens in their request, for layers with slopes.
     """
 
     rows: RowIndex
@@ -46,6 +47,7 @@ class BlockCall(NamedTuple):
     tokens: int
     bias: Tensor | None
     fresh: bool
+    places: Tensor | None = None
 
 
 class CpuPlan(NamedTuple):
@@ -55,6 +57,7 @@ class CpuPlan(NamedTuple):
     scratch: memory for gathered keys and values, reused by all layers because new memory costs more than the copy. So a
         plan serves one layer at a time.
     selected: the step has a selected part, which no call covers.
+    positions: fp32 [rows] of the rows in their request, for layers with slopes.
     """
 
     causal: tuple[CausalCall, ...]
@@ -63,6 +66,7 @@ class CpuPlan(NamedTuple):
     merges: bool
     scratch: dict[str, Tensor]
     selected: bool = False
+    positions: Tensor | None = None
 
 
 def range_bias(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
@@ -70,6 +74,11 @@ def range_bias(lo: Tensor, hi: Tensor, block_size: int) -> Tensor:
     token = torch.arange(block_size)
     visible = (token >= lo[..., None]) & (token < hi[..., None])
     return torch.zeros(visible.shape).masked_fill_(~visible, -math.inf).flatten(1)
+
+
+def places_of(starts: Tensor, block_size: int) -> Tensor:
+    """fp32 [spans, blocks * block_size] positions of the tokens of blocks that begin at `starts` [spans, blocks]."""
+    return (starts[..., None] + torch.arange(block_size)).flatten(1).float()
 
 
 def as_run(ids: Tensor) -> RowIndex:
@@ -80,6 +89,7 @@ def as_run(ids: Tensor) -> RowIndex:
 
 TILE_TOKENS = 16384  # longer contexts are cut and merged, so that scratch memory stays bounded
 MASK_ELEMENTS = 1 << 22  # of a bias, which differs from row to row only where a group is not exact
+MANY_HEADS = 32
 
 
 class CallItem(NamedTuple):
@@ -92,11 +102,13 @@ class CallItem(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """The visible blocks of all items: int64 block ids, and the token range [lo, hi) in each."""
+    """The visible blocks of all items: int64 block ids, the token range [lo, hi) in each, and, for layers with slopes,
+    the position of its first token."""
 
     blocks: Tensor
     lo: Tensor
     hi: Tensor
+    starts: Tensor
 
 
 def add_unique_items(part: UniquePart, block_size: int, items: list[CallItem], pieces: list[Entries]) -> None:
@@ -120,6 +132,7 @@ def add_shared_items(
     items: list[CallItem],
     pieces: list[Entries],
     masked: list[BlockCall],
+    by_distance: bool,
 ) -> None:
     """A group whose rows see the same tokens becomes an item; otherwise its rows get calls with a mask."""
     columns = slice(group.block_lo, group.block_hi)
@@ -127,17 +140,19 @@ def add_shared_items(
     spans = part.row_spans[group.rows]
     if part.rise is None:
         distinct, which = spans.unique(return_inverse=True)
-        lo = part.lo[distinct, columns].clamp(min=0)
+        lo = part.lo[distinct, columns]
     else:  # each row sees what it sees
         distinct, which = spans, torch.arange(spans.shape[0])
-        lo = part.lo_of(group.rows, columns).clamp(min=0)
+        lo = part.lo_of(group.rows, columns)
+    starts, lo = (-lo).clamp(min=0), lo.clamp(min=0)
     hi = part.hi[distinct, columns].clamp(max=block_size)
     empty = hi <= lo
-    lo, hi = lo.masked_fill(empty, 0), hi.masked_fill(empty, 0)
-    if bool((lo == lo[:1]).all()) and bool((hi == hi[:1]).all()):
+    lo, hi, starts = (one.masked_fill(empty, 0) for one in (lo, hi, starts))
+    alike = bool((lo == lo[:1]).all()) and bool((hi == hi[:1]).all())
+    if alike and (not by_distance or bool((starts == starts[:1]).all())):
         if lo.shape[0] == 0:
             return
-        _, entries = _visible_entries(blocks, lo[0], hi[0], block_size, None)
+        _, entries = _visible_entries(blocks, lo[0], hi[0], block_size, None, starts[0])
         count = entries.blocks.shape[0]
         if count:
             start = sum(piece.blocks.shape[0] for piece in pieces)
@@ -149,25 +164,27 @@ def add_shared_items(
         piece = slice(tile, tile + max(1, TILE_TOKENS // block_size))
         used = seen[:, piece].any(0).nonzero().squeeze(1) + tile
         if used.numel():
-            masked += _masked_calls(group.rows, which, blocks[used], lo[:, used], hi[:, used], block_size)
+            begin = starts[:, used] if by_distance else None
+            masked += _masked_calls(group.rows, which, blocks[used], lo[:, used], hi[:, used], block_size, begin)
 
 
 def _visible_entries(
-    blocks: Tensor, lo: Tensor, hi: Tensor, block_size: int, rows: Tensor | None
+    blocks: Tensor, lo: Tensor, hi: Tensor, block_size: int, rows: Tensor | None, starts: Tensor | None = None
 ) -> tuple[Tensor, Entries]:
     """Drops empty ranges and orders by row, a row's partial blocks last: then what it sees is mostly a prefix.
 
-    Returns the chosen indices and their entries.
+    starts: positions of the blocks; None: `lo` says them. Returns the chosen indices and their entries.
     """
+    starts = (-lo).clamp(min=0) if starts is None else starts
     lo, hi = lo.clamp(min=0), hi.clamp(max=block_size)
     if rows is None and bool((hi - lo)[:-1].eq(block_size).all()) and int(lo[-1]) == 0 < int(hi[-1]):
-        return torch.arange(blocks.shape[0]), Entries(blocks, lo, hi)
+        return torch.arange(blocks.shape[0]), Entries(blocks, lo, hi, starts)
     chosen = (hi > lo).nonzero().squeeze(1)
     rank = ((hi - lo) < block_size).long()[chosen]
     if rows is not None:
         rank += 2 * rows[chosen]
     chosen = chosen[rank.argsort(stable=True)]
-    return chosen, Entries(blocks[chosen], lo[chosen], hi[chosen])
+    return chosen, Entries(blocks[chosen], lo[chosen], hi[chosen], starts[chosen])
 
 
 def _cut(
@@ -180,17 +197,23 @@ def _cut(
 
 
 def _masked_calls(
-    rows: Tensor, spans: Tensor, blocks: Tensor, lo: Tensor, hi: Tensor, block_size: int
+    rows: Tensor, spans: Tensor, blocks: Tensor, lo: Tensor, hi: Tensor, block_size: int, starts: Tensor | None
 ) -> list[BlockCall]:
-    """Calls for rows [k] whose spans see different tokens; rows that see none of these blocks take no part."""
+    """Calls for rows [k] whose spans see different tokens; rows that see none of these blocks take no part.
+
+    starts: positions of the blocks [spans, blocks], for layers with slopes.
+    """
     tokens = blocks.shape[0] * block_size
+    places = None if starts is None else places_of(starts, block_size)
+    # with slopes there is a bias for each head
+    most = MASK_ELEMENTS if places is None else MASK_ELEMENTS // MANY_HEADS
     bias = range_bias(lo, hi, block_size)
     takes_part = (hi > lo).any(1)[spans]
     rows, spans = rows[takes_part], spans[takes_part]
     calls = []
-    for chunk, chunk_spans in zip(*(t.split(max(1, MASK_ELEMENTS // tokens)) for t in (rows, spans)), strict=True):
-        mask = bias[chunk_spans][None, None]
-        calls.append(BlockCall(as_run(chunk), 1, len(chunk), as_run(blocks), tokens, mask, False))
+    for chunk, chunk_spans in zip(*(t.split(max(1, most // tokens)) for t in (rows, spans)), strict=True):
+        mask, far = bias[chunk_spans][None, None], None if places is None else places[chunk_spans][None]
+        calls.append(BlockCall(as_run(chunk), 1, len(chunk), as_run(blocks), tokens, mask, False, far))
     return calls
 
 
@@ -205,7 +228,8 @@ SHORT = 16
 
 def make_plan(parts: AttentionParts, block_size: int) -> CpuPlan:
     """The calls for the parts of a step; reads the parts on the host."""
-    causal = _causal_calls(parts.causal) if parts.causal is not None else ()
+    by_distance = parts.positions is not None
+    causal = _causal_calls(parts.causal, by_distance) if parts.causal is not None else ()
     items: list[CallItem] = []
     pieces: list[Entries] = []
     masked: list[BlockCall] = []
@@ -214,18 +238,22 @@ def make_plan(parts: AttentionParts, block_size: int) -> CpuPlan:
     shared = parts.shared
     for group in shared.groups if shared is not None else ():
         assert shared is not None
-        add_shared_items(shared, group, block_size, items, pieces, masked)
+        add_shared_items(shared, group, block_size, items, pieces, masked, by_distance)
     calls = masked
     if items:
         entries = Entries(*(torch.cat(column) for column in zip(*pieces, strict=True)))
-        calls = [*_batch(items, entries, block_size), *masked]
-    return _mark_fresh(causal, calls)._replace(selected=parts.selected is not None)
+        calls = [*_batch(items, entries, block_size, by_distance), *masked]
+    positions = None if parts.positions is None else parts.positions.float()
+    return _mark_fresh(causal, calls)._replace(selected=parts.selected is not None, positions=positions)
 
 
-def _causal_calls(part: CausalPart) -> tuple[CausalCall, ...]:
-    """Squares of the groups; adjacent squares of equal length are one call. The slices bound nothing tighter."""
-    if part.first_rows is not None:
-        return tuple(_slice_calls(part, part.first_rows))
+def _causal_calls(part: CausalPart, by_distance: bool) -> tuple[CausalCall, ...]:
+    """Squares of the groups; adjacent squares of equal length are one call. The slices bound nothing tighter.
+
+    by_distance: for layers with slopes, whose squares have a bias.
+    """
+    if part.first_rows is not None or by_distance:
+        return tuple(_slice_calls(part, torch.zeros_like(part.groups) if part.first_rows is None else part.first_rows))
     ids, counts = torch.unique_consecutive(part.groups, return_counts=True)
     calls: list[CausalCall] = []
     first = 0
@@ -241,7 +269,7 @@ def _causal_calls(part: CausalPart) -> tuple[CausalCall, ...]:
 
 
 def _slice_calls(part: CausalPart, first_rows: Tensor) -> Iterator[CausalCall]:
-    """Under a window: rows of each slice and group, with the keys from the first one's window on."""
+    """Under a window or slopes: rows of each slice and group, with the keys from the first one's window on."""
     for query_lo, query_hi, _, _ in part.slices:
         ids, counts = torch.unique_consecutive(part.groups[query_lo:query_hi], return_counts=True)
         stop = query_lo
@@ -257,7 +285,7 @@ def _slice_calls(part: CausalPart, first_rows: Tensor) -> Iterator[CausalCall]:
             yield CausalCall(first, 1, count, bias[None, None], begin)
 
 
-def _batch(items: list[CallItem], entries: Entries, block_size: int) -> list[BlockCall]:
+def _batch(items: list[CallItem], entries: Entries, block_size: int, by_distance: bool) -> list[BlockCall]:
     """Batches items with equally many rows and similar length, the longest first.
 
     No row twice in a batch: a call writes each of its rows once, and what comes later is merged by a later call.
@@ -282,10 +310,10 @@ def _batch(items: list[CallItem], entries: Entries, block_size: int) -> list[Blo
             taken = set()
             waste = 0
         taken.update(item.rows)
-    return [_block_call(sorted(batch), entries, block_size) for batch in batches]
+    return [_block_call(sorted(batch), entries, block_size, by_distance) for batch in batches]
 
 
-def _block_call(batch: list[CallItem], entries: Entries, block_size: int) -> BlockCall:
+def _block_call(batch: list[CallItem], entries: Entries, block_size: int, by_distance: bool) -> BlockCall:
     """Pads the items' blocks to the longest; a pad repeats the item's first block and has an empty range."""
     tokens = max(item.tokens for item in batch)
     start = torch.tensor([[item.start] for item in batch])
@@ -306,6 +334,7 @@ def _block_call(batch: list[CallItem], entries: Entries, block_size: int) -> Blo
         tokens,
         bias[:, None, None].contiguous() if tokens < SHORT or bool((bias != 0).any()) else None,
         False,
+        places_of(entries.starts[index], block_size)[:, None, :tokens] if by_distance else None,
     )
 
 

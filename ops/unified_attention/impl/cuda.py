@@ -26,7 +26,7 @@ class CudaAttention(AttentionImplementation):
     gives_log_sums = True
 
     def supports(self, spec: AttentionSpec) -> bool:
-        return not spec.has_slopes
+        return True
 
     def unavailable(self, device: str) -> str | None:
         return why_not_triton(device)

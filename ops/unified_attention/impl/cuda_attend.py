@@ -72,7 +72,12 @@ def attend(
     log_sums: fp32 [rows, heads], to be written too.
     """
     cap = (spec.logits_soft_cap or 0.0) * LOG2_E
-    layer = Layer(query, key, value, key_cache, value_cache, out, spec.scale * LOG2_E, cap, per_head.sinks)
+    tensors, scale, positions = (
+        (query, key, value, key_cache, value_cache, out),
+        spec.scale * LOG2_E,
+        plan.parts.positions,
+    )
+    layer = Layer(*tensors, scale, cap, per_head.sinks, per_head.slopes, positions)
     if not layer.rows:
         return True
     latent = spec.values_in_keys and layer.value_dim < query.shape[2]
@@ -157,9 +162,11 @@ def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[
 def _shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> list[Work]:
     """Only a request with several rows, which has a causal part, has blocks in the shared part that are its own.
 
-    Under a window its rows see different tokens, which only the kernel of the shared part takes.
+    Under a window its rows see different tokens, and under slopes from other distances, which only the tiles of the
+    shared part take.
     """
-    if plan.starts is None or (part.rise is not None and not takes_requests(layer, part)):
+    reads_tiles = part.rise is not None and not takes_requests(layer, part)
+    if plan.starts is None or layer.slopes is not None or reads_tiles:
         return [shared(layer, plan, part, beside)]
     division = plan.kept(("division", 0), lambda: divide(part, plan.block_size))
     if part.rise is not None:

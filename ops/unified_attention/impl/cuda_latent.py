@@ -56,10 +56,8 @@ def why_not_latent(layer: Layer, plan: CudaPlan) -> str | None:
     if value_dim > LARGEST_VALUE or not 0 < dim - value_dim <= LARGEST_REST:
         most = f"{LARGEST_VALUE} and {LARGEST_REST} more"
         return f"keys of {dim} elements with values of {value_dim}, expected up to {most}"
-    if layer.cap or layer.sinks is not None or plan.parts.are_local:
-        return "soft caps, sinks and windows of keys that hold their values"
-    if layer.key_cache.dtype == torch.float8_e4m3fn:
-        return "8-bit keys that hold their values"
+    if layer.cap or layer.sinks is not None or layer.slopes is not None or plan.parts.are_local:
+        return "soft caps, sinks, slopes and windows of keys that hold their values"
     if any(tensor.stride(-1) != 1 for tensor in tensors):
         return "heads that are strided in memory"
     if layer.scale <= 0 or not math.isfinite(layer.scale):

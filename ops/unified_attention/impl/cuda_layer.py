@@ -18,7 +18,8 @@ LARGEST_GROUP = 64  # query heads per kv head
 
 @dataclass(frozen=True)
 class Layer:
-    """Tensors as in `unified_attention`; scale and cap (0: none) of scores: times log2(e); sinks: fp32 [heads]."""
+    """Tensors as in `unified_attention`; scale and cap (0: none) of scores: times log2(e); sinks, slopes: fp32 [heads];
+    positions: int64 [rows], with slopes."""
 
     query: Tensor
     key: Tensor
@@ -29,6 +30,8 @@ class Layer:
     scale: float
     cap: float = 0.0
     sinks: Tensor | None = None
+    slopes: Tensor | None = None
+    positions: Tensor | None = None
 
     @property
     def rows(self) -> int:

@@ -76,7 +76,7 @@ def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found]
     results = (has_more, broken, layer.out, *(sums or (None, None, None)), *own)
     strides = [stride for tokens, _ in sides for stride in tokens.stride()[:2]]
     flags: dict[str, int] = {"ALONE": not others and before is None, "SAVES": sums is not None}
-    flags |= {"SINKS": layer.sinks is not None, "CONTINUES": before is not None}
+    flags |= {"SINKS": layer.sinks is not None, "CONTINUES": before is not None, "SLOPES": layer.slopes is not None}
     flags["OWN_ROWS"] = 1 if before is None else before.rows
     early = starts_early(layer.query.device)
     sizes = {**layer.sizes(), **tile.sizes(), "EARLY": early}
@@ -84,14 +84,14 @@ def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found]
     def launch() -> None:
         tensors = (layer.query, layer.key, layer.value)
         attend_causal[(tiles * layer.heads,)](
-            *tensors, *described, starts, bounds, *results, layer.sinks, layer.scale, layer.rows, *strides,
-            **sizes, **flags, DESCRIBED=described[0] is not None,
+            *tensors, *described, starts, bounds, *results, layer.sinks, layer.slopes, layer.scale,
+            layer.rows, *strides, **sizes, **flags, DESCRIBED=described[0] is not None,
         )  # fmt: skip
         once_more = {name: size for name, size in sizes.items() if name != "STAGES"}
         once_more["num_warps"] = tile.warps if tile.block_m < 64 else REPAIR_WARPS
         repair_causal[(-(-tiles * layer.heads // LOOKED_AT),)](
-            *tensors, starts, bounds, *results, layer.sinks, layer.scale, layer.rows, tiles, *strides,
-            **once_more, **flags, **follows(early), LOOKED_AT=LOOKED_AT,
+            *tensors, starts, bounds, *results, layer.sinks, layer.slopes, layer.scale,
+            layer.rows, tiles, *strides, **once_more, **flags, **follows(early), LOOKED_AT=LOOKED_AT,
         )  # fmt: skip
 
     return Work(launch, None)
@@ -155,7 +155,8 @@ def tiled(
     key_tiles, value_tiles = (describe_cache(cache, tile.block_n) for cache in (layer.key_cache, layer.value_cache))
     described = key_tiles is not None and value_tiles is not None
     # `attend_own` takes none
-    rises = kernel is attend_shared
+    more = (part.rise, layer.slopes, layer.positions) if kernel is attend_shared else ()
+    flags = {"RISES": part.rise is not None, "SLOPES": layer.slopes is not None} if more else {}
 
     def launch() -> None:
         kernel[(layer.kv_heads, programs)](
@@ -175,7 +176,7 @@ def tiled(
             found.acc,
             found.top,
             found.total,
-            *((part.rise,) if rises else ()),
+            *more,
             layer.scale,
             tiles.num_tiles,
             part.blocks.shape[0],
@@ -189,7 +190,7 @@ def tiled(
             BLOCK_SIZE=plan.block_size,
             LISTS=lists_size(tiles.num_tiles),
             DESCRIBED=described,
-            **({"RISES": part.rise is not None} if rises else {}),
+            **flags,
         )
 
     return Work(launch, found)
@@ -258,12 +259,13 @@ def unique(layer: Layer, plan: CudaPlan, beside: bool, alone: bool) -> Work:
     """
     lists, size = plan.unique, plan.block_size
     assert lists is not None, "a step without unique blocks has no such part"
-    slots = None if plan.tokens is None else layer.by_slot()
+    # slots have no positions, which slopes need
+    slots = None if plan.tokens is None or layer.slopes is not None else layer.by_slot()
     if slots is not None and plan.tokens is not None:
         layer, lists, size = slots, plan.tokens, 1
     # a list of slots is as long as its row has tokens, which is not known
     of_row = 0 if size == 1 else size * (plan.most_of_row or 0)
-    if alone and is_short(layer, lists.blocks.shape[0] * size, of_row):
+    if alone and layer.slopes is None and is_short(layer, lists.blocks.shape[0] * size, of_row):
         return finished(layer, lists, size)
     place = plan.kept(("unique place", layer.rows), lambda: unique_place(lists, layer.rows))
     return _spans(layer, plan, "unique", place, lists, lists.blocks, 1, (None, None), beside, size)
@@ -291,11 +293,6 @@ def unique_and_selected(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> 
     return _spans(layer, plan, "unique", place, both.lists, both.blocks, 1, (None, None), beside)
 
 
-def _singles_alone(plan: CudaPlan) -> bool:
-    """Whether no request with several rows reads the cache, too."""
-    return plan.starts is None or plan.parts.shared is None
-
-
 def _spans(
     layer: Layer,
     plan: CudaPlan,
@@ -310,24 +307,26 @@ def _spans(
 ) -> Work:
     """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i."""
     block_size = block_size or plan.block_size
-    many = spans[0] is None and lists.num_lists >= (MANY_SPANS if _singles_alone(plan) else MANY_BESIDE)
+    # or does a request with several rows read the cache, too?
+    most = MANY_SPANS if plan.starts is None or plan.parts.shared is None else MANY_BESIDE
+    many = spans[0] is None and lists.num_lists >= most and layer.slopes is None
     flat = flat_spans_tile(layer, block_size, beside) if many else None
     tile = flat or spans_tile(layer, rows)
     programs = programs_of(layer, blocks.shape[0], beside, flat is not None)
     found = room_for(layer, plan, part, place, lists.offsets, programs, rows)
     tensors = (layer.query, layer.key_cache, layer.value_cache, blocks, lists.lo, lists.hi, lists.offsets)
-    results = (found.acc, found.top, found.total, layer.scale, lists.num_lists)
-    strides = (*layer.query.stride()[:2], *layer.cache_strides())
+    results, slopes = (found.acc, found.top, found.total), (layer.slopes, layer.positions)
+    strides = (layer.scale, lists.num_lists, *layer.query.stride()[:2], *layer.cache_strides())
     sizes = {**layer.sizes(), **tile.sizes(), "BLOCK_SIZE": block_size}
     general = {"ROWS": rows, "SINGLE": spans[0] is None, "LISTS": lists_size(lists.num_lists)}
-    early = merges_early(layer, programs)
+    general |= {"SLOPES": layer.slopes is not None, "EARLY": merges_early(layer, programs)}
 
     def launch() -> None:
         grid = (layer.kv_heads, programs)
         if flat is not None:
             attend_spans_flat[grid](*tensors, lists.owners, *results, *strides, **sizes)
         else:
-            attend_spans[grid](*tensors, *spans, *results, *strides, **sizes, **general, EARLY=early)
+            attend_spans[grid](*tensors, *spans, *results, *slopes, *strides, **sizes, **general)
 
     return Work(launch, found)
 

@@ -53,7 +53,8 @@ def fits_one_launch(layer: Layer, plan: CudaPlan) -> bool:
     part, unique = plan.parts.shared, plan.parts.unique
     if part is None or part.rise is None or plan.starts is None or part.most_of_span is None:
         return False
-    if plan.parts.selected is not None or plan.tokens is not None or layer.rows > ONE_LAUNCH_ROWS:
+    other = plan.parts.selected is not None or plan.tokens is not None or layer.slopes is not None
+    if other or layer.rows > ONE_LAUNCH_ROWS:
         return False
     most = part.most_of_span
     if unique is not None and plan.unique is not None:

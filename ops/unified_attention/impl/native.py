@@ -21,8 +21,8 @@ from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImpleme
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
-_CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-LARGEST_HEAD = 512  # of caches in half precision, which are converted in a buffer of this size
+_CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
+LARGEST_HEAD = 576  # of caches in 16 or 8 bits, which are converted in a buffer of this size
 
 
 class _Plan(ctypes.Structure):

@@ -6,7 +6,7 @@ What a checkpoint's configuration means, and which layers it is about, is vLLM's
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,15 +22,24 @@ from vllm_gaudi_ucm.layers.quantised.formats import (
 )
 from vllm_gaudi_ucm.layers.quantised.method import QuantisedLinearMethod
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
-from vllm_gaudi_ucm.vllm_api.model import Attention, LinearBase, ParallelLMHead, UnquantizedLinearMethod
+from vllm_gaudi_ucm.vllm_api.model import (
+    Attention,
+    AttentionLayerBase,
+    LinearBase,
+    ParallelLMHead,
+    UnquantizedLinearMethod,
+)
 from vllm_gaudi_ucm.vllm_api.quantisation import (
     AutoAWQConfig,
     AutoGPTQConfig,
+    BaseKVCacheMethod,
     CompressedTensorsConfig,
     Fp8Config,
     GptOssMxfp4Config,
+    QuantizationConfig,
     QuantizeMethodBase,
     RoutedExperts,
+    WeightsMapper,
     get_linear_quant_method,
     get_moe_quant_method,
     is_layer_skipped,
@@ -57,7 +66,27 @@ def _linear_method(form: WeightFormat, prefix: str) -> QuantisedLinearMethod:
     return QuantisedLinearMethod(form, plain=prefix.endswith(".kv_b_proj"))
 
 
-class UcmFp8Config(Fp8Config):
+_TO_LATENTS = WeightsMapper(
+    orig_to_new_suffix={f".attn.{name}_scale": f".mla_attn.mla_attn.{name}_scale" for name in ("q", "k", "v")}
+)
+
+
+class ScaleOfLatents:
+    """The scale of a cache of latents, for a configuration: vLLM's name it for a layer that such a model has not."""
+
+    _has_latents = False
+
+    def _of_latents(self) -> BaseKVCacheMethod:
+        self._has_latents = True
+        return BaseKVCacheMethod(cast(QuantizationConfig, self))
+
+    def get_cache_scale_mapper(self) -> WeightsMapper:
+        """How names in a checkpoint become those of parameters."""
+        of_vllm: WeightsMapper = cast(Any, super()).get_cache_scale_mapper()
+        return of_vllm | _TO_LATENTS if self._has_latents else of_vllm
+
+
+class UcmFp8Config(ScaleOfLatents, Fp8Config):
     """`fp8`: e4m3 weights with a scale per matrix, or per block (DeepSeek)."""
 
     @classmethod
@@ -67,6 +96,8 @@ class UcmFp8Config(Fp8Config):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, Attention):
             return super().get_quant_method(layer, prefix)
+        if isinstance(layer, AttentionLayerBase):
+            return self._of_latents()
         is_linear = isinstance(layer, LinearBase)
         if not is_linear and not isinstance(layer, RoutedExperts):
             return None
@@ -86,12 +117,14 @@ class UcmFp8Config(Fp8Config):
         return ScaledFormat(torch.float8_e4m3fn, "tensor", static_inputs=self.activation_scheme == "static")
 
 
-class UcmCompressedTensorsConfig(CompressedTensorsConfig):
+class UcmCompressedTensorsConfig(ScaleOfLatents, CompressedTensorsConfig):
     """`compressed-tensors`: e4m3, int8, packed integers of 4 or 8 bits, and MXFP4."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, Attention):
             return super().get_quant_method(layer, prefix)
+        if isinstance(layer, AttentionLayerBase):
+            return self._of_latents()
         if self.transform_config is not None:
             raise UnsupportedFeatureError(
                 "transforms of activations (`transform_config`); quantise without them", _ASKED_BY

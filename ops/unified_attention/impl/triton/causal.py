@@ -4,7 +4,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import LOWEST, add_sink, softmax_step, without_garbage
+from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import (
+    LOG2_E,
+    LOWEST,
+    add_sink,
+    softmax_step,
+    without_garbage,
+)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -151,6 +157,13 @@ def begin_sums(
     return acc, top, total
 
 
+@triton.jit
+def distance_bias(slopes, head, row, first, BLOCK_N: tl.constexpr):
+    """fp32 [rows, BLOCK_N]: a head's slope times the distance of new tokens [first, first + BLOCK_N) from each row."""
+    far = row[:, None] - (first + tl.arange(0, BLOCK_N))[None, :]
+    return tl.load(slopes + head) * LOG2_E * far.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows", "own_lists", "own_programs"])
 def attend_causal(
     query,
@@ -176,6 +189,7 @@ def attend_causal(
     own_lists,
     own_programs,
     sinks,
+    slopes,
     scale,
     rows,
     q_row,
@@ -203,6 +217,7 @@ def attend_causal(
     OWN_ROWS: tl.constexpr,
     CONTINUES: tl.constexpr,
     SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -217,7 +232,7 @@ def attend_causal(
         in tiles [BLOCK_N, dim].
     own_place .. own_programs, OWN_ROWS: if CONTINUES, what was found of own blocks, as the merge takes lists of ROWS
         rows: the sums begin with it.
-    sinks: fp32 [heads], read if SINKS.
+    sinks: fp32 [heads], read if SINKS. slopes: fp32 [heads] of distances, read if SLOPES.
     ALONE: the step has no other part, so rows without a causal part become zeros here.
     EARLY: the repair may start and wait inside.
     """
@@ -247,7 +262,12 @@ def attend_causal(
             n = first + tl.arange(0, BLOCK_N)
             visible = (n[None, :] >= start[:, None]) & (n[None, :] <= row[:, None])
             scores = tl.where(visible, scores, float("-inf"))
-        acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, CAP)
+        if SLOPES:
+            bias = distance_bias(slopes, head, row, first, BLOCK_N)
+            v = v.to(COMPUTE)
+            acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP, bias)
+        else:
+            acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, CAP)
     # a value that is not finite, times the weight 0 of a row that does not see it
     found = tl.abs(tl.sum(acc, 1)) < float("inf")
     tl.store(broken + tile * HEADS + head + tl.zeros([BLOCK_M], tl.int32), 1, mask=found == 0)
@@ -278,6 +298,7 @@ def repair_causal(
     own_lists,
     own_programs,
     sinks,
+    slopes,
     scale,
     rows,
     tiles,
@@ -305,6 +326,7 @@ def repair_causal(
     OWN_ROWS: tl.constexpr,
     CONTINUES: tl.constexpr,
     SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
     LOOKED_AT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -342,9 +364,12 @@ def repair_causal(
                     scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
                     scores = tl.where(visible, scores, float("-inf"))
                     v, tainted = without_garbage(v, visible, tainted)
-                    acc, top, total = softmax_step(
-                        acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, CAP
-                    )  # fmt: skip
+                    v = v.to(COMPUTE)
+                    if SLOPES:
+                        bias = distance_bias(slopes, head, row, first, BLOCK_N)
+                        acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP, bias)
+                    else:
+                        acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP)
                 acc = tl.where(tainted[:, None] > 0, float("nan"), acc)
                 store_tile(
                     acc, top, total, tile * BLOCK_M, start <= row, head, rows, cached, out, None, acc_out, top_out,

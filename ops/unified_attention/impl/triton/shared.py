@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import (
+    LOG2_E,
     LOWEST,
     list_of,
     share_of,
@@ -62,6 +63,35 @@ def partly_seen(
     return k, v, visible
 
 
+@triton.jit
+def _biases(
+    first,
+    end,
+    lists,
+    columns,
+    lo,
+    span,
+    at_row,
+    slope,
+    real,
+    lo_span,
+    lo_column,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """fp32 [rows, tokens]: the slopes times the distances of tokens [first, first + BLOCK_N) of a tile's list."""
+    n = first + tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        column = tl.load(columns + lists + first // BLOCK_SIZE, mask=first < end, other=0)
+        begin = tl.load(lo + span * lo_span + column * lo_column, mask=real, other=0)[:, None]
+    else:
+        column = tl.load(columns + lists + n // BLOCK_SIZE, mask=n < end, other=0)
+        mask = real[:, None] & (n < end)[None, :]
+        begin = tl.load(lo + span[:, None] * lo_span + column[None, :] * lo_column, mask=mask, other=0)
+    far = at_row[:, None] + begin - (n % BLOCK_SIZE)[None, :]
+    return slope[:, None] * far.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["whole_counts", "num_tiles", "num_columns", "lo_span", "hi_span"])
 def attend_shared(
     query,
@@ -81,6 +111,8 @@ def attend_shared(
     top_out,
     total_out,
     rise,
+    slopes,
+    positions,
     scale,
     num_tiles,
     num_columns,
@@ -113,6 +145,7 @@ def attend_shared(
     DESCRIBED: tl.constexpr,
     STAGES: tl.constexpr,
     RISES: tl.constexpr,
+    SLOPES: tl.constexpr,
 ):
     """Grid (KV heads, programs): each program takes an even share of the (tile, block) pairs in use.
 
@@ -122,7 +155,8 @@ def attend_shared(
     order, columns, column_blocks, whole_counts: see `list_columns`; offsets: int32 [tiles + 1] of their counts.
     acc_out: fp32 [programs + tiles, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: the partial
         result of program p for tile t is at p + t.
-    rise: as in SharedPart, read if RISES.
+    rise: as in SharedPart, read if RISES. SLOPES: scores are less by fp32 slopes [heads] times distances; int64
+        positions [rows].
     """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
@@ -148,6 +182,10 @@ def attend_shared(
                 mask=real[:, None] & (d < DIM)[None, :],
                 other=0.0,
             ).to(COMPUTE)
+            if SLOPES:
+                slope = tl.load(slopes + head) * LOG2_E
+                at_row = tl.load(positions + row, mask=real, other=0).to(tl.int32)
+                of_row = tl.load(row_spans + row, mask=real, other=0).to(tl.int64)
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             top = tl.full([BLOCK_M], LOWEST, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
@@ -182,7 +220,14 @@ def attend_shared(
                         mask=inside[:, None] & (e < VALUE_DIM)[None, :],
                         other=0.0,
                     ).to(COMPUTE)
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP)
+                if SLOPES:
+                    bias = _biases(
+                        first, whole_end, lists, columns, lo, of_row, at_row, slope, real, lo_span, lo_column,
+                        BLOCK_SIZE, BLOCK_N,
+                    )  # fmt: skip
+                    acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP, bias)
+                else:
+                    acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP)
             span = tl.load(row_spans + row, mask=real, other=0).to(tl.int64)
             raised = 0
             if RISES:
@@ -196,7 +241,15 @@ def attend_shared(
                 )  # fmt: skip
                 scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
                 scores = tl.where(visible, scores, float("-inf"))
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, CAP)
+                v = v.to(COMPUTE)
+                if SLOPES:
+                    bias = _biases(
+                        first, part_end, lists, columns, lo, of_row, at_row, slope, real, lo_span, lo_column,
+                        BLOCK_SIZE, BLOCK_N,
+                    )  # fmt: skip
+                    acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP, bias)
+                else:
+                    acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP)
             # a value that is not finite, times the weight 0 of a row that does not see it: look at every value
             if tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) > 0:
                 acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -212,9 +265,15 @@ def attend_shared(
                     scores = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision=PRECISION)
                     scores = tl.where(visible, scores, float("-inf"))
                     v, tainted = without_garbage(v, visible, tainted)
-                    acc, top, total = softmax_step(
-                        acc, top, total, scores, scale, v.to(COMPUTE), COMPUTE, PRECISION, CAP
-                    )
+                    v = v.to(COMPUTE)
+                    if SLOPES:
+                        bias = _biases(
+                            first, part_end, lists, columns, lo, of_row, at_row, slope, real, lo_span, lo_column,
+                            BLOCK_SIZE, BLOCK_N,
+                        )  # fmt: skip
+                        acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP, bias)
+                    else:
+                        acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP)
                 acc = tl.where(tainted[:, None] > 0, float("nan"), acc)
             place = ((program + tile).to(tl.int64) * ROWS + lane) * HEADS + head
             tl.store(top_out + place, top, mask=real)

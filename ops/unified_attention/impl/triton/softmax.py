@@ -9,21 +9,26 @@ import triton.language as tl
 
 # Top of a row that has seen nothing: finite, for -inf - -inf would be NaN, and below every score.
 LOWEST = tl.constexpr(-3.0e38)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def softmax_step(
-    acc, top, total, scores, scale, value, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr
+    acc, top, total, scores, scale, value, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, bias=None
 ):
     """Adds a tile of keys to (acc, top, total): [rows, value_dim], [rows], [rows], all fp32; top is LOWEST at first.
 
     scores: fp32 [rows, keys], before scaling; -inf if a row does not see a key. scale: positive, times log2(e).
-    CAP: of scores, times log2(e); 0: there is none.
+    CAP: of scores, times log2(e); 0: there is none. bias: fp32 [rows, keys], times log2(e), that scores are less by
+    after the cap; None: by nothing.
     """
     if CAP > 0.0:
         # tanh(x) = 1 - 2 / (e^2x + 1); a key that is not seen stays so
         capped = CAP - 2.0 * CAP / (tl.exp2(scores * (scale * (2.8853900817779268 / CAP))) + 1.0)
         scores = tl.where(scores == float("-inf"), float("-inf"), capped)
+        scale = 1.0
+    if bias is not None:
+        scores = scores * scale - bias
         scale = 1.0
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - new_top[:, None])
@@ -49,7 +54,7 @@ def without_garbage(value, visible, tainted):
 @triton.jit
 def add_sink(acc, top, total, logit):
     """acc and total with one more term of the sum. logit: fp32, before log2(e); as many as tops, or one for all."""
-    logit = logit * 1.4426950408889634
+    logit = logit * LOG2_E
     both = tl.maximum(tl.maximum(top, logit), LOWEST)
     shrink = tl.exp2(top - both)
     return acc * shrink[:, None], total * shrink + tl.exp2(logit - both)
@@ -105,6 +110,17 @@ def find_tokens(first, stop, blocks, lo, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: 
         seen = (token >= lowest) & (token < tl.load(hi + entry, mask=inside, other=0))
         block = tl.load(blocks + entry, mask=inside, other=0)
     return block, token, seen
+
+
+@triton.jit
+def token_positions(first, stop, lo, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N] the positions of these tokens in their request, as `find_tokens` finds them: under slopes `lo` is where
+    the request begins, seen from the block's first token."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return first % BLOCK_SIZE + tl.arange(0, BLOCK_N) - tl.load(lo + first // BLOCK_SIZE)
+    else:
+        n = first + tl.arange(0, BLOCK_N)
+        return n % BLOCK_SIZE - tl.load(lo + n // BLOCK_SIZE, mask=n // BLOCK_SIZE < stop, other=0)
 
 
 @triton.jit(do_not_specialize=["whole_counts", "num_columns", "lo_span", "hi_span"])

@@ -5,11 +5,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import (
+    LOG2_E,
     LOWEST,
     find_tokens,
     list_of,
     share_of,
     softmax_step,
+    token_positions,
 )
 
 
@@ -27,6 +29,8 @@ def attend_spans(
     acc_out,
     top_out,
     total_out,
+    slopes,
+    positions,
     scale,
     num_spans,
     q_row,
@@ -54,6 +58,7 @@ def attend_spans(
     CAP: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    SLOPES: tl.constexpr,
 ):
     """Grid (KV heads, programs): each program takes an even share of the entries, across the boundaries of spans.
 
@@ -62,6 +67,7 @@ def attend_spans(
     acc_out: fp32 [programs + spans, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: the partial
         result of program p for span s is at p + s.
     EARLY: the merge may start early and wait inside.
+    SLOPES: scores are less by fp32 slopes [heads] times distances; int64 positions [rows].
     """
     if EARLY:
         gdc_launch_dependents()
@@ -91,6 +97,9 @@ def attend_spans(
                 mask=real[:, None] & (d < DIM)[None, :],
                 other=0.0,
             ).to(COMPUTE)
+            if SLOPES:
+                slope = tl.load(slopes + head) * LOG2_E
+                at_row = tl.load(positions + row, mask=real, other=0).to(tl.int32)
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             top = tl.full([BLOCK_M], LOWEST, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
@@ -106,7 +115,12 @@ def attend_spans(
                 v = tl.load(
                     values + v_place[:, None] + e[None, :], mask=seen[:, None] & (e < VALUE_DIM)[None, :], other=0.0
                 ).to(COMPUTE)
-                acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP)
+                if SLOPES:
+                    far = at_row[:, None] - token_positions(first, stop, lo, BLOCK_SIZE, BLOCK_N)[None, :]
+                    bias = slope[:, None] * far.to(tl.float32)
+                    acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP, bias)
+                else:
+                    acc, top, total = softmax_step(acc, top, total, scores, scale, v, COMPUTE, PRECISION, CAP)
             place = ((program + span).to(tl.int64) * ROWS + lane) * HEADS + head
             tl.store(top_out + place, top, mask=real)
             tl.store(total_out + place, total, mask=real)

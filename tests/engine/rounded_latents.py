@@ -1,0 +1,33 @@
+"""An engine whose float32 cache of latents holds what rows of 8-bit floats stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.serving import Engine
+from vllm_gaudi_ucm.attention import latent
+from vllm_gaudi_ucm.ops.kv_cache.api import write_rows
+from vllm_gaudi_ucm.ops.narrow_floats import narrow
+
+STEPS: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
+
+
+@contextmanager
+def rounding_engine(
+    model: Path, scale: float = 1.0, ucm: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Engine]:
+    """scale: of the cache that it stands for. Graphs are captured with what it writes."""
+
+    def rounded(tokens: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return write_rows(narrow(tokens / scale).float() * scale, rows, slots)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latent, "write_rows", rounded)
+        with Engine(model, ucm, **{**STEPS, **options}) as engine:
+            yield engine
