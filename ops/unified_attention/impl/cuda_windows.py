@@ -35,8 +35,9 @@ FILLED = 1
 # Rows of a request in a tile, in steps of up to so many rows: a verification. A bucket does not say how many rows its
 # requests have, and a chunk of a prompt reads its blocks once for each tile.
 VERIFIED, FEW_ROWS = 8, 128
-# Whether tiles have rows of one request where one launch is not enough.
-BY_REQUEST = True
+# Whether tiles have rows of one request where one launch is not enough. Off until a card has said that it is right:
+# `tests/ops/compile_for_hopper.py` found an `attend_shared` that reads a register which was never written.
+BY_REQUEST = False
 NEW = 32  # new tokens of a step of the loop over these
 
 
