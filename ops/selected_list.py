@@ -21,3 +21,7 @@ class SelectedList:
     blocks: Tensor
     places: Tensor
     holds: Tensor | None = None
+
+    def written(self, chosen: Tensor | None) -> None:
+        """These are there from now on; None: others, which their owner may change."""
+        self.holds = chosen

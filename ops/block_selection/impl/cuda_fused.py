@@ -141,7 +141,7 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             BLOCK=max(16, _power_of_two(most)), COMPARED=32, SPANS=COMPARED, LISTED=target is not None, num_warps=8,
         )  # fmt: skip
         if target is not None:
-            target.holds = ids
+            target.written(ids)
         return chosen, ids
 
 

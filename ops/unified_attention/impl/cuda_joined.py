@@ -27,7 +27,7 @@ class Joined(NamedTuple):
         if chosen.holds is not selected:
             chosen.blocks.index_copy_(0, chosen.places, selected)
             # whoever passes blocks may change them until the next layer
-            chosen.holds = None
+            chosen.written(None)
         return chosen.blocks
 
 
