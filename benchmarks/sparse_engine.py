@@ -78,6 +78,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.3])
     parser.add_argument("--summary", help="of the methods; without it their own")
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        default=["auto"],
+        metavar="NAME",
+        help="of block selection, one engine for each; their tokens are compared",
+    )
     parser.add_argument("--always", action="store_true", help="sparse_steps: always, where a choice does not pay, too")
     parser.add_argument("--steps", type=positive, default=24)
     parser.add_argument("--repeats", type=positive, default=2)
@@ -167,18 +174,22 @@ def measure(dense: EngineSide, model: Path, options: argparse.Namespace) -> list
     rows: list[dict[str, Any]] = []
     for method in options.methods:
         for ratio in options.ratios:
-            name = f"{method} {ratio:.0%}"
-            own = {"sparse_ratio": ratio} | ({"sparse_steps": "always"} if options.always else {})
-            own |= {"summary": options.summary} if options.summary else {}
-            contender = side(name, {"ucm_sparse_method": method, "ucm_sparse_config": {method: own}}, model, options)
-            try:
-                seconds, _ = contender.start()
-                for requests, context in options.sizes:
-                    row = compare(dense, contender, requests, context, options)
-                    rows.append({"name": name, "start_seconds": seconds, **row})
-                    show(rows[-1])
-            finally:
-                contender.stop()
+            for kernels in options.implementations:
+                name = f"{method} {ratio:.0%}" + ("" if kernels == "auto" else f" {kernels}")
+                own = {"sparse_ratio": ratio, "implementation": kernels}
+                own |= {"sparse_steps": "always"} if options.always else {}
+                own |= {"summary": options.summary} if options.summary else {}
+                ucm = {"ucm_sparse_method": method, "ucm_sparse_config": {method: own}}
+                contender = side(name, ucm, model, options)
+                try:
+                    seconds, _ = contender.start()
+                    for requests, context in options.sizes:
+                        row = compare(dense, contender, requests, context, options)
+                        rows.append({"name": name, "start_seconds": seconds, **row})
+                        show(rows[-1])
+                finally:
+                    contender.stop()
+            compare_tokens(rows, f"{method} {ratio:.0%}")
     for row in rows:
         for which in ("sparse", DENSE):
             kernels = row[which].get("kernels", [])
@@ -189,6 +200,17 @@ def measure(dense: EngineSide, model: Path, options: argparse.Namespace) -> list
                 for kernel, count, spent in kernels:
                     print(f"  {spent:>8.3f} ms {count:>6.0f} x  {kernel}")
     return rows
+
+
+def compare_tokens(rows: Sequence[dict[str, Any]], name: str) -> None:
+    """Says in how many tokens the implementations of block selection differ, for each order."""
+    for first in (row for row in rows if row["name"].startswith(name)):
+        for other in (row for row in rows if row["name"].startswith(name)):
+            same_order = (first["requests"], first["context"]) == (other["requests"], other["context"])
+            if same_order and first["name"] < other["name"]:
+                pairs = list(zip(first["sparse"]["output_tokens"], other["sparse"]["output_tokens"], strict=True))
+                same = sum(a == b for a, b in pairs)
+                print(f"  {first['name']} and {other['name']}: {same} of {len(pairs)} requests with the same tokens")
 
 
 def compare(

@@ -44,6 +44,8 @@ class Served:
         self._load_format = llm.llm_engine.vllm_config.load_config.load_format
         self._numbers = torch.Generator().manual_seed(0)
         caches = [tensor for pair in self._parts.kv_caches.values() for tensor in pair]
+        # the same in every engine, so that tokens can be compared
+        torch.manual_seed(0)
         with torch.inference_mode():
             for tensor in caches:
                 tensor.normal_()
@@ -80,6 +82,7 @@ class Served:
             "tokens": (self._num_outputs() - tokens) / steps,
             "dense_steps": self._dense_steps() - dense,
             "steps": steps,
+            "output_tokens": list(self._outputs.values()),
         }
         if self._is_cuda:
             found |= self._profile(kernels)
@@ -138,6 +141,7 @@ class Served:
         sparse = self._parts.sparse
         if sparse is None:
             return
+        self._torch.manual_seed(len(blocks))
         with self._torch.inference_mode():
             for summaries in sparse.selector.summaries:
                 summaries.normal_() if summaries.is_floating_point() else summaries.random_(0, 200)

@@ -1,7 +1,8 @@
 """Where the time of a layer with chosen blocks goes on a GPU: scores, choice, hand-over and attention, each as a graph.
 
-A graph holds the part for several layers, whose blocks do not fit the GPU's cache together; figures are medians of its
-replays, for one layer. `--sweep` repeats attention and scores with other numbers of programs and other tiles.
+The choice is timed by `cuda` and by `cuda_fused`, which ranks and hands over in one launch and has to choose the same
+blocks. A graph holds the part for several layers, whose blocks do not fit the GPU's cache together; figures are medians
+of its replays, for one layer. `--sweep` repeats attention and scores with other numbers of programs and other tiles.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from torch import Tensor
 
 from benchmarks import sparse_attention_workload as workloads
 from benchmarks.sparse_device import MODEL, copy_bandwidth, milliseconds
-from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, prepare_spans, take_choice
+from vllm_gaudi_ucm.ops.block_selection.api import (
+    block_scores,
+    choose_blocks,
+    prepare_spans,
+    rank_and_take,
+    take_choice,
+)
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl import cuda
+from vllm_gaudi_ucm.ops.block_selection.impl import cuda, cuda_fused
 from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_plan
 
-LAYERS = 4
+LAYERS, FUSED = 4, "cuda_fused"
 SIZES = ((8, 32768, 0.1), (8, 32768, 0.3), (1, 131072, 0.1), (1, 131072, 0.3))
 BLOCK_BYTES = workloads.BLOCK_SIZE * MODEL.kv_heads * 2 * MODEL.dim * 2
 Part = Callable[[int], Any]
@@ -49,7 +56,7 @@ class Layers:
     def parts(self, ratio: float) -> dict[str, Part]:
         load, chosen = self.load, self.load._chosen(ratio)
         count = chosen * self.ones
-        ready = prepare_spans(self.owners, self.spans, self.ones, 1, count, 0 * count, chosen)
+        ready = prepare_spans(self.owners, self.spans, self.ones, 1, count, 0 * count, chosen, implementation="cuda")
         stored, checks = torch.zeros(load.requests + 1, chosen, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
         kept = [self._scores(layer, ready) for layer in range(LAYERS)]
         rankings = [self._rank(scores, chosen, ready) for scores in kept]
@@ -57,13 +64,32 @@ class Layers:
 
         def take(layer: int) -> Tensor:
             total = chosen * load.requests
-            return take_choice(rankings[layer], stored, *of_spans, self.width, self.table, total, checks)[1]
+            return take_choice(
+                rankings[layer], stored, *of_spans, self.width, self.table, total, checks, implementation="cuda"
+            )[1]
+
+        fused_ready = prepare_spans(
+            self.owners, self.spans, self.ones, 1, count, 0 * count, chosen, implementation=FUSED
+        )
+
+        def rank_and_hand_over(layer: int) -> Tensor:
+            total = chosen * load.requests
+            rest = self.width, self.table, total, checks
+            given = kept[layer], self.places, stored, *of_spans
+            return rank_and_take(*given, *rest, implementation=FUSED, prepared=fused_ready)[1]
 
         ids = [take(layer).clone() for layer in range(LAYERS)]
+        for layer in range(LAYERS):
+            if not torch.equal(ids[layer], rank_and_hand_over(layer)):
+                raise SystemExit(f"benchmarks.sparse_parts: {FUSED} chooses other blocks by the same scores")
+            scores = self._scores(layer, fused_ready, FUSED)
+            torch.testing.assert_close(scores, kept[layer], atol=1e-5, rtol=1e-3)
         unique, selected = load._unique(load.tables[:, [0, -1]]), load._selected(chosen, 1)
         attend = load._attention(workloads.AttentionParts(unique=unique, selected=selected))
         return {
             "scores": lambda layer: self._scores(layer, ready),
+            "scores, fused": lambda layer: self._scores(layer, fused_ready, FUSED),
+            "ranking and hand-over, fused": rank_and_hand_over,
             "ranking": lambda layer: self._rank(kept[layer], chosen, ready),
             "hand-over": take,
             "attention": lambda layer: attend(layer, self.new, ids[layer]),
@@ -73,12 +99,15 @@ class Layers:
         run = self.load.dense().run
         return lambda layer: run(layer, self.new)
 
-    def _scores(self, layer: int, ready: Any) -> Tensor:
+    def _scores(self, layer: int, ready: Any, name: str = "cuda") -> Tensor:
         rows = self.blocks, self.owners, self.spans, self.ones, 1, MODEL.dim**-0.5
-        return block_scores(self.new.query, self.load.summaries[layer], *rows, self.kind, prepared=ready)
+        summaries = self.load.summaries[layer]
+        return block_scores(self.new.query, summaries, *rows, self.kind, implementation=name, prepared=ready)
 
     def _rank(self, scores: Tensor, chosen: int, ready: Any) -> Tensor:
-        return choose_blocks(scores, self.places, len(self.spans), self.width, chosen, prepared=ready)
+        return choose_blocks(
+            scores, self.places, len(self.spans), self.width, chosen, implementation="cuda", prepared=ready
+        )
 
 
 def main() -> None:
@@ -133,6 +162,12 @@ def sweep(layers: Layers, ratio: float, repeats: int) -> dict[str, float]:
         cuda.PRODUCTS = products
         found[f"scores: {products} vectors"] = timed(layers.parts(ratio)["scores"], repeats)
     cuda.PRODUCTS = usual[3]
+    streamed = cuda_fused.STREAMED, cuda_fused.STAGES, cuda_fused.PROGRAMS
+    for setting in ((64, 6, 4), (64, 6, 3), (64, 8, 3), (128, 4, 3), (128, 6, 2), (32, 8, 6)):
+        cuda_fused.STREAMED, cuda_fused.STAGES, cuda_fused.PROGRAMS = setting
+        name = "scores, fused: {} vectors, {} stages, {} programs".format(*setting)
+        found[name] = timed(layers.parts(ratio)["scores, fused"], repeats)
+    cuda_fused.STREAMED, cuda_fused.STAGES, cuda_fused.PROGRAMS = streamed
     for name, spent in sorted(found.items(), key=lambda item: item[1]):
         print(f"    {spent:7.1f}  {name}", flush=True)
     return found

@@ -69,13 +69,14 @@ ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 256}
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {},
     "GSA": {"ucm_sparse_config": {"GSA": {**ALL_BLOCKS, "dense_layers": [0], "reuse_layers": 2}}},
+    "GSA, cuda_fused": {"ucm_sparse_config": {"GSA": {**ALL_BLOCKS, "implementation": "cuda_fused"}}},
     "ESA": {"ucm_sparse_config": {"ESA": {**ALL_BLOCKS, "summary": "hash"}}},
     "KVStar": {"ucm_sparse_config": {"KVStar": {**ALL_BLOCKS, "summary": "minmax"}}},
 }
 
 
 def engine_tokens(folder: str, prompts: list[list[int]], method: str, log: Path) -> tuple[list[list[int]], float]:
-    sparse = {} if method == "dense" else {"ucm_sparse_method": method, **METHODS[method]}
+    sparse = {} if method == "dense" else {"ucm_sparse_method": method.partition(",")[0], **METHODS[method]}
     llm = LLM(
         folder,
         dtype="float32",
@@ -108,6 +109,8 @@ def main() -> int:
         del model
         wrong = 0
         for method in METHODS:
+            if "cuda" in method and device != "cuda":
+                continue
             log = Path(folder) / f"{method}.jsonl"
             tokens, seconds = engine_tokens(folder, prompts, method, log)
             equal = sum(a == b for a, b in zip(tokens, expected, strict=True))

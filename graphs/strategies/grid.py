@@ -13,6 +13,7 @@ import numpy as np
 from vllm_gaudi_ucm.graphs.cost.step_cost import Cost, Floats
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
+from vllm_gaudi_ucm.graphs.shapes.few_shapes import few_shapes
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits
 from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, flat_tiles
 from vllm_gaudi_ucm.graphs.shapes.size_levels import with_prompt_tile_levels, with_selected_levels, without_unreachable
@@ -52,7 +53,8 @@ class Grid:
 class GridStrategy(BucketStrategy):
     """The finest grid of at most `max_graphs` graphs, refined one axis after the other.
 
-    Where not even the coarsest grid fits, the configured maximum alone is left.
+    Where not even the coarsest grid fits, decodes have graphs of their own before prompts have any beside the
+    configured maximum (`few_shapes`).
     """
 
     @abstractmethod
@@ -85,7 +87,17 @@ class GridStrategy(BucketStrategy):
                     grid, best = finer, made
             if not best.forward[1:]:
                 break
+        if limit is not None and coarsest_grid(request).num_graphs > limit:
+            return self._few(request, limit)
         return best
+
+    def _few(self, request: BucketRequest, limit: int) -> BucketSet:
+        """Of the most urgent shapes, those that some step runs in."""
+        limits, cost = request.limits, request.cost
+        sparse = sparse_decodes(limits, cost, request.live_blocks, 1, partial(self.levels, cost))
+        # one is the maximum, and one for logits
+        shapes = few_shapes(coarsest_grid(request), sparse, limit - 2)
+        return BucketSet(without_unreachable(shapes, limits, cost), (), limits, cost)
 
     def _sparse_decodes(self, request: BucketRequest) -> list[ForwardShape]:
         """Shapes for decodes of a sparse method, and for verifications: at most a third of the graphs, and none that

@@ -19,6 +19,7 @@ from vllm_gaudi_ucm.ops.block_selection.implementation import (
 )
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.ops.selected_list import SelectedList
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CACHED = (*_FLOATS, E4M3)
@@ -220,21 +221,85 @@ def take_choice(
     operation, spans, device = "take_choice", fresh.shape[0], fresh.device
     _check(operation, "fresh", fresh, (None, None), (torch.int64,), device)
     _check(operation, "stored", stored, (None, fresh.shape[1]), (torch.int64,), device)
+    _check(operation, "counts", counts, (spans,), (torch.int64,), device)
+    if not fresh.is_contiguous():
+        raise ValueError(f"{operation}: fresh has strides {fresh.stride()}, expected a contiguous tensor")
+    _check_taken(operation, stored, slots, counts, modes, thresholds, width, block_table, checks)
+    chosen = _choose(implementation, device.type)
+    return chosen.take_choice(fresh, stored, slots, counts, modes, thresholds, width, block_table, selected, checks)
+
+
+def ranks_and_takes(most: int, device_type: str, *, implementation: str = AUTO) -> bool:
+    """Whether `rank_and_take` is to be called for `choose_blocks` and `take_choice`. most: ranks of a choice."""
+    chosen = _choose(implementation, device_type)
+    return chosen.ranks_and_takes and chosen.hands_over(most)
+
+
+def rank_and_take(
+    scores: Tensor,
+    places: Tensor,
+    stored: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    modes: Tensor,
+    thresholds: Tensor,
+    width: int,
+    block_table: Tensor,
+    selected: int,
+    checks: Tensor,
+    *,
+    implementation: str = AUTO,
+    prepared: Prepared | None = None,
+    target: SelectedList | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`choose_blocks` and `take_choice` at once: the rankings from now on, and the blocks that attention reads.
+
+    scores, places: as in `choose_blocks`. stored and what follows: as in `take_choice`.
+    prepared: by `prepare_spans` of the same implementation.
+    target: also gets the blocks, at its places, and holds what is returned, if the implementation wrote there.
+    Raises ValueError if shapes, dtypes or devices do not match.
+    """
+    operation, device = "rank_and_take", scores.device
+    _check(operation, "scores", scores, (None,), _FLOATS, device)
+    _check(operation, "places", places, tuple(scores.shape), (torch.int64,), device)
+    _check(operation, "stored", stored, (None, None), (torch.int64,), device)
+    _check_taken(operation, stored, slots, counts, modes, thresholds, width, block_table, checks)
+    if target is not None:
+        _check(operation, "target.blocks", target.blocks, (None,), (torch.int64,), device)
+        _check(operation, "target.places", target.places, (selected,), (torch.int64,), device)
+    of_spans = slots, counts, modes, thresholds
+    chosen = _choose(implementation, device.type)
+    return chosen.rank_and_take(
+        scores, places, stored, *of_spans, width, block_table, selected, checks, prepared, target
+    )
+
+
+def _check_taken(
+    operation: str,
+    stored: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    modes: Tensor,
+    thresholds: Tensor,
+    width: int,
+    block_table: Tensor,
+    checks: Tensor,
+) -> None:
+    """What `take_choice` and `rank_and_take` read and write of spans."""
+    device, spans = stored.device, counts.shape[0]
     of_spans = {"slots": slots, "counts": counts, "modes": modes, "thresholds": thresholds}
     for name, tensor in of_spans.items():
         _check(operation, name, tensor, (spans,), (torch.int64,), device)
     _check(operation, "block_table", block_table, (spans * width + 1,), (torch.int64,), device)
     _check(operation, "checks", checks, (2,), (torch.int64,), device)
-    for name, tensor in {"fresh": fresh, "stored": stored, **of_spans, "block_table": block_table}.items():
+    for name, tensor in {"stored": stored, **of_spans, "block_table": block_table}.items():
         if not tensor.is_contiguous():
-            raise ValueError(f"take_choice: {name} has strides {tensor.stride()}, expected a contiguous tensor")
-    chosen = _choose(implementation, device.type)
-    return chosen.take_choice(fresh, stored, slots, counts, modes, thresholds, width, block_table, selected, checks)
+            raise ValueError(f"{operation}: {name} has strides {tensor.stride()}, expected a contiguous tensor")
 
 
-def chosen_implementation(device_type: str) -> str:
-    """The name of what `auto` takes on a device: traced code cannot ask, so who is compiled names it."""
-    return BLOCK_SELECTION.choose(AUTO, device_type).name
+def chosen_implementation(device_type: str, implementation: str = AUTO) -> str:
+    """The name of what is taken on a device, `auto` resolved: traced code cannot ask, so who is compiled names it."""
+    return BLOCK_SELECTION.choose(implementation, device_type).name
 
 
 # To choose is nothing that torch.compile can trace, and what is compiled for a Gaudi is traced for it alone.

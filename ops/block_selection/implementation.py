@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+    from vllm_gaudi_ucm.ops.selected_list import SelectedList
 
 
 class PreparedSpans(NamedTuple):
@@ -35,12 +36,22 @@ class CandidateRanges(NamedTuple):
     ranges: Tensor
 
 
-Prepared = PreparedSpans | CandidateRanges
+class TicketedRanges(NamedTuple):
+    """ranges: as of CandidateRanges. tickets: int32 [spans], 0 between layers: how many programs have ranked."""
+
+    ranges: Tensor
+    tickets: Tensor
+
+
+Prepared = PreparedSpans | CandidateRanges | TicketedRanges
 """What an implementation computes of the spans of a step once, for itself."""
 
 
 class BlockSelectionImplementation(Implementation[None], ABC):
     """The operations of `block_selection.api`, of validated tensors. None: the reference computes them."""
+
+    ranks_and_takes: ClassVar[bool] = False
+    """Whether there is a `rank_and_take`, where there is a `take_choice`."""
 
     def prepare(
         self,
@@ -77,6 +88,25 @@ class BlockSelectionImplementation(Implementation[None], ABC):
         checks: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """As `take_choice`."""
+        raise NotImplementedError
+
+    def rank_and_take(
+        self,
+        scores: Tensor,
+        places: Tensor,
+        stored: Tensor,
+        slots: Tensor,
+        counts: Tensor,
+        modes: Tensor,
+        thresholds: Tensor,
+        width: int,
+        block_table: Tensor,
+        selected: int,
+        checks: Tensor,
+        prepared: Prepared | None = None,
+        target: SelectedList | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `rank_and_take`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -126,6 +156,7 @@ BLOCK_SELECTION: Implementations[BlockSelectionImplementation] = Implementations
     "vllm_gaudi_ucm.block_selection_implementations",
     reference="vllm_gaudi_ucm.ops.block_selection.impl.reference:ReferenceBlockSelection",
     cuda="vllm_gaudi_ucm.ops.block_selection.impl.cuda:CudaBlockSelection",
+    cuda_fused="vllm_gaudi_ucm.ops.block_selection.impl.cuda_fused:CudaFusedBlockSelection",
     hpu="vllm_gaudi_ucm.ops.block_selection.impl.hpu:HpuBlockSelection",
     native="vllm_gaudi_ucm.ops.block_selection.impl.native:NativeBlockSelection",
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.ops.selected_list import SelectedList
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION, AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
@@ -31,6 +32,10 @@ class PreparedParts:
     implementation: AttentionImplementation
     plan: Any
     checked: set[tuple[object, ...]] = field(default_factory=set, compare=False)
+
+    def selected_list(self, rows: int) -> SelectedList | None:
+        """Where a choice may write the blocks that a layer with so many rows reads; None: nowhere."""
+        return self.implementation.selected_list(self.plan, rows)
 
 
 Plan = Callable[[AttentionParts, int], Any]

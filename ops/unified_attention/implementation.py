@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, Attentio
 if TYPE_CHECKING:  # the configuration knows the names, and is light
     from torch import Tensor
 
+    from vllm_gaudi_ucm.ops.selected_list import SelectedList
     from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 
 
@@ -27,6 +28,13 @@ class AttentionImplementation(Implementation[AttentionSpec], ABC):
     def plan(self, parts: AttentionParts, block_size: int) -> Any:
         """The plan of a step that `attend` gets in all layers; here the parts themselves."""
         return parts
+
+    def selected_list(self, plan: Any, rows: int) -> SelectedList | None:
+        """Where a choice may write the blocks that the layers of a step read; None: they are passed to `attend` only.
+
+        rows: of the query. What the list `holds` need not be copied there.
+        """
+        return None
 
     @abstractmethod
     def attend(

@@ -41,6 +41,11 @@ BLOCK_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
         'one of "mean", "minmax", "box_mean", "hash"',
     ),
     "sparse_steps": (["auto", "always"], ["never", None, True], 'one of "auto", "always"'),
+    "implementation": (
+        ["auto", "reference", "cuda", "cuda_fused", "hpu", "native"],
+        ["fused", None, 3],
+        'one of "auto", "reference", "cuda", "cuda_fused", "hpu", "native"',
+    ),
     "scores_over_ranks": (["all", "per_rank"], ["none", None, True], 'one of "all", "per_rank"'),
 }
 PREFETCH_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {

@@ -19,8 +19,9 @@ from triton.runtime.jit import JITFunction
 from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.local import Features, says_how_long, with_features
 from tests.ops.quantised import random_weight
-from tests.ops.sass import never_written
+from tests.ops.sass import never_written, uses_local
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.impl import cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
 from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
 from vllm_gaudi_ucm.ops.moe.choice import _by_kernel
@@ -31,9 +32,12 @@ from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, narrow_rows
 from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
 from vllm_gaudi_ucm.ops.rotary.cuda import cuda_rotate
 from vllm_gaudi_ucm.ops.row_noise.cuda import cuda_noise
+from vllm_gaudi_ucm.ops.selected_list import SelectedList
 from vllm_gaudi_ucm.ops.silu_and_mul.cuda import cuda_gate
 from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_attend, cuda_parts, cuda_plan
 from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
+
+WITHOUT_SPILLS = ("stream_boxes", "share_blocks", "rank_and_take")
 
 
 class Hopper:
@@ -156,6 +160,20 @@ def select(dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> None:
     cuda.keep_or_replace(fresh, fresh, *per_span[:3], 256)
 
 
+def select_fused(dtype: torch.dtype) -> None:
+    """As `select`, of a decode and of a verification, with the list that attention reads."""
+    cuda_fused._multiprocessors = lambda device: 132  # type: ignore[assignment]
+    fused, ids, kind = BLOCK_SELECTION.make("cuda_fused"), torch.zeros(300, dtype=torch.int64), SummaryKind.BOX_MEAN
+    summaries = torch.zeros(kind.shape(9, 128, 8, 128), dtype=dtype)
+    query, spans, table = torch.zeros(10, 32, 128, dtype=dtype), ids[:3].clone(), torch.zeros(769, dtype=torch.int64)
+    for rows in (1, 5):
+        ready = fused.prepare(ids, spans, spans, rows, spans, spans, 77)
+        scores = fused.scores(query, summaries, ids, ids, spans, spans, rows, 0.1, kind, ready)
+        assert scores is not None
+    stored, target = torch.zeros(4, 77, dtype=torch.int64), SelectedList(ids, ids[:154])
+    fused.rank_and_take(scores, ids, stored, *4 * [spans], 256, table, 154, ids[:2], ready, target)
+
+
 def experts(dtype: torch.dtype) -> None:
     """Few pairs, which stand apart, and numbers of them for every size of tile; gates with and without biases."""
     w13, w2 = torch.empty(8, 1536, 2048, dtype=dtype), torch.empty(8, 2048, 768, dtype=dtype)
@@ -207,6 +225,11 @@ def main(dtype: torch.dtype) -> None:
     kv_cache.copy([batch.key_cache], [batch.value_cache], torch.zeros(1, 2, dtype=torch.int64))
     around_attention(dtype)
     select(dtype)
+    select_fused(dtype)
+    if dtype.itemsize < 4:
+        spilled = [name for name, cubin in cubins.items() if name.startswith(WITHOUT_SPILLS) and uses_local(cubin)]
+        if spilled:
+            raise SystemExit(f"{spilled} use local memory")
     if dtype.itemsize < 4:
         select(dtype, E4M3)
     quantised(dtype)

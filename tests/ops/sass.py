@@ -40,6 +40,11 @@ def never_written(cubins: Mapping[str, bytes]) -> list[str]:
     return found
 
 
+def uses_local(cubin: bytes) -> bool:
+    """Whether the kernel keeps what its registers have no room for in memory."""
+    return any(operation.startswith(("STL", "LDL")) for _, operation, _ in disassemble(machine_code(cubin)))
+
+
 def machine_code(cubin: bytes) -> bytes:
     """The one section of an ELF file that holds the instructions of its kernel."""
     (headers,) = struct.unpack_from("<Q", cubin, 40)

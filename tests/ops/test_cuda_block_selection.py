@@ -21,15 +21,18 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     choose_blocks,
     keep_or_replace,
     prepare_spans,
+    rank_and_take,
     take_choice,
     write_summaries,
 )
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl import cuda
-from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
+from vllm_gaudi_ucm.ops.block_selection.impl import cuda, cuda_fused
+from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION, TicketedRanges
+from vllm_gaudi_ucm.ops.selected_list import SelectedList
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IMPLEMENTATIONS = ("cuda", "cuda_fused")
 COVERED = (SummaryKind.MEAN, SummaryKind.MINMAX, SummaryKind.BOX_MEAN)
 
 
@@ -38,20 +41,21 @@ def moved(candidates: Candidates) -> Candidates:
     return replace(candidates, **{k: v.to(DEVICE) for k, v in found.items() if isinstance(v, Tensor)})
 
 
-def scores(candidates: Candidates, kind: SummaryKind) -> Tensor:
-    return moved(candidates).scores(kind, implementation="cuda").cpu()
+def scores(candidates: Candidates, kind: SummaryKind, name: str = "cuda") -> Tensor:
+    return moved(candidates).scores(kind, implementation=name).cpu()
 
 
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", COVERED)
 @given(case=cases())
 @settings(COMMON, max_examples=examples(60))
-def test_scores_equal_their_definition(kind: SummaryKind, case: Case) -> None:
+def test_scores_equal_their_definition(name: str, kind: SummaryKind, case: Case) -> None:
     """covers: C13, C14, C15, C16. Rows of mixed batches, spans of several rows, any GQA ratio, poisoned pads."""
     candidates = build(case)
-    found = scores(candidates, kind)
+    found = scores(candidates, kind, name)
     assert_scores(found, expected_scores(candidates, kind))
     on_device = moved(candidates)
-    prepared = on_device.scores(kind, implementation="cuda", prepared=on_device.prepare("cuda"))
+    prepared = on_device.scores(kind, implementation=name, prepared=on_device.prepare(name))
     assert torch.equal(prepared.cpu(), found)
     assert not found[found.shape[0] - case.pads :].any(), "a pad has no score"
 
@@ -62,8 +66,22 @@ def test_more_candidates_than_programs_look_at_at_once(kind: SummaryKind, monkey
     monkeypatch.setattr(cuda, "LOOKED_AT", 32)
     monkeypatch.setattr(cuda, "NEIGHBOURS", 16)
     monkeypatch.setattr(cuda, "SHARED_LINES", 8)
+    monkeypatch.setattr(cuda_fused, "NEIGHBOURS", 16)
+    monkeypatch.setattr(cuda_fused, "SHARED_LINES", 8)
+    monkeypatch.setattr(cuda_fused, "STREAMED_WIDE", 16)
     candidates = build(Case(spans=((1, 30), (2, 41), (1, 3)), heads=6, kv_heads=2))
-    assert_scores(scores(candidates, kind), expected_scores(candidates, kind))
+    for name in IMPLEMENTATIONS:
+        assert_scores(scores(candidates, kind, name), expected_scores(candidates, kind))
+
+
+def test_what_is_too_large_to_be_streamed_is_scored_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a long prompt, and more spans than a program counts."""
+    candidates, kind = build(Case(spans=((1, 30), (2, 41), (1, 3)), heads=6, kv_heads=2)), SummaryKind.BOX_MEAN
+    expected = scores(candidates, kind)
+    for name in ("MOST_LINES", "FEW_LINES", "MOST_SPANS"):
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_fused, name, 2)
+            assert torch.equal(scores(candidates, kind, "cuda_fused"), expected)
 
 
 def test_the_rows_of_a_long_prompt_are_a_grid_that_cuda_allows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,22 +98,24 @@ def test_the_rows_of_a_long_prompt_are_a_grid_that_cuda_allows(monkeypatch: pyte
         kernel.assert_allowed()
 
 
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", COVERED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision(kind: SummaryKind, dtype: torch.dtype) -> None:
+def test_low_precision(name: str, kind: SummaryKind, dtype: torch.dtype) -> None:
     candidates = build(Case(dtype=dtype))
-    np.testing.assert_allclose(scores(candidates, kind), expected_scores(candidates, kind), atol=0.02, rtol=0.05)
+    np.testing.assert_allclose(scores(candidates, kind, name), expected_scores(candidates, kind), atol=0.02, rtol=0.05)
 
 
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("kind", COVERED)
-def test_a_broken_block_comes_first_and_disturbs_no_other(kind: SummaryKind, bad: float) -> None:
+def test_a_broken_block_comes_first_and_disturbs_no_other(name: str, kind: SummaryKind, bad: float) -> None:
     """covers: A9. Its score is 1; the others' are as the reference has them."""
     candidates = moved(build(Case()))
     summaries = candidates.summaries(kind)
     summaries[candidates.blocks[2]] = bad
     found, expected = (
-        candidates.scores(kind, summaries=summaries, implementation=name).cpu() for name in ("cuda", "reference")
+        candidates.scores(kind, summaries=summaries, implementation=by).cpu() for by in (name, "reference")
     )
     assert found[2] == 1
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-4)
@@ -251,6 +271,91 @@ def test_a_choice_is_handed_over_as_the_operations_one_by_one_do(
     assert torch.equal(table.cpu()[slots[real]], ranking[real])
     others = [row for row in range(table_rows - 1) if row not in slots.tolist()]
     assert torch.equal(table.cpu()[others], stored[others])
+
+
+@given(data=st.data(), counts=st.lists(st.integers(0, 9), min_size=1, max_size=4), most=st.integers(9, 20))
+@settings(COMMON, max_examples=examples(60))
+def test_a_choice_in_one_launch_is_that_of_two(data: st.DataObject, counts: list[int], most: int) -> None:
+    """covers: C13. Bit for bit: ties, NaN, spans of many candidates and of none, every mode, pads, again and again."""
+    spans, width, table_rows = len(counts), data.draw(st.sampled_from((12, 24, 90))), 6
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    rows = torch.randperm(table_rows - 1, generator=random)[:spans]
+    slots = torch.where(torch.tensor(counts) > 0, rows, table_rows - 1)
+    stored = torch.randint(-1, width, (table_rows, most), generator=random)
+    modes = torch.tensor([data.draw(st.integers(0, 2)) for _ in counts])
+    thresholds = torch.tensor([data.draw(st.integers(0, 6)) for _ in counts])
+    block_table = torch.randint(1, 99, (spans * width + 1,), generator=random)
+    of_spans = [one.to(DEVICE) for one in (slots, torch.tensor(counts), modes, thresholds)]
+    owners = torch.arange(spans).repeat_interleave(width)
+    real = torch.ones(spans, dtype=torch.int64)
+    ready = prepare_spans(owners, real, real, 1, of_spans[1], of_spans[2], most, implementation="cuda_fused")
+    assert isinstance(ready, TicketedRanges)
+    selected = sum(counts) + data.draw(st.integers(0, 20))
+    others = torch.randint(100, 200, (selected + 7,), generator=random).to(DEVICE)
+    target = SelectedList(others.clone(), torch.randperm(selected + 7, generator=random)[:selected].to(DEVICE))
+    tables = [stored.clone().to(DEVICE) for _ in range(2)]
+    checks = [torch.tensor([3, 4], device=DEVICE) for _ in range(2)]
+    for layer in range(3):
+        given_scores = torch.randint(0, 5, (spans * width,), generator=random).float().to(DEVICE)
+        given_scores[torch.randint(0, spans * width, (2,), generator=random)] = float("nan")
+        places = torch.arange(spans * width, device=DEVICE)
+        places[torch.randint(0, spans * width, (3,), generator=random)] = spans * width
+        fresh = choose_blocks(given_scores, places, spans, width, most, implementation="reference")
+        rest = width, block_table.to(DEVICE), selected
+        expected = take_choice(fresh, tables[0], *of_spans, *rest, checks[0], implementation="cuda")
+        one_launch = {"implementation": "cuda_fused", "prepared": ready if layer else None, "target": target}
+        found = rank_and_take(given_scores, places, tables[1], *of_spans, *rest, checks[1], **one_launch)
+        for one, other in zip((*found, checks[1]), (*expected, checks[0]), strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(tables[0][slots[torch.tensor(counts) > 0]], tables[1][slots[torch.tensor(counts) > 0]])
+        assert target.holds is found[1]
+        expected_list = others.clone()
+        expected_list[target.places] = expected[1]
+        assert torch.equal(target.blocks, expected_list)
+        assert not ready.tickets.any(), "ready for the next layer"
+
+
+def test_launches_of_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice and its hand-over are one launch after the scores, which are two."""
+    from vllm_gaudi_ucm.ops.block_selection.impl.triton import scores as kernels
+    from vllm_gaudi_ucm.ops.block_selection.impl.triton import selection, streamed_scores
+
+    names = {
+        kernels: ("estimate_boxes", "find_candidates", "span_sums", "block_shares"),
+        streamed_scores: ("stream_boxes", "share_blocks"),
+        selection: ("rank_candidates", "take_choices", "rank_and_take"),
+    }
+    launches = {name: Launches() for of_module in names.values() for name in of_module}
+    for module, of_module in names.items():
+        for name in of_module:
+            monkeypatch.setattr(module, name, launches[name])
+    query, summaries = torch.empty(2, 8, 16), torch.empty(9, 3, 2, 16)
+    ids, ones = torch.zeros(300, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    one = BLOCK_SELECTION.make("cuda_fused")
+    ready = one.prepare(ids, ones, ones, 1, ones, ones, 7)
+    before = {name: len(kernel.grids) for name, kernel in launches.items()}
+    found = one.scores(query, summaries, ids, ids, ones, ones, 1, 1.0, SummaryKind.BOX_MEAN, ready)
+    assert found is not None
+    table, stored = torch.zeros(2 * 300 + 1, dtype=torch.int64), torch.zeros(3, 7, dtype=torch.int64)
+    target = SelectedList(ids, ids[:9])
+    one.rank_and_take(found, ids, stored, ones, ones, ones, ones, 300, table, 9, ones, ready, target)
+    queued = {name: len(kernel.grids) - before[name] for name, kernel in launches.items()}
+    assert {name: count for name, count in queued.items() if count} == {
+        "stream_boxes": 1,
+        "share_blocks": 1,
+        "rank_and_take": 1,
+    }
+
+
+def test_what_a_choice_in_one_launch_refuses() -> None:
+    ids = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    table, scored = torch.zeros(9, dtype=torch.int64, device=DEVICE), torch.zeros(2, device=DEVICE)
+    rest = (*4 * [ids], 4, table, 0, ids)
+    with pytest.raises(ValueError, match=r"rank_and_take: places is torch\.int64"):
+        rank_and_take(scored, table, ids.new_zeros(2, 4), *rest, implementation="cuda_fused")
+    target = SelectedList(ids, ids)
+    with pytest.raises(ValueError, match=r"rank_and_take: target.places is torch.int64 \(2,\)"):
+        rank_and_take(scored, ids, ids.new_zeros(2, 4), *rest, implementation="cuda_fused", target=target)
 
 
 def test_what_a_hand_over_refuses() -> None:

@@ -108,6 +108,7 @@ def test_every_problem_of_every_section() -> None:
         + " or ".join(
             f"{prefix}.ESA.{name}"
             for name in (
+                "implementation",
                 "init_window_sz",
                 "local_window_sz",
                 "min_blocks",

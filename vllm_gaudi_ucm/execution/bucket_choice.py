@@ -9,10 +9,11 @@ from vllm_gaudi_ucm.execution.step_memory import StepMemory, as_served
 from vllm_gaudi_ucm.graphs.cost.specs import DEFAULT_SPECS, DEVICES, DeviceSpec, ModelSpec, device_spec
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
+from vllm_gaudi_ucm.graphs.shapes.few_shapes import decodes_of_all_kinds, lacks_sparse_decodes
 from vllm_gaudi_ucm.graphs.shapes.limits import Limits, LimitsError, strip_size
 from vllm_gaudi_ucm.graphs.shapes.steps import Steps, steps_within
 from vllm_gaudi_ucm.graphs.strategies import STRATEGIES, automatic_strategy
-from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest
+from vllm_gaudi_ucm.graphs.strategies.base import BucketRequest, BucketStrategy
 from vllm_gaudi_ucm.graphs.tuning.tune import check_steps
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.observability.phase_log import PhaseLogReader, bucket_shapes
@@ -102,7 +103,8 @@ def choose_buckets(
     """The buckets, and the steps of `ucm.graphs.trace` where there is one.
 
     On Gaudi they may bound how far rows look back on other new ones; elsewhere attention knows it from the data.
-    Logs a warning where `max_graphs` leaves the largest bucket alone, which every step then takes.
+    Logs a warning where `max_graphs` leaves phases without a bucket of their own. Where dense decodes have one, those
+    with chosen blocks have one, too: as prompts they would be slower than dense.
 
     num_remainders: graphs for prompt remainders, which are a part of `max_graphs`.
     live_blocks, rows_each: of a sparse request, see BucketRequest.
@@ -120,9 +122,20 @@ def choose_buckets(
     most = most_buckets(graphs.max_graphs, name, num_remainders)
     request = BucketRequest(limits, cost, most, graphs.buckets, usage, live_blocks=live_blocks, rows_each=rows_each)
     buckets = strategy.choose(request)
-    if len(buckets.forward) == 1:
-        _check_max_graphs(graphs.max_graphs, strategy.least_graphs(request), name, request.limits, num_remainders)
+    if lacks_sparse_decodes(buckets):
+        buckets = _with_sparse_decodes(buckets, strategy, request, name)
+    _check_max_graphs(graphs.max_graphs, strategy.least_graphs(request), name, buckets, num_remainders)
     return buckets, usage
+
+
+def _with_sparse_decodes(buckets: BucketSet, strategy: BucketStrategy, request: BucketRequest, name: str) -> BucketSet:
+    """With a bucket for decodes with chosen blocks: in place of another one, but beside all those of a file."""
+    most = request.max_graphs
+    if name != "file" and most is not None and buckets.num_graphs >= most:
+        buckets = strategy.choose(replace(request, max_graphs=max(2, most - 1)))
+    added = decodes_of_all_kinds(buckets.limits)
+    logger.info("Bucket %s is added to those of strategy %s: for decodes with chosen blocks", added.to_list(), name)
+    return BucketSet([*buckets.forward, added], buckets.logits, buckets.limits, buckets.cost)
 
 
 def most_buckets(max_graphs: int, strategy: str, num_remainders: int) -> int:
@@ -133,22 +146,27 @@ def most_buckets(max_graphs: int, strategy: str, num_remainders: int) -> int:
     return max_graphs if strategy == "file" or not num_remainders else max(2, max_graphs - num_remainders)
 
 
-def _check_max_graphs(max_graphs: int, least: int, strategy: str, limits: Limits, num_remainders: int) -> None:
-    """Warns where the strategy needs more graphs to have a choice.
+def _check_max_graphs(max_graphs: int, least: int, strategy: str, buckets: BucketSet, num_remainders: int) -> None:
+    """Warns where the strategy needs more graphs for a bucket of each phase.
 
-    least: without those for prompt remainders; 0: no bound.
+    least: without graphs for prompt remainders; 0: no bound.
     """
     needed = least + num_remainders
-    if least and max_graphs < needed:
-        logger.warning(
-            "ucm.graphs.max_graphs: found %d, expected at least %d for strategy %s%s%s: only the largest graph is "
-            "left, and every step costs what it costs; raise max_graphs, or name a bucket file or a trace",
-            max_graphs,
-            needed,
-            strategy,
-            " with a sparse method" if limits.max_selected_blocks else "",
-            f" and {num_remainders} graphs for prompt remainders" if num_remainders else "",
-        )
+    if not least or max_graphs >= needed:
+        return
+    alone = len(buckets.forward) == 1
+    logger.warning(
+        "ucm.graphs.max_graphs: found %d, expected at least %d for strategy %s%s%s: %s; raise max_graphs, or name a "
+        "bucket file or a trace",
+        max_graphs,
+        needed,
+        strategy,
+        " with a sparse method" if buckets.limits.max_selected_blocks else "",
+        f" and {num_remainders} graphs for prompt remainders" if num_remainders else "",
+        "only the largest graph is left, and every step costs what it costs"
+        if alone
+        else "decodes have graphs, and most prompts cost what the largest graph costs",
+    )
 
 
 def _usage(trace: Path, limits: Limits) -> Steps:

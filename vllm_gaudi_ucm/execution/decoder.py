@@ -15,6 +15,7 @@ from vllm_gaudi_ucm.attention.latent import LatentAttention, LatentSizes
 from vllm_gaudi_ucm.execution.regions import compile_regions
 from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.logger import plugin_logger
+from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.api import Plan, prepare
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
@@ -285,8 +286,9 @@ def step_metadata(
         if sparse is not None and sparse.has_dense_layers:
             whole = parts._replace(selected=selection.candidates_part(block_size))
             dense_parts = prepare(whole, block_size, implementation=implementation, plan=plan)
-        at_once = prepared.implementation.name == "native"
-        choices = LayerSelection(selection, dense_parts, reused, at_once, room)
+        name = AUTO if sparse is None else sparse.implementation
+        at_once = prepared.implementation.name == "native" and name in ("native", AUTO)
+        choices = LayerSelection(selection, dense_parts, reused, at_once, room, name, prepared)
     # layers that have nothing to summarise or choose are those of a dense server, and as fast
     if sparse is None or (choices is None and summary_blocks is None and not sparse.watches_layers):
         return UnifiedAttentionMetadata(slots, prepared, None, summary_blocks, choices, new_tokens)

@@ -7,7 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
+from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.options.section import Section
+from vllm_gaudi_ucm.options.values import NameOf
 
 
 class MethodOptions(Section):
@@ -55,6 +58,11 @@ class BlockOptions(MethodOptions):
     sparse_steps: Literal["auto", "always"] = Field(
         default="auto",
         description="auto: a step whose choices would cost more time than they save is dense; always: it is sparse.",
+    )
+    implementation: Annotated[str, NameOf(BLOCK_SELECTION, AUTO)] = Field(
+        default=AUTO,
+        description="Kernels that score and choose. `auto` takes the fastest for the device: `native`, `hpu` or "
+        "`cuda`; `reference` runs everywhere, slower; `cuda_fused` is `cuda` in fewer launches.",
     )
     scores_over_ranks: Literal["all", "per_rank"] = Field(
         default="all",

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, TOWARDS_BOUND, SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
-from vllm_gaudi_ucm.ops.block_selection.implementation import BlockSelectionImplementation, CandidateRanges, Prepared
+from vllm_gaudi_ucm.ops.block_selection.implementation import (
+    BlockSelectionImplementation,
+    CandidateRanges,
+    Prepared,
+    TicketedRanges,
+)
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
@@ -51,7 +56,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         counts: Tensor,
         modes: Tensor,
         most: int,
-    ) -> CandidateRanges:
+    ) -> Prepared:
         return CandidateRanges(_candidate_ranges(spans, first_rows.shape[0], num_rows))
 
     def scores(
@@ -104,7 +109,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
                 BLOCK_N=max(16, _power_of_two(group)), COMPUTE=compute, PRECISION="ieee",
             )  # fmt: skip
         tops, sums = found.new_empty((2, first_rows.shape[0], lines))
-        if isinstance(prepared, CandidateRanges):
+        if isinstance(prepared, CandidateRanges | TicketedRanges):
             ranges = prepared.ranges
         else:
             ranges = _candidate_ranges(spans, first_rows.shape[0], num_rows)
@@ -134,7 +139,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
         ranking = places.new_empty((num_spans, most))
         if ranking.numel():
             scores, places = scores.contiguous(), places.contiguous()
-            if isinstance(prepared, CandidateRanges):
+            if isinstance(prepared, CandidateRanges | TicketedRanges):
                 ranges = prepared.ranges
             else:
                 ranges = _candidate_ranges(places // width, num_spans)

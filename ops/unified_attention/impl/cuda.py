@@ -14,6 +14,7 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.ops.selected_list import SelectedList
     from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import CudaPlan
 
 
@@ -36,6 +37,12 @@ class CudaAttention(AttentionImplementation):
         from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import make_plan
 
         return make_plan(parts, block_size)
+
+    def selected_list(self, plan: CudaPlan, rows: int) -> SelectedList | None:
+        """The list of single rows, where all that is chosen is for them."""
+        from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_joined import joined_lists
+
+        return joined_lists(plan, rows).chosen if plan.joined else None
 
     def attend(
         self,

@@ -7,20 +7,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Lists, sort_by_owner
+from vllm_gaudi_ucm.ops.selected_list import SelectedList
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import CudaPlan, Lists, sort_by_owner
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, UniquePart
 
 
 class Joined(NamedTuple):
     """The lists of single rows, with what is chosen for them: one launch, whose programs share both evenly.
 
-    lists: by row. blocks: int64 [entries], see Lists; those of the selected part are written by each layer.
-    places: int64 [selected] where they are.
+    lists: by row; see Lists for their blocks. chosen: those of the selected part among them, written by each layer.
     """
 
     lists: Lists
-    blocks: Tensor
-    places: Tensor
+    chosen: SelectedList
+
+    def blocks_with(self, selected: Tensor) -> Tensor:
+        """int64 [entries], with these in the selected part, unless a choice has written them there."""
+        chosen = self.chosen
+        if chosen.holds is not selected:
+            chosen.blocks.index_copy_(0, chosen.places, selected)
+            # whoever passes blocks may change them until the next layer
+            chosen.written(None)
+        return chosen.blocks
+
+
+def joined_lists(plan: CudaPlan, rows: int) -> Joined:
+    """Of a plan that joins its parts, for layers with so many rows."""
+    unique, selected = plan.parts.unique, plan.parts.selected
+    assert unique is not None, "joined"
+    assert selected is not None, "joined"
+    return plan.kept(("joined", rows), lambda: join(unique, selected, plan.block_size, rows))
 
 
 def join(unique: UniquePart, selected: SelectedPart, block_size: int, rows: int) -> Joined:
@@ -40,4 +56,4 @@ def join(unique: UniquePart, selected: SelectedPart, block_size: int, rows: int)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.shape[0], device=order.device)
     lists = Lists(order, blocks, lo, hi, by_row, offsets)
-    return Joined(lists, blocks, place[unique.rows.shape[0] :].contiguous())
+    return Joined(lists, SelectedList(blocks, place[unique.rows.shape[0] :].contiguous()))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_joined import join
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_joined import joined_lists
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, lists_size, power_of_two
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import bounds_of, merge, tiles_of
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
@@ -141,10 +141,10 @@ def _unique_and_selected(layer: Layer, plan: CudaPlan, blocks: Tensor | None) ->
     one, chosen = plan.parts.unique, plan.parts.selected
     assert one is not None, "joined"
     assert chosen is not None, "joined"
-    both = plan.kept(("joined", layer.rows), lambda: join(one, chosen, plan.block_size, layer.rows))
-    both.blocks.index_copy_(0, both.places, chosen.blocks if blocks is None else blocks)
+    both = joined_lists(plan, layer.rows)
+    entries = both.blocks_with(chosen.blocks if blocks is None else blocks)
     place = plan.kept(("joined place", layer.rows), lambda: unique_place(both.lists, layer.rows))
-    return _spans(layer, plan, "unique", place, both.lists, both.blocks, 1, (None, None), plan.block_size)
+    return _spans(layer, plan, "unique", place, both.lists, entries, 1, (None, None), plan.block_size)
 
 
 def _spans(

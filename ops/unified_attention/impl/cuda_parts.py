@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_joined import join
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_joined import joined_lists
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import (
     Layer,
     describe_cache,
@@ -283,14 +283,13 @@ def unique_and_selected(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> 
 
     blocks: int64 [selected], those of the layer; None: those of the part.
     """
-    one, chosen = plan.parts.unique, plan.parts.selected
-    assert one is not None, "joined"
+    chosen = plan.parts.selected
     assert chosen is not None, "joined"
-    both = plan.kept(("joined", layer.rows), lambda: join(one, chosen, plan.block_size, layer.rows))
-    both.blocks.index_copy_(0, both.places, chosen.blocks if blocks is None else blocks)
+    both = joined_lists(plan, layer.rows)
+    entries = both.blocks_with(chosen.blocks if blocks is None else blocks)
     place = plan.kept(("joined place", layer.rows), lambda: unique_place(both.lists, layer.rows))
-    beside = both.blocks.shape[0] <= BALANCED * listed_pairs(layer, plan.parts.shared)
-    return _spans(layer, plan, "unique", place, both.lists, both.blocks, 1, (None, None), beside)
+    beside = entries.shape[0] <= BALANCED * listed_pairs(layer, plan.parts.shared)
+    return _spans(layer, plan, "unique", place, both.lists, entries, 1, (None, None), beside)
 
 
 def _spans(

@@ -6,7 +6,7 @@ attention over the whole context, or over chosen blocks of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from vllm_gaudi_ucm.ops.unified_attention.spec import AttentionSpec
 from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.sparse.selection.block_selector import BlockSelector, SelectionLayer
+from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits, SelectionState
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import ServerSizes, selection_limits
 
@@ -66,6 +67,7 @@ class OneLayer:
     static: bool = False
     reuse_all: bool = False
     implementation: str = "auto"
+    choice: str = "auto"
     seed: int = 0
     tables: dict[str, list[int]] = field(default_factory=dict)
 
@@ -80,7 +82,7 @@ class OneLayer:
         self.limits = selection_limits(self.options, self.sizes)
         self.state = SelectionState(self.num_blocks, self.limits, bounded=self.static)
         kind = SummaryKind(self.options.summary)
-        self.selector = BlockSelector([SelectionLayer(self.keys, SCALE)], kind, self.limits)
+        self.selector = BlockSelector([SelectionLayer(self.keys, SCALE)], kind, self.limits, implementation=self.choice)
         self.free = list(np.random.default_rng(self.seed).permutation(np.arange(1, self.num_blocks)))
         limits = Limits(64, self.max_num_seqs, self.max_model_len, self.block_size, self.num_blocks, False)
         self.bucket_limits = limits
@@ -128,6 +130,10 @@ class OneLayer:
         metadata = step_metadata(
             slots, parts, self.block_size, implementation, None, summary_blocks, selection, reused=reused
         )
+        if self.choice != "auto" and metadata.selection is not None:
+            # as for a worker that has this option
+            choices = LayerSelection(metadata.selection.tensors, None, reused, False, None, self.choice, metadata.parts)
+            metadata = replace(metadata, selection=choices)
         self.selector.layers[0].summarise(self.keys, summary_blocks)
         chosen = None
         if metadata.selection is not None:

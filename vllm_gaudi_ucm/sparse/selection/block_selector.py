@@ -11,6 +11,7 @@ from vllm_gaudi_ucm.observability.room_metrics import DeviceCounts
 from vllm_gaudi_ucm.ops.block_selection.api import chosen_implementation, new_summaries
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.native import covers as native_covers
+from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.sparse.selection.block_scorer import BlockScorer, ScoredLayer
 from vllm_gaudi_ucm.sparse.selection.layer_selector import (
     ChoosingLayer,
@@ -67,6 +68,7 @@ class BlockSelector:
         over_ranks: see ChoosingLayer.
         first_layer: the first of `layers` in the model, where stages of a pipeline before this one have others.
         numbers: of `layers` in the model, where it has others in between; None: they follow each other.
+        implementation: of block selection.
     """
 
     def __init__(
@@ -81,8 +83,11 @@ class BlockSelector:
         over_ranks: OverRanks | None = None,
         first_layer: int = 0,
         numbers: Sequence[int] | None = None,
+        implementation: str = AUTO,
     ) -> None:
         self._kind = kind
+        self.implementation = chosen_implementation(layers[0].keys.device.type, implementation)
+        """Of block selection, `auto` resolved."""
         self._limits = limits
         self._numbers = range(first_layer, first_layer + len(layers)) if numbers is None else numbers
         self.leaders = layer_leaders(len(layers), reuse_layers, dense_layers, first_layer)
@@ -114,7 +119,7 @@ class BlockSelector:
         queries = None if self.scorer is None else self.scorer.queries_of(index)
         measured = index == max(leader for leader in self.leaders if leader is not None)
         recall = self.recall if measured else None
-        name = chosen_implementation(layer.keys.device.type)
+        name = self.implementation
         number = self._numbers[index]
         return ChoosingLayer(
             summaries, self._kind, layer.scale, stored, self.checks, score, number, queries, recall, name, over_ranks
@@ -131,6 +136,8 @@ class BlockSelector:
     def is_native_calls(self) -> bool:
         """Whether a step's choices, made by native kernels, are nothing but their calls: `hash` has none."""
         if not self._chooses_at_once or self.scorer is not None or None in self.leaders:
+            return False
+        if self.implementation != "native":
             return False
         return all(native_covers(summaries, self._kind) for summaries in self._summaries)
 

@@ -18,12 +18,15 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     hands_over,
     keep_or_replace,
     prepare_spans,
+    rank_and_take,
+    ranks_and_takes,
     take_choice,
     write_summaries,
 )
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.native import NativeSelection, StepCandidates
 from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared
+from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.ops.unified_attention.api import PreparedParts
 from vllm_gaudi_ucm.sparse.selection.block_scorer import keep_queries
 from vllm_gaudi_ucm.sparse.selection.selection_tensors import SelectionTensors
@@ -57,6 +60,8 @@ class LayerSelection:
     reused: whether every request uses its stored choice, so that nothing is scored.
     at_once: whether a layer's choice may be one native call, on a CPU and outside of captured graphs.
     room: int64, where native calls leave the blocks that they choose; None: memory of this step.
+    implementation: of block selection, the layers' own. parts: of the layers that choose, whose list of blocks a choice
+        may write itself.
     chosen: int64 [selected] the blocks of the current layer; None: it is dense.
     scores, ranking: float32 [candidates] and int64 [spans, most] of the last layer that has scored; None before that.
     """
@@ -66,6 +71,8 @@ class LayerSelection:
     reused: bool = False
     at_once: bool = False
     room: torch.Tensor | None = None
+    implementation: str = AUTO
+    parts: PreparedParts | None = None
     chosen: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     ranking: torch.Tensor | None = None
@@ -81,7 +88,7 @@ class LayerSelection:
         self.first_places = t.choice_spans * t.width
         if not self.reused and not self.at_once:
             rows = t.candidate_spans, t.first_rows, t.num_rows, t.max_rows
-            self.spans = prepare_spans(*rows, t.counts, t.modes, t.most)
+            self.spans = prepare_spans(*rows, t.counts, t.modes, t.most, implementation=self.implementation)
         if self.at_once:
             spans = t.first_rows, t.num_rows, t.modes, t.counts, t.thresholds, t.choice_slots
             candidates = t.candidate_blocks, t.candidate_spans, t.candidate_places
@@ -203,6 +210,7 @@ class ChoosingLayer(LayerSelector):
         self._over_ranks = over_ranks
         self.hands_over = hands_over(stored.shape[1], stored.device.type, implementation=implementation)
         """Whether a choice reads `stored` by itself, and gives what attention reads, so that nobody need `take`."""
+        self._at_once = ranks_and_takes(stored.shape[1], stored.device.type, implementation=implementation)
 
     @property
     def chooses_at_once(self) -> bool:
@@ -250,31 +258,32 @@ class ChoosingLayer(LayerSelector):
 
     def _hand_over(self, query: torch.Tensor, selection: LayerSelection) -> None:
         """Sets `selection.chosen`, and stores the choice, without an operation for each step of it."""
-        t = selection.tensors
-        scores, fresh = self._fresh(query, selection)
+        t, name = selection.tensors, self._implementation
         of_spans = t.choice_slots, t.counts, t.modes, t.thresholds
-        selection.scores = scores
-        selection.ranking, selection.chosen = take_choice(
-            fresh,
-            self.stored,
-            *of_spans,
-            t.width,
-            selection.block_table,
-            t.choice_spans.shape[0],
-            self._checks,
-            implementation=self._implementation,
-        )
+        rest = (self.stored, *of_spans, t.width, selection.block_table, t.choice_spans.shape[0], self._checks)
+        if self._at_once:
+            scores = self._scores_over_ranks(query, selection)
+            target = None if selection.parts is None else selection.parts.selected_list(query.shape[0])
+            found = rank_and_take(
+                scores, t.candidate_places, *rest, implementation=name, prepared=selection.spans, target=target
+            )
+        else:
+            scores, fresh = self._fresh(query, selection)
+            found = take_choice(fresh, *rest, implementation=name)
+        selection.scores, (selection.ranking, selection.chosen) = scores, found
 
     def _fresh(self, query: torch.Tensor, selection: LayerSelection) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [candidates] scores, and int64 [spans, most] the ranking by them."""
         t, name = selection.tensors, self._implementation
-        scores = self._scores(query, selection)
-        if self._over_ranks is not None:
-            # every head has a softmax of its own, and every rank as many heads: the mean of means is that of all heads
-            scores = self._over_ranks(scores)
+        scores = self._scores_over_ranks(query, selection)
         sizes = t.num_spans, t.width, t.most
         ranking = choose_blocks(scores, t.candidate_places, *sizes, implementation=name, prepared=selection.spans)
         return scores, ranking
+
+    def _scores_over_ranks(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
+        scores = self._scores(query, selection)
+        # every head has a softmax of its own, and every rank as many heads: the mean of means is that of all heads
+        return scores if self._over_ranks is None else self._over_ranks(scores)
 
     def _scores(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
         t = selection.tensors

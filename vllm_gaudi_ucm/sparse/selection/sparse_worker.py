@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.protocol.attachments import attach_report, sparse_meta_of
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
@@ -129,6 +130,7 @@ class BlockSelection:
             over_ranks if options.scores_over_ranks == "all" else None,
             first,
             numbers,
+            options.implementation,
         )
         return cls(limits, SelectionState(sizes.num_blocks, limits, sizes.static, sizes.some_offloaded), selector)
 
@@ -170,6 +172,11 @@ class SparseWorker:
     @property
     def has_dense_layers(self) -> bool:
         return self.selector is not None and None in self.selector.leaders
+
+    @property
+    def implementation(self) -> str:
+        """Of block selection; `auto` for a method that chooses none."""
+        return AUTO if self.selector is None else self.selector.implementation
 
     @property
     def counters(self) -> tuple[torch.Tensor, ...] | None:

@@ -5,15 +5,21 @@ import triton.language as tl
 
 
 @triton.jit
-def _apart(stored, fresh, old, new, old_there, new_there, n, count, most, BLOCK: tl.constexpr, COMPARED: tl.constexpr):
-    """How many of two rankings' entries the other one lacks. stored, fresh: their places; old, new: their entries."""
+def _apart(
+    stored, fresh, old, new, old_there, new_there, n, count, most,
+    BLOCK: tl.constexpr, COMPARED: tl.constexpr, FROM: tl.constexpr,
+):  # fmt: skip
+    """How many of two rankings' entries the other one lacks. stored, fresh: their places; old, new: their entries.
+
+    FROM: the cache that fresh entries are read through, ".cg" where other programs of the launch wrote them.
+    """
     # an entry counts where it is the first of its kind and the other ranking has none
     old_matched, new_matched = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for begin in range(0, most, COMPARED):
         m = begin + tl.arange(0, COMPARED)
         inside = (m < most) & (m < count)
         other_old = tl.load(stored + m, mask=inside, other=-1)[None, :]
-        other_new = tl.load(fresh + m, mask=inside, other=-1)[None, :]
+        other_new = tl.load(fresh + m, mask=inside, other=-1, cache_modifier=FROM)[None, :]
         earlier = m[None, :] < n[:, None]
         same = (old[:, None] == other_new) | ((old[:, None] == other_old) & earlier)
         old_matched = tl.maximum(old_matched, tl.max(tl.where(same, 1, 0), 1))
@@ -50,7 +56,7 @@ def keep_or_replace_spans(
     new = tl.load(fresh + line + n, mask=n < most, other=-1)
     old_there = (n < count) & (old >= 0) & (old < width)
     new_there = (n < count) & (new >= 0) & (new < width)
-    apart = _apart(stored + line, fresh + line, old, new, old_there, new_there, n, count, most, BLOCK, COMPARED)
+    apart = _apart(stored + line, fresh + line, old, new, old_there, new_there, n, count, most, BLOCK, COMPARED, "")
     enough = tl.sum(tl.where(old_there, 1, 0), 0) >= count
     check = mode == CHECK
     keeps = check & (apart <= tl.load(thresholds + span)) & enough
@@ -75,13 +81,12 @@ def _order(scores, places, c, inside, first_place, width):
     return tl.where(real, order, -9223372036854775808), number, real
 
 
-@triton.jit(do_not_specialize=["width", "most"])
-def rank_candidates(
-    scores, places, ranges, ranking, width, most, BLOCK_C: tl.constexpr, COMPARED: tl.constexpr
+@triton.jit
+def _rank(
+    scores, places, ranges, ranking, span, width, most, BLOCK_C: tl.constexpr, COMPARED: tl.constexpr
 ):  # fmt: skip
-    """Grid (spans, programs of a span); arguments as of `choose_blocks`. ranges: int32 [spans, 2], see
-    `find_candidates`. ranking: int64 [spans, most]."""
-    span, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """This program's part of a span's ranking, int64 [most]: those of its candidates that are among the best."""
+    tile = tl.program_id(1)
     begin, end = tl.load(ranges + 2 * span), tl.load(ranges + 2 * span + 1)
     for own in range(begin + tile * BLOCK_C, end, tl.num_programs(1) * BLOCK_C):
         c = own + tl.arange(0, BLOCK_C)
@@ -91,7 +96,7 @@ def rank_candidates(
             other = first + tl.arange(0, COMPARED)
             theirs, _, _ = _order(scores, places, other, other < end, span * width, width)
             before += tl.sum((theirs[None, :] > mine[:, None]).to(tl.int32), 1)
-        tl.store(ranking + span * most + before, number, mask=real & (before < most))
+        tl.store(ranking + before, number, mask=real & (before < most))
     if tile == 0:
         # ranks that no candidate has
         count = 0
@@ -101,29 +106,40 @@ def rank_candidates(
             count += tl.sum(real.to(tl.int32), 0)
         for first in range(count, most, COMPARED):
             rank = first + tl.arange(0, COMPARED)
-            tl.store(ranking + span * most + rank, tl.full([COMPARED], -1, tl.int64), mask=rank < most)
+            tl.store(ranking + rank, tl.full([COMPARED], -1, tl.int64), mask=rank < most)
 
 
-@triton.jit(do_not_specialize=["most", "width", "selected"])
-def take_choices(
-    fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids, checks, most, width, selected,
-    REUSE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr, SPANS: tl.constexpr,
+@triton.jit(do_not_specialize=["width", "most"])
+def rank_candidates(
+    scores, places, ranges, ranking, width, most, BLOCK_C: tl.constexpr, COMPARED: tl.constexpr
 ):  # fmt: skip
-    """One span per program; arguments as of `take_choice`. chosen: int64 [spans, most]; ids: int64 [selected].
-
-    BLOCK >= most. SPANS: spans that are added up at once.
-    """
+    """Grid (spans, programs of a span); arguments as of `choose_blocks`. ranges: int32 [spans, 2], see
+    `find_candidates`. ranking: int64 [spans, most]."""
     span = tl.program_id(0).to(tl.int64)
+    _rank(scores, places, ranges, ranking + span * most, span, width, most, BLOCK_C, COMPARED)
+
+
+@triton.jit
+def _take(
+    fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids, listed, list_places, checks,
+    span, spans, most, width, selected,
+    REUSE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr, SPANS: tl.constexpr,
+    FROM: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """What a span attends to from now on. fresh: its new ranking, int64 [most]. FROM: see `_apart`.
+
+    LISTED: `ids` are also written to `listed`, int64 [entries], at `list_places`, int64 [selected].
+    """
     count, mode = tl.load(counts + span), tl.load(modes + span)
     n = tl.arange(0, BLOCK)
     mine = stored + tl.load(slots + span) * most
     old = tl.load(mine + n, mask=n < most, other=-1)
-    new = tl.load(fresh + span * most + n, mask=n < most, other=-1)
+    new = tl.load(fresh + n, mask=n < most, other=-1, cache_modifier=FROM)
     keeps = mode == REUSE
     if mode == CHECK:
         old_there = (n < count) & (old >= 0) & (old < width)
         new_there = (n < count) & (new >= 0) & (new < width)
-        apart = _apart(mine, fresh + span * most, old, new, old_there, new_there, n, count, most, BLOCK, COMPARED)
+        apart = _apart(mine, fresh, old, new, old_there, new_there, n, count, most, BLOCK, COMPARED, FROM)
         enough = tl.sum(tl.where(old_there, 1, 0), 0) >= count
         keeps = (apart <= tl.load(thresholds + span)) & enough
         tl.atomic_add(checks + tl.where(keeps, 0, 1), tl.full([], 1, tl.int64))
@@ -137,7 +153,58 @@ def take_choices(
         before = first + tl.arange(0, SPANS)
         begin += tl.sum(tl.load(counts + before, mask=before < span, other=0), 0)
     block = tl.load(block_table + span * width + tl.maximum(ranking, 0), mask=n < count, other=0)
-    tl.store(ids + begin + n, block, mask=(n < count) & (begin + n < selected))
-    if span == tl.num_programs(0) - 1:
+    inside = (n < count) & (begin + n < selected)
+    tl.store(ids + begin + n, block, mask=inside)
+    if LISTED:
+        tl.store(listed + tl.load(list_places + begin + n, mask=inside, other=0), block, mask=inside)
+    if span == spans - 1:
+        nothing = tl.zeros([BLOCK], tl.int64)
         for first in range(begin + count, selected, BLOCK):
-            tl.store(ids + first + n, tl.zeros([BLOCK], tl.int64), mask=first + n < selected)
+            tl.store(ids + first + n, nothing, mask=first + n < selected)
+            if LISTED:
+                pad = tl.load(list_places + first + n, mask=first + n < selected, other=0)
+                tl.store(listed + pad, nothing, mask=first + n < selected)
+
+
+@triton.jit(do_not_specialize=["most", "width", "selected"])
+def take_choices(
+    fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids, checks, most, width, selected,
+    REUSE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """One span per program; arguments as of `take_choice`. chosen: int64 [spans, most]; ids: int64 [selected].
+
+    BLOCK >= most. SPANS: spans that are added up at once.
+    """
+    span = tl.program_id(0).to(tl.int64)
+    _take(
+        fresh + span * most, stored, slots, counts, modes, thresholds, block_table, chosen, ids, None, None, checks,
+        span, tl.num_programs(0), most, width, selected, REUSE, CHECK, BLOCK, COMPARED, SPANS, "", False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["width", "most", "selected"])
+def rank_and_take(
+    scores, places, ranges, tickets, fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids,
+    listed, list_places, checks, most, width, selected,
+    BLOCK_C: tl.constexpr, RANKED_BY: tl.constexpr, REUSE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr,
+    COMPARED: tl.constexpr, SPANS: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """`rank_candidates` and `take_choices` in one launch: grid (spans, programs of a span).
+
+    The last program of a span to have ranked, whichever that is, takes the choice. fresh: int64 [spans, most] between
+    them. tickets: int32 [spans], 0 before and after. RANKED_BY: candidates that are compared at once while ranking.
+    """
+    span = tl.program_id(0).to(tl.int64)
+    _rank(scores, places, ranges, fresh + span * most, span, width, most, BLOCK_C, RANKED_BY)
+    # One thread adds for the program. What the others have stored is before it by the barrier, so that adding releases
+    # all of it to the GPU; and to have read the last ticket acquires what the other programs have released.
+    tl.debug_barrier()
+    ticket = tl.atomic_add(tickets + span, 1, sem="acq_rel", scope="gpu")
+    if ticket == tl.num_programs(1) - 1:
+        # nobody else will come: ready for the next layer, and for the next replay of the graph
+        tl.store(tickets + span, 0)
+        _take(
+            fresh + span * most, stored, slots, counts, modes, thresholds, block_table, chosen, ids, listed,
+            list_places, checks, span, tl.num_programs(0), most, width, selected, REUSE, CHECK, BLOCK, COMPARED, SPANS,
+            ".cg", LISTED,
+        )  # fmt: skip

@@ -1,0 +1,159 @@
+"""Block selection on CUDA in fewer launches: two score, and one ranks, stores and writes the list that attention reads.
+
+What the kernels of `cuda` do one after the other. A card has yet to say whether it is faster: until then its priority
+is below that of `cuda`, and `implementation` of a sparse method's options names it. `python -m benchmarks.sparse_parts`
+times both in one run.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import log
+
+import torch
+from torch import Tensor
+
+from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind
+from vllm_gaudi_ucm.ops.block_selection.impl.cuda import (
+    COMPARED,
+    LARGEST_HEAD,
+    NEIGHBOURS,
+    RANKED,
+    SHARED_LINES,
+    CudaBlockSelection,
+    _candidate_ranges,
+    _compute_type,
+    _power_of_two,
+)
+from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
+from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared, TicketedRanges
+from vllm_gaudi_ucm.ops.selected_list import SelectedList
+
+# Vectors of a tile: 16 KiB of bf16 at heads of 128. Half of the stages are for block ids, which the copies wait for: of
+# six, Triton gives three to tiles. So two tiles are on their way while a program multiplies one, and 128 KiB to each
+# multiprocessor, whose memory has room for four programs. Products of fp32 are unrolled into single multiplications.
+STREAMED, STREAMED_WIDE, STAGES, PROGRAMS = 64, 32, 6, 4
+MOST_LINES = 64  # rows of a span times query heads of a KV head: a decode, or a verification
+MOST_SPANS = 1024  # whose tiles a program counts
+SHARES = 32  # of `share_blocks`
+FEW_LINES = 512  # rows of a span times heads, up to which sums are repeated rather than kept
+
+
+class CudaFusedBlockSelection(CudaBlockSelection):
+    """As `cuda`, which computes what is not a decode or a verification, and `minmax`."""
+
+    priority = 19
+    ranks_and_takes = True
+
+    def prepare(
+        self,
+        spans: Tensor,
+        first_rows: Tensor,
+        num_rows: Tensor,
+        max_rows: int,
+        counts: Tensor,
+        modes: Tensor,
+        most: int,
+    ) -> TicketedRanges:
+        ranges = _candidate_ranges(spans, first_rows.shape[0], num_rows)
+        return TicketedRanges(ranges, ranges.new_zeros(first_rows.shape[0]))
+
+    def scores(
+        self,
+        query: Tensor,
+        summaries: Tensor,
+        blocks: Tensor,
+        spans: Tensor,
+        first_rows: Tensor,
+        num_rows: Tensor,
+        max_rows: int,
+        scale: float,
+        kind: SummaryKind,
+        prepared: Prepared | None = None,
+    ) -> Tensor | None:
+        """As `block_scores`; None where `cuda` does not score either."""
+        from vllm_gaudi_ucm.ops.block_selection.impl.triton import streamed_scores as kernels
+
+        heads, dim = query.shape[1:]
+        boxes, kv_heads = summaries.shape[1:3]
+        group, count = heads // kv_heads, blocks.shape[0]
+        strided = query.stride(2) != 1 or summaries.stride(3) != 1
+        few = max_rows * group <= MOST_LINES and max_rows * heads <= FEW_LINES and first_rows.shape[0] <= MOST_SPANS
+        if not (few and count) or strided or dim > LARGEST_HEAD or kind not in (SummaryKind.MEAN, SummaryKind.BOX_MEAN):
+            rows = blocks, spans, first_rows, num_rows, max_rows, scale, kind
+            return super().scores(query, summaries, *rows, prepared)
+        blocks, spans, first_rows, num_rows = (ids.contiguous() for ids in (blocks, spans, first_rows, num_rows))
+        ranges = _ranges(prepared, spans, first_rows.shape[0], num_rows)
+        found = query.new_empty(count, dtype=torch.float32)
+        estimates = found.new_empty((max_rows * heads, count))
+        compute, block_v = _compute_type(query, summaries), _power_of_two(boxes)
+        block_c = max(1, (STREAMED_WIDE if compute.primitive_bitwidth == 32 else STREAMED) // block_v)
+        block_c = max(block_c, 16 // block_v)
+        programs = max(1, PROGRAMS * _multiprocessors(query.device) // kv_heads) * kv_heads
+        kernels.stream_boxes[(programs,)](
+            query, summaries, blocks, spans, ranges, first_rows, num_rows, estimates, scale, log(REST_WEIGHT),
+            log(REST_WEIGHT + boxes - 1), count, first_rows.shape[0], *query.stride()[:2], *summaries.stride()[:3],
+            HEADS=heads, GROUP=group, ROWS=max_rows, DIM=dim, BLOCK_D=max(16, _power_of_two(dim)), VECTORS=boxes,
+            BLOCK_V=block_v, BLOCK_C=block_c, BLOCK_N=max(16, _power_of_two(max_rows * group)),
+            BLOCK_S=max(16, _power_of_two(first_rows.shape[0])), COMPUTE=compute, PRECISION="ieee", STAGES=STAGES,
+        )  # fmt: skip
+        kernels.share_blocks[(-(-count // SHARES),)](
+            estimates, spans, ranges, num_rows, found, count,
+            HEADS=heads, BLOCK_L=SHARED_LINES, BLOCK_C=SHARES, NEIGHBOURS=NEIGHBOURS, num_warps=8,
+        )  # fmt: skip
+        return found
+
+    def rank_and_take(
+        self,
+        scores: Tensor,
+        places: Tensor,
+        stored: Tensor,
+        slots: Tensor,
+        counts: Tensor,
+        modes: Tensor,
+        thresholds: Tensor,
+        width: int,
+        block_table: Tensor,
+        selected: int,
+        checks: Tensor,
+        prepared: Prepared | None = None,
+        target: SelectedList | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        from vllm_gaudi_ucm.ops.block_selection.impl.triton import selection as kernels
+
+        spans, (count, most) = counts.shape[0], (scores.shape[0], stored.shape[1])
+        if not (spans and count and width and most):
+            fresh = self.choose(scores, places, spans, width, most, prepared)
+            of_spans = stored, slots, counts, modes, thresholds
+            return self.take_choice(fresh, *of_spans, width, block_table, selected, checks)
+        scores, places = scores.contiguous(), places.contiguous()
+        if isinstance(prepared, TicketedRanges):
+            ranges, tickets = prepared
+        else:
+            ranges = _candidate_ranges(places // width, spans)
+            tickets = ranges.new_zeros(spans)
+        fresh, chosen = stored.new_empty((2, spans, most))
+        ids = block_table.new_empty(selected)
+        kernels.rank_and_take[(spans, -(-min(width, count) // RANKED))](
+            scores, places, ranges, tickets, fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids,
+            None if target is None else target.blocks, None if target is None else target.places, checks,
+            most, width, selected, BLOCK_C=RANKED, RANKED_BY=COMPARED, REUSE=REUSE, CHECK=CHECK,
+            BLOCK=max(16, _power_of_two(most)), COMPARED=32, SPANS=COMPARED, LISTED=target is not None, num_warps=8,
+        )  # fmt: skip
+        if target is not None:
+            target.written(ids)
+        return chosen, ids
+
+
+def _ranges(prepared: Prepared | None, spans: Tensor, num_spans: int, num_rows: Tensor) -> Tensor:
+    if isinstance(prepared, TicketedRanges):
+        return prepared.ranges
+    return _candidate_ranges(spans, num_spans, num_rows)
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    """Of a GPU. For a CPU, where kernels are interpreted, a small number that still divides the work."""
+    if device.type != "cuda":
+        return 3
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
