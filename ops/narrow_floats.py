@@ -9,6 +9,11 @@ E4M3 = torch.float8_e4m3fn
 """Of caches of 8-bit floats."""
 
 
+def has_e4m3(device: torch.device) -> bool:
+    """Whether a device converts and multiplies them: a GPU of compute capability 8.9 or newer; others by torch."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def narrow(numbers: Tensor) -> Tensor:
     """Floats of any shape as 8-bit floats, what is beyond their range at its end; NaN stays NaN.
 

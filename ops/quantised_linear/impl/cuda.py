@@ -12,13 +12,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from vllm_gaudi_ucm.ops.narrow_floats import has_e4m3
+from vllm_gaudi_ucm.ops.quantised_linear.packed_codes import group_of, pack_codes
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
-# e4m3 in tensor cores, and its conversion in registers
-WITH_E4M3 = (8, 9)
-# Inputs that a program multiplies at a time.
-MOST_INPUTS, FEWEST_INPUTS = 128, 32
 # Elements of a program that adds parts up, and outputs of one that writes a weight out.
 ADDED, WRITTEN = 1024, 16
 # Rows up to which the kernel of codes takes less time than narrowing them and torch's scaled product, on an H200.
@@ -29,12 +27,6 @@ MANY_ROWS = 256
 PROGRAMS = {16: 896, 32: 200, 64: 200}
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
-
-
-def _capability(weight: QuantisedWeight) -> tuple[int, int]:
-    device = weight.codes.device
-    # Triton's interpreter, on a CPU, has every format
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else WITH_E4M3
 
 
 class CudaFp8:
@@ -52,7 +44,7 @@ class CudaFp8:
         is_e4m3 = weight.codes.dtype == torch.float8_e4m3fn and weight.zeros is None
         by_output = weight.by_channel and weight.block[0] == 1
         sizes = weight.outputs % 16 == 0 and weight.inputs % 16 == 0
-        on_gpu = weight.codes.device.type == "cuda" and _capability(weight) >= WITH_E4M3
+        on_gpu = weight.codes.device.type == "cuda" and has_e4m3(weight.codes.device)
         return is_e4m3 and by_output and sizes and dtype == torch.bfloat16 and on_gpu
 
     def pack(self, weight: QuantisedWeight) -> dict[str, Tensor]:
@@ -82,14 +74,13 @@ class CudaCodes:
         """Whether the kernel runs here and takes these blocks."""
         if why_not_triton(weight.codes.device.type) is not None or group_of(weight) is None:
             return False
-        return weight.codes.dtype != torch.float8_e4m3fn or _capability(weight) >= WITH_E4M3
+        return weight.codes.dtype != torch.float8_e4m3fn or has_e4m3(weight.codes.device)
 
     def pack(self, weight: QuantisedWeight) -> dict[str, Tensor]:
         codes = weight.codes
         if self._packed:
             assert self._group is not None
-            low, high = codes.unflatten(1, (-1, 2, self._group // 2)).unbind(2)
-            codes = (low | high << 4).flatten(1)
+            codes = pack_codes(codes, "uint4", self._group)
         found = {"weight": codes.contiguous(), "weight_scale": weight.scales.contiguous()}
         if weight.zeros is not None:
             found["weight_zeros"] = weight.zeros.float().contiguous()
@@ -233,16 +224,6 @@ def _compute_type(dtype: torch.dtype) -> Any:
     if dtype == torch.float32 or (knobs.runtime.interpret and dtype == torch.bfloat16):
         return tl.float32
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
-
-
-def group_of(weight: QuantisedWeight) -> int | None:
-    """Inputs that are multiplied at a time: a power of two that divides all of them and shares a scale; or None."""
-    size = MOST_INPUTS
-    while size >= FEWEST_INPUTS:
-        if weight.inputs % size == 0 and (weight.by_channel or weight.block[1] % size == 0):
-            return size
-        size //= 2
-    return None
 
 
 def is_packable(weight: QuantisedWeight) -> bool:
