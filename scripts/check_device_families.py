@@ -53,6 +53,13 @@ def configs() -> Iterator[tuple[str, PreTrainedConfig]]:
     yield from ((name, window_config(name)) for name in WINDOWS)
 
 
+def more_layers(config: PreTrainedConfig, stages: int) -> PreTrainedConfig:
+    """vLLM's GLM-4.5 wants a layer with experts in every stage, and the first one of the model has none."""
+    if config.model_type == "glm4_moe" and stages > 1:
+        config.num_hidden_layers = 2 * stages
+    return config
+
+
 def make_prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, 256, (count,), generator=generator).tolist() for count in (1, 190, 64, 150, 17, 90)]
@@ -100,7 +107,7 @@ def written(model: Path, scheme: str | None) -> tuple[Path, Path]:
     """
     if scheme is None:
         return model, model
-    config, choose = compressed_tensors({r".*\.layers\..*": scheme})
+    config, choose = compressed_tensors({r".*\.layers\..*(_proj|_with_mqa|\.w[123])": scheme})
     quantised, meant = write_quantised(model, model / "quantised", config, choose)
     if (quantised / "model.safetensors").stat().st_size >= (meant / "model.safetensors").stat().st_size:
         raise ValueError("no weight of it was quantised")
@@ -122,7 +129,7 @@ def main() -> int:
         for name, config in configs():
             if options.families and name not in options.families:
                 continue
-            model = make_model(Path(folder) / name.replace(", ", "-"), config)
+            model = make_model(Path(folder) / name.replace(", ", "-"), more_layers(config, options.stages))
             for what, ucm, more in engines(name, options):
                 begin = time.perf_counter()
                 try:

@@ -7,7 +7,7 @@ its product takes. torch's scaled product rounds rows to e4m3, as vLLM's layers 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,16 @@ MANY_ROWS = 256
 PROGRAMS = {16: 896, 32: 200, 64: 200}
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
+
+
+def way_of(rows: int, dtype: torch.dtype, *, narrowed: bool = False) -> Literal["codes", "scaled", "written out"]:
+    """How so many rows are multiplied, whatever the codes are. A captured graph has the way of its bucket's rows.
+
+    narrowed: torch's scaled product takes the weight.
+    """
+    if narrowed:
+        return "codes" if rows <= FEW_ROWS else "scaled"
+    return "written out" if rows >= MANY_ROWS and dtype.itemsize < 4 else "codes"
 
 
 class CudaFp8:
@@ -52,7 +62,7 @@ class CudaFp8:
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if self._few is not None and len(rows) <= FEW_ROWS:
+        if self._few is not None and way_of(len(rows), x.dtype, narrowed=True) == "codes":
             return self._few.multiply(x, layer, bias)
         narrow, scale = narrow_rows(rows)
         weight, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale).view(1, -1)
@@ -94,7 +104,7 @@ class CudaCodes:
             rows = rows.contiguous()
         codes, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale)
         outputs = codes.shape[0]
-        if len(rows) >= MANY_ROWS and x.dtype.itemsize < 4:
+        if way_of(len(rows), x.dtype) == "written out":
             found = nn.functional.linear(rows, self._written_out(layer, x.dtype), bias)
             return found.reshape(*x.shape[:-1], outputs)
         out = x.new_empty(rows.shape[0], outputs)
