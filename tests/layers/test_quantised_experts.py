@@ -14,9 +14,10 @@ from tests.engine.quantised_models import SCHEMES, Quantise, Tensors, awq, fp8_b
 from tests.layers.test_quantised_configs import arguments
 from vllm_gaudi_ucm.layers.quantised.configs import format_of_scheme
 from vllm_gaudi_ucm.layers.quantised.expert_formats import ExpertSizes
-from vllm_gaudi_ucm.layers.quantised.experts import ExpertStacks
+from vllm_gaudi_ucm.layers.quantised.experts import ExpertStacks, QuantisedExpertsMethod
 from vllm_gaudi_ucm.layers.quantised.formats import AwqFormat, GptqFormat, Mxfp4Format, ScaledFormat, WeightFormat
 from vllm_gaudi_ucm.ops.moe.codes import ExpertCodes
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.quantisation import RoutedExperts
 
 EXPERTS, HIDDEN = 3, 64
@@ -162,6 +163,14 @@ def test_values_are_rounded_once() -> None:
     assert torch.equal(written, meant.to(torch.bfloat16).expand(EXPERTS, -1, -1))
     with pytest.raises(ValueError, match="w13_weight_scale: scales of experts are not in the checkpoint"):
         stacks.read(layer, stacks.matrices[0])
+
+
+def test_codes_on_a_gaudi() -> None:
+    """Refused by the option's name; its own product of experts has other weights."""
+    method: Any = QuantisedExpertsMethod.__new__(QuantisedExpertsMethod)
+    method._device = torch.device("hpu")
+    with pytest.raises(UnsupportedFeatureError, match=r"`codes` on a Gaudi.*take `plain`.*ucm\.quantised_experts"):
+        method.prepare(None, captured=True, packed=False, compact=False, keep="codes")
 
 
 def test_blocks_that_ranks_cannot_share() -> None:

@@ -97,6 +97,10 @@ class QuantisedExpertsMethod(ExpertsMethod):
         self._complete(layer)
 
     def prepare(self, layer: Any, captured: bool, packed: bool, compact: bool, keep: ExpertForm) -> None:
+        if keep == "codes" and self._device.type == "hpu":
+            raise UnsupportedFeatureError(
+                "`codes` on a Gaudi, which has no product with them (take `plain`)", "ucm.quantised_experts"
+            )
         biases = (getattr(layer, name, None) for name in BIASES)
         weights = CodedExperts(
             self._codes.pop("w13"),
@@ -105,10 +109,6 @@ class QuantisedExpertsMethod(ExpertsMethod):
             *(None if bias is None else bias.data for bias in biases),
         )
         spec = moe_spec(layer)
-        if keep == "codes" and self._device.type == "hpu":
-            raise UnsupportedFeatureError(
-                "`codes` on a Gaudi, which has no product with them (take `plain`)", "ucm.quantised_experts"
-            )
         stay = keep == "codes" or (keep == "auto" and are_codes_enough(weights, spec, captured=captured))
         if stay:
             there = weights._replace(w13=weights.w13.to(self._device), w2=weights.w2.to(self._device))
