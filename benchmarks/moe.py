@@ -5,13 +5,15 @@ usage: python -m benchmarks.moe [--device cuda] [--shape 30b-a3b] [--rows 1 16 .
 Peers: torch's loop over the experts (on a GPU it waits for the device to know their rows, so it is in no graph),
 torch's grouped product, and on a GPU vLLM's Triton kernel with our gate and sum around it. On a GPU calls that can be
 are in a CUDA graph, over several layers, so that no weight stays in the second cache.
-Each figure stands beside the error of its result.
+Weights are values that 4-bit floats hold, so that those that stay codes (MXFP4, and 8-bit floats) are the same ones;
+their limit is that of plain weights, too. Each figure stands beside the error of its result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +29,19 @@ from torch.nn import functional
 
 from benchmarks.moe_vllm import VllmKernel
 from vllm_gaudi_ucm.graphs.cost.specs import device_spec
-from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, pack_experts, prepare_experts
+from vllm_gaudi_ucm.ops.moe.api import (
+    Experts,
+    mixture_of_experts,
+    pack_experts,
+    prepare_coded_experts,
+    prepare_experts,
+)
+from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes, ExpertPacker
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm.ops.packed_linear.api import can_pack
+from vllm_gaudi_ucm.ops.quantised_linear.packed_codes import CodeKind
+from vllm_gaudi_ucm.ops.quantised_linear.weight import E2M1, QuantisedWeight
 
 
 class Shape(NamedTuple):
@@ -90,6 +101,27 @@ def dense_loop(weights: ExpertWeights) -> Call:
     return run
 
 
+def step_of(inputs: int) -> float:
+    """The scale of all weights: a power of two, by which sums of so many inputs are of about one."""
+    return float(2.0 ** -round(math.log2(3 * inputs**0.5)))
+
+
+def stay_codes(weights: ExpertWeights, kind: CodeKind) -> CodedExperts:
+    """The same weights as codes; in groups of 32 inputs for MXFP4, else with a scale for each output."""
+
+    def codes_of(plain: Tensor) -> ExpertCodes:
+        experts, outputs, inputs = plain.shape
+        step, packer = step_of(inputs), ExpertPacker(experts, kind)
+        group = 32 if kind == "e2m1" else inputs
+        scales = torch.full((outputs, inputs // group), step, device=plain.device)
+        for number in range(experts):
+            codes = (plain[number].float() / step).to(torch.float8_e4m3fn)
+            packer.add(number, QuantisedWeight(codes, scales, (1, group)))
+        return packer.finish()
+
+    return CodedExperts(codes_of(weights.w13), codes_of(weights.w2), weights.w13.dtype)
+
+
 def by_operation(experts: Experts) -> Call:
     """`mixture_of_experts` of an implementation."""
     return lambda x, ids, shares: mixture_of_experts(x, ids, shares, experts)
@@ -102,6 +134,15 @@ def sides(weights: Sequence[ExpertWeights]) -> Iterator[tuple[str, bool, Callabl
     def of(name: str) -> Callable[[], list[Call]]:
         return lambda: [by_operation(prepare_experts(each, spec, implementation=name)) for each in weights]
 
+    def of_codes(kind: CodeKind) -> Callable[[], list[Call]]:
+        return lambda: [
+            by_operation(prepare_coded_experts(stay_codes(each, kind), spec, implementation=fastest))
+            for each in weights
+        ]
+
+    fastest = "cuda" if device == "cuda" else "cpu"
+    yield f"ours ({fastest}, 8-bit floats)", device == "cuda", of_codes("whole")
+    yield f"ours ({fastest}, MXFP4)", device == "cuda", of_codes("e2m1")
     if device == "cuda":
         yield "ours (cuda)", True, of("cuda")
         yield "vLLM's kernel", True, lambda: [VllmKernel(each) for each in weights]
@@ -164,9 +205,11 @@ def measure(
 ) -> list[MoeTime]:
     """A row for each number of rows and side. peaks: bytes and products per second."""
     random = torch.Generator(device).manual_seed(0)
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
 
     def draw(*sizes: int) -> Tensor:
-        return (torch.randn(sizes, generator=random, device=device) / sizes[-1] ** 0.5).to(dtype)
+        numbers = torch.randint(16, sizes, generator=random, device=device, dtype=torch.uint8)
+        return (values * step_of(sizes[-1])).to(dtype)[numbers.int()]
 
     layers = [
         ExpertWeights(

@@ -15,6 +15,11 @@ def _on_card(tensor: Tensor) -> bool:
     return tensor.device.type == "hpu" or (torch.compiler.is_compiling() and hasattr(torch, "hpu"))
 
 
+def has_e4m3(device: torch.device) -> bool:
+    """Whether a device converts and multiplies them: a GPU of compute capability 8.9 or newer; others by torch."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def narrow(numbers: Tensor) -> Tensor:
     """Floats of any shape as 8-bit floats, what is beyond their range at its end; NaN stays NaN.
 

@@ -5,15 +5,16 @@ Routing is the model's: what comes here is which experts each row takes, and by 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.moe.codes import CodedExperts
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights, MoeImplementation
-from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
-from vllm_gaudi_ucm.ops.moe.validation import validate_rows, validate_weights
+from vllm_gaudi_ucm.ops.moe.spec import CODES, MoeSpec
+from vllm_gaudi_ucm.ops.moe.validation import validate_codes, validate_rows, validate_weights
 from vllm_gaudi_ucm.ops.registry import AUTO
 
 
@@ -21,7 +22,7 @@ from vllm_gaudi_ucm.ops.registry import AUTO
 class Experts:
     """The experts of a layer that are here, as an implementation wants them.
 
-    form: what the implementation made of the weights. plain: the weights, where they are kept.
+    form: what the implementation made of the weights. kept: the weights themselves; None where they are packed.
     """
 
     spec: MoeSpec
@@ -31,7 +32,7 @@ class Experts:
     hidden: int
     dtype: torch.dtype
     device: str
-    plain: ExpertWeights | None
+    kept: ExpertWeights | CodedExperts | None
 
 
 def prepare_experts(
@@ -51,6 +52,27 @@ def prepare_experts(
     return _experts(weights, spec, chosen, chosen.prepare(weights, spec), weights)
 
 
+def prepare_coded_experts(
+    weights: CodedExperts, spec: MoeSpec, *, implementation: str = AUTO, captured: bool = False
+) -> Experts:
+    """The same for weights that stay the codes of a checkpoint. Each element counts as its exact value.
+
+    An implementation may round it to the dtype of rows, as `reference` does to float32.
+    """
+    validate_codes(weights, spec)
+    spec, device = replace(spec, weights=CODES), weights.w13.codes.device.type
+    chosen = MOE.choose(implementation, device, spec, captured=captured)
+    experts, _, hidden = weights.w13.shape
+    form = chosen.prepare_codes(weights, spec)
+    return Experts(spec, chosen, form, experts, hidden, weights.dtype, device, weights)
+
+
+def are_codes_enough(weights: CodedExperts, spec: MoeSpec, *, captured: bool = False) -> bool:
+    """Whether the fastest implementation where these weights are takes codes in about the time of plain weights."""
+    chosen = MOE.choose(AUTO, weights.w13.codes.device.type, spec, captured=captured)
+    return chosen.supports(replace(spec, weights=CODES)) and chosen.takes_codes(weights)
+
+
 def pack_experts(weights: ExpertWeights, spec: MoeSpec, compact: bool = False) -> Experts:
     """The same for a CPU, with packed weights (`ops/packed_linear`), in copies: the plain ones may be freed.
 
@@ -64,10 +86,10 @@ def pack_experts(weights: ExpertWeights, spec: MoeSpec, compact: bool = False) -
 
 
 def _experts(
-    weights: ExpertWeights, spec: MoeSpec, chosen: MoeImplementation, form: Any, plain: ExpertWeights | None
+    weights: ExpertWeights, spec: MoeSpec, chosen: MoeImplementation, form: Any, kept: ExpertWeights | None
 ) -> Experts:
     w13 = weights.w13
-    return Experts(spec, chosen, form, w13.shape[0], w13.shape[2], w13.dtype, w13.device.type, plain)
+    return Experts(spec, chosen, form, w13.shape[0], w13.shape[2], w13.dtype, w13.device.type, kept)
 
 
 def mixture_of_experts(x: Tensor, ids: Tensor, shares: Tensor, experts: Experts) -> Tensor:
@@ -88,8 +110,8 @@ def mixture_of_experts(x: Tensor, ids: Tensor, shares: Tensor, experts: Experts)
         if not x.shape[0]:
             return torch.empty_like(x)
     elif not chosen.traceable:
-        assert experts.plain is not None, "packed experts are not compiled"
-        return _REFERENCE.compute(x, ids, shares, experts.plain, experts.spec)
+        assert experts.kept is not None, "packed experts are not compiled"
+        return _REFERENCE.compute(x, ids, shares, experts.kept, experts.spec)
     return chosen.compute(x, ids, shares, experts.form, experts.spec)
 
 

@@ -11,6 +11,8 @@ from vllm_gaudi_ucm.ops.registry import Implementation, Implementations
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm_gaudi_ucm.ops.moe.codes import CodedExperts
+
 
 class ExpertWeights(NamedTuple):
     """Plain weights of the experts that are here.
@@ -34,6 +36,14 @@ class MoeImplementation(Implementation[MoeSpec], ABC):
 
     def prepare(self, weights: ExpertWeights, spec: MoeSpec) -> Any:
         """What `compute` gets as `form`, once for a layer; here the weights themselves."""
+        return weights
+
+    def takes_codes(self, weights: CodedExperts) -> bool:
+        """Whether `compute` gets by with these weights as they are, in about the time that plain ones take."""
+        return False
+
+    def prepare_codes(self, weights: CodedExperts, spec: MoeSpec) -> Any:
+        """As `prepare`, where `supports` says yes to a spec of `CODES`."""
         return weights
 
     @abstractmethod

@@ -11,6 +11,8 @@ Form = Literal["silu", "gelu", "gelu_tanh"]
 
 PLAIN = "plain"
 """Weights as they are: one float tensor for all experts of each product."""
+CODES = "codes"
+"""Weights as a quantised checkpoint holds them: codes of 4 or 8 bits, with scales."""
 
 
 @dataclass(frozen=True, slots=True)

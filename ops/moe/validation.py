@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.moe.codes import CodedExperts
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 
@@ -31,6 +32,23 @@ def validate_weights(weights: ExpertWeights, spec: MoeSpec) -> None:
         if tuple(bias.shape) != (experts, size):
             raise ValueError(f"experts: {name} is {_kind(bias)}, expected [{experts}, {size}]")
         _same(name, bias, w13)
+
+
+def validate_codes(weights: CodedExperts, spec: MoeSpec) -> None:
+    """Raises ValueError for codes that are not those of `spec`, or do not fit together."""
+    experts, double, hidden = weights.w13.shape
+    if double % 2 or weights.w2.shape != (experts, hidden, double // 2):
+        raise ValueError(
+            f"experts: codes of w13 {weights.w13.shape}, of w2 {weights.w2.shape}; expected [experts, 2 * inner, "
+            "hidden] and [experts, hidden, inner]"
+        )
+    for one in (weights.w13, weights.w2):
+        one.expert(0).check()
+    for name, bias, size in (("w13_bias", weights.w13_bias, double), ("w2_bias", weights.w2_bias, hidden)):
+        if (bias is not None) != spec.bias:
+            raise ValueError(f"experts: {name} is {'there' if bias is not None else 'missing'}, spec.bias {spec.bias}")
+        if bias is not None and (tuple(bias.shape) != (experts, size) or bias.dtype != weights.dtype):
+            raise ValueError(f"experts: {name} is {_kind(bias)}, expected {weights.dtype} [{experts}, {size}]")
 
 
 def validate_rows(x: Tensor, ids: Tensor, shares: Tensor, hidden: int, dtype: torch.dtype, device: str) -> None:

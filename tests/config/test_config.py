@@ -23,6 +23,7 @@ SECTIONS = " or ".join(
         "memory_mode",
         "phase_log",
         "preemption",
+        "quantised_experts",
         "scheduler",
         "ucm_sparse_config",
         "ucm_sparse_method",
@@ -103,6 +104,7 @@ VALUES: dict[str, tuple[list[Any], list[Any], str]] = {
     "ucm.cpu.compact_weights": ([True, False], [1, "no", None], "true or false"),
     "ucm.cpu.matrix_unit": ([True, False], [0, "off", None], "true or false"),
     "ucm.cpu.native_graphs": ([True, False], [1, "on", None], "true or false"),
+    "ucm.quantised_experts": (["auto", "codes", "plain"], ["fp8", True, None], 'one of "auto", "codes", "plain"'),
     "ucm.distributed.check_ranks": ([True, False], [1, "on", None], "true or false"),
     "ucm.scheduler.admission": (
         ["greedy", "exact", "predicted"],

@@ -15,8 +15,9 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 # a weight [outputs, inputs] -> the tensors of a checkpoint, by the end of their names, and the weight that they mean
 Quantise = Callable[[Tensor], tuple[Tensors, Tensor]]
-_BLOCKS = r"self_attn|mlp|mlp\.experts\.\d+|mlp\.shared_experts"
-_LINEAR = re.compile(rf"(model\.layers\.\d+\.(?:{_BLOCKS})\.\w+_proj(?:_with_mqa)?)\.weight")
+_BLOCKS = r"self_attn|mlp|mlp\.experts\.\d+|mlp\.shared_experts?"
+_MIXTRAL = r"block_sparse_moe\.experts\.\d+\.w[123]"
+_LINEAR = re.compile(rf"(model\.layers\.\d+\.(?:(?:{_BLOCKS})\.\w+_proj(?:_with_mqa)?|{_MIXTRAL}))\.weight")
 
 
 class Scheme(NamedTuple):

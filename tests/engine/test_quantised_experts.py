@@ -94,19 +94,46 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_gpt_oss(make_model(folder / "random", window_config("gpt_oss", intermediate_size=96)), folder)
 
 
-def dtypes(engine: Engine) -> set[torch.dtype]:
+# of the elements of experts in codes of 8 bits, in bytes; scales included, which are many in small experts
+LEAST_BITS, MOST_BITS = 4, 12
+# of experts that stay codes, which formats; the others are written out, which is what a CPU does by itself
+STAYING = {"compressed-tensors", "fp8 blocks", "awq"}
+
+
+def weights(engine: Engine) -> list[torch.Tensor]:
+    """Of all experts."""
     layers = [module for module in engine.runner.decoder.model.modules() if isinstance(module, RoutedExperts)]
-    return {parameter.dtype for layer in layers for parameter in layer.parameters()}
+    return [parameter.data for layer in layers for parameter in layer.parameters()]
+
+
+def assert_kept(engine: Engine, elements: int, codes: bool) -> None:
+    """Memory of the experts, which have so many elements."""
+    found = weights(engine)
+    size = sum(weight.nbytes for weight in found)
+    if codes:
+        assert LEAST_BITS * elements <= 8 * size <= MOST_BITS * elements
+        return
+    assert {weight.dtype for weight in found} == {torch.float32}
+    # they are packed, and what the layers have is empty, but for biases
+    assert size < elements
+
+
+def elements_of(model: Path) -> int:
+    """Of all experts."""
+    tensors = load_file(model / "model.safetensors")
+    return sum(tensor.numel() for name, tensor in tensors.items() if ".experts." in name and tensor.dim() > 1)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_are_those_of_the_exact_values(tmp_path: Path, name: str) -> None:
+    """As codes, or written out."""
     layers = len(EXPERTS) if name == "compressed-tensors" else 2
     plain = make_model(tmp_path / "random", make_config("qwen3_moe", num_hidden_layers=layers))
     quantised, meant = write_quantised(plain, tmp_path, *FORMATS[name])
-    with Engine(quantised) as engine:
+    ucm = {"quantised_experts": "codes"} if name in STAYING else {}
+    with Engine(quantised, ucm) as engine:
         answers = engine.greedy(PROMPTS, 16)
-        assert dtypes(engine) == {torch.float32}
+        assert_kept(engine, elements_of(meant), name in STAYING)
     ReferenceModel(meant).assert_greedy(PROMPTS, answers)
 
 
@@ -122,12 +149,13 @@ def test_deepseek_in_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["off", "eager"])
 def test_experts_of_gpt_oss(gpt_oss: tuple[Path, Path], mode: str) -> None:
-    """At true shapes, and in buckets."""
+    """At true shapes as codes, and in buckets written out."""
     quantised, meant = gpt_oss
-    ucm = {"graphs": {"mode": mode, "warm_up": "skeleton", "max_graphs": 3}}
+    kept = "codes" if mode == "off" else "plain"
+    ucm = {"graphs": {"mode": mode, "warm_up": "skeleton", "max_graphs": 3}, "quantised_experts": kept}
     with Engine(quantised, ucm, max_num_batched_tokens=64) as engine:
         answers = engine.greedy(PROMPTS, 16)
-        assert dtypes(engine) == {torch.float32}
+        assert_kept(engine, elements_of(meant), mode == "off")
     ReferenceModel(meant, "eager").assert_greedy(PROMPTS, answers)
 
 

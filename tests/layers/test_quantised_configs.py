@@ -22,6 +22,7 @@ from vllm_gaudi_ucm.layers.quantised.configs import (
 from vllm_gaudi_ucm.layers.quantised.experts import QuantisedExpertsMethod
 from vllm_gaudi_ucm.layers.quantised.formats import AwqFormat, PackedIntegers, ScaledFormat
 from vllm_gaudi_ucm.layers.quantised.method import QuantisedLinearMethod
+from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.quantised_weights import SERVED
 from vllm_gaudi_ucm.vllm_api.model import LinearBase, ParallelLMHead
@@ -147,3 +148,12 @@ def test_what_quantised_experts_do_not_compute() -> None:
     found.apply_router_weight_on_input = True
     with pytest.raises(UnsupportedFeatureError, match=r"several experts for each row where shares weigh the rows"):
         method.create_weights(found)
+
+
+def test_scales_that_are_missing() -> None:
+    """Not served as rows of NaN."""
+    weight = QuantisedWeight(torch.zeros(4, 8, dtype=torch.int8), torch.full((4, 1), torch.nan), (1, 8))
+    form: Any = SimpleNamespace(read=lambda layer: weight)
+    linear: Any = SimpleNamespace(prefix="model.layers.0.mlp.up_proj", params_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj: scales of a quantised layer are not in the check"):
+        QuantisedLinearMethod(form).process_weights_after_loading(linear)

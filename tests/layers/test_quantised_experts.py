@@ -14,8 +14,10 @@ from tests.engine.quantised_models import SCHEMES, Quantise, Tensors, awq, fp8_b
 from tests.layers.test_quantised_configs import arguments
 from vllm_gaudi_ucm.layers.quantised.configs import format_of_scheme
 from vllm_gaudi_ucm.layers.quantised.expert_formats import ExpertSizes
-from vllm_gaudi_ucm.layers.quantised.experts import ExpertStacks
+from vllm_gaudi_ucm.layers.quantised.experts import ExpertStacks, QuantisedExpertsMethod
 from vllm_gaudi_ucm.layers.quantised.formats import AwqFormat, GptqFormat, Mxfp4Format, ScaledFormat, WeightFormat
+from vllm_gaudi_ucm.ops.moe.codes import ExpertCodes
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.quantisation import RoutedExperts
 
 EXPERTS, HIDDEN = 3, 64
@@ -77,6 +79,15 @@ def load(layer: Any, shard: str, expert: int, parts: Tensors) -> None:
         assert parameter.weight_loader(parameter, tensor, name, shard, expert, return_success=True), name
 
 
+def written_out(codes: ExpertCodes, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.stack([codes.write_out(expert, dtype) for expert in range(EXPERTS)])
+
+
+def bits_of(form: WeightFormat) -> int:
+    """Codes in memory take as many as in the checkpoint."""
+    return 4 if isinstance(form, Mxfp4Format) else getattr(form, "bits", 4 if isinstance(form, AwqFormat) else 8)
+
+
 @pytest.mark.parametrize(("ranks", "inner"), [(1, 80), (1, 96), (2, 96)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_are_exact_on_every_rank(name: str, ranks: int, inner: int) -> None:
@@ -100,7 +111,9 @@ def test_experts_are_exact_on_every_rank(name: str, ranks: int, inner: int) -> N
         for (shard, expert), (parts, _) in quantised.items():
             load(layer, shard, expert, parts)
         for matrix in stacks.matrices:
-            found[matrix.name].append(stacks.write_out(layer, matrix, torch.float32, torch.device("cpu")))
+            codes = stacks.read(layer, matrix)
+            assert codes.codes.nbytes == EXPERTS * matrix.outputs * matrix.inputs * bits_of(form) // 8
+            found[matrix.name].append(written_out(codes))
         assert not dict(layer.named_parameters())
     gates_and_ups = torch.cat([part.unflatten(1, (2, -1)) for part in found["w13"]], 2)
     for (shard, expert), (_, meant) in quantised.items():
@@ -130,11 +143,11 @@ def test_blocks_of_gpt_oss() -> None:
         first = 2 * rank
         layer.w2_weight[:, :, : filled // 2] = blocks[:, :, first : first + filled // 32].flatten(2)
         layer.w2_weight_scale[:, :, : filled // 32] = exponents[:, :, first : first + filled // 32]
-        written = stacks.write_out(layer, stacks.matrices[1], torch.float32, torch.device("cpu"))
+        written = written_out(stacks.read(layer, stacks.matrices[1]))
         assert torch.equal(written, expected[:, :, 64 * rank : 64 * rank + 64])
         # gates and ups in turn
         layer.w13_weight_scale[:, : 2 * filled] = 127
-        written = stacks.write_out(layer, stacks.matrices[0], torch.float32, torch.device("cpu"))
+        written = written_out(stacks.read(layer, stacks.matrices[0]))
         assert written.isfinite().all()
         assert not written[:, 2 * filled :].any()
 
@@ -146,10 +159,18 @@ def test_values_are_rounded_once() -> None:
     for expert in range(EXPERTS):
         load(layer, "w2", expert, parts)
     (_, matrix) = stacks.matrices
-    written = stacks.write_out(layer, matrix, torch.bfloat16, torch.device("cpu"))
+    written = written_out(stacks.read(layer, matrix), torch.bfloat16)
     assert torch.equal(written, meant.to(torch.bfloat16).expand(EXPERTS, -1, -1))
     with pytest.raises(ValueError, match="w13_weight_scale: scales of experts are not in the checkpoint"):
-        stacks.write_out(layer, stacks.matrices[0], torch.bfloat16, torch.device("cpu"))
+        stacks.read(layer, stacks.matrices[0])
+
+
+def test_codes_on_a_gaudi() -> None:
+    """Refused by the option's name; its own product of experts has other weights."""
+    method: Any = QuantisedExpertsMethod.__new__(QuantisedExpertsMethod)
+    method._device = torch.device("hpu")
+    with pytest.raises(UnsupportedFeatureError, match=r"`codes` on a Gaudi.*take `plain`.*ucm\.quantised_experts"):
+        method.prepare(None, captured=True, packed=False, compact=False, keep="codes")
 
 
 def test_blocks_that_ranks_cannot_share() -> None:

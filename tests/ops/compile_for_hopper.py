@@ -25,8 +25,9 @@ from vllm_gaudi_ucm.ops.block_selection.impl import cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
 from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
 from vllm_gaudi_ucm.ops.moe.choice import _by_kernel
+from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertPacker
 from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
-from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
+from vllm_gaudi_ucm.ops.moe.spec import CODES, MoeSpec
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, narrow_rows
 from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
@@ -185,6 +186,24 @@ def experts(dtype: torch.dtype) -> None:
         MOE.make("cuda").compute(x, ids, torch.ones(rows, 2), ExpertWeights(w13, w2, *added), spec)
 
 
+def coded_experts(dtype: torch.dtype) -> None:
+    """Each kind of codes, with every size of tile."""
+    for codes, block, kind, bits in (
+        (torch.float8_e4m3fn, (128, 128), "whole", 8),
+        (torch.uint8, (1, 128), "uint4", 4),
+        (torch.float8_e4m3fn, (1, 32), "e2m1", 8),
+    ):
+        found = []
+        for sizes in ((1536, 2048), (2048, 768)):
+            packer = ExpertPacker(8, kind)
+            packer.add(0, random_weight(*sizes, block, codes, bits))
+            found.append(packer.finish())
+        weights = CodedExperts(found[0], found[1], dtype)
+        for rows in (1, 4096) if dtype.itemsize < 4 else (1,):
+            x, ids = torch.empty(rows, 2048, dtype=dtype), torch.zeros(rows, 2, dtype=torch.int64)
+            MOE.make("cuda").compute(x, ids, torch.ones(rows, 2), weights, MoeSpec(weights=CODES))
+
+
 def choices(dtype: torch.dtype) -> None:
     """Of a few experts and many, with a bias and without one."""
     logits = torch.zeros(3, 128, dtype=dtype)
@@ -234,6 +253,7 @@ def main(dtype: torch.dtype) -> None:
         select(dtype, E4M3)
     quantised(dtype)
     experts(dtype)
+    coded_experts(dtype)
     choices(dtype)
     assert not never_written(cubins), never_written(cubins)
     for name, shared in found.items():

@@ -57,6 +57,8 @@ def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
         "group_pairs",
         "multiply_gated",
         "multiply_shared",
+        "multiply_gated_codes",
+        "multiply_shared_codes",
         "sum_pairs",
         "add_parts",
         "choose",

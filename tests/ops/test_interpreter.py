@@ -26,6 +26,7 @@ LEAST = {
     "ops.test_cuda_elementwise": 90,
     "ops.test_cuda_quantised": 25,
     "ops.test_moe": 8,
+    "ops.test_moe_codes": 10,
     "ops.test_expert_choice": 18,
     "ops.test_cuda_narrow_caches": 20,
     "layers.test_cuda_layers": 7,

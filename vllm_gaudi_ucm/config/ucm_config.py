@@ -183,6 +183,12 @@ class UcmConfig(Section):
     attention: AttentionConfig = Field(default=AttentionConfig(), description="Unified Attention.")
     graphs: GraphsConfig = Field(default=GraphsConfig(), description="Static shapes and captured graphs.")
     cpu: CpuConfig = Field(default=CpuConfig(), description="The CPU as the reference device.")
+    quantised_experts: Literal["auto", "codes", "plain"] = Field(
+        default="auto",
+        description="Experts that a checkpoint has in 4 or 8 bits. `codes` keeps them so: a half to an eighth of the "
+        "memory, and each expert is written out whenever it is used, but on CUDA, whose kernels read codes. `plain` "
+        "writes them out when the model is loaded. `auto` is `codes` on CUDA and `plain` elsewhere.",
+    )
     distributed: DistributedConfig = Field(default=DistributedConfig(), description="Several workers of one engine.")
     scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="Which waiting requests begin.")
     kv_cache: KvCacheConfig = Field(default=KvCacheConfig(), description="Which blocks of the KV cache requests get.")

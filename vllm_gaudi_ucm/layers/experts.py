@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, pack_experts, prepare_experts
 from vllm_gaudi_ucm.ops.moe.choice import SCORES, choose_experts
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights
-from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
+from vllm_gaudi_ucm.ops.moe.spec import CODES, MoeSpec
 from vllm_gaudi_ucm.ops.packed_linear.api import can_pack
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.distributed import get_dp_group
@@ -28,6 +28,9 @@ from vllm_gaudi_ucm.vllm_api.moe import (
 )
 
 logger = plugin_logger(__name__)
+
+ExpertForm = Literal["auto", "codes", "plain"]
+"""What quantised experts are kept as; `auto`: codes where the device multiplies them as fast as plain weights."""
 
 # gpt-oss: vLLM's kernels have these numbers in them.
 OAI_ALPHA, OAI_BETA, OAI_LIMIT = 1.702, 1.0, 7.0
@@ -116,7 +119,7 @@ class ServedMoeRunner(DirectMoERunner):
 class ExpertsMethod(UnquantizedFusedMoEMethod):
     """Computes the experts of a layer that are on this device; what devices add up, vLLM's runner does."""
 
-    written_out = False
+    quantised = False
     """Whether weights were quantised in the checkpoint."""
     _experts: Experts | None = None
     _here: torch.Tensor | None = None
@@ -147,6 +150,9 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
+        self._complete(layer)
+
+    def _complete(self, layer: Any) -> None:
         # the runner asks for it in its first forward, which may be traced
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         if layer.expert_map is not None:
@@ -154,7 +160,7 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
             # above all numbers, as an expert of the next device is
             self._here = placed.masked_fill(placed < 0, layer.local_num_experts)
 
-    def prepare(self, layer: Any, captured: bool, packed: bool, compact: bool) -> None:
+    def prepare(self, layer: Any, captured: bool, packed: bool, compact: bool, keep: ExpertForm) -> None:
         """Once the weights are there; see `prepare_model_experts`."""
         weights, spec = _weights(layer), moe_spec(layer)
         if not (packed and can_pack(weights.w13)):
@@ -199,25 +205,31 @@ def register_experts() -> None:
             layer.register_oot(ours)
 
 
-def prepare_model_experts(model: nn.Module, *, captured: bool, packed: bool = False, compact: bool = False) -> None:
+def prepare_model_experts(
+    model: nn.Module, *, captured: bool, packed: bool = False, compact: bool = False, keep: ExpertForm = "auto"
+) -> None:
     """Prepares the experts of a loaded model, and logs how they are computed.
 
     captured: steps have static shapes. packed: packs weights for a CPU, and gives the plain ones back to the system;
-        not with `captured`. compact: looks for forms of fewer bits as well.
+        not with `captured`. compact: looks for forms of fewer bits as well. keep: what becomes of quantised experts.
     """
     layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     experts: Experts | None = None
-    written_out = False
+    quantised = False
     for layer in layers:
         method = layer.quant_method
         if not isinstance(method, ExpertsMethod):
             raise UnsupportedFeatureError("quantised experts", f"the model's layer {layer.layer_name}")
-        method.prepare(layer, captured, packed, compact)
-        experts, written_out = method.experts, written_out or method.written_out
+        method.prepare(layer, captured, packed, compact, keep)
+        experts, quantised = method.experts, quantised or method.quantised
     if experts is not None:
         logger.info(
             "%d layers of %d experts here, computed by %r%s%s",
             *(len(layers), experts.count, experts.implementation.name),
-            "" if experts.plain is not None else ", packed",
-            ", written out of quantised weights" if written_out else "",
+            "" if experts.kept is not None else ", packed",
+            _said_of_codes(experts) if quantised else "",
         )
+
+
+def _said_of_codes(experts: Experts) -> str:
+    return ", which stay quantised" if experts.spec.weights == CODES else ", written out of quantised weights"

@@ -140,7 +140,13 @@ class ModelRunner:
         packed = self._device.kind == "cpu" and self._config.cpu.packed_weights and self.kind != "compile"
         compact, captured = self._config.cpu.compact_weights, self._captures_experts
         for model in models:
-            prepare_model_experts(model, captured=captured, packed=packed and not captured, compact=compact)
+            prepare_model_experts(
+                model,
+                captured=captured,
+                packed=packed and not captured,
+                compact=compact,
+                keep=self._config.quantised_experts,
+            )
         if packed:
             for model in models:
                 layers = pack_linear_layers(model, compact)

@@ -14,18 +14,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes
 from vllm_gaudi_ucm.ops.moe.gate import gate
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights, MoeImplementation
-from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
+from vllm_gaudi_ucm.ops.moe.spec import CODES, PLAIN, MoeSpec
 from vllm_gaudi_ucm.ops.packed_linear.api import PackedWeight, pack, packed_linear
 from vllm_gaudi_ucm.ops.silu_and_mul.api import silu_and_mul
+
+
+class CodesOfOne(NamedTuple):
+    """The weight of one expert, written out for each product with it."""
+
+    codes: ExpertCodes
+    number: int
 
 
 class Expert(NamedTuple):
     """One expert: [2 * inner, hidden], [hidden, inner], and their biases."""
 
-    w13: Tensor | PackedWeight
-    w2: Tensor | PackedWeight
+    w13: Tensor | PackedWeight | CodesOfOne
+    w2: Tensor | PackedWeight | CodesOfOne
     w13_bias: Tensor | None
     w2_bias: Tensor | None
 
@@ -37,6 +45,16 @@ class CpuMoe(MoeImplementation):
     priority: ClassVar[int] = 10
     capturable: ClassVar[bool] = False
     traceable: ClassVar[bool] = False
+
+    def supports(self, spec: MoeSpec) -> bool:
+        return spec.weights in (PLAIN, CODES)
+
+    def prepare_codes(self, weights: CodedExperts, spec: MoeSpec) -> Sequence[Expert]:
+        numbers = range(weights.w13.shape[0])
+        b13, b2 = (_by_expert(bias, len(numbers)) for bias in (weights.w13_bias, weights.w2_bias))
+        each = (CodesOfOne(weights.w13, number) for number in numbers)
+        others = (CodesOfOne(weights.w2, number) for number in numbers)
+        return [Expert(*parts) for parts in zip(each, others, b13, b2, strict=True)]
 
     def prepare(self, weights: ExpertWeights, spec: MoeSpec) -> Sequence[Expert]:
         return [Expert(*each) for each in _each(weights)]
@@ -75,9 +93,12 @@ def pack_each(weights: ExpertWeights, spec: MoeSpec, compact: bool) -> tuple[Seq
 
 def _each(weights: ExpertWeights) -> Sequence[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
     w13, w2 = weights.w13.detach(), weights.w2.detach()
-    biases = (None if bias is None else bias.detach() for bias in (weights.w13_bias, weights.w2_bias))
-    b13, b2 = ([None] * len(w13) if bias is None else bias.unbind(0) for bias in biases)
+    b13, b2 = (_by_expert(bias, len(w13)) for bias in (weights.w13_bias, weights.w2_bias))
     return list(zip(w13.unbind(0), w2.unbind(0), b13, b2, strict=True))
+
+
+def _by_expert(bias: Tensor | None, experts: int) -> Sequence[Tensor | None]:
+    return [None] * experts if bias is None else bias.detach().unbind(0)
 
 
 def _run(x: Tensor, expert: Expert, spec: MoeSpec) -> Tensor:
@@ -86,7 +107,9 @@ def _run(x: Tensor, expert: Expert, spec: MoeSpec) -> Tensor:
     return _product(silu_and_mul(both) if is_silu else gate(both, spec), expert.w2, expert.w2_bias)
 
 
-def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
+def _product(x: Tensor, weight: Tensor | PackedWeight | CodesOfOne, bias: Tensor | None) -> Tensor:
     if isinstance(weight, PackedWeight):
         return packed_linear(x, weight, bias)
+    if isinstance(weight, CodesOfOne):
+        weight = weight.codes.write_out(weight.number, x.dtype)
     return functional.linear(x, weight, bias)

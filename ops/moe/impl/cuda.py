@@ -12,8 +12,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes
 from vllm_gaudi_ucm.ops.moe.implementation import ExpertWeights, MoeImplementation
-from vllm_gaudi_ucm.ops.moe.spec import PLAIN, MoeSpec
+from vllm_gaudi_ucm.ops.moe.spec import CODES, PLAIN, MoeSpec
+from vllm_gaudi_ucm.ops.narrow_floats import has_e4m3
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,17 +46,35 @@ class CudaMoe(MoeImplementation):
         return why_not_triton(device)
 
     def supports(self, spec: MoeSpec) -> bool:
-        return spec.weights == PLAIN
+        return spec.weights in (PLAIN, CODES)
+
+    def takes_codes(self, weights: CodedExperts) -> bool:
+        """Groups of 32 inputs at least; 8-bit floats on a GPU that converts them."""
+        narrow = any(each.codes.dtype == torch.float8_e4m3fn for each in (weights.w13, weights.w2))
+        if narrow and not has_e4m3(weights.w13.codes.device):
+            return False
+        return weights.dtype in DTYPES and weights.w13.for_kernels and weights.w2.for_kernels
+
+    def prepare_codes(self, weights: CodedExperts, spec: MoeSpec) -> CodedExperts:
+        if not self.takes_codes(weights):
+            raise ValueError(
+                f"experts: codes {weights.w13.codes.dtype} in blocks of {weights.w13.block} and {weights.w2.block}, "
+                f"rows {weights.dtype}; expected blocks of a multiple of 32 inputs that divides them, rows of "
+                f"{', '.join(map(str, DTYPES))}, and compute capability 8.9 for 8-bit floats"
+            )
+        return weights
 
     def prepare(self, weights: ExpertWeights, spec: MoeSpec) -> ExpertWeights:
         if weights.w13.dtype not in DTYPES:
             raise ValueError(f"experts: w13 is {weights.w13.dtype}, expected one of {', '.join(map(str, DTYPES))}")
         return ExpertWeights(*(None if each is None else each.detach().contiguous() for each in weights))  # type: ignore[arg-type]
 
-    def compute(self, x: Tensor, ids: Tensor, shares: Tensor, form: ExpertWeights, spec: MoeSpec) -> Tensor:
+    def compute(
+        self, x: Tensor, ids: Tensor, shares: Tensor, form: ExpertWeights | CodedExperts, spec: MoeSpec
+    ) -> Tensor:
         from triton import knobs
 
-        from vllm_gaudi_ucm.ops.moe.impl.triton import groups, products, sums
+        from vllm_gaudi_ucm.ops.moe.impl.triton import coded_products, groups, products, sums
 
         (rows, chosen), (experts, double, hidden) = ids.shape, form.w13.shape
         out, pairs = torch.empty_like(x, memory_format=torch.contiguous_format), ids.numel()
@@ -78,15 +98,19 @@ class CudaMoe(MoeImplementation):
             "SPREAD": 1 << (experts - 1).bit_length(),
             "APART": apart,
             "ROWS": tiles.rows,
-            "DEPTH": tiles.depth,
             "COMPUTE": products.DTYPES[torch.float32 if interpreted_bf16 else x.dtype],
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,
         }
         limit = 0.0 if spec.limit is None else spec.limit
         columns = tiles.columns // 2
-        products.multiply_gated[(count * -(-inner.shape[1] // columns),)](
-            *(x, form.w13, form.w13_bias, inner, ids, order, starts),
+        is_coded = isinstance(form, CodedExperts)
+        gated = coded_products.multiply_gated_codes if is_coded else products.multiply_gated
+        second = coded_products.multiply_shared_codes if is_coded else products.multiply_shared
+        w13, of_w13 = _operands(form.w13, tiles)
+        w2, of_w2 = _operands(form.w2, tiles)
+        gated[(count * -(-inner.shape[1] // columns),)](
+            *(x, *w13, form.w13_bias, inner, ids, order, starts),
             *(inner.shape[1], hidden, chosen),
             FORM=spec.form,
             INTERLEAVED=spec.interleaved,
@@ -94,17 +118,35 @@ class CudaMoe(MoeImplementation):
             BETA=spec.beta,
             LIMIT=limit,
             COLUMNS=columns,
+            **of_w13,
             **shared,
         )
-        products.multiply_shared[(count * -(-hidden // tiles.columns),)](
-            *(inner, form.w2, form.w2_bias, found, shares, ids, order, starts),
+        second[(count * -(-hidden // tiles.columns),)](
+            *(inner, *w2, form.w2_bias, found, shares, ids, order, starts),
             *(hidden, inner.shape[1]),
             COLUMNS=tiles.columns,
+            **of_w2,
             **shared,
         )
         pieces = -(-hidden // SUMMED)
         sums.sum_pairs[(rows * pieces,)](found, ids, out, hidden, CHOSEN=chosen, EXPERTS=experts, BLOCK=SUMMED)
         return out
+
+
+def _operands(weights: Tensor | ExpertCodes, tiles: Tiles) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """What a kernel gets of a product's weights: tensors, and constants."""
+    if isinstance(weights, Tensor):
+        return (weights,), {"DEPTH": tiles.depth}
+    zeros = weights.scales if weights.zeros is None else weights.zeros
+    return (weights.codes, weights.scales, zeros), {
+        "GROUP": weights.group,
+        "SCALE_ROWS": weights.block[0],
+        "SCALE_COLUMNS": weights.block[1],
+        "SCALE_LINES": weights.scales.shape[1],
+        "SCALES": weights.scales.shape[2],
+        "HAS_ZEROS": weights.zeros is not None,
+        "KIND": weights.kind,
+    }
 
 
 def choose_tiles(pairs: int, itemsize: int) -> Tiles:

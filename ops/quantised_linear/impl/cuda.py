@@ -7,18 +7,16 @@ its product takes. torch's scaled product rounds rows to e4m3, as vLLM's layers 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from vllm_gaudi_ucm.ops.narrow_floats import has_e4m3
+from vllm_gaudi_ucm.ops.quantised_linear.packed_codes import group_of, pack_codes
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
-# e4m3 in tensor cores, and its conversion in registers
-WITH_E4M3 = (8, 9)
-# Inputs that a program multiplies at a time.
-MOST_INPUTS, FEWEST_INPUTS = 128, 32
 # Elements of a program that adds parts up, and outputs of one that writes a weight out.
 ADDED, WRITTEN = 1024, 16
 # Rows up to which the kernel of codes takes less time than narrowing them and torch's scaled product, on an H200.
@@ -31,10 +29,14 @@ LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
 
 
-def _capability(weight: QuantisedWeight) -> tuple[int, int]:
-    device = weight.codes.device
-    # Triton's interpreter, on a CPU, has every format
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else WITH_E4M3
+def way_of(rows: int, dtype: torch.dtype, *, narrowed: bool = False) -> Literal["codes", "scaled", "written out"]:
+    """How so many rows are multiplied, whatever the codes are. A captured graph has the way of its bucket's rows.
+
+    narrowed: torch's scaled product takes the weight.
+    """
+    if narrowed:
+        return "codes" if rows <= FEW_ROWS else "scaled"
+    return "written out" if rows >= MANY_ROWS and dtype.itemsize < 4 else "codes"
 
 
 class CudaFp8:
@@ -52,7 +54,7 @@ class CudaFp8:
         is_e4m3 = weight.codes.dtype == torch.float8_e4m3fn and weight.zeros is None
         by_output = weight.by_channel and weight.block[0] == 1
         sizes = weight.outputs % 16 == 0 and weight.inputs % 16 == 0
-        on_gpu = weight.codes.device.type == "cuda" and _capability(weight) >= WITH_E4M3
+        on_gpu = weight.codes.device.type == "cuda" and has_e4m3(weight.codes.device)
         return is_e4m3 and by_output and sizes and dtype == torch.bfloat16 and on_gpu
 
     def pack(self, weight: QuantisedWeight) -> dict[str, Tensor]:
@@ -60,7 +62,7 @@ class CudaFp8:
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if self._few is not None and len(rows) <= FEW_ROWS:
+        if self._few is not None and way_of(len(rows), x.dtype, narrowed=True) == "codes":
             return self._few.multiply(x, layer, bias)
         narrow, scale = narrow_rows(rows)
         weight, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale).view(1, -1)
@@ -82,14 +84,13 @@ class CudaCodes:
         """Whether the kernel runs here and takes these blocks."""
         if why_not_triton(weight.codes.device.type) is not None or group_of(weight) is None:
             return False
-        return weight.codes.dtype != torch.float8_e4m3fn or _capability(weight) >= WITH_E4M3
+        return weight.codes.dtype != torch.float8_e4m3fn or has_e4m3(weight.codes.device)
 
     def pack(self, weight: QuantisedWeight) -> dict[str, Tensor]:
         codes = weight.codes
         if self._packed:
             assert self._group is not None
-            low, high = codes.unflatten(1, (-1, 2, self._group // 2)).unbind(2)
-            codes = (low | high << 4).flatten(1)
+            codes = pack_codes(codes, "uint4", self._group)
         found = {"weight": codes.contiguous(), "weight_scale": weight.scales.contiguous()}
         if weight.zeros is not None:
             found["weight_zeros"] = weight.zeros.float().contiguous()
@@ -103,7 +104,7 @@ class CudaCodes:
             rows = rows.contiguous()
         codes, scales = cast(Tensor, layer.weight), cast(Tensor, layer.weight_scale)
         outputs = codes.shape[0]
-        if len(rows) >= MANY_ROWS and x.dtype.itemsize < 4:
+        if way_of(len(rows), x.dtype) == "written out":
             found = nn.functional.linear(rows, self._written_out(layer, x.dtype), bias)
             return found.reshape(*x.shape[:-1], outputs)
         out = x.new_empty(rows.shape[0], outputs)
@@ -233,16 +234,6 @@ def _compute_type(dtype: torch.dtype) -> Any:
     if dtype == torch.float32 or (knobs.runtime.interpret and dtype == torch.bfloat16):
         return tl.float32
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
-
-
-def group_of(weight: QuantisedWeight) -> int | None:
-    """Inputs that are multiplied at a time: a power of two that divides all of them and shares a scale; or None."""
-    size = MOST_INPUTS
-    while size >= FEWEST_INPUTS:
-        if weight.inputs % size == 0 and (weight.by_channel or weight.block[1] % size == 0):
-            return size
-        size //= 2
-    return None
 
 
 def is_packable(weight: QuantisedWeight) -> bool:

@@ -22,6 +22,7 @@ from vllm_gaudi_ucm.layers.quantised.formats import (
     ScaledFormat,
     WeightFormat,
 )
+from vllm_gaudi_ucm.ops.quantised_linear.packed_codes import CodeKind
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 
 # of an e8m0: a scale of 1, and what is no number
@@ -170,6 +171,16 @@ def _scale_of_codes(form: ScaledFormat, matrix: ExpertMatrix, refine: tuple[int,
     else:
         shape = blocks(sizes.hidden, 0), blocks(sizes.all_inner, 1) // sizes.ranks
     return Stacked(form.scale, shape, scale="block")
+
+
+def kind_of(form: WeightFormat) -> CodeKind:
+    """How codes of the format are kept."""
+    match form:
+        case Mxfp4Format():
+            return "e2m1"
+        case AwqFormat() | PackedIntegers(bits=4) | GptqFormat(bits=4):
+            return "uint4"
+    return "whole"
 
 
 def decode(form: WeightFormat, matrix: ExpertMatrix, parts: Mapping[str, Tensor]) -> QuantisedWeight:

@@ -1,4 +1,4 @@
-"""Quantised experts of a model: loaded in the checkpoint's format, then written out as plain weights."""
+"""Quantised experts of a model: loaded in the checkpoint's format, then kept as codes or written out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vllm_gaudi_ucm.layers.experts import ExpertsMethod, checked_spec
+from vllm_gaudi_ucm.layers.experts import ExpertForm, ExpertsMethod, checked_spec, moe_spec
 from vllm_gaudi_ucm.layers.quantised.expert_formats import (
     NOT_LOADED,
     ONE,
@@ -16,12 +16,14 @@ from vllm_gaudi_ucm.layers.quantised.expert_formats import (
     ExpertSizes,
     Stacked,
     decode,
+    kind_of,
     matrices,
     refined,
     stacked,
 )
 from vllm_gaudi_ucm.layers.quantised.formats import Mxfp4Format, WeightFormat
-from vllm_gaudi_ucm.ops.quantised_linear.api import dequantise
+from vllm_gaudi_ucm.ops.moe.api import are_codes_enough, prepare_coded_experts
+from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes, ExpertPacker
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.quantisation import RoutedExperts, set_weight_attrs
 
@@ -29,15 +31,15 @@ BIASES = ("w13_bias", "w2_bias")
 
 
 class QuantisedExpertsMethod(ExpertsMethod):
-    """Loads experts in a checkpoint's format, and gives the layer plain weights in the model's dtype.
+    """Loads experts in a checkpoint's format, and keeps their codes, or gives the layer plain weights.
 
-    Each element is the exact value rounded once. What computes them, and packs them on a CPU, treats them like any
-    others.
+    Each plain element is the exact value in the model's dtype, rounded once. What computes them, and packs them on a
+    CPU, treats them like any others.
     """
 
-    # by `process_weights_after_loading` itself, expert by expert
+    # by `prepare` itself
     requires_device_loading = False
-    written_out = True
+    quantised = True
 
     def __init__(self, moe: Any, form: WeightFormat, *, whole_groups: bool = False) -> None:
         """whole_groups: the model's loader gives each rank whole groups of inputs, and the last rank what is left."""
@@ -49,6 +51,7 @@ class QuantisedExpertsMethod(ExpertsMethod):
         self.weight_dtype = "gpt_oss_mxfp4" if whole_groups else ""
         self._device, self._dtype = torch.device("cpu"), torch.float32
         self._stacks: ExpertStacks | None = None
+        self._codes: dict[str, ExpertCodes] = {}
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
@@ -82,16 +85,51 @@ class QuantisedExpertsMethod(ExpertsMethod):
             _register(layer, name, torch.zeros(experts, matrix.outputs, dtype=self._dtype), {"weight_loader": load})
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        """What becomes of the codes `prepare` decides, which knows how steps are computed."""
         assert self._stacks is not None, "weights are created before they are loaded"
         for matrix in self._stacks.matrices:
-            weight = self._stacks.write_out(layer, matrix, self._dtype, self._device)
-            layer.register_parameter(f"{matrix.name}_weight", nn.Parameter(weight, requires_grad=False))
+            self._codes[matrix.name] = self._stacks.read(layer, matrix)
         if not self.moe.has_bias:
             for name in BIASES:
                 if bool(getattr(layer, name).data.any()):
                     raise ValueError(f"{layer.layer_name}: the checkpoint has biases of experts, its model has none")
                 delattr(layer, name)
-        super().process_weights_after_loading(layer)
+        self._complete(layer)
+
+    def prepare(self, layer: Any, captured: bool, packed: bool, compact: bool, keep: ExpertForm) -> None:
+        if keep == "codes" and self._device.type == "hpu":
+            raise UnsupportedFeatureError(
+                "`codes` on a Gaudi, which has no product with them (take `plain`)", "ucm.quantised_experts"
+            )
+        biases = (getattr(layer, name, None) for name in BIASES)
+        weights = CodedExperts(
+            self._codes.pop("w13"),
+            self._codes.pop("w2"),
+            self._dtype,
+            *(None if bias is None else bias.data for bias in biases),
+        )
+        spec = moe_spec(layer)
+        stay = keep == "codes" or (keep == "auto" and are_codes_enough(weights, spec, captured=captured))
+        if stay:
+            there = weights._replace(w13=weights.w13.to(self._device), w2=weights.w2.to(self._device))
+            self._register_codes(layer, there)
+            self._experts = prepare_coded_experts(there, spec, captured=captured)
+            return
+        for name, codes in (("w13", weights.w13), ("w2", weights.w2)):
+            plain = torch.empty(codes.shape, dtype=self._dtype, device=self._device)
+            for expert in range(len(plain)):
+                plain[expert] = codes.write_out(expert, self._dtype)
+            layer.register_parameter(f"{name}_weight", nn.Parameter(plain, requires_grad=False))
+        del weights, codes
+        super().prepare(layer, captured, packed, compact, keep)
+
+    def _register_codes(self, layer: nn.Module, weights: CodedExperts) -> None:
+        """As the layer's parameters: what measures a model's memory sees them."""
+        for name, codes in (("w13", weights.w13), ("w2", weights.w2)):
+            parts = {"weight": codes.codes, "weight_scale": codes.scales, "weight_zeros": codes.zeros}
+            for end, tensor in parts.items():
+                if tensor is not None:
+                    layer.register_parameter(f"{name}_{end}", nn.Parameter(tensor, requires_grad=False))
 
 
 class ExpertStacks:
@@ -108,8 +146,8 @@ class ExpertStacks:
             for part in self._parts[matrix.name]:
                 _register(layer, f"{matrix.name}_{part.name}", _padded(part, matrix, experts), _marks(part, load))
 
-    def write_out(self, layer: RoutedExperts, matrix: ExpertMatrix, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[experts, outputs, inputs]: each element the exact value rounded once. Takes the parameters from the layer.
+    def read(self, layer: RoutedExperts, matrix: ExpertMatrix) -> ExpertCodes:
+        """What was loaded. Takes the parameters from the layer.
 
         Raises ValueError for scales that were not loaded.
         """
@@ -121,12 +159,12 @@ class ExpertStacks:
                 _check_loaded(loaded[part.name], part, f"{layer.layer_name}: {name}")
             delattr(layer, name)
         (experts,) = {len(tensor) for tensor in loaded.values()}
-        found = torch.empty(experts, matrix.outputs, matrix.inputs, dtype=dtype, device=device)
+        packer = ExpertPacker(experts, kind_of(self.form))
         for expert in range(experts):
             weight = decode(self.form, matrix, {name: tensor[expert] for name, tensor in loaded.items()})
             weight.check()
-            found[expert] = dequantise(weight, dtype)
-        return found
+            packer.add(expert, weight)
+        return packer.finish()
 
 
 def _padded(part: Stacked, matrix: ExpertMatrix, experts: int) -> Tensor:

@@ -56,6 +56,9 @@ class QuantisedLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight = self._form.read(layer)
         weight.check()
+        if bool(weight.scales.isnan().any()):
+            name = cast(Any, layer).prefix
+            raise ValueError(f"{name}: scales of a quantised layer are not in the checkpoint, or no numbers")
         dtype = cast(torch.dtype, layer.params_dtype)
         self._product = None if self.plain else choose_product(weight, _target(self._device.type, dtype))
         if self._product is None:

@@ -37,6 +37,23 @@ def find_tile(
 
 
 @triton.jit
+def gate(gates, up, FORM: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
+    """float32: what an expert computes between its products. FORM, ALPHA, BETA, LIMIT: see `multiply_gated`."""
+    if LIMIT > 0:
+        # NaN stays
+        gates = tl.where(gates > LIMIT, LIMIT, gates)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    if FORM == "silu":
+        gates = gates / (1.0 + tl.exp(-ALPHA * gates))
+    elif FORM == "gelu":
+        gates = 0.5 * gates * (1.0 + tl.erf(gates * 0.7071067811865476))
+    else:
+        # g / 2 * (1 + tanh(y)) = g * sigmoid(2 y), y = sqrt(2 / pi) * (g + 0.044715 g^3)
+        gates = gates / (1.0 + tl.exp(-1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)))
+    return gates * (up + BETA)
+
+
+@triton.jit
 def multiply_gated(
     x,
     weights,
@@ -91,18 +108,7 @@ def multiply_gated(
         added = bias + expert.to(tl.int64) * 2 * size
         gates += tl.load(added + gate_row, mask=inside, other=0.0).to(tl.float32)[None, :]
         up += tl.load(added + up_row, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if LIMIT > 0:
-        # NaN stays
-        gates = tl.where(gates > LIMIT, LIMIT, gates)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    if FORM == "silu":
-        gates = gates / (1.0 + tl.exp(-ALPHA * gates))
-    elif FORM == "gelu":
-        gates = 0.5 * gates * (1.0 + tl.erf(gates * 0.7071067811865476))
-    else:
-        # g / 2 * (1 + tanh(y)) = g * sigmoid(2 y), y = sqrt(2 / pi) * (g + 0.044715 g^3)
-        gates = gates / (1.0 + tl.exp(-1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)))
-    found = (gates * (up + BETA)).to(out.dtype.element_ty)
+    found = gate(gates, up, FORM, ALPHA, BETA, LIMIT).to(out.dtype.element_ty)
     tl.store(out + pair[:, None] * size + column[None, :], found, mask=present[:, None] & inside[None, :])
 
 

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from vllm_gaudi_ucm.ops.quantised_linear.impl.triton.codes import halves_of, multiply_group
+
 
 @triton.jit(do_not_specialize=["rows"])
 def multiply_codes(
@@ -55,21 +57,13 @@ def multiply_codes(
         scale = tl.load(scales + scale_place + group * GROUP // SCALE_COLUMNS, mask=is_output, other=0.0)
         code = tl.load(code_place + group * SPAN, mask=is_output[None, :], other=0.0)
         part = tl.load(x_place + group * GROUP, mask=is_row, other=0.0).to(COMPUTE)
+        zero = scale
         if HAS_ZEROS:
             zero = tl.load(zeros + scale_place + group * GROUP // SCALE_COLUMNS, mask=is_output, other=0.0)
+        later = part
         if PACKED:
-            low, high = (code & 15).to(tl.float32), (code >> 4).to(tl.float32)
-            if HAS_ZEROS:
-                low, high = low - zero[None, :], high - zero[None, :]
             later = tl.load(x_place + group * GROUP + SPAN, mask=is_row, other=0.0).to(COMPUTE)
-            found = tl.dot(part, low.to(COMPUTE), input_precision="ieee")
-            found = tl.dot(later, high.to(COMPUTE), found, input_precision="ieee")
-        else:
-            wide = code.to(tl.float32)
-            if HAS_ZEROS:
-                wide = wide - zero[None, :]
-            found = tl.dot(part, wide.to(COMPUTE), input_precision="ieee")
-        total += found * scale[None, :]
+        total += multiply_group(part, later, code, scale, zero, HAS_ZEROS, "uint4" if PACKED else "whole", COMPUTE)
     if HAS_BIAS:
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     place = out + split.to(tl.int64) * rows * out_row + row[:, None] * out_row + output[None, :]
@@ -136,8 +130,8 @@ def write_out(
     )
     to = out + output[:, None] * inputs + group * GROUP + element[None, :]
     if PACKED:
-        low, high = ((code & 15).to(tl.float32) - zero) * scale, ((code >> 4).to(tl.float32) - zero) * scale
-        tl.store(to, low.to(out.dtype.element_ty), mask=is_output[:, None])
-        tl.store(to + SPAN, high.to(out.dtype.element_ty), mask=is_output[:, None])
+        low, high = halves_of(code, "uint4")
+        tl.store(to, ((low - zero) * scale).to(out.dtype.element_ty), mask=is_output[:, None])
+        tl.store(to + SPAN, ((high - zero) * scale).to(out.dtype.element_ty), mask=is_output[:, None])
     else:
         tl.store(to, ((code.to(tl.float32) - zero) * scale).to(out.dtype.element_ty), mask=is_output[:, None])
