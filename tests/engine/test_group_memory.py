@@ -90,6 +90,17 @@ def test_swaps_beside_drafts_and_compaction(model: Path, reference: ReferenceMod
         engine.check_all_free()
 
 
+def test_swaps_beside_a_sparse_method(reference: ReferenceModel, model: Path) -> None:
+    """Summaries of blocks that come back are made again; layers with windows swap theirs, and choose nothing."""
+    options = {"sparse_steps": "always", "min_tokens": 32, "sparse_ratio": 1.0, "init_window_sz": 1}
+    ucm = {**SWAP, "ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": options}, "kv_cache": {"compaction": True}}
+    with tight(model, ucm) as engine:
+        reference.assert_greedy(prompts(), served(engine))
+        assert engine.totals.swapped_in > 2
+        assert sum(engine.runner.parts.sparse.state.totals.modes.values())
+        engine.check_all_free()
+
+
 def test_exact_admission_never_preempts(model: Path, reference: ReferenceModel) -> None:
     """The same requests are preempted where greedy admission swaps them."""
     with tight(model, {"scheduler": {"admission": "exact"}}) as engine:

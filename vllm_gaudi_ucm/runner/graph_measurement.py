@@ -93,7 +93,7 @@ def _measure(
     The number of blocks is not known yet: as many as would fill the free memory are assumed. Pads read the dummy block
     alone, so a cache of one block is enough, and blocks are gathered, which takes at least what a slice does.
     """
-    specs = kv_cache_specs(vllm_config)
+    specs = kv_cache_specs(vllm_config, choosing=config.ucm_sparse_method is not None)
     if tile is not None:
         specs = in_blocks_of(specs, tile)
     tensors_on = device.torch_device()

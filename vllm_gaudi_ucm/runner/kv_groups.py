@@ -95,7 +95,11 @@ def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmCo
         )
     if local and config.memory_mode.enabled:
         # what leaves the device is a block of all layers, and windows read theirs whatever is chosen
-        raise UnsupportedFeatureError(f"memory mode beside {local}", "ucm.memory_mode")
+        raise UnsupportedFeatureError(
+            f"memory mode beside {local} (leave it out: windows give their blocks back; UcmConnector, or "
+            "ucm.preemption.mode swap, keep blocks in host memory)",
+            "ucm.memory_mode",
+        )
 
 
 def _described_windows(decoder: Decoder) -> str:
