@@ -14,8 +14,9 @@ import torch
 
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer
+from tests.engine.test_kv_groups import held_at_the_end
 from tests.engine.test_swap import Poisoned
-from tests.engine.tiny_models import VOCAB, make_model
+from tests.engine.tiny_models import VOCAB, make_config, make_model
 from tests.engine.window_models import WINDOW, window_config
 from tests.engine.worker_processes import EngineOfWorkers
 from vllm_gaudi_ucm.memory.host_slots import engine_block_bytes
@@ -90,6 +91,17 @@ def test_swaps_beside_drafts_and_compaction(model: Path, reference: ReferenceMod
         engine.check_all_free()
 
 
+def test_swaps_beside_a_sparse_method(reference: ReferenceModel, model: Path) -> None:
+    """Summaries of blocks that come back are made again; layers with windows swap theirs, and choose nothing."""
+    options = {"sparse_steps": "always", "min_tokens": 32, "sparse_ratio": 1.0, "init_window_sz": 1}
+    ucm = {**SWAP, "ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": options}, "kv_cache": {"compaction": True}}
+    with tight(model, ucm) as engine:
+        reference.assert_greedy(prompts(), served(engine))
+        assert engine.totals.swapped_in > 2
+        assert sum(engine.runner.parts.sparse.state.totals.modes.values())
+        engine.check_all_free()
+
+
 def test_exact_admission_never_preempts(model: Path, reference: ReferenceModel) -> None:
     """The same requests are preempted where greedy admission swaps them."""
     with tight(model, {"scheduler": {"admission": "exact"}}) as engine:
@@ -110,6 +122,37 @@ def test_blocks_move_down_in_every_group(model: Path, reference: ReferenceModel,
         assert engine.totals.moves > 5
         engine.core.scheduler.kv_cache_manager._runs.check_integrity()
         engine.check_idle()
+
+
+@pytest.mark.parametrize("mode", ["off", "eager"])
+def test_a_draft_model_has_groups_of_its_own(
+    model: Path, reference: ReferenceModel, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of the model itself are all right, so that K/V of its windows are, too; beside swaps and compaction."""
+    drafts = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    ucm = {**SWAP, "kv_cache": {"compaction": True}}
+    with tight(model, ucm, mode, speculative_config=drafts) as engine:
+        reference.assert_greedy(prompts(), served(engine))
+        assert engine.totals.swapped_in > 2
+        steps, step = [], engine.step
+        monkeypatch.setattr(engine, "step", lambda: steps.append(0) or step())
+        *windows, whole = held_at_the_end(engine, prompts()[1][:100])
+        # of the prompt three, of 64 tokens one for four
+        assert len(steps) <= 3 + 16 + 2
+        # of 164 tokens; a window has those that are drafted, too
+        assert whole == 11
+        assert max(windows) <= 4
+        engine.check_all_free()
+
+
+def test_a_draft_model_of_another_shape(tmp_path: Path) -> None:
+    """Its layers share no memory with the model's: one table, and the same tokens."""
+    model = make_model(tmp_path / "model", window_config("gpt_oss"))
+    other = make_model(tmp_path / "other", make_config("llama", num_key_value_heads=4))
+    drafts = {"method": "draft_model", "model": str(other), "num_speculative_tokens": 3}
+    with Poisoned(model, SWAP, speculative_config=drafts, num_gpu_blocks_override=22, **OPTIONS) as engine:
+        assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) == 1
+        ReferenceModel(model, "eager").assert_greedy(prompts(), served(engine))
 
 
 def test_two_workers(tmp_path: Path) -> None:

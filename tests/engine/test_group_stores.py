@@ -15,6 +15,7 @@ import torch
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Engine
 from tests.engine.test_connector import file_store, transfer
+from tests.engine.test_multi_connector import multi, offloading, ours
 from tests.engine.tiny_models import VOCAB, make_config, make_model
 from tests.engine.window_models import WINDOW, window_config
 from vllm_gaudi_ucm.connector.offloading_spec import SwappingWorker
@@ -137,6 +138,26 @@ def test_offloading_connector(model: Path, reference: ReferenceModel, monkeypatc
         # of windows and of full attention
         assert any(all(groups) for groups in loads)
         end(engine)
+
+
+def test_both_connectors_and_a_sparse_method(model: Path, reference: ReferenceModel, tmp_path: Path) -> None:
+    """Children of MultiConnector: host memory first; a second server has our files alone."""
+    options = {"sparse_steps": "always", "min_tokens": 32, "sparse_ratio": 1.0, "init_window_sz": 1}
+    ucm = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": options}}
+    asked, blocks = prompts(), 54 if "gemma3" in str(model) else 26
+    for _ in range(2):
+        config = multi(offloading(), ours(tmp_path))
+        with Engine(model, ucm, kv_transfer_config=config, num_gpu_blocks_override=blocks, **OPTIONS) as engine:
+            assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
+            with torch.inference_mode():
+                for one in engine.cached_blocks():
+                    one.fill_(float("nan"))
+            for _ in range(2):
+                found = engine.alone(asked, TOKENS)
+                reference.assert_greedy(asked, found)
+            assert found[1].cached_tokens == 96
+            assert sum(engine.runner.parts.sparse.state.totals.modes.values())
+            end(engine)
 
 
 def test_a_window_in_all_layers(tmp_path: Path) -> None:

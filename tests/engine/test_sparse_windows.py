@@ -1,4 +1,7 @@
-"""Sparse methods in models whose layers see differently far back: those that see whole contexts choose."""
+"""Sparse methods in models whose layers see differently far back: those that see whole contexts choose.
+
+Every block holds NaN until a request writes it; windows give back what no row will see.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.serving import Answer, Engine, assert_same
-from tests.engine.test_kv_groups import OPTIONS, prompts
+from tests.engine.test_kv_groups import OPTIONS, held_at_the_end, prompts
 from tests.engine.tiny_models import make_model
 from tests.engine.window_models import window_config
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
@@ -35,6 +39,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_model(tmp_path_factory.mktemp("models") / request.param, window_config(request.param))
 
 
+def poisoned(model: Path, config: dict[str, Any], **options: Any) -> Engine:
+    engine = Engine(model, config, **{**OPTIONS, **options})
+    with torch.inference_mode():
+        for blocks in engine.cached_blocks():
+            blocks.fill_(float("nan"))
+    return engine
+
+
 @pytest.fixture(scope="module")
 def dense(model: Path) -> list[Answer]:
     with Engine(model, **OPTIONS) as engine:
@@ -44,7 +56,8 @@ def dense(model: Path) -> list[Answer]:
 def test_a_budget_of_all_blocks_equals_dense(model: Path, dense: list[Answer]) -> None:
     """covers: C13 C16. Chunks, prefix hits and decodes; sinks, caps and windows are as without a method."""
     method, mode = ("KVStar", "eager") if model.name in ("gemma2", "gpt_oss") else ("GSA", "off")
-    with Engine(model, ucm(1.0, method, mode), **OPTIONS) as engine:
+    with poisoned(model, ucm(1.0, method, mode)) as engine:
+        assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
         found = [engine.greedy(prompts(), 32) for _ in range(2)]
         sparse = engine.runner.parts.sparse
         assert sparse is not None
@@ -52,6 +65,10 @@ def test_a_budget_of_all_blocks_equals_dense(model: Path, dense: list[Answer]) -
         assert [layer._layer_idx for layer in layers] == FULL_LAYERS[model.name]
         assert len(sparse.selector.summaries) == len(layers)
         assert sum(sparse.state.totals.modes.values()) > 0
+        engine.check_idle()
+        *windows, whole = held_at_the_end(engine, prompts()[1])
+        assert whole == 14
+        assert max(windows) <= 3
         engine.check_idle()
     for answers in found:
         assert_same(answers, dense)
@@ -61,10 +78,13 @@ def test_a_budget_of_all_blocks_equals_dense(model: Path, dense: list[Answer]) -
 def test_a_low_budget(model: Path, dense: list[Answer]) -> None:
     """The first token of a decode is that of the prompt, which is dense; later ones are off, and are numbers. What
     layers with windows attend to is not less: where the others are dense, nothing changes."""
-    with Engine(model, ucm(0.1), **OPTIONS) as engine:
+    with poisoned(model, ucm(0.1)) as engine:
         found = engine.greedy(prompts(), 32)
         totals = engine.runner.parts.sparse.state.totals
         assert totals.attended_blocks < totals.context_blocks
+    with poisoned(model, ucm(0.1), disable_hybrid_kv_cache_manager=True) as engine:
+        assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) == 1
+        assert_same(engine.greedy(prompts(), 32), found)
     assert [answer.logprobs[0] for answer in found] == pytest.approx([answer.logprobs[0] for answer in dense], abs=1e-4)
     assert all(math.isfinite(one) for answer in found for one in answer.logprobs)
     assert any(one.logprobs != pytest.approx(other.logprobs, abs=1e-5) for one, other in zip(found, dense, strict=True))
@@ -73,9 +93,21 @@ def test_a_low_budget(model: Path, dense: list[Answer]) -> None:
         assert_same(engine.greedy(prompts(), 32), dense)
 
 
+def test_more_whole_contexts_than_windows(tmp_path: Path) -> None:
+    """vLLM would make several groups of the layers that choose: one table is kept, and nothing else changes."""
+    kinds = ["sliding_attention", *["full_attention"] * 3]
+    folder = make_model(tmp_path, window_config("gemma3_text", num_hidden_layers=4, layer_types=kinds))
+    with Engine(folder, **OPTIONS) as engine:
+        assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) == 4
+        expected = engine.greedy(prompts(), 32)
+    with poisoned(folder, ucm(1.0)) as engine:
+        assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) == 1
+        assert_same(engine.greedy(prompts(), 32), expected)
+
+
 def test_memory_mode_is_refused(tmp_path: Path) -> None:
     folder = make_model(tmp_path, window_config("gpt_oss"))
     with pytest.raises(
-        UnsupportedFeatureError, match="memory mode beside a model with a sliding window in some layers"
+        UnsupportedFeatureError, match=r"memory mode beside a model with a sliding window in some layers \(leave it out"
     ):
         Engine(folder, {**ucm(0.3), "memory_mode": {"enabled": True}})

@@ -17,6 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.engine.model_classes import import_class
+from tests.engine.pair_connector import PairConnector
 from tests.engine.tiny_models import FAMILIES, make_config
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.envs import LOCAL_ENGINES, local_engines
@@ -555,13 +556,23 @@ def test_our_connector_brings_our_scheduler(llama: Path, caplog: pytest.LogCaptu
 
 
 CHILDREN = {
-    "kv_connector_extra_config": {"connectors": [{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]}
+    "kv_connector_extra_config": {
+        "connectors": [
+            {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+            {"kv_connector": PairConnector.__name__, "kv_connector_module_path": PairConnector.__module__},
+        ]
+    }
 }
 ONE_TABLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ucm.kv_cache.partial_hits", {"kv_cache": {"partial_hits": True}}, {}),
     (
         "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector",
         {"preemption": {"mode": "auto"}},
+        {"pipeline_parallel_size": 2},
+    ),
+    (
+        "ucm.ucm_sparse_method with pipeline stages",
+        {"ucm_sparse_method": "GSA"},
         {"pipeline_parallel_size": 2},
     ),
     (
@@ -592,6 +603,7 @@ def test_the_hybrid_manager_is_on(llama: Path) -> None:
         {"scheduler": {"admission": "exact"}},
         {"preemption": {"mode": "swap"}},
         {"kv_cache": {"compaction": True}},
+        {"ucm_sparse_method": "GSA"},
     ):
         found = start(llama, additional_config={"ucm": ucm})
         assert found.scheduler_config.disable_hybrid_kv_cache_manager is False

@@ -68,6 +68,7 @@ class RequestTable:
         block_size: tokens per cache block.
         by_token: each token has a slot of its own, and `block_size` slots are what operations read as a block.
         groups: of the KV cache, the first one's block size is `block_size`; none stands for one with all layers.
+        draft_groups: those of a draft model, whose blocks are in tables of the same requests.
     """
 
     def __init__(
@@ -78,13 +79,14 @@ class RequestTable:
         *,
         by_token: bool = False,
         groups: Sequence[KvGroup] = (),
+        draft_groups: Sequence[KvGroup] = (),
     ) -> None:
         self._block_size = block_size
         self._tokens = TokenTable(max_num_seqs, block_size) if by_token else None
         # by number, in vLLM's lists of block ids
         self._tables = {
             group.number: BlockTable(max_num_seqs, 0 if by_token else -(-max_model_len // group.block_size))
-            for group in groups or (KvGroup(0, block_size),)
+            for group in (*(groups or (KvGroup(0, block_size),)), *draft_groups)
         }
         self._first = next(iter(self._tables.values()))
         self._others = tuple(self._tables[group.number] for group in groups[1:])
@@ -132,6 +134,12 @@ class RequestTable:
         if self._tokens is not None:
             return self._tokens.of(rows)
         return self.block_tables[rows, : int(self.num_blocks[rows].max(initial=0))]
+
+    def tables_of(self, rows: NDArray[np.int64], groups: Sequence[KvGroup]) -> list[NDArray[np.int32]]:
+        """The same in each of these groups."""
+        if self._tokens is not None:
+            return [self._tokens.of(rows) for _ in groups]
+        return [self._tables[group.number].of(rows) for group in groups]
 
     def room(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """[rows] tokens that the blocks or slots of some rows hold."""

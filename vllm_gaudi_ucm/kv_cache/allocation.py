@@ -25,6 +25,7 @@ from vllm_gaudi_ucm.vllm_api.kv_cache import (
     keep_split_chunks,
     keep_whole_contexts,
     layer_specs,
+    num_whole_groups,
 )
 from vllm_gaudi_ucm.vllm_api.model import Attention, AttentionLayerBase
 
@@ -193,14 +194,37 @@ def attention_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
     return {name: layer for name, layer in context.items() if isinstance(layer, AttentionLayerBase)}
 
 
-def kv_cache_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """What each layer keeps per block; nothing of those that read another layer's cache."""
+def kv_cache_specs(
+    vllm_config: VllmConfig, *, choosing: bool = False, with_draft_model: bool = False
+) -> dict[str, KVCacheSpec]:
+    """What each layer keeps per block; nothing of those that read another layer's cache.
+
+    choosing: layers that see whole contexts choose blocks. They choose among those of one table, so that windows keep
+        all of their blocks where vLLM would make several groups of these layers.
+    with_draft_model: whose layers may be of another shape than the model's. Such layers share no memory, so that there
+        is one table for all.
+    """
     layers = attention_layers(vllm_config)
     specs = {name: one.get_kv_cache_spec(vllm_config) for name, one in layers.items() if shared_with(one) is None}
     found = {name: spec for name, spec in specs.items() if spec is not None}
     if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        return keep_split_chunks(found)
+        found = keep_split_chunks(found)
+        if with_draft_model and len({_layer_shape(spec) for spec in found.values()}) > 1:
+            why = "keys and values of the draft model have another shape than the model's"
+        elif choosing and num_whole_groups(found) > 1:
+            why = "more layers see whole contexts than windows, and a sparse method chooses among blocks of one table"
+        else:
+            return found
+        whole = keep_whole_contexts(found, vllm_config.cache_config.block_size)
+        if whole != found:
+            logger.warning("One block table is kept for all layers, and windows keep all of their blocks: %s.", why)
+        return whole
     return keep_whole_contexts(found, vllm_config.cache_config.block_size)
+
+
+def _layer_shape(spec: KVCacheSpec) -> tuple[object, ...]:
+    assert isinstance(spec, AttentionSpec), "only layers with keys and values are served"
+    return spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype
 
 
 def shared_with(layer: AttentionLayerBase) -> str | None:

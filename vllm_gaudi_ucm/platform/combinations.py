@@ -64,17 +64,20 @@ def keeps_one_block_table(vllm_config: VllmConfig, config: UcmConfig) -> bool:
 def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tuple[str, bool]]:
     """(feature, whether it is on): each speaks of a block, and not of blocks of a group."""
     speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
-    yield "ucm.ucm_sparse_method", config.ucm_sparse_method is not None
+    stages = vllm_config.parallel_config.pipeline_parallel_size > 1
     yield "ucm.kv_cache.partial_hits", config.kv_cache.partial_hits
     yield "ucm.kv_cache.granularity 'token'", config.kv_cache.granularity == "token"
-    yield "a draft model", speculation is not None and speculation.method == "draft_model"
+    has_draft_model = speculation is not None and speculation.method == "draft_model"
+    connects = transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
+    yield "a draft model with a KV connector or pipeline stages", has_draft_model and (connects or stages)
     # vLLM names that of --kv-offloading-size later
-    other = transfer is not None and transfer.kv_connector not in (None, OURS, OFFLOADING)
+    other = any(one.name not in (None, OURS, OFFLOADING) for one in configured_connectors(transfer))
     yield f"a KV connector that is not {OURS} or {OFFLOADING}", other
     # which count the layers of all stages in a block
-    moves = config.preemption.swaps or transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
-    stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    moves = config.preemption.swaps or connects
     yield "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector", stages and moves
+    # a stage does not know which layers of others are in a group
+    yield "ucm.ucm_sparse_method with pipeline stages", stages and config.ucm_sparse_method is not None
 
 
 def _refuse_connector(vllm_config: VllmConfig, beside: str) -> None:

@@ -109,7 +109,9 @@ def _measure(
     The number of blocks is not known yet: as many as would fill the free memory are assumed. Pads read the dummy block
     alone, so a cache of one block is enough, and blocks are gathered, which takes at least what a slice does.
     """
-    specs = kv_cache_specs(vllm_config)
+    specs = kv_cache_specs(
+        vllm_config, choosing=config.ucm_sparse_method is not None, with_draft_model=draft_model is not None
+    )
     if tile is not None:
         specs = in_blocks_of(specs, tile)
     tensors_on = device.torch_device()
@@ -118,6 +120,9 @@ def _measure(
     # vLLM's specs of slots have no groups: a draft model or a window is refused with these
     made = None if tile is not None else groups_of(vllm_config, specs)
     groups = None if made is None else layer_groups(made, vllm_config)
+    draft_groups = None
+    if made is not None and draft_model is not None:
+        draft_groups = layer_groups(made, vllm_config, of_draft_model=True)
     block_size, num_blocks = _largest_cache(device, specs, 1 if made is None else len(made))
     # the least of all workers: they compute the same shapes
     num_blocks = -agreement.most(-num_blocks)
@@ -153,7 +158,7 @@ def _measure(
             implementation=choose_static_implementation(config.attention.implementation, tensors_on.type, model.specs),
             compiler=compiler,
             rows_each=1 + vllm_config.num_speculative_tokens if model is decoder else 1,
-            groups=groups if model is decoder else None,
+            groups=groups if model is decoder else draft_groups,
         )
         for model in filter(None, (decoder, draft_model))
     ]

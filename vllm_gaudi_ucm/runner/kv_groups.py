@@ -24,15 +24,18 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheGroupSpec
 
 
-def kv_groups(groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig) -> tuple[KvGroup, ...]:
+def kv_groups(
+    groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig, *, of_draft_model: bool = False
+) -> tuple[KvGroup, ...]:
     """Those with full attention come first, then windows, the widest first. A stage of a pipeline may have no layers of
     some: it plans for these, too, so that all stages choose the same bucket.
 
     Layers of one of vLLM's groups are several of ours where they see differently far back, which layers do with
-    `--disable-hybrid-kv-cache-manager`. A layer that reads another one's cache is in a group of that one's table. A
-    draft model has steps of its own.
+    `--disable-hybrid-kv-cache-manager`. A layer that reads another one's cache is in a group of that one's table.
+
+    of_draft_model: the groups of its layers alone. A draft model has steps of its own, and the model's are without it.
     """
-    layers = _implementations(vllm_config)
+    layers = _implementations(vllm_config, of_draft_model)
     number_of = {name: number for number, group in enumerate(groups) for name in group.layer_names}
     for name, layer in attention_layers(vllm_config).items():
         if (target := shared_with(layer)) is not None:
@@ -42,7 +45,7 @@ def kv_groups(groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig) -> tu
         if name in layers:
             found.setdefault((number, layers[name].window), []).append(name)
     for number, (group, tokens) in enumerate(zip(groups, kept_tokens(groups), strict=True)):
-        if not group.layer_names:
+        if not group.layer_names and not of_draft_model:
             found[number, None if tokens is None else Window(tokens, isinstance(group.kv_cache_spec, _CHUNKS))] = []
     made = [
         KvGroup(number, groups[number].kv_cache_spec.block_size, window, tuple(names))
@@ -51,14 +54,21 @@ def kv_groups(groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig) -> tu
     return tuple(sorted(made, key=lambda one: (0 if one.window is None else 1 / one.window.tokens, one.number)))
 
 
-def layer_groups(groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig) -> LayerGroups:
+def layer_groups(
+    groups: Sequence[KVCacheGroupSpec], vllm_config: VllmConfig, *, of_draft_model: bool = False
+) -> LayerGroups:
     """The same, known to the layers."""
-    return LayerGroups.of(kv_groups(groups, vllm_config), _implementations(vllm_config))
+    found = kv_groups(groups, vllm_config, of_draft_model=of_draft_model)
+    return LayerGroups.of(found, _implementations(vllm_config, of_draft_model))
 
 
-def _implementations(vllm_config: VllmConfig) -> dict[str, UnifiedAttentionImpl]:
+def _implementations(vllm_config: VllmConfig, of_draft_model: bool) -> dict[str, UnifiedAttentionImpl]:
     layers = attention_layers(vllm_config).items()
-    return {name: cast("UnifiedAttentionImpl", layer.impl) for name, layer in layers if not is_draft_layer(name)}
+    return {
+        name: cast("UnifiedAttentionImpl", layer.impl)
+        for name, layer in layers
+        if is_draft_layer(name) == of_draft_model
+    }
 
 
 def described(groups: Sequence[KvGroup]) -> dict[str, Any]:
@@ -78,9 +88,11 @@ def _described(group: KvGroup) -> dict[str, Any]:
 def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmConfig) -> None:
     """Once the layers are made. Raises UnsupportedFeatureError for what takes whole contexts, and keys and values of
     each layer, beside other ones."""
-    if draft is not None and draft.windows != [decoder.window]:
+    # buckets, which both models have, count the blocks of the first group
+    if draft is not None and draft.window != decoder.window:
         raise UnsupportedFeatureError(
-            "a draft model with another window or chunk size than the model", "--speculative-config"
+            "a draft model whose layers see less, or more, than the model's (take one whose widest layers see as far)",
+            "--speculative-config",
         )
     local = _described_windows(decoder)
     if local and config.kv_cache.granularity == "token":
@@ -95,7 +107,11 @@ def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmCo
         )
     if local and config.memory_mode.enabled:
         # what leaves the device is a block of all layers, and windows read theirs whatever is chosen
-        raise UnsupportedFeatureError(f"memory mode beside {local}", "ucm.memory_mode")
+        raise UnsupportedFeatureError(
+            f"memory mode beside {local} (leave it out: windows give their blocks back; UcmConnector, or "
+            "ucm.preemption.mode swap, keep blocks in host memory)",
+            "ucm.memory_mode",
+        )
 
 
 def _described_windows(decoder: Decoder) -> str:

@@ -196,7 +196,11 @@ class ModelRunner:
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each layer keeps of a block as vLLM's scheduler allocates it."""
-        specs = kv_cache_specs(self._vllm_config)
+        specs = kv_cache_specs(
+            self._vllm_config,
+            choosing=self._config.ucm_sparse_method is not None,
+            with_draft_model=self._draft_decoder is not None,
+        )
         if self._config.kv_cache.granularity == "block":
             return specs
         if self._tile is None:

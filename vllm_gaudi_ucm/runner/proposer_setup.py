@@ -18,6 +18,7 @@ from vllm_gaudi_ucm.speculation.proposer import NgramProposer
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_gaudi_ucm.attention.groups import LayerGroups
     from vllm_gaudi_ucm.config.ucm_config import AttentionConfig
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
@@ -36,6 +37,7 @@ def make_proposer(
     graphs: NativeGraphs | None = None,
     carried: CarriedTokens | None = None,
     ahead: DraftsAhead | None = None,
+    groups: LayerGroups | None = None,
 ) -> DraftProposer | None:
     """None without speculative decoding; features.py lets no other method pass.
 
@@ -50,16 +52,20 @@ def make_proposer(
         static: the engine's static shapes with the draft model's graphs; None: steps run at true shapes.
         graphs: of the draft model's steps at true shapes, on a CPU.
         carried, ahead: with asynchronous scheduling, where a draft model's drafts stay.
+        groups: of the draft model's layers, where there is one.
     """
     config = vllm_config.speculative_config
     if config is None:
         return None
     if draft_model is not None:
+        assert groups is not None, "a draft model has layers"
         longest = config.draft_model_config.max_model_len
         if static is None:
-            execution = TrueShapeExecution(draft_model, attention, block_size, device, graphs=graphs, carried=carried)
-            return DraftModelProposer(execution, table, block_size, longest, window=draft_model.window, ahead=ahead)
-        return _draft_model_at_static_shapes(static, draft_model, table, block_size, longest, host, ahead)
+            execution = TrueShapeExecution(
+                draft_model, attention, block_size, device, graphs=graphs, carried=carried, groups=groups
+            )
+            return DraftModelProposer(execution, table, block_size, longest, groups=groups.groups, ahead=ahead)
+        return _draft_model_at_static_shapes(static, groups, table, block_size, longest, host, ahead)
     assert config.prompt_lookup_min is not None
     assert config.prompt_lookup_max is not None
     return NgramProposer(table, config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max, host)
@@ -67,7 +73,7 @@ def make_proposer(
 
 def _draft_model_at_static_shapes(
     static: StaticShapes,
-    draft_model: Decoder,
+    groups: LayerGroups,
     table: RequestTable,
     block_size: int,
     max_model_len: int,
@@ -81,5 +87,5 @@ def _draft_model_at_static_shapes(
         static.bypassed(f"pass of the draft model divided: {TOO_MANY_BLOCKS}")
 
     return DraftModelProposer(
-        graphs.execution, table, block_size, max_model_len, graphs.likeliest, divided, host, draft_model.window, ahead
+        graphs.execution, table, block_size, max_model_len, graphs.likeliest, divided, host, groups.groups, ahead
     )

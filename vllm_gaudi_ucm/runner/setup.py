@@ -133,6 +133,7 @@ def make_parts(
         phase_log, metrics: take every step.
     """
     groups = layer_groups(kv_cache_config.kv_cache_groups, model.vllm_config)
+    draft_groups = layer_groups(kv_cache_config.kv_cache_groups, model.vllm_config, of_draft_model=True)
     block_size, num_blocks = groups.groups[0].block_size, kv_cache_config.num_blocks
     vllm_config, config, is_static = model.vllm_config, model.config, model.kind != "off"
     model_config = vllm_config.model_config
@@ -142,7 +143,8 @@ def make_parts(
             undo.callback(transfer.close)
         kv_caches = _allocate(model, kv_cache_config, transfer)
         max_num_seqs, max_model_len = vllm_config.scheduler_config.max_num_seqs, model_config.max_model_len
-        requests = RequestTable(max_num_seqs, max_model_len, block_size, by_token=model.by_token, groups=groups.groups)
+        sizes, drafted = (max_num_seqs, max_model_len, block_size), draft_groups.groups
+        requests = RequestTable(*sizes, by_token=model.by_token, groups=groups.groups, draft_groups=drafted)
         sparse = make_sparse_worker(
             config,
             vllm_config,
@@ -168,7 +170,7 @@ def make_parts(
         static = None
         if is_static:
             refill = partial(_refill, kv_caches, sparse)
-            static = _make_static(model, groups, num_blocks, metrics, sparse, refill, host, carried)
+            static = _make_static(model, groups, draft_groups, num_blocks, metrics, sparse, refill, host, carried)
             undo.callback(static.close)
             static.divided_logits.reserve(vllm_config.num_speculative_tokens)
         calls_layers = transfer is not None and transfer.in_layers
@@ -212,6 +214,7 @@ def make_parts(
                 _native_graphs(model, model.draft_decoder, metrics, calls_layers),
                 carried,
                 drafts,
+                draft_groups,
             ),
             None if vllm_config.speculative_config is None else Verification(slot_sampler, host),
             _make_memory(model, kv_caches, block_size, metrics, requests, sparse),
@@ -331,6 +334,7 @@ def _native_graphs(
 def _make_static(
     model: LoadedModel,
     kv_groups: LayerGroups,
+    draft_groups: LayerGroups,
     num_blocks: int,
     metrics: StepMetrics,
     sparse: SparseWorker | None,
@@ -349,11 +353,9 @@ def _make_static(
     selected, live, rows = 0, 0, 1
     if choices is not None:
         selected, live, rows = choices.max_selected_blocks, choices.room_for_live_blocks, choices.max_rows
-    shared = config.graphs.max_shared_blocks
     memory = step_memory(vllm_config, config, model.device.kind)
-    sizes = block_size, num_blocks, contiguous, shared, selected, memory
-    window = kv_groups.groups[0].window
-    limits = server_limits(vllm_config, *sizes, by_token=model.by_token, window=window)
+    sizes = block_size, num_blocks, contiguous, config.graphs.max_shared_blocks, selected, memory
+    limits = server_limits(vllm_config, *sizes, by_token=model.by_token, window=kv_groups.groups[0].window)
     remainders = remainder_shapes(limits, choices)
     num_remainders = 0 if remainders is None else len(remainders.keys)
     buckets, usage = choose_buckets(config.graphs, vllm_config, limits, model.device, num_remainders, live, rows)
@@ -376,6 +378,7 @@ def _make_static(
         model.ranks if model.decoder.lockstep is None else model.decoder.lockstep.workers,
         carried,
         kv_groups,
+        draft_groups,
     )
 
 

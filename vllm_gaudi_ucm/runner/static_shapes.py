@@ -72,7 +72,7 @@ class StaticShapes:
         ranks: all workers of the engine, and of those that share out experts with it. They warm the same graphs in the
             same order, because graphs hold collectives.
         carried: tokens of the step before, which graphs read with asynchronous scheduling.
-        groups: of the KV cache; None: one with all layers.
+        groups, draft_groups: of the KV cache, those of either model's layers; None: one with all layers.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class StaticShapes:
         ranks: Ranks = ALONE,
         carried: CarriedTokens | None = None,
         groups: LayerGroups | None = None,
+        draft_groups: LayerGroups | None = None,
     ) -> None:
         self._ranks = ranks
         self._has_logits = decoder.has_logits
@@ -123,8 +124,7 @@ class StaticShapes:
         ) -> BucketedExecution:
             causal_slice, pins = config.attention.causal_slice, device.pins_host_memory
             attention = choose_static_implementation(config.attention.implementation, tensors_on.type, model.specs)
-            # a draft model's layers are in the one group
-            of_model = groups if model is decoder else None
+            of_model = groups if model is decoder else draft_groups
             kind = (make_runner, stage, pins, sparse, attention, compiler, carried, rows_each)
             return BucketedExecution(model, ready, causal_slice, tensors_on, *kind, of_model)
 
@@ -144,7 +144,8 @@ class StaticShapes:
             # choices of blocks differ by layer, and small regions are of several classes
             kinds = SMALL_REGION_CLASSES + (1 if sparse is None else decoder.num_layers)
             # a layer and the plan of its parts, for each group; layers of a group may be of two kinds
-            kinds += 0 if groups is None else 3 * (len(groups.groups) - 1)
+            most_groups = max(1 if one is None else len(one.groups) for one in (groups, draft_groups))
+            kinds += 3 * (most_groups - 1)
             compiler.expect(shapes * kinds * (1 if draft_model is None else 2))
         self._report = WarmUpReport(logger)
         self._warm_up = WarmUp(

@@ -24,9 +24,10 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
     choosing = method.selecting_method
     if not isinstance(choosing, BlockSparse) or choosing.block_options.sparse_steps == "always":
         return
-    (group,) = scheduler.kv_cache_config.kv_cache_groups
-    spec = cast("AttentionSpec", group.kv_cache_spec)
-    choices = _choosing_layers(scheduler, len(group.layer_names))
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    # pages of all groups have one size
+    spec = cast("AttentionSpec", groups[0].kv_cache_spec)
+    choices = _choosing_layers(scheduler, sum(len(group.layer_names) for group in groups))
     dense = [place for place, number in enumerate(choices) if number in choosing.dense_layers]
     leaders = layer_leaders(len(choices), choosing.reuse_layers, dense)
     device = DEFAULT_SPECS[str(scheduler.vllm_config.device_config.device_type)]

@@ -11,18 +11,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_gaudi_ucm.batch.batch_plan import BatchInput, SteadyPlanner
+from vllm_gaudi_ucm.batch.batch_plan import BatchInput
+from vllm_gaudi_ucm.batch.group_planner import make_planner
+from vllm_gaudi_ucm.batch.kv_group import KvGroup
 from vllm_gaudi_ucm.execution.graph_manager import Compile, uncompiled
 from vllm_gaudi_ucm.observability.host_work import HostWork
 from vllm_gaudi_ucm.ops.likeliest_tokens import likeliest_tokens
 from vllm_gaudi_ucm.vllm_api.model import get_model
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.batch.request_table import RequestTable
-    from vllm_gaudi_ucm.batch.window import Window
     from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
     from vllm_gaudi_ucm.execution.execution import Execution
     from vllm_gaudi_ucm.execution.graph_manager import Stage
@@ -47,7 +50,7 @@ class DraftModelProposer:
         likeliest: `likeliest_tokens`, as the execution's shapes want it.
         divided: called for each pass that no shape holds as a whole.
         host: counts the passes, each of which ends with a read of its tokens.
-        window: how far back the draft model's rows see.
+        groups: of the draft model's layers; none stands for one that sees whole contexts, with the table's blocks.
         ahead: with asynchronous scheduling takes the drafts, which then are known on the device alone: no pass waits
             for the one before it. None: each is read.
     """
@@ -61,7 +64,7 @@ class DraftModelProposer:
         likeliest: Callable[[torch.Tensor], torch.Tensor] = likeliest_tokens,
         divided: Callable[[], None] = lambda: None,
         host: HostWork | None = None,
-        window: Window | None = None,
+        groups: Sequence[KvGroup] = (),
         ahead: DraftsAhead | None = None,
     ) -> None:
         self._ahead = ahead
@@ -71,7 +74,8 @@ class DraftModelProposer:
         self._divided = divided
         self._table = table
         self._max_model_len = min(max_model_len, table.max_model_len)
-        self._planner = SteadyPlanner(block_size, window=window)
+        self._groups = tuple(groups) or (KvGroup(0, block_size),)
+        self._planner = make_planner(self._groups, causal_slice=512)
 
     def propose(self, step: SampledStep) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in step.requests]
@@ -115,12 +119,14 @@ class DraftModelProposer:
         """Computes tokens [begin, end) of table rows, in parts where they fit no shape; returns (index into rows, the
         likeliest next token) of those that get drafts."""
         table = self._table
+        tables, *others = table.tables_of(rows, self._groups)
         batch = BatchInput(
             num_computed=begin.astype(np.int32),
             num_scheduled=(end - begin).astype(np.int32),
             # with a token more than is computed a request yields nothing
             num_tokens=(end + ~drafts).astype(np.int32),
-            block_tables=table.tables(rows),
+            block_tables=tables,
+            others=tuple(others),
         )
         divisions = self._execution.divide(batch)
         if len(divisions) == 1:
@@ -156,8 +162,8 @@ def load_draft_model(vllm_config: VllmConfig) -> nn.Module | None:
     """The model of `speculative_config.draft_model_config`; None without one.
 
     It shares the target's compilation configuration, where attention layers register themselves: so vLLM sizes and
-    allocates the KV cache of both at once, in one group, and a request's block table serves both. Both must be in one
-    group for that, which layers with full attention and one block size are.
+    allocates the KV cache of both at once. Where all layers are alike they are in one group, and a request's block
+    table serves both models; else each reads the tables of its layers' groups.
     """
     config = vllm_config.speculative_config
     if config is None or config.method != "draft_model":

@@ -43,6 +43,7 @@ __all__ = [
     "keep_whole_contexts",
     "kept_tokens",
     "layer_specs",
+    "num_whole_groups",
     "tile_of_slots",
 ]
 
@@ -81,6 +82,24 @@ def groups_of(vllm_config: "VllmConfig", specs: Mapping[str, KVCacheSpec]) -> li
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
     return get_kv_cache_groups(vllm_config, dict(specs))
+
+
+def num_whole_groups(specs: Mapping[str, KVCacheSpec]) -> int:
+    """How many groups the engine will make of the layers that see whole contexts.
+
+    Reason: as for `groups_of`; a worker is asked for its layers before the layout is decided that that one reads.
+    Remove when: as for `groups_of`.
+    """
+    from vllm.v1.core.kv_cache_utils import (
+        _get_kv_cache_groups_uniform_page_size,
+        is_kv_cache_spec_uniform,
+        unify_kv_cache_spec_page_size,
+    )
+
+    layers = dict(specs)
+    if is_kv_cache_spec_uniform(layers) or UniformTypeKVCacheSpecs.is_uniform_type(layers):
+        return 1
+    return kept_tokens(_get_kv_cache_groups_uniform_page_size(unify_kv_cache_spec_page_size(layers))).count(None)
 
 
 def kept_tokens(groups: Sequence[KVCacheGroupSpec]) -> list[int | None]:
