@@ -2,7 +2,7 @@
 
 The start of the engine, a decode step for each number of requests, and a prompt step; with `--without-fused-layers`
 the same again in an engine whose norms, rotary embedding and gates are torch's operators (vLLM's `custom_ops` of
-`none`), with `--asynchronous` in one that plans and queues the next step while one runs
+`none`), and, without `--no-asynchronous`, in one that plans and queues the next step while one runs
 (`ucm.scheduler.async_scheduling`). Each engine is a process of its own. Offline: the model is a configuration, its
 weights are random. Steps run in buckets of their own size, as tuning makes them for such traffic; `--max-graphs` takes
 those that a server chooses without. The limit of a mixture of experts counts those that the rows of the measured steps
@@ -230,7 +230,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--without-fused-layers", action="store_true", help="measure the layers as torch's operators beside them"
     )
     parser.add_argument(
-        "--asynchronous", action="store_true", help="measure an engine that queues the next step ahead beside them"
+        "--asynchronous",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure an engine that queues the next step ahead beside them (default: yes)",
     )
     parser.add_argument("--only-asynchronous", action="store_true", help="measure that engine alone")
     parser.add_argument(

@@ -234,7 +234,7 @@ def test_what_is_measured_is_reported(
 
     monkeypatch.setattr(engine_steps, "serve", serve)
     written = tmp_path / "steps.json"
-    more = ["--without-fused-layers", "--asynchronous"] if both else []
+    more = ["--without-fused-layers"] if both else ["--no-asynchronous"]
     options = ["--device", "cuda", "--json", str(written), *more]
     engine_steps.main(options)
     shown = capsys.readouterr().out

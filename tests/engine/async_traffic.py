@@ -109,26 +109,30 @@ class Watched:
 
     def serve(self, arrivals: Sequence[Arrival]) -> list[list[Found]]:
         """The completions of each request, in order."""
-        engine = self.engine
-        names = [engine.new_id() for _ in arrivals]
-        # an output tells of some of its request's completions
-        found: dict[str, dict[int, CompletionOutput]] = {name: {} for name in names}
-        live = engine.llm.llm_engine
-        step = 0
-        while step <= max(arrival.step for arrival in arrivals) or live.has_unfinished_requests():
-            for name, arrival in zip(names, arrivals, strict=True):
-                if arrival.step == step:
-                    engine.add(name, arrival.prompt, arrival.params)
-            for output in engine.step():
-                found[output.request_id].update((one.index, one) for one in output.outputs)
-                arrival = arrivals[names.index(output.request_id)]
-                if arrival.aborted_at is not None and len(output.outputs[0].token_ids) >= arrival.aborted_at:
-                    live.abort_request([output.request_id], internal=False)
-            step += 1
-        # what has ended in the last step is told with the next one
-        engine.greedy([[1, 2, 3]], 2)
-        engine.check_idle()
-        return [completions(found[name], arrival) for name, arrival in zip(names, arrivals, strict=True)]
+        return serve(self.engine, arrivals)
+
+
+def serve(engine: Engine, arrivals: Sequence[Arrival]) -> list[list[Found]]:
+    """The completions of each request, in order."""
+    names = [engine.new_id() for _ in arrivals]
+    # an output tells of some of its request's completions
+    found: dict[str, dict[int, CompletionOutput]] = {name: {} for name in names}
+    live = engine.llm.llm_engine
+    step = 0
+    while step <= max(arrival.step for arrival in arrivals) or live.has_unfinished_requests():
+        for name, arrival in zip(names, arrivals, strict=True):
+            if arrival.step == step:
+                engine.add(name, arrival.prompt, arrival.params)
+        for output in engine.step():
+            found[output.request_id].update((one.index, one) for one in output.outputs)
+            arrival = arrivals[names.index(output.request_id)]
+            if arrival.aborted_at is not None and len(output.outputs[0].token_ids) >= arrival.aborted_at:
+                live.abort_request([output.request_id], internal=False)
+        step += 1
+    # what has ended in the last step is told with the next one
+    engine.greedy([[1, 2, 3]], 2)
+    engine.check_idle()
+    return [completions(found[name], arrival) for name, arrival in zip(names, arrivals, strict=True)]
 
 
 def completions(outputs: Mapping[int, CompletionOutput], arrival: Arrival) -> list[Found]:
@@ -141,10 +145,10 @@ def completions(outputs: Mapping[int, CompletionOutput], arrival: Arrival) -> li
     return found
 
 
-def start(model: Path, ucm: Mapping[str, Any], is_async: bool, **options: Any) -> Engine:
+def start(model: Path, ucm: Mapping[str, Any], is_async: bool, kind: type[Engine] = Engine, **options: Any) -> Engine:
     """It has to be asked for."""
     scheduler = {"async_scheduling": is_async}
-    return Engine(model, {**ucm, "scheduler": scheduler}, **{**OPTIONS, **options})
+    return kind(model, {**ucm, "scheduler": scheduler}, **{**OPTIONS, **options})
 
 
 def assert_equal(found: Sequence[Sequence[Found]], expected: Sequence[Sequence[Found]]) -> None:

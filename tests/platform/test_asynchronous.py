@@ -17,8 +17,10 @@ GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {}}}
 SYNCHRONOUS_OPTIONS: dict[str, dict[str, Any]] = {
     "a CPU": {"ucm": {"scheduler": {}}},
     "ucm.scheduler.async_scheduling false": {"ucm": {"scheduler": {"async_scheduling": False}}},
-    "several workers": {"tensor_parallel_size": 2},
-    "a worker in a process of its own": {"distributed_executor_backend": "mp"},
+    "stages of a pipeline": {"pipeline_parallel_size": 2},
+    "several workers of several engines": {"tensor_parallel_size": 2, "data_parallel_size": 2},
+    "another executor than `uni` and `mp`": {"distributed_executor_backend": "external_launcher"},
+    "drafts in worker processes": {"drafts": True, "distributed_executor_backend": "mp"},
     "drafts by n-grams": {"speculative_config": NGRAM},
     "drafts beside a sparse method": {"ucm": {**GSA, "scheduler": {"async_scheduling": True}}, "drafts": True},
     "a KV connector": {
@@ -62,7 +64,7 @@ def test_what_keeps_an_engine_synchronous(llama: Path, what: str) -> None:
     assert not config.scheduler_config.async_scheduling
     found = reasons(config, resolve_config(config.additional_config), "cpu")
     assert what in [row.what for row in found]
-    assert len(found) == (2 if what == "several workers" else 1)
+    assert len(found) == 1
 
 
 def test_the_default_is_asynchronous_on_a_gpu(llama: Path) -> None:
@@ -78,6 +80,13 @@ def test_vllms_flag_is_respected(llama: Path, asked: bool | None) -> None:
     config = configured(llama, async_scheduling=asked)
     assert config.scheduler_config.async_scheduling == (asked is not False)
     assert config.max_concurrent_batches == (1 if asked is False else 2)
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}])
+def test_worker_processes_are_asynchronous(llama: Path, options: dict[str, Any]) -> None:
+    config = configured(llama, **options)
+    assert config.scheduler_config.async_scheduling
+    assert config.max_concurrent_batches == 2
 
 
 def test_drafts_of_a_model_are_asynchronous(llama: Path) -> None:

@@ -42,6 +42,11 @@ def _has_connector(engine: Engine) -> bool:
     return engine.vllm.kv_transfer_config is not None or engine.vllm.cache_config.kv_offloading_size is not None
 
 
+def _has_worker_processes(engine: Engine) -> bool:
+    parallel = engine.vllm.parallel_config
+    return parallel.world_size > 1 or parallel.distributed_executor_backend == "mp"
+
+
 SYNCHRONOUS: tuple[Synchronous, ...] = (
     Synchronous(
         "a Gaudi card",
@@ -59,14 +64,24 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         lambda e: e.ucm.scheduler.async_scheduling is False,
     ),
     Synchronous(
-        "several workers",
-        "they agree on each step on the host, and stages hand on its tokens",
-        lambda e: e.vllm.parallel_config.world_size > 1,
+        "stages of a pipeline",
+        "the first stage gets the tokens of the last one with the scheduler's next step",
+        lambda e: e.vllm.parallel_config.pipeline_parallel_size > 1,
     ),
     Synchronous(
-        "a worker in a process of its own",
-        "only vLLM's `uni` executor takes a step while one runs",
-        lambda e: e.vllm.parallel_config.distributed_executor_backend not in (None, "uni"),
+        "several workers of several engines",
+        "before each forward their hosts agree on its shape",
+        lambda e: e.vllm.parallel_config.world_size > 1 and e.vllm.parallel_config.data_parallel_size > 1,
+    ),
+    Synchronous(
+        "another executor than `uni` and `mp`",
+        "only these two of vLLM's are known to take a step while one runs",
+        lambda e: e.vllm.parallel_config.distributed_executor_backend not in (None, "uni", "mp"),
+    ),
+    Synchronous(
+        "drafts in worker processes",
+        "who asks for a step's tokens accepts its drafts and makes the next ones, and there that is another thread",
+        lambda e: e.vllm.speculative_config is not None and _has_worker_processes(e),
     ),
     Synchronous(
         "drafts by n-grams",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -152,6 +153,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
     _metrics: StepMetrics | None = None
     _phase_log: PhaseLog | None = None
     _steps: StepRunner
+    # to run a step or to end one, which vLLM does in a thread of its own where the worker has a process
+    _turn: AbstractContextManager[Any] = contextlib.nullcontext()
     model_runner: ModelRunner  # type: ignore[assignment]  # ours is no nn.Module, which is all WorkerBase says of it
 
     def init_device(self) -> None:
@@ -247,6 +250,8 @@ class UcmWorker(RefusedCalls, WorkerBase):
         with self.model_runner.start_stages.measured("KV cache"):
             self.model_runner.initialize_kv_cache(kv_cache_config, self._phase_log, self._metrics)
         self._steps = self.model_runner.parts.steps
+        if self._steps.ahead is not None:
+            self._turn = self._steps.ahead.lock
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], KVConnectorHandshakeMetadata] | None:
         """What a connector of another engine needs to know of this worker, by (pipeline, tensor-parallel) rank."""
@@ -266,18 +271,20 @@ class UcmWorker(RefusedCalls, WorkerBase):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Computes a step up to its logits. None: `sample_tokens` gives the output."""
-        STEPS.begin()
-        output = self._steps.execute_model(scheduler_output)
-        if output is not None and not self._steps.ahead:
-            STEPS.end()
+        with self._turn:
+            STEPS.begin()
+            output = self._steps.execute_model(scheduler_output)
+            if output is not None and not self._steps.ahead:
+                STEPS.end()
         return output
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | StepOutput:
         """Samples the step that `execute_model` computed."""
-        output = self._steps.sample_tokens(grammar_output)
-        # steps ahead end when the last of them is read
-        if not self._steps.ahead:
-            STEPS.end()
+        with self._turn:
+            output = self._steps.sample_tokens(grammar_output)
+            # steps ahead end when the last of them is read
+            if not self._steps.ahead:
+                STEPS.end()
         return output
 
     def execute_dummy_batch(self) -> None:
@@ -286,14 +293,16 @@ class UcmWorker(RefusedCalls, WorkerBase):
         vLLM's engines call this where one of several has nothing to compute. Nothing happens where an engine has its
         experts.
         """
-        STEPS.begin()
-        self._steps.execute_dummy()
-        if not self._steps.ahead:
-            STEPS.end()
+        with self._turn:
+            STEPS.begin()
+            self._steps.execute_dummy()
+            if not self._steps.ahead:
+                STEPS.end()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts that the last step proposed for the next one, once."""
-        return self._steps.take_draft_token_ids()
+        with self._turn:
+            return self._steps.take_draft_token_ids()
 
     def synchronize_device(self) -> None:
         self._device.synchronize()

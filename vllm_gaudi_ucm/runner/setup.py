@@ -221,18 +221,11 @@ def make_parts(
             _make_check(model),
             host,
             model.decoder.has_logits,
-            None if carried is None else StepsAhead(requests, carried, host, partial(_all_read, static), drafts),
+            None if carried is None else StepsAhead(requests, carried, host, static, drafts, model.ranks.reports),
             model.decoder.lockstep,
         )
         undo.pop_all()
     return WorkerParts(block_size, kv_caches, requests, transfer, sparse, static, steps)
-
-
-def _all_read(static: StaticShapes | None) -> None:
-    """The engine has read the tokens of every step: whoever waits for an idle device may begin."""
-    if static is not None and static.follows_steps:
-        static.end_step()
-    STEPS.end()
 
 
 def _make_check(model: LoadedModel) -> StepCheck | None:

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
 def step_record(clock: StepClock, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
     """What a step was. block_size: tokens per block; selected blocks are full."""
-    plan_ms, forward_ms, sample_ms = clock.milliseconds
-    chosen = plan.selection
+    (plan_ms, forward_ms, sample_ms), chosen = clock.milliseconds, plan.selection
     return StepRecord(
         step=step,
         bucket=shape.true,
@@ -252,6 +251,8 @@ class StepRunner:
         clock, sampled_ids = step.divisions[-1].clock, self.sampling.req_ids
         # a wait for the step before is that step's
         tokens = self.sampler.begin(step.logits, grammar, ahead.carried, lambda: clock.skip(ahead.settle()))
+        if self.check is not None:
+            self.check.tokens(tokens.look().tokens)
         self._sampled(step)
 
         def finish(sampled: SampledTokens, waited: float) -> ModelRunnerOutput:
@@ -324,8 +325,7 @@ class StepRunner:
         return output
 
     def _end_step(self) -> None:
-        # steps ahead end when they are read
-        if self._followed_by is not None and not self.ahead:
+        if self._followed_by is not None and not self.ahead:  # steps ahead end when they are read
             self._followed_by.end_step()
 
     def _finish_transfer(self) -> KVConnectorOutput | None:

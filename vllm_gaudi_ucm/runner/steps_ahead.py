@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.vllm_api.steps import AsyncModelRunnerOutput, ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.request_table import RequestTable
     from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
     from vllm_gaudi_ucm.observability.host_work import HostWork
+    from vllm_gaudi_ucm.runner.static_shapes import StaticShapes
     from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
     from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
     from vllm_gaudi_ucm.vllm_api.steps import SchedulerOutput
@@ -33,6 +36,9 @@ class PendingTokens(Protocol):
     def are_waited_for(self) -> bool:
         """Whether the host has yet to read them, which nobody has counted."""
 
+    def wait(self) -> None:
+        """Until they are there, in any thread; nothing learns them yet."""
+
     def settle(self) -> tuple[SampledTokens, float]:
         """The tokens, which the request table has learned, and the seconds that the host has waited for them."""
 
@@ -50,6 +56,9 @@ class VerifiedLater:
     def __init__(self, sample: Callable[[], SampledTokens]) -> None:
         self._sample = sample
 
+    def wait(self) -> None:
+        """Nothing is on its way yet."""
+
     def settle(self) -> tuple[SampledTokens, float]:
         began = time.perf_counter()
         sampled = self._sample()
@@ -57,7 +66,8 @@ class VerifiedLater:
 
 
 class StepOutput(AsyncModelRunnerOutput):
-    """What a step gives, once its tokens have crossed; vLLM's engine asks for it when the next step is queued.
+    """What a step gives, once its tokens have crossed; vLLM's engine asks for it when the next step is queued, in a
+    process of the worker's own from another thread than the one that runs steps.
 
     Args:
         tokens: of the sampler's slots.
@@ -70,6 +80,12 @@ class StepOutput(AsyncModelRunnerOutput):
         self._finish = finish
         self._read = read
         self._output: ModelRunnerOutput | None = None
+        self._waited = 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the step has ended."""
+        return self._output is not None
 
     @property
     def waits(self) -> bool:
@@ -81,12 +97,15 @@ class StepOutput(AsyncModelRunnerOutput):
         if self._output is not None:
             return 0.0
         sampled, waited = self._tokens.settle()
-        self._output = self._finish(sampled, waited)
+        self._output = self._finish(sampled, self._waited + waited)
         return waited
 
     @torch.inference_mode()
     def get_output(self) -> ModelRunnerOutput:
-        """Waits for the tokens."""
+        """Waits for the tokens; while another thread does, the next step is planned."""
+        began = time.perf_counter()
+        self._tokens.wait()
+        self._waited = time.perf_counter() - began
         self._read(self)
         assert self._output is not None, "reading settles"
         return self._output
@@ -102,9 +121,13 @@ class StepsAhead:
         table: of the requests.
         carried: the last sampled tokens on the device.
         host: counts what had to be waited for early.
-        idle: called when the engine has read every step.
+        static: with static shapes, told when the engine has read every step.
         drafts: in an engine with drafts. The next step's rows follow from how many were right, so that it is scheduled
             while one runs, and planned when that one's tokens are read.
+        asked: whether the engine asks this worker for outputs. Of several workers it asks one; another one lets go of
+            a step once its tokens are there and the step after the next begins.
+
+    lock: held by whoever runs a step or ends one. Engines with worker processes read outputs in a thread of their own.
     """
 
     def __init__(
@@ -112,14 +135,17 @@ class StepsAhead:
         table: RequestTable,
         carried: CarriedTokens,
         host: HostWork,
-        idle: Callable[[], None] = lambda: None,
+        static: StaticShapes | None = None,
         drafts: DraftsAhead | None = None,
+        asked: bool = True,
     ) -> None:
+        self.lock = threading.RLock()
         self.carried = carried
         self.drafts = drafts
         self._table = table
         self._host = host
-        self._idle = idle
+        self._static = static
+        self._asked = asked
         self._outputs: deque[StepOutput] = deque()
 
     def __len__(self) -> int:
@@ -127,10 +153,13 @@ class StepsAhead:
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Before the request table takes a step over."""
-        if self.drafts is not None or self._table.sends_again(scheduler_output):
+        last = not self._asked and not scheduler_output.total_num_scheduled_tokens
+        if last or self.drafts is not None or self._table.sends_again(scheduler_output):
             self.settle()
         elif len(self._outputs) > 1:
             self._settle(list(self._outputs)[:-1])
+        while not self._asked and self._outputs and self._outputs[0].is_settled:
+            self._outputs.popleft()
 
     def settle(self) -> float:
         """Waits for the tokens of all steps. Returns the seconds of the wait."""
@@ -148,10 +177,17 @@ class StepsAhead:
         return sum(output.settle() for output in outputs)
 
     def _read(self, step: StepOutput) -> None:
-        while self._outputs:
-            oldest = self._outputs.popleft()
-            oldest.settle()
-            if oldest is step:
-                break
-        if not self._outputs:
-            self._idle()
+        with self.lock:
+            while self._outputs:
+                oldest = self._outputs.popleft()
+                oldest.settle()
+                if oldest is step:
+                    break
+            if not self._outputs:
+                self._end()
+
+    def _end(self) -> None:
+        """All steps have: whoever waits for an idle device may begin."""
+        if self._static is not None and self._static.follows_steps:
+            self._static.end_step()
+        STEPS.end()

@@ -74,6 +74,15 @@ class TokensInFlight:
         """Whether the host has yet to read them, which nobody has counted."""
         return self._found is None
 
+    def wait(self) -> None:
+        """Until the host has them, in any thread; the table learns nothing yet."""
+        if self._found is None:
+            self._copies.read()
+
+    def look(self) -> SampledTokens:
+        """Waits for the tokens, of which the table learns nothing yet: for checks."""
+        return self._read(*self._copies.read()) if self._found is None else self._found
+
     def settle(self) -> tuple[SampledTokens, float]:
         """The tokens, which the request table has learned, and the seconds that the host has waited for them."""
         if self._found is not None:
