@@ -139,7 +139,7 @@ def test_compile_mode(tiny_llama: Path, tmp_path: Path) -> None:
     options = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20}
     with Engine(tiny_llama, **{**OPTIONS, **options}) as engine:
         expected = engine.greedy(prompts, max_tokens=8)
-    graphs = {"warm_up": "skeleton", "skeleton": 2, "max_graphs": 6}
+    graphs = {"warm_up": "skeleton", "skeleton": 3, "max_graphs": 4}
     run = run_on_hpu(tiny_llama, tmp_path, {"graphs": graphs}, 2, prompts, **options)
     for answers in run.rounds:
         assert_same(answers, expected, near_ties=0)
