@@ -60,7 +60,7 @@ def in_bucket(batch: Batch) -> Batch:
         block_size=batch.model.block_size,
         num_blocks=batch.caches[0].shape[0],
         contiguous=False,
-        window=batch.model.window or 0,
+        window=batch.model.window or (WHOLE if batch.model.slopes else 0),
     )
     tensors = BucketTensors(limits, SLICE, batch.query.device)
     shape = true_shape(plan, 0 if plan.unique is None else len(plan.unique.blocks)).forward
