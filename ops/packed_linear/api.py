@@ -137,9 +137,7 @@ def _in_half(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor | N
 
 def _takes_pairs(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
     """Whether sizes and dtypes match, and pairs are the fastest; if not, oneDNN gets the rows, and raises the error."""
-    if x.dtype != torch.bfloat16 or x.shape[1] != weight.inputs or torch.compiler.is_compiling():
-        return False
-    if bias is not None and not (bias.dtype == x.dtype and bias.shape == (weight.outputs,) and bias.is_contiguous()):
+    if x.dtype != torch.bfloat16 or torch.compiler.is_compiling() or not _sizes_fit(x, weight, bias):
         return False
     most = PAIRS_ROWS_BESIDE_TILES if matrix_unit.in_use() else NATIVE_ROWS
     return weight.tensor is None or x.shape[0] <= most
@@ -181,7 +179,12 @@ def _tile_rows(form: Compact | Panels) -> int:
 
 def _fits(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
     """Whether sizes and dtypes match; if not, oneDNN gets them, and raises the error."""
-    if not is_rows(x) or x.shape[1] != weight.inputs:
+    return is_rows(x) and _sizes_fit(x, weight, bias)
+
+
+def _sizes_fit(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
+    """x: [rows, inputs], and a bias of its dtype for each output."""
+    if x.shape[1] != weight.inputs:
         return False
     return bias is None or (bias.dtype == x.dtype and bias.shape == (weight.outputs,) and bias.is_contiguous())
 

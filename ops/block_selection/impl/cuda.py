@@ -109,10 +109,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
                 BLOCK_N=max(16, _power_of_two(group)), COMPUTE=compute, PRECISION="ieee",
             )  # fmt: skip
         tops, sums = found.new_empty((2, first_rows.shape[0], lines))
-        if isinstance(prepared, CandidateRanges | TicketedRanges):
-            ranges = prepared.ranges
-        else:
-            ranges = _candidate_ranges(spans, first_rows.shape[0], num_rows)
+        ranges = ranges_of(prepared, spans, first_rows.shape[0], num_rows)
         kernels.span_sums[(-(-lines // LINES), first_rows.shape[0])](
             estimates, spans, ranges, tops, sums, count, lines, BLOCK_L=LINES, BLOCK_C=NEIGHBOURS
         )
@@ -218,6 +215,13 @@ class CudaBlockSelection(BlockSelectionImplementation):
                 most, width, REUSE=REUSE, CHECK=CHECK, BLOCK=block, COMPARED=32,
             )  # fmt: skip
         return chosen, kept.bool(), replaced.bool()
+
+
+def ranges_of(prepared: Prepared | None, spans: Tensor, num_spans: int, num_rows: Tensor) -> Tensor:
+    """Those that were prepared for the step, or made now."""
+    if isinstance(prepared, CandidateRanges | TicketedRanges):
+        return prepared.ranges
+    return _candidate_ranges(spans, num_spans, num_rows)
 
 
 def _candidate_ranges(spans: Tensor, num_spans: int, num_rows: Tensor | None = None) -> Tensor:

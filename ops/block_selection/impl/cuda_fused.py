@@ -24,6 +24,7 @@ from vllm_gaudi_ucm.ops.block_selection.impl.cuda import (
     _candidate_ranges,
     _compute_type,
     _power_of_two,
+    ranges_of,
 )
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
 from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared, TicketedRanges
@@ -83,7 +84,7 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             rows = blocks, spans, first_rows, num_rows, max_rows, scale, kind
             return super().scores(query, summaries, *rows, prepared)
         blocks, spans, first_rows, num_rows = (ids.contiguous() for ids in (blocks, spans, first_rows, num_rows))
-        ranges = _ranges(prepared, spans, first_rows.shape[0], num_rows)
+        ranges = ranges_of(prepared, spans, first_rows.shape[0], num_rows)
         found = query.new_empty(count, dtype=torch.float32)
         estimates = found.new_empty((max_rows * heads, count))
         compute, block_v = _compute_type(query, summaries), _power_of_two(boxes)
@@ -143,12 +144,6 @@ class CudaFusedBlockSelection(CudaBlockSelection):
         if target is not None:
             target.written(ids)
         return chosen, ids
-
-
-def _ranges(prepared: Prepared | None, spans: Tensor, num_spans: int, num_rows: Tensor) -> Tensor:
-    if isinstance(prepared, TicketedRanges):
-        return prepared.ranges
-    return _candidate_ranges(spans, num_spans, num_rows)
 
 
 @lru_cache(maxsize=16)
