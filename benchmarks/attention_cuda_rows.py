@@ -136,17 +136,14 @@ VARIANTS = (
 )
 WINDOW_VARIANTS = (
     Variant("tiles of many requests", windows={"ONE_LAUNCH_ROWS": 0, "BY_REQUEST": False}),
-    Variant("tiles of one request", windows={"ONE_LAUNCH_ROWS": 0, "BY_REQUEST": True}),
-    Variant("and large", windows={"ONE_LAUNCH_ROWS": 0, "BY_REQUEST": True, "FEW_ROWS": 0}),
-    Variant("and small", windows={"ONE_LAUNCH_ROWS": 0, "BY_REQUEST": True, "FEW_ROWS": 1 << 30}),
-    Variant("and 16x64x3", windows={"ONE_LAUNCH_ROWS": 0, "BY_REQUEST": True, "window_tile": (16, 64, 3, 4)}),
-    Variant("and 64x64x3", windows={"ONE_LAUNCH_ROWS": 0, "BY_REQUEST": True, "window_tile": (64, 64, 3, 4)}),
-    Variant("and chunks by 8 warps", windows={"ONE_LAUNCH_ROWS": 0, "BY_REQUEST": True, "own_tile": (64, 32, 3, 8)}),
+    Variant("tiles of one request", windows={"ONE_LAUNCH_ROWS": 0}),
+    Variant("of one request, chunks, too", windows={"ONE_LAUNCH_ROWS": 0, "FEW_ROWS": 1 << 30}),
+    Variant("of one request, 16x64x3", windows={"ONE_LAUNCH_ROWS": 0, "window_tile": (16, 64, 3, 4)}),
     Variant("causal by 8 warps", causal=(64, 32, 3, 8)),
     Variant("one launch", windows={"ONE_LAUNCH_TOKENS": 1 << 30}),
-    Variant("and 32x64x2", windows={"ONE_LAUNCH_TOKENS": 1 << 30, "window_tile": (32, 64, 2, 4)}),
-    Variant("and 64x64x3", windows={"ONE_LAUNCH_TOKENS": 1 << 30, "window_tile": (64, 64, 3, 4)}),
-    Variant("and 16 new", windows={"ONE_LAUNCH_TOKENS": 1 << 30, "NEW": 16}),
+    Variant("one launch, 32x64x2", windows={"ONE_LAUNCH_TOKENS": 1 << 30, "window_tile": (32, 64, 2, 4)}),
+    Variant("one launch, 64x64x3", windows={"ONE_LAUNCH_TOKENS": 1 << 30, "window_tile": (64, 64, 3, 4)}),
+    Variant("one launch, 16 new", windows={"ONE_LAUNCH_TOKENS": 1 << 30, "NEW": 16}),
 )
 
 
@@ -161,12 +158,8 @@ def variant_sides(batch: Batch) -> Sides:
 
 
 def window_sides(batch: Batch) -> Sides:
-    """The same under a window. Names that begin with "and" go on from the one before."""
-    found, base = sides(batch), ""
-    for variant in WINDOW_VARIANTS:
-        base = base if variant.name.startswith("and ") else variant.name
-        found[variant.name if base == variant.name else f"{base}, {variant.name}"] = ours_as(batch, variant)
-    return found
+    """The same under a window."""
+    return sides(batch) | {variant.name: ours_as(batch, variant) for variant in WINDOW_VARIANTS}
 
 
 def ours_as(batch: Batch, variant: Variant) -> Side | None:

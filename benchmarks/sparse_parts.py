@@ -29,6 +29,7 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
 )
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl import cuda, cuda_fused
+from vllm_gaudi_ucm.ops.block_selection.impl.reference import REUSE
 from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_plan
 
 LAYERS, FUSED = 4, "cuda_fused"
@@ -78,6 +79,16 @@ class Layers:
             given = kept[layer], self.places, stored, *of_spans
             return rank_and_take(*given, *rest, implementation=FUSED, prepared=fused_ready)[1]
 
+        nobody = 0 * self.ones
+        reused = prepare_spans(self.owners, self.spans, nobody, 1, count, nobody + REUSE, chosen, implementation=FUSED)
+
+        def reuse(layer: int) -> Tensor:
+            """As where every request has its choice: nothing is read, and what was stored is handed over."""
+            scores = self._scores(layer, reused, FUSED, nobody)
+            of = self.spans, count, nobody + REUSE, nobody
+            rest = self.width, self.table, chosen * load.requests, checks
+            return rank_and_take(scores, self.places, stored, *of, *rest, implementation=FUSED, prepared=reused)[1]
+
         ids = [take(layer).clone() for layer in range(LAYERS)]
         for layer in range(LAYERS):
             if not torch.equal(ids[layer], rank_and_hand_over(layer)):
@@ -90,6 +101,7 @@ class Layers:
             "scores": lambda layer: self._scores(layer, ready),
             "scores, fused": lambda layer: self._scores(layer, fused_ready, FUSED),
             "ranking and hand-over, fused": rank_and_hand_over,
+            "all of it, reused": reuse,
             "ranking": lambda layer: self._rank(kept[layer], chosen, ready),
             "hand-over": take,
             "attention": lambda layer: attend(layer, self.new, ids[layer]),
@@ -99,8 +111,9 @@ class Layers:
         run = self.load.dense().run
         return lambda layer: run(layer, self.new)
 
-    def _scores(self, layer: int, ready: Any, name: str = "cuda") -> Tensor:
-        rows = self.blocks, self.owners, self.spans, self.ones, 1, MODEL.dim**-0.5
+    def _scores(self, layer: int, ready: Any, name: str = "cuda", num_rows: Tensor | None = None) -> Tensor:
+        num_rows = self.ones if num_rows is None else num_rows
+        rows = self.blocks, self.owners, self.spans, num_rows, 1, MODEL.dim**-0.5
         summaries = self.load.summaries[layer]
         return block_scores(self.new.query, summaries, *rows, self.kind, implementation=name, prepared=ready)
 
@@ -168,6 +181,16 @@ def sweep(layers: Layers, ratio: float, repeats: int) -> dict[str, float]:
         name = "scores, fused: {} vectors, {} stages, {} programs".format(*setting)
         found[name] = timed(layers.parts(ratio)["scores, fused"], repeats)
     cuda_fused.STREAMED, cuda_fused.STAGES, cuda_fused.PROGRAMS = streamed
+    usual_rank = cuda_fused.RANKED_BY, cuda_fused.PARTS, cuda_fused.SHARES
+    for by in (128, 256, 512):
+        cuda_fused.RANKED_BY = by
+        found[f"ranking, fused: beside {by}"] = timed(layers.parts(ratio)["ranking and hand-over, fused"], repeats)
+    cuda_fused.RANKED_BY = usual_rank[0]
+    for setting in ((16, 32), (64, 32), (32, 16), (32, 64)):
+        cuda_fused.PARTS, cuda_fused.SHARES = setting
+        name = "scores, fused: {} parts, {} shares".format(*setting)
+        found[name] = timed(layers.parts(ratio)["scores, fused"], repeats)
+    _, cuda_fused.PARTS, cuda_fused.SHARES = usual_rank
     for name, spent in sorted(found.items(), key=lambda item: item[1]):
         print(f"    {spent:7.1f}  {name}", flush=True)
     return found

@@ -75,6 +75,11 @@ def prepare_spans(
     return chosen.prepare(spans, first_rows, num_rows, max_rows, counts, modes, most)
 
 
+def passes_over(device_type: str, *, implementation: str = AUTO) -> bool:
+    """Whether `block_scores` and a choice by it cost next to nothing for spans whose `num_rows` is 0."""
+    return _choose(implementation, device_type).passes_over
+
+
 def block_scores(
     query: Tensor,
     summaries: Tensor,

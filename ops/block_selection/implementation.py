@@ -52,6 +52,8 @@ class BlockSelectionImplementation(Implementation[None], ABC):
 
     ranks_and_takes: ClassVar[bool] = False
     """Whether there is a `rank_and_take`, where there is a `take_choice`."""
+    passes_over: ClassVar[bool] = False
+    """Whether to score and to rank the candidates of a span without rows costs next to nothing."""
 
     def prepare(
         self,

@@ -168,7 +168,7 @@ def selection_nodes(kind: SummaryKind, monkeypatch: pytest.MonkeyPatch) -> NodeC
     query = torch.empty(64, MODEL.heads, MODEL.head_dim, dtype=torch.bfloat16, device=META)
     spans, candidates, chosen, width, most = ids(65), ids(4096), ids(2048), 64, 32
     made = selection_api.new_summaries(cache, kind)
-    step = LayerSelection(SelectionTensors(*[spans] * 7, *[candidates] * 3, *[chosen] * 3, 1, width, most))
+    step = LayerSelection(SelectionTensors(*[spans] * 8, *[candidates] * 3, *[chosen] * 3, 1, width, most))
 
     def choose(query: Tensor, keys: Tensor, made: Tensor, stored: Tensor, checks: Tensor, *of_step: Any) -> Any:
         # a layer whose tensors are inputs, as a compiled region has them; the stored rankings are read before it

@@ -22,6 +22,7 @@ INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)\s
 UNIFORM = re.compile(r"\bUR(\d+)\b")
 # Descriptors of a product's operands: both, or the second only where the first is in registers.
 DESCRIPTORS = re.compile(r"(, R\d+)?, gdesc\[UR(\d+)\]")
+CALLED = re.compile(r"0x([0-9a-f]+)")
 WRITES_UNIFORM = ("U", "R2UR", "S2UR", "REDUX", "VOTEU", "CS2UR", "LDCU")
 
 
@@ -34,9 +35,8 @@ def never_written(cubins: Mapping[str, bytes]) -> list[str]:
     instructions = iter(disassemble(b"".join(codes.values())))
     found = []
     for name, code in codes.items():
-        own = enumerate(itertools.islice(instructions, len(code) // INSTRUCTION_BYTES))
-        places = [(f"{INSTRUCTION_BYTES * number:04x}", *rest) for number, (_, *rest) in own]
-        found += [f"{name}: {one}" for one in _never_written(places)]
+        own = list(itertools.islice(instructions, len(code) // INSTRUCTION_BYTES))
+        found += [f"{name}: {one}" for one in unwritten_reads(own)]
     return found
 
 
@@ -72,17 +72,32 @@ def disassemble(code: bytes) -> list[tuple[str, ...]]:
     return instructions
 
 
-def _never_written(instructions: Sequence[tuple[str, ...]]) -> list[str]:
+def unwritten_reads(instructions: Sequence[tuple[str, ...]]) -> list[str]:
+    """As `never_written`, of one kernel. What it calls, as a division of 64 bits, has written what stands there."""
+    begin = int(instructions[0][0], 16)
     written: set[int] = set()
     found = []
     for place, operation, operands in instructions:
-        target = re.match(r"UR(\d+)\b", operands) if operation.startswith(WRITES_UNIFORM) else None
+        if operation.startswith("CALL.REL") and (called := CALLED.search(operands)):
+            written |= _written_by_call(instructions[(int(called[1], 16) - begin) // INSTRUCTION_BYTES :])
+        target = _target(operation, operands)
         if not read_registers(operands[target.end() :] if target else operands) <= written:
-            found.append(f"{place}: {operation} {operands}")
-        if target:
-            first = int(target[1])
-            written |= set(range(first, first + width(operation)))
+            found.append(f"{int(place, 16) - begin:04x}: {operation} {operands}")
+        written |= _written(operation, target)
     return found
+
+
+def _written_by_call(instructions: Sequence[tuple[str, ...]]) -> set[int]:
+    body = itertools.takewhile(lambda one: not one[1].startswith("RET"), instructions)
+    return set().union(*(_written(operation, _target(operation, operands)) for _, operation, operands in body))
+
+
+def _target(operation: str, operands: str) -> re.Match[str] | None:
+    return re.match(r"UR(\d+)\b", operands) if operation.startswith(WRITES_UNIFORM) else None
+
+
+def _written(operation: str, target: re.Match[str] | None) -> set[int]:
+    return set() if target is None else set(range(int(target[1]), int(target[1]) + width(operation)))
 
 
 def read_registers(operands: str) -> set[int]:

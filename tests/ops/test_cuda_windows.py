@@ -72,7 +72,6 @@ def test_verifications(monkeypatch: pytest.MonkeyPatch, wanted: Features, one_la
     from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_windows
 
     monkeypatch.setattr(cuda_windows, "ONE_LAUNCH_ROWS", 512 * one_launch)
-    monkeypatch.setattr(cuda_windows, "BY_REQUEST", True)
     for heads, kv_heads, dim, dtype in ((4, 2, 32, torch.float32), (8, 1, 16, torch.bfloat16)):
         shape = Shape(heads, kv_heads, dim, dim, BLOCK, dtype)
         batch = _of_layer(VERIFIED, shape, wanted)
@@ -90,7 +89,6 @@ def test_a_bad_token_breaks_the_rows_that_see_it(monkeypatch: pytest.MonkeyPatch
     from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_windows
 
     monkeypatch.setattr(cuda_windows, "ONE_LAUNCH_ROWS", 512 * one_launch)
-    monkeypatch.setattr(cuda_windows, "BY_REQUEST", True)
     window = 2 * BLOCK + 3
     batch = _of_layer([Request(70, 4), Request(60, 3)], Shape(block_size=BLOCK, poison=1e4), Features(window))
     expected = attend(batch, "reference")
@@ -115,16 +113,20 @@ def verification_in_a_bucket(tokens: int) -> Batch:
     return in_bucket(static, inputs.split(static.fill(inputs), shape.forward))
 
 
-@pytest.mark.parametrize(("window", "expected"), [(32, ["attend_windows"]), (2000, None)])
+@pytest.mark.parametrize(
+    ("window", "filled", "expected"),
+    [(32, math.inf, ["attend_windows"]), (2000, 0, ["attend_windows"]), (2000, math.inf, None)],
+)
 def test_launches_of_a_verification_in_a_bucket(
-    monkeypatch: pytest.MonkeyPatch, window: int, expected: list[str] | None
+    monkeypatch: pytest.MonkeyPatch, window: int, filled: float, expected: list[str] | None
 ) -> None:
-    """A layer of a short window is one launch, in a bucket of many more blocks and requests, too; of a long one as many
-    as without a window. Programs follow the rows, not the blocks of the bucket."""
+    """A layer of a short window is one launch, in a bucket of many more blocks and requests, too, and so is a long one
+    where requests fill the GPU; else it is as many as without a window. Programs follow the rows, not the blocks of
+    the bucket."""
     from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_windows
     from vllm_gaudi_ucm.ops.unified_attention.implementation import ATTENTION
 
-    monkeypatch.setattr(cuda_windows, "BY_REQUEST", True)
+    monkeypatch.setattr(cuda_windows, "FILLED", filled)
     batch = verification_in_a_bucket(window)
     cuda = ATTENTION.make("cuda")
     plan = cuda.plan(batch.parts, BLOCK)

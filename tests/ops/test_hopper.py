@@ -10,6 +10,8 @@ pytestmark = pytest.mark.slow  # starts processes
 
 pytest.importorskip("triton")
 
+from tests.ops.sass import unwritten_reads  # noqa: E402  asks triton where its disassembler is
+
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper; CUDA documentation, compute capability 9.0
 
 # Of many rows, and of models that are served in bfloat16: they take long to compile.
@@ -65,3 +67,21 @@ def test_the_kernels_compile_for_a_hopper(dtype: str) -> None:
         *(NOT_IN_FLOAT32 if dtype == "bfloat16" else []),
     }
     assert max(found.values()) <= SHARED_MEMORY
+
+
+def test_reads_of_registers_that_nothing_has_written_are_seen() -> None:
+    """A division that the kernel calls stands behind it; what it leaves has been written, and nothing else has."""
+    calls = [
+        ("0400", "MOV", "R4, 0x420"),
+        ("0410", "CALL.REL.NOINC", "0x440"),
+        ("0420", "UMOV", "UR11, UR8"),
+        ("0430", "UIADD3", "UR12, UR11, UR9, URZ"),
+        ("0440", "UIMAD.WIDE.U32", "UR8, UR11, 0x2, URZ"),
+        ("0450", "RET.REL.NODEC", "R4 0x0"),
+        ("0460", "UMOV", "UR20, 0x1"),
+    ]
+    assert unwritten_reads(calls) == []
+    assert unwritten_reads([*calls[:1], *calls[2:]]) == ["0020: UMOV UR11, UR8", "0030: UIADD3 UR12, UR11, UR9, URZ"]
+    # behind the return of what is called, UR20 is written by nothing that has run
+    before = ("0400", "UIADD3", "UR4, UR20, 0x1, URZ")
+    assert unwritten_reads([before, *calls[1:]]) == ["0000: UIADD3 UR4, UR20, 0x1, URZ"]

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-DENSE = -1
-"""Mode of a request that attends to its whole context."""
+DENSE, REUSE = -1, 1
+"""Modes of a request that attends to its whole context, and of one that takes its stored choice (`SelectionMode`)."""
 
 
 class SelectionInput(NamedTuple):
@@ -61,6 +61,7 @@ class SelectionPlan(NamedTuple):
 
     first_rows, num_rows: int64 [spans] its rows in the flat batch.
     scored_rows: int64 [spans] the last of them that is no draft: by its query all blocks are scored in memory mode.
+    ranked_rows: int64 [spans] rows by which its candidates are ranked: none where the stored choice is reused.
     modes, counts, thresholds, choice_slots: int64 [spans], as in SelectionInput.
     candidate_blocks: int64 [candidates] physical block ids. candidate_spans: int64 [candidates].
     candidate_places: int64 [candidates].
@@ -71,6 +72,7 @@ class SelectionPlan(NamedTuple):
     first_rows: NDArray[np.int64]
     num_rows: NDArray[np.int64]
     scored_rows: NDArray[np.int64]
+    ranked_rows: NDArray[np.int64]
     modes: NDArray[np.int64]
     counts: NDArray[np.int64]
     thresholds: NDArray[np.int64]
@@ -115,11 +117,13 @@ def plan_selection(
     num_drafts = 0 if selection.num_drafts is None else selection.num_drafts[sparse]
     choice_spans = np.arange(len(sparse)).repeat(counts)
     ranks = np.arange(len(choice_spans)) - (ends - counts).repeat(counts)
+    modes, num_rows = selection.modes[sparse], query_start[flat + 1] - query_start[flat]
     return SelectionPlan(
         first_rows=query_start[flat],
-        num_rows=query_start[flat + 1] - query_start[flat],
+        num_rows=num_rows,
         scored_rows=query_start[flat + 1] - 1 - num_drafts,
-        modes=selection.modes[sparse],
+        ranked_rows=num_rows * (modes != REUSE),
+        modes=modes,
         counts=counts,
         thresholds=selection.thresholds[sparse],
         choice_slots=selection.slots[sparse],

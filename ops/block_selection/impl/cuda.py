@@ -43,6 +43,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
 
     devices = frozenset({"cuda"})
     priority = 20
+    passes_over = True
 
     def unavailable(self, device: str) -> str | None:
         return why_not_triton(device)

@@ -1,8 +1,7 @@
 """Block selection on CUDA in fewer launches: two score, and one ranks, stores and writes the list that attention reads.
 
-What the kernels of `cuda` do one after the other. A card has yet to say whether it is faster: until then its priority
-is below that of `cuda`, and `implementation` of a sparse method's options names it. `python -m benchmarks.sparse_parts`
-times both in one run.
+What the kernels of `cuda` do one after the other; that stays for what these do not cover, and by name.
+`python -m benchmarks.sparse_parts` times both in one run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import (
     COMPARED,
     LARGEST_HEAD,
-    NEIGHBOURS,
     RANKED,
     SHARED_LINES,
     CudaBlockSelection,
@@ -36,14 +34,15 @@ from vllm_gaudi_ucm.ops.selected_list import SelectedList
 STREAMED, STREAMED_WIDE, STAGES, PROGRAMS = 64, 32, 6, 4
 MOST_LINES = 64  # rows of a span times query heads of a KV head: a decode, or a verification
 MOST_SPANS = 1024  # whose tiles a program counts
-SHARES = 32  # of `share_blocks`
-FEW_LINES = 512  # rows of a span times heads, up to which sums are repeated rather than kept
+SHARES, PARTS = 32, 32  # of `share_blocks`
+FEW_LINES = 512  # rows of a span times heads, up to which sums of parts are added up by every tile
+RANKED_BY = 128  # candidates with which `rank_and_take` compares its own at once
 
 
 class CudaFusedBlockSelection(CudaBlockSelection):
     """As `cuda`, which computes what is not a decode or a verification, and `minmax`."""
 
-    priority = 19
+    priority = 21
     ranks_and_takes = True
 
     def prepare(
@@ -90,17 +89,21 @@ class CudaFusedBlockSelection(CudaBlockSelection):
         compute, block_v = _compute_type(query, summaries), _power_of_two(boxes)
         block_c = max(1, (STREAMED_WIDE if compute.primitive_bitwidth == 32 else STREAMED) // block_v)
         block_c = max(block_c, 16 // block_v)
-        programs = max(1, PROGRAMS * _multiprocessors(query.device) // kv_heads) * kv_heads
-        kernels.stream_boxes[(programs,)](
-            query, summaries, blocks, spans, ranges, first_rows, num_rows, estimates, scale, log(REST_WEIGHT),
-            log(REST_WEIGHT + boxes - 1), count, first_rows.shape[0], *query.stride()[:2], *summaries.stride()[:3],
+        parts, num_spans = max(1, PROGRAMS * _multiprocessors(query.device) // kv_heads), first_rows.shape[0]
+        tops, sums = found.new_empty((2, parts + num_spans, max_rows * heads))
+        block_s = max(16, _power_of_two(num_spans))
+        kernels.stream_boxes[(parts * kv_heads,)](
+            query, summaries, blocks, spans, ranges, first_rows, num_rows, estimates, tops, sums, scale,
+            log(REST_WEIGHT), log(REST_WEIGHT + boxes - 1), count, num_spans,
+            *query.stride()[:2], *summaries.stride()[:3],
             HEADS=heads, GROUP=group, ROWS=max_rows, DIM=dim, BLOCK_D=max(16, _power_of_two(dim)), VECTORS=boxes,
             BLOCK_V=block_v, BLOCK_C=block_c, BLOCK_N=max(16, _power_of_two(max_rows * group)),
-            BLOCK_S=max(16, _power_of_two(first_rows.shape[0])), COMPUTE=compute, PRECISION="ieee", STAGES=STAGES,
+            BLOCK_S=block_s, COMPUTE=compute, PRECISION="ieee", STAGES=STAGES,
         )  # fmt: skip
         kernels.share_blocks[(-(-count // SHARES),)](
-            estimates, spans, ranges, num_rows, found, count,
-            HEADS=heads, BLOCK_L=SHARED_LINES, BLOCK_C=SHARES, NEIGHBOURS=NEIGHBOURS, num_warps=8,
+            estimates, tops, sums, spans, ranges, num_rows, found, count, num_spans, parts,
+            HEADS=heads, ROWS=max_rows, BLOCK_L=SHARED_LINES, BLOCK_C=SHARES, BLOCK_S=block_s, STREAMED=block_c,
+            PARTS=PARTS, num_warps=8,
         )  # fmt: skip
         return found
 
@@ -138,7 +141,7 @@ class CudaFusedBlockSelection(CudaBlockSelection):
         kernels.rank_and_take[(spans, -(-min(width, count) // RANKED))](
             scores, places, ranges, tickets, fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids,
             None if target is None else target.blocks, None if target is None else target.places, checks,
-            most, width, selected, BLOCK_C=RANKED, RANKED_BY=COMPARED, REUSE=REUSE, CHECK=CHECK,
+            most, width, selected, BLOCK_C=RANKED, RANKED_BY=RANKED_BY, REUSE=REUSE, CHECK=CHECK,
             BLOCK=max(16, _power_of_two(most)), COMPARED=32, SPANS=COMPARED, LISTED=target is not None, num_warps=8,
         )  # fmt: skip
         if target is not None:

@@ -27,17 +27,17 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.triton.shared import attend_share
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.windows import attend_windows
 from vllm_gaudi_ucm.ops.unified_attention.parts import SharedPart
 
-# Not yet measured on a GPU, `make bench-attention ARGS="--device cuda --models --variants"` does. One launch: up to so
-# many rows of a step (0: never), and so many cached tokens of a request, or so many where requests alone fill the GPU.
-ONE_LAUNCH_ROWS, ONE_LAUNCH_TOKENS, ONE_LAUNCH_OF_MANY = 512, 512, 1152
+# Measured by `make bench-attention ARGS="--device cuda --models --variants"`. One launch: up to so many rows of a step
+# (0: never), and so many cached tokens of a request; any number where verifications alone fill the GPU.
+ONE_LAUNCH_ROWS, ONE_LAUNCH_TOKENS = 512, 512
 # Programs per multiprocessor that fill the GPU.
-FILLED = 1
+FILLED = 0.75
 # Rows of a request in a tile, in steps of up to so many rows: a verification. A bucket does not say how many rows its
 # requests have, and a chunk of a prompt reads its blocks once for each tile.
 VERIFIED, FEW_ROWS = 8, 128
-# Whether tiles have rows of one request where one launch is not enough. Off until a card has said that it is right:
-# `tests/ops/compile_for_hopper.py` found an `attend_shared` that reads a register which was never written.
-BY_REQUEST = False
+# Whether tiles have rows of one request in verifications that one launch would not fill the GPU with. Chunks of a
+# prompt are faster in tiles of any rows.
+BY_REQUEST = True
 NEW = 32  # new tokens of a step of the loop over these
 
 
@@ -64,7 +64,7 @@ def fits_one_launch(layer: Layer, plan: CudaPlan) -> bool:
         most = max(most, unique.most_of_row)
     tokens, requests = most * plan.block_size, min(layer.rows, part.hi.shape[0])
     fills = requests * layer.kv_heads >= FILLED * multiprocessors(layer.query.device)
-    return tokens <= (ONE_LAUNCH_OF_MANY if fills else ONE_LAUNCH_TOKENS)
+    return tokens <= ONE_LAUNCH_TOKENS or (fills and layer.rows <= VERIFIED * requests)
 
 
 def one_launch(layer: Layer, plan: CudaPlan, part: SharedPart) -> Work:
@@ -91,17 +91,13 @@ def one_launch(layer: Layer, plan: CudaPlan, part: SharedPart) -> Work:
 
 def takes_requests(layer: Layer, part: SharedPart) -> bool:
     """Whether tiles have rows of one request; not where their lists are too large."""
-    tiles = most_tiles(layer.rows, part.hi.shape[0], _tile_of(layer).block_m // layer.group)
-    return BY_REQUEST and tiles * part.blocks.shape[0] <= MOST_LISTED
-
-
-def _tile_of(layer: Layer) -> Tile:
-    return window_tile(layer) if layer.rows <= FEW_ROWS else own_tile(layer)
+    tiles = most_tiles(layer.rows, part.hi.shape[0], window_tile(layer).block_m // layer.group)
+    return BY_REQUEST and layer.rows <= FEW_ROWS and tiles * part.blocks.shape[0] <= MOST_LISTED
 
 
 def by_request(layer: Layer, plan: CudaPlan, part: SharedPart, division: Division) -> Work:
     """The rows of each request with its own blocks, as `own`. part: the whole shared part."""
-    tile = _tile_of(layer)
+    tile = window_tile(layer)
     rows_per_tile = tile.block_m // layer.group
     alone = plan.kept(("own of windows", 0), lambda: _alone(part, division))
     tiles = plan.kept(

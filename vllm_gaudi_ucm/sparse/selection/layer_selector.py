@@ -17,6 +17,7 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
     choose_blocks,
     hands_over,
     keep_or_replace,
+    passes_over,
     prepare_spans,
     rank_and_take,
     ranks_and_takes,
@@ -37,7 +38,8 @@ class CandidateBlocks(NamedTuple):
 
     layer_idx: of the layer. summaries: [blocks, vectors, kv heads, width] by physical block.
     blocks, spans: int64 [candidates] physical block, and the request that it belongs to.
-    first_rows, num_rows: int64 [spans] rows of each request in `query`. max_rows: at most.
+    first_rows, num_rows: int64 [spans] rows of each request in `query`; none where a GPU reuses its choice.
+    max_rows: at most.
     places: int64 [candidates] span * width + logical block number; spans * width for pads.
     """
 
@@ -50,6 +52,21 @@ class CandidateBlocks(NamedTuple):
     max_rows: int
     places: torch.Tensor
     width: int
+
+
+class RankedSpans(NamedTuple):
+    """The spans of a step whose candidates are scored and ranked.
+
+    num_rows: int64 [spans] rows by which they are; none: nothing is. prepared: by `prepare_spans`.
+    """
+
+    num_rows: torch.Tensor
+    prepared: Prepared | None
+
+    @classmethod
+    def of(cls, t: SelectionTensors, num_rows: torch.Tensor, implementation: str) -> RankedSpans:
+        rows = t.candidate_spans, t.first_rows, num_rows, t.max_rows
+        return cls(num_rows, prepare_spans(*rows, t.counts, t.modes, t.most, implementation=implementation))
 
 
 @dataclass
@@ -79,7 +96,9 @@ class LayerSelection:
     block_table: torch.Tensor = field(init=False)
     first_places: torch.Tensor = field(init=False)
     """int64 [selected] place of the first block of each chosen one's request."""
-    spans: Prepared | None = field(init=False, default=None)
+    spans: RankedSpans | None = field(init=False, default=None)
+    measured: RankedSpans | None = field(init=False, default=None)
+    """As `spans`, for the layer whose choices are measured: it ranks those that are reused, too."""
     native: NativeSelection | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -87,8 +106,9 @@ class LayerSelection:
         self.block_table = t.block_table()
         self.first_places = t.choice_spans * t.width
         if not self.reused and not self.at_once:
-            rows = t.candidate_spans, t.first_rows, t.num_rows, t.max_rows
-            self.spans = prepare_spans(*rows, t.counts, t.modes, t.most, implementation=self.implementation)
+            self.spans = self.measured = RankedSpans.of(t, t.num_rows, self.implementation)
+            if passes_over(t.modes.device.type, implementation=self.implementation):
+                self.spans = RankedSpans.of(t, t.ranked_rows, self.implementation)
         if self.at_once:
             spans = t.first_rows, t.num_rows, t.modes, t.counts, t.thresholds, t.choice_slots
             candidates = t.candidate_blocks, t.candidate_spans, t.candidate_places
@@ -176,7 +196,7 @@ class ChoosingLayer(LayerSelector):
         checks: int64 [2] of all layers: choices that a check has kept, and replaced.
         score: a method's own scores, which name the layer: so it has a region of its own. layer_idx: that name.
         queries: [slots, heads, dim] where queries are kept, with KV offload.
-        recall: of a native choice, the one layer's that is measured.
+        recall: of the one layer that is measured.
         implementation: of block selection.
         over_ranks: where other ranks have other heads of the layer: makes of this rank's scores those of all heads;
             None: this rank chooses by its own scores.
@@ -249,7 +269,7 @@ class ChoosingLayer(LayerSelector):
         scores, fresh = self._fresh(query, selection)
         of_spans = t.counts, t.modes, t.thresholds
         ranking, kept, replaced = keep_or_replace(
-            before, fresh, *of_spans, t.width, implementation=name, prepared=selection.spans
+            before, fresh, *of_spans, t.width, implementation=name, prepared=self._ranked(selection).prepared
         )
         self.stored.index_copy_(0, t.choice_slots, ranking)
         self._checks += torch.stack((kept, replaced)).sum(1)
@@ -264,8 +284,9 @@ class ChoosingLayer(LayerSelector):
         if self._at_once:
             scores = self._scores_over_ranks(query, selection)
             target = None if selection.parts is None else selection.parts.selected_list(query.shape[0])
+            prepared = self._ranked(selection).prepared
             found = rank_and_take(
-                scores, t.candidate_places, *rest, implementation=name, prepared=selection.spans, target=target
+                scores, t.candidate_places, *rest, implementation=name, prepared=prepared, target=target
             )
         else:
             scores, fresh = self._fresh(query, selection)
@@ -276,8 +297,8 @@ class ChoosingLayer(LayerSelector):
         """float32 [candidates] scores, and int64 [spans, most] the ranking by them."""
         t, name = selection.tensors, self._implementation
         scores = self._scores_over_ranks(query, selection)
-        sizes = t.num_spans, t.width, t.most
-        ranking = choose_blocks(scores, t.candidate_places, *sizes, implementation=name, prepared=selection.spans)
+        sizes, prepared = (t.num_spans, t.width, t.most), self._ranked(selection).prepared
+        ranking = choose_blocks(scores, t.candidate_places, *sizes, implementation=name, prepared=prepared)
         return scores, ranking
 
     def _scores_over_ranks(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
@@ -286,8 +307,8 @@ class ChoosingLayer(LayerSelector):
         return scores if self._over_ranks is None else self._over_ranks(scores)
 
     def _scores(self, query: torch.Tensor, selection: LayerSelection) -> torch.Tensor:
-        t = selection.tensors
-        spans = t.candidate_blocks, t.candidate_spans, t.first_rows, t.num_rows, t.max_rows
+        t, ranked = selection.tensors, self._ranked(selection)
+        spans = t.candidate_blocks, t.candidate_spans, t.first_rows, ranked.num_rows, t.max_rows
         if self._score is not None:
             asked = CandidateBlocks(self._layer_idx, self.summaries, *spans, t.candidate_places, t.width)
             found = self._score(self._layer_idx, query, asked)
@@ -300,5 +321,11 @@ class ChoosingLayer(LayerSelector):
             self._scale,
             self.kind,
             implementation=self._implementation,
-            prepared=selection.spans,
+            prepared=ranked.prepared,
         )
+
+    def _ranked(self, selection: LayerSelection) -> RankedSpans:
+        """What this layer ranks of the step."""
+        t = selection.tensors
+        found = selection.spans if self._recall is None else selection.measured
+        return RankedSpans(t.num_rows, None) if found is None else found

@@ -11,7 +11,10 @@ from vllm_gaudi_ucm.batch.selection_plan import SelectionPlan
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart
 from vllm_gaudi_ucm.sparse.selection.selection_state import SelectionLimits
 
-SPAN_ARRAYS = ("first_rows", "num_rows", "scored_rows", "modes", "counts", "thresholds", "choice_slots")
+SPAN_ARRAYS = (
+    *("first_rows", "num_rows", "scored_rows", "ranked_rows"),
+    *("modes", "counts", "thresholds", "choice_slots"),
+)
 CANDIDATE_ARRAYS = ("candidate_blocks", "candidate_spans", "candidate_places")
 CHOICE_ARRAYS = ("choice_places", "choice_spans", "choice_hi")
 
@@ -31,8 +34,8 @@ def pad_values(spans: int, limits: SelectionLimits) -> dict[str, int]:
 class SelectionTensors(NamedTuple):
     """A SelectionPlan on the device, padded or not; every tensor is int64.
 
-    first_rows, num_rows, scored_rows, modes, counts, thresholds, choice_slots: [spans]; pads have no rows, and a slot
-        of no request.
+    first_rows, num_rows, scored_rows, ranked_rows, modes, counts, thresholds, choice_slots: [spans]; pads have no
+        rows, and a slot of no request.
     candidate_blocks, candidate_spans, candidate_places: [candidates]; a place is span * width + logical block number,
         and spans * width for pads.
     choice_places: [selected] span * most + rank. choice_spans: [selected]. choice_hi: [selected] tokens of the block
@@ -43,6 +46,7 @@ class SelectionTensors(NamedTuple):
     first_rows: torch.Tensor
     num_rows: torch.Tensor
     scored_rows: torch.Tensor
+    ranked_rows: torch.Tensor
     modes: torch.Tensor
     counts: torch.Tensor
     thresholds: torch.Tensor

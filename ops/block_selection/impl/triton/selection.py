@@ -88,22 +88,22 @@ def _rank(
     """This program's part of a span's ranking, int64 [most]: those of its candidates that are among the best."""
     tile = tl.program_id(1)
     begin, end = tl.load(ranges + 2 * span), tl.load(ranges + 2 * span + 1)
+    counted = tl.zeros([COMPARED], tl.int32)
     for own in range(begin + tile * BLOCK_C, end, tl.num_programs(1) * BLOCK_C):
         c = own + tl.arange(0, BLOCK_C)
         mine, number, real = _order(scores, places, c, c < end, span * width, width)
-        before = tl.zeros([BLOCK_C], tl.int32)
+        # threads add up for themselves, and with each other once
+        better, counted = tl.zeros([BLOCK_C, COMPARED], tl.int32), tl.zeros([COMPARED], tl.int32)
         for first in range(begin, end, COMPARED):
             other = first + tl.arange(0, COMPARED)
-            theirs, _, _ = _order(scores, places, other, other < end, span * width, width)
-            before += tl.sum((theirs[None, :] > mine[:, None]).to(tl.int32), 1)
+            theirs, _, theirs_real = _order(scores, places, other, other < end, span * width, width)
+            counted += theirs_real.to(tl.int32)
+            better += (theirs[None, :] > mine[:, None]).to(tl.int32)
+        before = tl.sum(better, 1)
         tl.store(ranking + before, number, mask=real & (before < most))
     if tile == 0:
         # ranks that no candidate has
-        count = 0
-        for first in range(begin, end, COMPARED):
-            other = first + tl.arange(0, COMPARED)
-            _, _, real = _order(scores, places, other, other < end, span * width, width)
-            count += tl.sum(real.to(tl.int32), 0)
+        count = tl.sum(counted, 0)
         for first in range(count, most, COMPARED):
             rank = first + tl.arange(0, COMPARED)
             tl.store(ranking + rank, tl.full([COMPARED], -1, tl.int64), mask=rank < most)

@@ -19,9 +19,27 @@ def _log_mean(of_boxes, v, log_rest, log_all, VECTORS: tl.constexpr):
     return tl.where(tl.abs(found) < float("inf"), found, float("nan"))
 
 
+@triton.jit
+def _tiles(ranges, s, num_spans, parts, BLOCK_C: tl.constexpr):
+    """int32 tiles of each span `s`, those of all spans, and how many of them each of so many parts has."""
+    begins = tl.load(ranges + 2 * s, mask=s < num_spans, other=0)
+    tiles = tl.cdiv(tl.load(ranges + 2 * s + 1, mask=s < num_spans, other=0) - begins, BLOCK_C)
+    total = tl.sum(tiles, 0)
+    return tiles, total, tl.cdiv(total, parts)
+
+
+@triton.jit
+def _add(top, total, tops, totals, AXIS: tl.constexpr):
+    """The largest estimate and the sum of a softmax, and others along an axis, as one. Empty ones are -inf and 0."""
+    new = tl.maximum(top, tl.max(tops, AXIS))
+    base = tl.where(new == float("-inf"), 0.0, new)
+    added = tl.sum(tl.exp(tops - tl.expand_dims(base, AXIS)) * totals, AXIS)
+    return new, total * tl.exp(top - base) + added
+
+
 @triton.jit(do_not_specialize=["candidates", "num_spans"])
 def stream_boxes(
-    query, summaries, blocks, spans, ranges, first_rows, num_rows, estimates, scale, log_rest, log_all,
+    query, summaries, blocks, spans, ranges, first_rows, num_rows, estimates, tops, sums, scale, log_rest, log_all,
     candidates, num_spans, q_row, q_head, s_block, s_vector, s_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VECTORS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -33,15 +51,14 @@ def stream_boxes(
     the next tiles while it multiplies one. The query of a span stays in registers for all tiles of the span.
 
     ranges: int32 [spans, 2], see `find_candidates`. BLOCK_S >= num_spans.
+    tops, sums: fp32 [parts + spans, ROWS x HEADS] of the softmax over the candidates of a span that a part has seen,
+        without NaN, in line part + span: parts and spans are both in the order of tiles, so that no two share one.
     """
     kv_heads: tl.constexpr = HEADS // GROUP
     kv_head, part, parts = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads, tl.num_programs(0) // kv_heads
     s = tl.arange(0, BLOCK_S)
-    begins = tl.load(ranges + 2 * s, mask=s < num_spans, other=0)
-    tiles = tl.cdiv(tl.load(ranges + 2 * s + 1, mask=s < num_spans, other=0) - begins, BLOCK_C)
+    tiles, total, each = _tiles(ranges, s, num_spans, parts, BLOCK_C)
     ends = tl.cumsum(tiles, 0)
-    total = tl.sum(tiles, 0)
-    each = tl.cdiv(total, parts)
     at = part * each
     stop = tl.minimum(at + each, total)
     m, v, d, n = tl.arange(0, BLOCK_C * BLOCK_V), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -59,6 +76,8 @@ def stream_boxes(
             mask=(real & (lane < ROWS))[None, :] & (d < DIM)[:, None],
             other=0.0,
         ).to(COMPUTE)
+        top = tl.full([BLOCK_N], float("-inf"), tl.float32)
+        sum_of = tl.zeros([BLOCK_N], tl.float32)
         for tile in tl.range(at - before, until - before, num_stages=STAGES):
             c = begin + tile * BLOCK_C + tl.arange(0, BLOCK_C)
             own = begin + tile * BLOCK_C + m // BLOCK_V
@@ -75,48 +94,56 @@ def stream_boxes(
             mine = mine & (tl.load(blocks + c, mask=c < end, other=0) != 0)
             target = estimates + (lane * HEADS + head).to(tl.int64)[None, :] * candidates + c[:, None]
             tl.store(target, found, mask=mine[:, None] & (lane < ROWS)[None, :])
+            found = tl.where(mine[:, None] & (found == found), found, float("-inf"))
+            top, sum_of = _add(top, sum_of, found, 1.0, 0)
+        line = (part + span) * ROWS * HEADS + lane * HEADS + head
+        tl.store(tops + line, top, mask=lane < ROWS)
+        tl.store(sums + line, sum_of, mask=lane < ROWS)
         at = until
 
 
-@triton.jit(do_not_specialize=["candidates"])
+@triton.jit(do_not_specialize=["candidates", "num_spans", "parts"])
 def share_blocks(
-    estimates, spans, ranges, num_rows, scores, candidates,
-    HEADS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    estimates, tops, sums, spans, ranges, num_rows, scores, candidates, num_spans, parts,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    STREAMED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """`span_sums` and `block_shares` at once: grid (tiles of BLOCK_C candidates), each with the sums of its spans.
 
-    A tile repeats what its neighbours add up, from the GPU's cache: little for few rows, and a launch less.
+    A tile adds up what the parts of `stream_boxes` have left of its spans, PARTS at a time, as its neighbours do: from
+    the GPU's cache, and a launch less. parts, STREAMED: of `stream_boxes`, its parts and the candidates of its tiles.
     """
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < candidates
     span = tl.load(spans + c, mask=inside, other=0)
     rows = tl.load(num_rows + span, mask=inside, other=0)
     seen = inside & (rows > 0)
+    s = tl.arange(0, BLOCK_S)
+    tiles, _, each = _tiles(ranges, s, num_spans, parts, STREAMED)
+    each = tl.maximum(each, 1)
     mass = tl.zeros([BLOCK_C], tl.float32)
     broken = tl.zeros([BLOCK_C], tl.int32)
     nobody = 1 << 40
     at = tl.min(tl.where(seen, span, nobody), 0)
     while at < nobody:
-        begin, end = tl.load(ranges + 2 * at), tl.load(ranges + 2 * at + 1)
+        first_tile = tl.sum(tl.where(s < at, tiles, 0), 0)
+        last_tile = first_tile + tl.sum(tl.where(s == at, tiles, 0), 0) - 1
         lines = tl.load(num_rows + at).to(tl.int32) * HEADS
         for first in range(0, lines, BLOCK_L):
             line = first + tl.arange(0, BLOCK_L)
-            places = estimates + line.to(tl.int64)[:, None] * candidates
             top = tl.full([BLOCK_L], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_L], tl.float32)
-            for neighbour in range(begin, end, NEIGHBOURS):
-                o = neighbour + tl.arange(0, NEIGHBOURS)
-                same = tl.load(spans + o, mask=o < end, other=-1) == at
-                found = tl.load(places + o[None, :], mask=same[None, :] & (line < lines)[:, None], other=float("-inf"))
-                found = tl.where(found == found, found, float("-inf"))
-                new_top = tl.maximum(top, tl.max(found, 1))
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)
-                total = total * tl.exp(top - base) + tl.sum(tl.exp(found - base[:, None]), 1)
-                top = new_top
+            for part in range(first_tile // each, last_tile // each + 1, PARTS):
+                o = part + tl.arange(0, PARTS)
+                mask = (o <= last_tile // each)[None, :] & (line < lines)[:, None]
+                places = (o + at)[None, :] * (ROWS * HEADS) + line[:, None]
+                found = tl.load(tops + places, mask=mask, other=float("-inf"))
+                top, total = _add(top, total, found, tl.load(sums + places, mask=mask, other=0.0), 1)
             top = tl.where(top == float("-inf"), 0.0, top)
             total = tl.where(total == 0.0, 1.0, total)
             mask = (seen & (span == at))[None, :] & (line < lines)[:, None]
-            found = tl.load(places + c[None, :], mask=mask, other=float("-inf"))
+            places = estimates + line.to(tl.int64)[:, None] * candidates + c[None, :]
+            found = tl.load(places, mask=mask, other=float("-inf"))
             broken = tl.maximum(broken, tl.max(tl.where(found == found, 0, 1), 0))
             found = tl.where(found == found, found, float("-inf"))
             mass += tl.sum(tl.exp(found - top[:, None]) / total[:, None], 0)
