@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +67,17 @@ class FoundKernels:
     @property
     def count(self) -> int:
         return len(self.kernels)
+
+    def mark(self) -> Path:
+        """A file beside the kernels on disk, by what has been found so far: whether it exists tells what was done with
+        just these before. It goes with Triton's folder; sources, sizes, Triton and the GPU are in its name."""
+        from triton import knobs
+        from triton.runtime import driver
+
+        parts = [repr(driver.active.get_current_target())]
+        for name, kernel in sorted(self.kernels.items()):
+            parts += [name, kernel.function.cache_key, kernel.described]
+        return Path(knobs.cache.dir) / f"vllm-gaudi-ucm-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}"
 
 
 def has_kernels(device: torch.device) -> bool:

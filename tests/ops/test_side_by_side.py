@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 # on a driver that can launch nothing
 PROGRAM = """
+from pathlib import Path
 import torch
 from triton import knobs
 from triton.runtime import driver
@@ -38,6 +39,7 @@ with compiled_side_by_side(lambda done, total: told.append((done, total))) as fo
         out, _ = cuda_rms_norm(x, None, 1e-5)
         gated = cuda_gate(x)
     assert not compiled and found.count == 2
+    mark = found.mark()
 assert not out.any() and not gated.any(), "nothing has been launched, and nothing is garbage"
 assert knobs.runtime.jit_cache_hook is before and knobs.compilation.listener is listener
 assert told == [(0, 2), (1, 2), (2, 2)] and found.compiled == 2, (told, found.compiled)
@@ -49,6 +51,8 @@ print("kernels", len(norm_rows.device_caches[cuda_device][0]), len(gate_rows.dev
 norm_rows.device_caches[cuda_device][0].clear()
 with compiled_side_by_side() as again:
     cuda_rms_norm(x, None, 1e-5)
+    alone = again.mark()
+assert mark.parent == alone.parent == Path(knobs.cache.dir) and mark != alone and alone == again.mark()
 assert (again.count, again.compiled) == (1, 0), again
 assert len(norm_rows.device_caches[cuda_device][0]) == 1
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,46 +44,87 @@ class Agreement:
         return value
 
 
-@pytest.fixture
-def missing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many kernels of each computation are not on disk."""
-    numbers: list[int] = []
+class Starts:
+    """How many kernels of each computation are not on disk, and what earlier starts have marked."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+        self.missing: list[int] = []
+        self.kernels = dict.fromkeys("ab")
 
     @contextmanager
-    def found(progress: Any) -> Iterator[FoundKernels]:
-        yield FoundKernels(dict.fromkeys("ab"), numbers.pop(0))  # type: ignore[arg-type]
+    def found(self, progress: Any) -> Iterator[FoundKernels]:
+        found = FoundKernels(self.kernels, self.missing.pop(0))  # type: ignore[arg-type]
+        found.mark = lambda: self.mark  # type: ignore[method-assign]
+        yield found
 
-    monkeypatch.setattr(kernel_compilation, "compiled_side_by_side", found)
-    return numbers
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
+    made = Starts(tmp_path / "kernels/mark")
+    monkeypatch.setattr(kernel_compilation, "compiled_side_by_side", made.found)
+    return made
 
 
 def compiled(executions: list[Execution], agree: bool = True) -> KernelCompilation:
     return compile_kernels(executions, [LARGEST], lambda: [SMALL], Agreement(agree))  # type: ignore[arg-type]
 
 
-def test_on_a_first_start_every_bucket_and_both_models(missing: list[int]) -> None:
+def test_on_a_first_start_every_bucket_and_both_models_at_once(starts: Starts) -> None:
     target, draft = Execution(), Execution()
-    missing += [2, 1]
+    starts.missing = [2]
     found = compiled([target, draft])
-    assert (found.found, found.compiled) == (4, 3)
+    assert (found.found, found.compiled) == (2, 2)
     assert target.computed == [LARGEST, SMALL, "remainders"]
     assert draft.computed == [LARGEST, SMALL]
+    assert starts.mark.exists()
 
 
-def test_on_a_second_start_the_largest_alone(missing: list[int]) -> None:
+def test_on_a_second_start_the_largest_alone(starts: Starts) -> None:
+    starts.missing = [2, 0]
+    compiled([Execution()])
     target = Execution()
-    missing += [0]
     found = compiled([target])
     assert (found.found, found.compiled) == (2, 0)
     assert target.computed == [LARGEST]
 
 
-def test_workers_compute_the_same_buckets(missing: list[int]) -> None:
-    """Where another one had to compile, this one takes part in what it computes."""
+def test_kernels_that_were_deleted_beside_the_mark(starts: Starts) -> None:
     target = Execution()
-    missing += [0, 0]
+    starts.missing = [2, 1, 1]
+    compiled([Execution()])
+    found = compiled([target])
+    assert (found.found, found.compiled) == (4, 2)
+    assert target.computed == [LARGEST, SMALL, "remainders"]
+
+
+def test_a_process_that_has_all_kernels_computes_the_largest_alone(starts: Starts) -> None:
+    target = Execution()
+    starts.missing, starts.kernels = [0], {}
+    compiled([target])
+    assert target.computed == [LARGEST]
+    assert not starts.mark.exists()
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_workers_compute_the_same_buckets(starts: Starts, is_marked: bool) -> None:
+    """Where another one looks for more or had to compile, this one takes part in what it computes."""
+    target = Execution()
+    starts.missing = [0, 0]
+    if is_marked:
+        starts.mark.parent.mkdir()
+        starts.mark.touch()
     compiled([target], agree=False)
     assert target.computed == [LARGEST, SMALL, "remainders"]
+
+
+def test_a_folder_that_nobody_may_write_to(starts: Starts) -> None:
+    starts.missing = [2, 2]
+    starts.mark.parent.write_text("a file")
+    for _ in range(2):
+        target = Execution()
+        compiled([target])
+        assert target.computed == [LARGEST, SMALL, "remainders"]
 
 
 def test_nothing_is_computed_where_kernels_are_not_compiled() -> None:

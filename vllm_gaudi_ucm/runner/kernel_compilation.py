@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.logger import plugin_logger
@@ -39,29 +40,50 @@ def compile_kernels(
     """Compiles what graphs of these shapes launch, where a device has such kernels, and says how many there were.
 
     They are found by computing over pads; nothing that is computed may be read. On a first start that is done for
-    `largest` and for `others`. Where an earlier start has left the kernels of `largest` on disk it has left the others,
-    too, and reading one takes a few milliseconds: `others` are not computed.
+    `largest` and for `others`, and all of them are compiled at once, so that the longest are waited for once. It leaves
+    a mark beside the kernels on disk. Where there is one, reading a kernel takes a few milliseconds: `others` are not
+    computed, unless Triton had to compile after all.
 
     executions: of the model, and of a draft model.
     agreement: of all workers, because what is computed holds collectives.
     """
     if not all(execution.compiles_kernels for execution in executions):
         return KernelCompilation()
-    found = _compile(executions, largest, remainders=False)
-    if not agreement.all_of(not found.compiled):
-        found = found.and_then(_compile(executions, others(), remainders=True))
-    logger.info("%d kernels, %d of them compiled side by side and the others read from disk, in %.1f s", *found)
-    return found
-
-
-def _compile(
-    executions: Sequence[BucketedExecution], shapes: Iterable[ForwardShape], remainders: bool
-) -> KernelCompilation:
     start = time.perf_counter()
+    mark: Path | None = None
     with kernel_report(logger) as report, compiled_side_by_side(report) as found:
-        for shape in shapes:
-            for execution in executions:
-                execution.compute_pads(shape)
-        if remainders:
-            executions[0].compute_remainders()
-    return KernelCompilation(found.count, found.compiled, time.perf_counter() - start)
+        _compute(executions, largest)
+        if found.count:
+            mark = found.mark()
+        is_known = agreement.all_of(mark is None or mark.exists())
+        if not is_known:
+            _compute_others(executions, others())
+    count, compiled = found.count, found.compiled
+    if is_known and not agreement.all_of(not compiled):
+        with kernel_report(logger) as report, compiled_side_by_side(report) as rest:
+            _compute_others(executions, others())
+        count, compiled = count + rest.count, compiled + rest.compiled
+    if mark is not None:
+        _leave(mark)
+    done = KernelCompilation(count, compiled, time.perf_counter() - start)
+    logger.info("%d kernels, %d of them compiled side by side and the others read from disk, in %.1f s", *done)
+    return done
+
+
+def _compute(executions: Sequence[BucketedExecution], shapes: Iterable[ForwardShape]) -> None:
+    for shape in shapes:
+        for execution in executions:
+            execution.compute_pads(shape)
+
+
+def _compute_others(executions: Sequence[BucketedExecution], shapes: Iterable[ForwardShape]) -> None:
+    _compute(executions, shapes)
+    executions[0].compute_remainders()
+
+
+def _leave(mark: Path) -> None:
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        logger.debug("the next start looks at every graph for kernels again: %s", error)
