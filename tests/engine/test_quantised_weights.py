@@ -132,7 +132,8 @@ def serve_on_card(model: str, ucm: dict[str, Any], max_tokens: int) -> dict[str,
         answers = [dataclasses.asdict(answer) for answer in engine.greedy(PROMPTS, max_tokens)]
         served = engine.runner.decoder.model
         dtypes = {str(weight.dtype) for weight in served.parameters()}
-        return {"answers": answers, "dtypes": sorted(dtypes)}
+        experts = {str(weight.dtype) for name, weight in served.named_parameters() if ".experts." in name}
+        return {"answers": answers, "dtypes": sorted(dtypes), "experts": sorted(experts)}
 
 
 # Rows stay as they are: everything but 8-bit floats with a scale per output.
@@ -161,6 +162,17 @@ def test_floats_of_eight_bits_on_a_card(tmp_path: Path) -> None:
     ucm = {"graphs": {"mode": "off"}}
     found = run_on_card(serve_on_card, tmp_path, model=str(quantised), ucm=ucm, max_tokens=1).result
     assert found["dtypes"] == ["torch.float32", "torch.float8_e4m3fn"]
+    assert_near(found, meant)
+
+
+def test_experts_of_eight_bits_on_a_card(tmp_path: Path) -> None:
+    """Codes in regions of torch.compile: half the bytes of bfloat16."""
+    plain = make_model(tmp_path / "random", make_config("qwen3_moe"))
+    config, choose = compressed_tensors({r".*\.mlp\.experts.*": "fp8 per channel"})
+    quantised, meant = write_quantised(plain, tmp_path, config, choose)
+    ucm = {"graphs": {"warm_up": "skeleton", "max_graphs": 2}, "quantised_experts": "codes"}
+    found = run_on_card(serve_on_card, tmp_path, model=str(quantised), ucm=ucm, max_tokens=1).result
+    assert found["experts"] == ["torch.float32", "torch.float8_e4m3fn"]
     assert_near(found, meant)
 
 
