@@ -5,7 +5,7 @@ usage: python -m benchmarks.quantised_linear [--device cuda] [--shape 4096 14336
 Sides: what a server would choose for each kind of weight (`choose_product`), and the Triton kernel of codes where that
 is another one. Peers: the weight written out in the model's dtype by torch's product, and torch's scaled product of
 rows that were narrowed before. On a GPU calls are in a CUDA graph, over several layers, so that no weight stays in the
-second cache; on a CPU weights are plain, and the kernel runs under Triton's interpreter alone.
+second cache; on a CPU all weights but those of W8A8 are plain, and the kernel runs under Triton's interpreter alone.
 Each figure stands beside the error of its result, relative to float64.
 """
 
@@ -26,18 +26,21 @@ from torch import Tensor, nn
 
 from vllm_gaudi_ucm.graphs.cost.specs import device_spec
 from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target, choose_product, dequantise
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu import CpuInt8
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import FEW_ROWS, CudaCodes, CudaFp8, narrow_rows
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda_int8 import CudaInt8
+from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 
 E4M3 = torch.float8_e4m3fn
-KINDS = ("fp8 per tensor", "fp8 per channel", "fp8 per block", "W4A16")
+KINDS = ("fp8 per tensor", "fp8 per channel", "fp8 per block", "W4A16", "W8A8")
 GROUP, BLOCK = 128, 128
 # Of a GPU's weights: beyond its second cache together.
 LAYERS = 4
 REPEATS = 9
-# Products of a GPU's 8-bit floats per second, as many times those of bfloat16.
+# Products of a GPU's 8-bit numbers per second, as many times those of bfloat16.
 NARROW_FASTER = 2
-# Relative to float64: rows that are rounded to three bits of mantissa, and others.
+# Relative to float64: rows that are rounded to 8 bits, and others.
 MOST_ERROR = {True: 0.05, False: 0.01}
 
 Call = Callable[[Tensor], Tensor]
@@ -70,6 +73,10 @@ def make_weight(kind: str, outputs: int, inputs: int, device: str, seed: int) ->
         shape = outputs, -(-inputs // GROUP)
         scales = (torch.rand(shape, generator=random, device=device) + 0.5) * size / 4
         return QuantisedWeight(codes, scales, (1, GROUP), torch.full(shape, 8, dtype=torch.uint8, device=device))
+    if kind == "W8A8":
+        codes = torch.randint(-127, 128, (outputs, inputs), generator=random, device=device, dtype=torch.int8)
+        scales = (torch.rand(outputs, 1, generator=random, device=device) + 0.5) * size / 73
+        return QuantisedWeight(codes, scales, (1, inputs), None, RowRounding())
     block = {"fp8 per tensor": (outputs, inputs), "fp8 per channel": (1, inputs), "fp8 per block": (BLOCK, BLOCK)}[kind]
     values = torch.randn(outputs, inputs, generator=random, device=device) * 60
     shape = -(-outputs // block[0]), -(-inputs // block[1])
@@ -106,11 +113,12 @@ def sides(kind: str, weights: Sequence[QuantisedWeight], x: Tensor) -> Iterator[
     device = x.device.type
     products = [choose_product(weight, Target(device, x.dtype)) for weight in weights]
     is_scaled = isinstance(products[0], CudaFp8)
-    narrows = is_scaled and len(x) > FEW_ROWS
+    rounds = isinstance(products[0], CpuInt8 | CudaInt8)
+    narrows = rounds or (is_scaled and len(x) > FEW_ROWS)
     if products[0] is not None:
-        name = "ours, scaled product" if narrows else "ours, codes"
+        name = "ours, integers" if rounds else "ours, scaled product" if narrows else "ours, codes"
         yield name, narrows, [by_product(p, w) for p, w in zip(products, weights, strict=True) if p is not None]
-    if narrows and all(CudaCodes.covers(weight) for weight in weights):
+    if device == "cuda" and narrows and all(CudaCodes.covers(weight) for weight in weights):
         yield "ours, codes", False, [by_product(CudaCodes(weight), weight) for weight in weights]
     if is_scaled:
         yield "torch, scaled product alone", True, [by_scaled_product(weight, x) for weight in weights]

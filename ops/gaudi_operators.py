@@ -271,6 +271,23 @@ EXPERTS_WITH_BIAS = GaudiOperator(
     overload="bias_fused_weights",
     by_name=("bool permuted_weights", "int experts_min", "int experts_max", "float alpha", "float limit"),
 )
+EXPERTS_FP8 = GaudiOperator(
+    "mixture of experts in 8-bit floats",
+    OPERATORS,
+    "mixture_of_experts",
+    (
+        *_EXPERTS,
+        "Tensor d_scale_hidden_states",
+        "List[Tensor] d_scale_w12",
+        "List[Tensor] d_scale_w3",
+        "bool permuted_weights",
+        "str activation",
+        "int experts_min",
+        "int experts_max",
+    ),
+    _PLAIN,
+    overload="fp8_fused_weights_dynamic",
+)
 GAUDI_OPERATORS = (
     RMS_NORM,
     ROTARY,
@@ -280,4 +297,5 @@ GAUDI_OPERATORS = (
     CONVERT_FROM_UINT4,
     EXPERTS,
     EXPERTS_WITH_BIAS,
+    EXPERTS_FP8,
 )

@@ -58,13 +58,17 @@ class ExpertCodes(NamedTuple):
 
 
 class CodedExperts(NamedTuple):
-    """Experts of both products, like `ExpertWeights`. dtype: of rows and biases."""
+    """Experts of both products, like `ExpertWeights`.
+
+    dtype: of rows and biases. largest: magnitude of an e4m3 where they are.
+    """
 
     w13: ExpertCodes
     w2: ExpertCodes
     dtype: torch.dtype
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+    largest: float = 448.0
 
 
 class ExpertPacker:

@@ -34,6 +34,7 @@ KERNELS = {
     "ucm_widen_rows": Kernel(12, 0),
     "ucm_narrow_rows": Kernel(13, 0),
     "ucm_bf16_linear": Kernel(14, 0),
+    "ucm_int8_linear": Kernel(15, 0),
 }
 _MOST_ARGUMENTS = 13
 

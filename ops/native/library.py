@@ -42,6 +42,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ucm_linear": (None, (_POINTER, _INT, _POINTER, _POINTER, _POINTER, *[_INT] * 4)),
     "ucm_bf16_linear": (None, (_POINTER, _INT, *[_POINTER] * 3, *[_INT] * 4)),
     "ucm_multiplies_bf16": (_INT, ()),
+    "ucm_int8_linear": (None, (_POINTER, _INT, _POINTER, _INT, *[_POINTER] * 5, *[_INT] * 3)),
+    "ucm_multiplies_int8": (_INT, ()),
     "ucm_compact_linear": (None, (_POINTER, _INT, _INT, *[_POINTER] * 5, *[_INT] * 4)),
     "ucm_tile_linear": (None, (_POINTER, _INT, _INT, *[_POINTER] * 5, *[_INT] * 4)),
     "ucm_lanes": (_INT, ()),

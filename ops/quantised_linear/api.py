@@ -1,6 +1,7 @@
 """Linear layers with quantised weights: which form a device keeps them in, and the product with it.
 
-Without a form of its own a device gets plain weights (`dequantise`), which defines what all products mean.
+Without a form of its own a device gets plain weights (`dequantise`), which defines what all products mean; what rounded
+rows mean `rounding.multiply_rounded` defines.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu import CpuInt8
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda_int8 import CudaInt8
 from vllm_gaudi_ucm.ops.quantised_linear.impl.hpu import GaudiFp8, GaudiUint4
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, dequantise
 
@@ -38,15 +41,17 @@ class Target(NamedTuple):
 def choose_product(weight: QuantisedWeight, target: Target) -> Product | None:
     """What multiplies such a weight where it lies; None: plain weights are as good, or the only way.
 
-    A CPU has plain weights: they are packed like any others, in fewer bits where that is exact. So has Gaudi for codes
-    of 8 bits with scales by block: to give each output one scale would change the weights.
+    A CPU has plain weights but for rounded rows: they are packed like any others, in fewer bits where that is exact. So
+    has Gaudi for codes of 8 bits with scales by block: to give each output one scale would change the weights.
     """
     if target.device == "hpu":
         if GaudiFp8.covers(weight):
             return GaudiFp8(target.largest)
         return GaudiUint4(target.dtype) if GaudiUint4.covers(weight) else None
     if target.device == "cuda":
+        if CudaInt8.covers(weight):
+            return CudaInt8(weight)
         if CudaFp8.covers(weight, target.dtype):
             return CudaFp8(weight)
         return CudaCodes(weight) if CudaCodes.covers(weight) else None
-    return None
+    return CpuInt8(weight) if CpuInt8.covers(weight) else None

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
+
 # Rows that are written out at a time, which bounds the scratch memory of a large layer.
 CHUNK_ROWS = 2048
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -20,12 +22,15 @@ class QuantisedWeight(NamedTuple):
     scales: float32 [ceil(outputs / block[0]), ceil(inputs / block[1])].
     block: outputs and inputs that share a scale.
     zeros: like `scales`, integers; None: all zero.
+    rounding: how the checkpoint has rows rounded before they are multiplied; None: they stay as they are. So they do
+        where a device has no product of integers, which is more exact.
     """
 
     codes: Tensor
     scales: Tensor
     block: tuple[int, int]
     zeros: Tensor | None = None
+    rounding: RowRounding | None = None
 
     @property
     def outputs(self) -> int:

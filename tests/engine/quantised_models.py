@@ -109,14 +109,28 @@ def fp8_block(name: str, size: int = 32) -> Quantise:
     return quantise
 
 
-def int8(strategy: str) -> Quantise:
+def int8(strategy: str, inputs: Callable[[Tensor], Tensors] = lambda weight: {}) -> Quantise:
+    """inputs: what the checkpoint says of activations."""
+
     def quantise(weight: Tensor) -> tuple[Tensors, Tensor]:
         top = weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().amax()
         scale = top / 127
         codes = (weight / scale).round().to(torch.int8)
-        return {"weight": codes, "weight_scale": scale if scale.dim() else scale.reshape(1)}, codes.float() * scale
+        found = {"weight": codes, "weight_scale": scale if scale.dim() else scale.reshape(1), **inputs(weight)}
+        return found, codes.float() * scale
 
     return quantise
+
+
+def fixed_inputs(zero: bool) -> Callable[[Tensor], Tensors]:
+    """A scale, and a zero, that depend on the matrix: those that are multiplied with the same rows have their own."""
+
+    def inputs(weight: Tensor) -> Tensors:
+        more = int(weight[0, 0] > 0) + int(weight[0, 1] > 0)
+        zeros = {"input_zero_point": torch.tensor([7 - 30 * more], dtype=torch.int8)} if zero else {}
+        return {"input_scale": torch.tensor([0.02 + 0.01 * more]), **zeros}
+
+    return inputs
 
 
 def _grouped(weight: Tensor, bits: int, size: int | None, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -236,6 +250,24 @@ SCHEMES: Mapping[str, Scheme] = {
         "int-quantized",
         _arguments("int", 8, "channel"),
         {**_arguments("int", 8, "token"), "dynamic": True},
+    ),
+    "int8, rows with zeros": _scheme(
+        int8("channel"),
+        "int-quantized",
+        _arguments("int", 8, "channel"),
+        {**_arguments("int", 8, "token"), "dynamic": True, "symmetric": False},
+    ),
+    "int8, fixed rows": _scheme(
+        int8("tensor", fixed_inputs(zero=False)),
+        "int-quantized",
+        _arguments("int", 8, "tensor"),
+        _arguments("int", 8, "tensor"),
+    ),
+    "int8, fixed rows with a zero": _scheme(
+        int8("channel", fixed_inputs(zero=True)),
+        "int-quantized",
+        _arguments("int", 8, "channel"),
+        {**_arguments("int", 8, "tensor"), "symmetric": False},
     ),
     "int8 per tensor": _scheme(
         int8("tensor"),

@@ -50,8 +50,12 @@ class ReferenceModel:
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Answer],
         near_ties: int = 1,
+        near: float = NEAR_TIE,
     ) -> None:
-        """Every token is ours and theirs; at most `near_ties` prompts may part, where their two best are that close."""
+        """Every token is ours and theirs; at most `near_ties` prompts may part, where their two best are that close.
+
+        near: what logprobs may differ by.
+        """
         parted = 0
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             count = len(answer.tokens)
@@ -60,9 +64,9 @@ class ReferenceModel:
             end = next((i for i in range(count) if best[i] != answer.tokens[i]), count)
             if end < count:
                 first, second = expected[end].topk(2).values.tolist()
-                assert first - second < NEAR_TIE, f"prompt {index} parts at token {end}: {answer.tokens}, {best}"
+                assert first - second < near, f"prompt {index} parts at token {end}: {answer.tokens}, {best}"
                 parted += 1
             chosen = expected[torch.arange(end), answer.tokens[:end]]
             assert torch.isfinite(torch.tensor(answer.logprobs)).all()
-            torch.testing.assert_close(torch.tensor(answer.logprobs[:end]), chosen, atol=NEAR_TIE, rtol=0)
+            torch.testing.assert_close(torch.tensor(answer.logprobs[:end]), chosen, atol=near, rtol=0)
         assert parted <= near_ties

@@ -68,7 +68,7 @@ def test_buckets_agree(model: Path, narrow: Engine) -> None:
 
 def test_scales_of_a_checkpoint(model: Path, narrow: Engine, tmp_path: Path) -> None:
     """Powers of two change no rounding but of the smallest numbers: the answers are those of scales of 1."""
-    config, choose = compressed_tensors({r".*_proj": "int8 per channel"})
+    config, choose = compressed_tensors({r".*_proj": "fp8 per channel"})
     config["kv_cache_scheme"] = {
         "num_bits": 8,
         "type": "float",

@@ -123,7 +123,7 @@ def test_blocks_leave_and_come_back(model: Path) -> None:
 
 def test_the_scale_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
     """It asks for 8-bit floats by itself, as compressed-tensors writes it; latent and rotary key have one scale."""
-    config, choose = compressed_tensors({r".*mlp.*_proj": "int8 per channel"})
+    config, choose = compressed_tensors({r".*mlp.*_proj": "fp8 per channel"})
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
     quantised, meant = write_quantised(model, tmp_path, {**config, "kv_cache_scheme": scheme}, choose)
     tensors = load_file(quantised / "model.safetensors")

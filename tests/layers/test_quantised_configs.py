@@ -22,6 +22,7 @@ from vllm_gaudi_ucm.layers.quantised.configs import (
 from vllm_gaudi_ucm.layers.quantised.experts import QuantisedExpertsMethod
 from vllm_gaudi_ucm.layers.quantised.formats import AwqFormat, PackedIntegers, ScaledFormat
 from vllm_gaudi_ucm.layers.quantised.method import QuantisedLinearMethod
+from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.platform.quantised_weights import SERVED
@@ -63,7 +64,9 @@ def test_static_scales_of_activations_are_loaded() -> None:
     scheme = {"format": "int-quantized", "weights": arguments("int", 8, "tensor")}
     inputs = arguments("int", 8, "tensor", symmetric=False)
     found = format_of_scheme({**scheme, "input_activations": inputs})
-    assert found == ScaledFormat(torch.int8, "tensor", static_inputs=True, zero_of_inputs=True)
+    assert found == ScaledFormat(torch.int8, "tensor", static_inputs=True, zero_of_inputs=True, rounds_inputs=True)
+    by_row = format_of_scheme({**scheme, "input_activations": arguments("int", 8, "token", dynamic=True)})
+    assert by_row == ScaledFormat(torch.int8, "tensor", rounds_inputs=True)
     assert format_of_scheme({**scheme, "input_activations": None}) == ScaledFormat(torch.int8, "tensor")
 
 
@@ -84,6 +87,16 @@ def test_packed_integers_per_channel() -> None:
             "input_activations": arguments("int", 8, "token", dynamic=True),
         },
         {"format": "float-quantized", "weights": arguments("float", 8, "tensor", dynamic=True)},
+        {
+            "format": "int-quantized",
+            "weights": arguments("int", 8, "channel"),
+            "input_activations": arguments("int", 8, "group", dynamic=True, group_size=32),
+        },
+        {
+            "format": "int-quantized",
+            "weights": arguments("int", 8, "channel"),
+            "input_activations": arguments("float", 8, "token", dynamic=True),
+        },
         {
             "format": "int-quantized",
             "weights": arguments("int", 8, "channel"),
@@ -155,5 +168,8 @@ def test_scales_that_are_missing() -> None:
     weight = QuantisedWeight(torch.zeros(4, 8, dtype=torch.int8), torch.full((4, 1), torch.nan), (1, 8))
     form: Any = SimpleNamespace(read=lambda layer: weight)
     linear: Any = SimpleNamespace(prefix="model.layers.0.mlp.up_proj", params_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj: scales of a quantised layer are not in the check"):
+        QuantisedLinearMethod(form).process_weights_after_loading(linear)
+    weight = weight._replace(scales=torch.ones(4, 1), rounding=RowRounding(scale=torch.tensor(torch.nan)))
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj: scales of a quantised layer are not in the check"):
         QuantisedLinearMethod(form).process_weights_after_loading(linear)

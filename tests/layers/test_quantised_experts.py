@@ -14,9 +14,10 @@ from tests.engine.quantised_models import SCHEMES, Quantise, Tensors, awq, fp8_b
 from tests.layers.test_quantised_configs import arguments
 from vllm_gaudi_ucm.layers.quantised.configs import format_of_scheme
 from vllm_gaudi_ucm.layers.quantised.expert_formats import ExpertSizes
-from vllm_gaudi_ucm.layers.quantised.experts import ExpertStacks, QuantisedExpertsMethod
+from vllm_gaudi_ucm.layers.quantised.experts import ExpertStacks, _for_gaudi
 from vllm_gaudi_ucm.layers.quantised.formats import AwqFormat, GptqFormat, Mxfp4Format, ScaledFormat, WeightFormat
-from vllm_gaudi_ucm.ops.moe.codes import ExpertCodes
+from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes
+from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.quantisation import RoutedExperts
 
@@ -166,11 +167,17 @@ def test_values_are_rounded_once() -> None:
 
 
 def test_codes_on_a_gaudi() -> None:
-    """Refused by the option's name; its own product of experts has other weights."""
-    method: Any = QuantisedExpertsMethod.__new__(QuantisedExpertsMethod)
-    method._device = torch.device("hpu")
-    with pytest.raises(UnsupportedFeatureError, match=r"`codes` on a Gaudi.*take `plain`.*ucm\.quantised_experts"):
-        method.prepare(None, captured=True, packed=False, compact=False, keep="codes")
+    """Refused by the option's name where its product of experts has other weights, or is missing."""
+    codes = ExpertCodes(torch.zeros(1, 8, 32, dtype=torch.uint8), torch.ones(1, 8, 2), (1, 32), "uint4", 32)
+    weights = CodedExperts(codes, codes, torch.bfloat16)
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"`codes` of these.*takes 8-bit floats \(take `plain`\).*ucm\.quan"
+    ):
+        _for_gaudi(weights, MoeSpec())
+    codes = ExpertCodes(torch.zeros(1, 8, 32).to(E4M3), torch.ones(1, 8, 1), (1, 32), "whole", 32)
+    weights = CodedExperts(codes, codes, torch.bfloat16)
+    with pytest.raises(UnsupportedFeatureError, match=r"on a Gaudi: .*habana_frameworks.*\(take `plain`\)"):
+        _for_gaudi(weights, MoeSpec())
 
 
 def test_blocks_that_ranks_cannot_share() -> None:

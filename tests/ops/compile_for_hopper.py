@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.local import Features, says_how_long, with_features
 from tests.ops.quantised import random_weight
+from tests.ops.rounded import ROUNDINGS, weight_of
 from tests.ops.sass import never_written, uses_local
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl import cuda_fused
@@ -30,6 +31,7 @@ from vllm_gaudi_ucm.ops.moe.implementation import MOE, ExpertWeights
 from vllm_gaudi_ucm.ops.moe.spec import CODES, MoeSpec
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, narrow_rows
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda_int8 import CudaInt8
 from vllm_gaudi_ucm.ops.rms_norm.cuda import cuda_rms_norm
 from vllm_gaudi_ucm.ops.rotary.cuda import cuda_rotate
 from vllm_gaudi_ucm.ops.row_noise.cuda import cuda_noise
@@ -142,6 +144,13 @@ def quantised(dtype: torch.dtype) -> None:
         for rows in (1, 40, 200, 300) if dtype.itemsize < 4 else (1,):
             product.multiply(torch.empty(rows, 256, dtype=dtype), layer, None)
     narrow_rows(torch.empty(3, 300, dtype=dtype))
+    for name in ROUNDINGS:
+        weight = weight_of(name, 4096, 4096)
+        whole, layer = CudaInt8(weight), nn.Module()
+        for part, tensor in whole.pack(weight).items():
+            setattr(layer, part, nn.Parameter(tensor, requires_grad=False))
+        for rows in (1, 40, 200):
+            whole.multiply(torch.empty(rows, 4096, dtype=dtype), layer, None)
 
 
 def select(dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> None:

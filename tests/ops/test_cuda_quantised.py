@@ -13,7 +13,8 @@ from tests.ops.oracle import CUDA_RUNS
 from tests.ops.quantised import exact, random_weight
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
 from vllm_gaudi_ucm.ops.quantised_linear.impl import cuda
-from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8, Tiles, narrow_rows, tiles_of
+from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8, narrow_rows
+from vllm_gaudi_ucm.ops.quantised_linear.impl.tiles import Tiles, tiles_of
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight, dequantise
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")

@@ -77,6 +77,30 @@ def test_mixture_of_experts_in_8_bits(card: Any) -> None:
     assert error < 0.1, "the inner activations have 8 bits"
 
 
+def dynamic(*arguments: Any) -> Tensor:
+    return torch.ops.hpu.mixture_of_experts.fp8_fused_weights_dynamic(*arguments, True, "silu", 0, 2)
+
+
+def test_mixture_of_experts_in_8_bits_with_scales_of_rows(forbidden: Any) -> None:
+    """Against the same numbers in full precision; scales of outputs, and of rows."""
+    experts = Experts()
+    e4m3 = torch.float8_e4m3fn
+    w12, w3 = [w.to(e4m3) for w in experts.w12], [w.to(e4m3) for w in experts.w3]
+    s12, s3 = ([on_card(len(w), dtype=torch.float32, seed=9).abs() + 0.1 for w in ws] for ws in (w12, w3))
+    x, scale = experts.x.to(e4m3), torch.arange(1, 6, device="hpu").float().view(5, 1)
+    given = (x, experts.routing, experts.router.to(BF16), w12, w3, scale, s12, s3)
+    with forbidden("called outside of a compiled region"):
+        dynamic(*given)
+    found = torch.compile(dynamic, backend="hpu_backend", dynamic=False, fullgraph=True)(*given)
+    assert found.dtype == BF16
+    experts.x, experts.router = x.float() * scale, experts.router.to(BF16).float()
+    experts.w12 = [w.float() * s.view(-1, 1) for w, s in zip(w12, s12, strict=True)]
+    experts.w3 = [w.float() * s.view(-1, 1) for w, s in zip(w3, s3, strict=True)]
+    expected = experts.expected()
+    error = (found.cpu().float() - expected).norm() / expected.norm()
+    assert error < 0.1, "the inner activations have 8 bits"
+
+
 def test_mixture_of_experts_with_biases_is_that_of_gpt_oss() -> None:
     experts = Experts()
     ones = [torch.ones(n, device="hpu") for n in (12, 4)]

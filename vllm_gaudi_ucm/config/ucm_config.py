@@ -186,8 +186,9 @@ class UcmConfig(Section):
     quantised_experts: Literal["auto", "codes", "plain"] = Field(
         default="auto",
         description="Experts that a checkpoint has in 4 or 8 bits. `codes` keeps them so: a half to an eighth of the "
-        "memory, and each expert is written out whenever it is used, but on CUDA, whose kernels read codes. `plain` "
-        "writes them out when the model is loaded. `auto` is `codes` on CUDA and `plain` elsewhere.",
+        "memory, and each expert is written out whenever it is used, but on CUDA, whose kernels read codes, and in "
+        "compile mode on Gaudi, which takes 8-bit floats with a scale per matrix or output. `plain` writes them out "
+        "when the model is loaded. `auto` is `codes` on CUDA and `plain` elsewhere.",
     )
     distributed: DistributedConfig = Field(default=DistributedConfig(), description="Several workers of one engine.")
     scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="Which waiting requests begin.")

@@ -20,7 +20,9 @@ _ALLOCATIONS = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_fo
 # A function that computes more than this with torch gains nothing from a graph.
 MOST_OPERATIONS = 16
 # Kernels that answer a question about the process and compute nothing.
-_QUESTIONS = frozenset({"ucm_lanes", "ucm_matrix_tiles", "ucm_uses_matrix_tiles", "ucm_multiplies_bf16"})
+_QUESTIONS = frozenset(
+    {"ucm_lanes", "ucm_matrix_tiles", "ucm_uses_matrix_tiles", "ucm_multiplies_bf16", "ucm_multiplies_int8"}
+)
 
 
 class Operation(NamedTuple):

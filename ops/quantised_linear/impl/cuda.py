@@ -7,12 +7,13 @@ its product takes. torch's scaled product rounds rows to e4m3, as vLLM's layers 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from vllm_gaudi_ucm.ops.narrow_floats import has_e4m3
+from vllm_gaudi_ucm.ops.quantised_linear.impl.tiles import tiles_of
 from vllm_gaudi_ucm.ops.quantised_linear.packed_codes import group_of, pack_codes
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 from vllm_gaudi_ucm.ops.registry import why_not_triton
@@ -23,8 +24,6 @@ ADDED, WRITTEN = 1024, 16
 FEW_ROWS = 16
 # Rows that a written-out weight pays for: on an H200 the kernel takes as long as writing out and torch's product.
 MANY_ROWS = 256
-# Programs that keep the device busy, by their rows.
-PROGRAMS = {16: 896, 32: 200, 64: 200}
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
 
@@ -172,33 +171,6 @@ class CudaCodes:
             OUTPUTS=WRITTEN,
         )
         return out
-
-
-class Tiles(NamedTuple):
-    """Of the kernel: rows and outputs of a program, parts that the inputs are split into, and Triton's own options."""
-
-    rows: int
-    outputs: int
-    splits: int = 1
-    warps: int = 4
-    stages: int = 3
-
-    def grid(self, rows: int, outputs: int) -> tuple[int, int, int]:
-        return -(-rows // self.rows), -(-outputs // self.outputs), self.splits
-
-
-def tiles_of(rows: int, outputs: int, groups: int) -> Tiles:
-    """Of products of so many rows; groups: of inputs."""
-    tile = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
-    if tile == 128:
-        return Tiles(128, 128, warps=8)
-    columns = 128 if tile == 16 else 64
-    programs, most = -(-outputs // columns), 8 if tile == 16 else 4
-    splits = 1
-    # each keeps some groups
-    while splits < most and programs * splits < PROGRAMS[tile] and groups >= 8 * splits:
-        splits *= 2
-    return Tiles(tile, columns, splits, stages=3 if splits == 1 or tile == 16 else 4)
 
 
 def narrow_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

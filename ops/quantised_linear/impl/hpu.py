@@ -56,13 +56,18 @@ class GaudiFp8:
 
     def multiply(self, x: Tensor, layer: nn.Module, bias: Tensor | None) -> Tensor:
         """x [..., inputs]. An input is off by up to 1/16 of itself, 2 ** -10 of the largest of its row at least."""
-        rows = x.reshape(-1, x.shape[-1])
-        scale = (rows.abs().amax(1, keepdim=True).float() / self._largest).clamp_min(SMALLEST_SCALE)
-        narrow = torch.ops.hpu.cast_to_fp8_v2(rows, scale.reciprocal(), False, False, torch.float8_e4m3fn)[0]
+        narrow, scale = narrow_rows(x.reshape(-1, x.shape[-1]), self._largest)
         found: Tensor = torch.ops.hpu.fp8_gemm_v2(
             narrow, False, layer.weight, True, None, x.dtype, scale, layer.weight_scale, bias, False
         )
         return found.reshape(*x.shape[:-1], found.shape[-1])
+
+
+def narrow_rows(rows: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """e4m3 [rows, inputs], and float32 [rows, 1], the scale of each row. largest: magnitude of the card's e4m3."""
+    scale = (rows.abs().amax(1, keepdim=True).float() / largest).clamp_min(SMALLEST_SCALE)
+    narrow: Tensor = torch.ops.hpu.cast_to_fp8_v2(rows, scale.reciprocal(), False, False, torch.float8_e4m3fn)[0]
+    return narrow, scale
 
 
 class GaudiUint4:

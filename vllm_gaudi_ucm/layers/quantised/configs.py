@@ -157,7 +157,8 @@ def format_of_scheme(scheme: dict[str, Any]) -> WeightFormat:
     """How weights lie in a compressed-tensors checkpoint.
 
     scheme: `weights`, `input_activations`, `output_activations` (QuantizationArgs or None) and `format` of a layer.
-    Activations are not rounded to what the scheme says: products are at least as exact.
+    Activations of integers are rounded as the scheme says where a device has such products. 8-bit floats are not: their
+    products are at least as exact.
 
     Raises UnsupportedFeatureError for a scheme that we cannot read.
     """
@@ -175,9 +176,12 @@ def format_of_scheme(scheme: dict[str, Any]) -> WeightFormat:
             return ScaledFormat(torch.float8_e4m3fn, strategy, (rows, columns))
     is_int8 = layout in ("int-quantized", "naive-quantized") and (kind, bits) == ("int", 8) and weights.symmetric
     if is_int8 and strategy in ("tensor", "channel"):
-        if inputs is None or inputs.dynamic:
+        if inputs is None:
             return ScaledFormat(torch.int8, strategy)
-        return ScaledFormat(torch.int8, strategy, static_inputs=True, zero_of_inputs=not inputs.symmetric)
+        of_inputs = _word(inputs.type), inputs.num_bits, _word(inputs.strategy)
+        if of_inputs == ("int", 8, "token" if inputs.dynamic else "tensor"):
+            static, zeros = not inputs.dynamic, not inputs.symmetric
+            return ScaledFormat(torch.int8, strategy, static_inputs=static, zero_of_inputs=zeros, rounds_inputs=True)
     if layout == "pack-quantized" and kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
         size = group if strategy == "group" else None
         if inputs is None:

@@ -22,8 +22,11 @@ from vllm_gaudi_ucm.layers.quantised.expert_formats import (
     stacked,
 )
 from vllm_gaudi_ucm.layers.quantised.formats import Mxfp4Format, WeightFormat
+from vllm_gaudi_ucm.layers.quantised.method import largest_e4m3
 from vllm_gaudi_ucm.ops.moe.api import are_codes_enough, prepare_coded_experts
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes, ExpertPacker
+from vllm_gaudi_ucm.ops.moe.impl.hpu import why_not_codes, within_range
+from vllm_gaudi_ucm.ops.moe.spec import MoeSpec
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.vllm_api.quantisation import RoutedExperts, set_weight_attrs
 
@@ -97,18 +100,12 @@ class QuantisedExpertsMethod(ExpertsMethod):
         self._complete(layer)
 
     def prepare(self, layer: Any, captured: bool, packed: bool, compact: bool, keep: ExpertForm) -> None:
-        if keep == "codes" and self._device.type == "hpu":
-            raise UnsupportedFeatureError(
-                "`codes` on a Gaudi, which has no product with them (take `plain`)", "ucm.quantised_experts"
-            )
-        biases = (getattr(layer, name, None) for name in BIASES)
-        weights = CodedExperts(
-            self._codes.pop("w13"),
-            self._codes.pop("w2"),
-            self._dtype,
-            *(None if bias is None else bias.data for bias in biases),
-        )
+        found = (getattr(layer, name, None) for name in BIASES)
+        of_w13, of_w2 = (None if bias is None else bias.data for bias in found)
+        weights = CodedExperts(self._codes.pop("w13"), self._codes.pop("w2"), self._dtype, of_w13, of_w2)
         spec = moe_spec(layer)
+        if keep == "codes" and self._device.type == "hpu":
+            weights = _for_gaudi(weights, spec)
         stay = keep == "codes" or (keep == "auto" and are_codes_enough(weights, spec, captured=captured))
         if stay:
             there = weights._replace(w13=weights.w13.to(self._device), w2=weights.w2.to(self._device))
@@ -130,6 +127,21 @@ class QuantisedExpertsMethod(ExpertsMethod):
             for end, tensor in parts.items():
                 if tensor is not None:
                     layer.register_parameter(f"{name}_{end}", nn.Parameter(tensor, requires_grad=False))
+
+
+def _for_gaudi(weights: CodedExperts, spec: MoeSpec) -> CodedExperts:
+    """Codes within the card's range.
+
+    Raises UnsupportedFeatureError where it has no product with them.
+    """
+    reason = why_not_codes(weights, spec)
+    if reason is not None:
+        raise UnsupportedFeatureError(
+            f"`codes` of these experts on a Gaudi: {reason} (take `plain`)", "ucm.quantised_experts"
+        )
+    largest = largest_e4m3("hpu")
+    w13, w2 = (within_range(codes, largest) for codes in (weights.w13, weights.w2))
+    return weights._replace(w13=w13, w2=w2, largest=largest)
 
 
 class ExpertStacks:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding, joined
 from vllm_gaudi_ucm.ops.quantised_linear.weight import (
     QuantisedWeight,
     scales_of_exponents,
@@ -99,8 +100,10 @@ class ScaledFormat:
     """Codes of 8 bits, one per element, with a scale for each matrix, each output, or each block.
 
     codes: e4m3 or int8. strategy: tensor, channel or block. block: outputs and inputs. scale: the parameter's name.
-    static_inputs: whether the checkpoint has scales of activations, too. Products read activations in the model's
-        dtype or give each row its own scale; both are more exact, and what these scales say is not needed.
+    static_inputs: whether the checkpoint has scales of activations, too. With 8-bit floats products read activations in
+        the model's dtype or give each row its own scale; both are more exact, and these scales are not needed.
+    zero_of_inputs: whether activations have zeros, in the checkpoint where they are static.
+    rounds_inputs: whether activations are rounded to int8 before the product.
     """
 
     codes: torch.dtype
@@ -109,6 +112,7 @@ class ScaledFormat:
     scale: str = "weight_scale"
     static_inputs: bool = False
     zero_of_inputs: bool = False
+    rounds_inputs: bool = False
 
     def create(self, layer: nn.Module, part: LayerPart) -> None:
         layer.register_parameter("weight", _matrix(part, self.codes))
@@ -117,6 +121,8 @@ class ScaledFormat:
             for name, dtype in (("input_scale", torch.float32), ("input_zero_point", torch.int8)):
                 if name == "input_scale" or self.zero_of_inputs:
                     data = torch.zeros(len(part.outputs), dtype=dtype)
+                    if name == "input_scale" and self.rounds_inputs:
+                        data = _unloaded(len(part.outputs))
                     layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=part.load))
         # what a rank's part of a fused layer is made of, of which `read` needs the widths
         cast(Any, layer).logical_widths = list(part.outputs)
@@ -136,15 +142,20 @@ class ScaledFormat:
 
     def read(self, layer: nn.Module) -> QuantisedWeight:
         codes, scale = _take(layer, "weight"), _take(layer, self.scale)
-        if self.static_inputs:
-            _take(layer, "input_scale")
-            if self.zero_of_inputs:
-                _take(layer, "input_zero_point")
+        rounding = self._rounding(layer)
         if self.strategy == "tensor":
             # every matrix of a fused layer keeps its own scale, as its outputs': no code changes
             widths = torch.tensor(cast(Any, layer).logical_widths, device=scale.device)
             scale = scale.repeat_interleave(widths).unsqueeze(1)
-        return self.decode({"weight": codes, self.scale: scale})
+        return self.decode({"weight": codes, self.scale: scale})._replace(rounding=rounding)
+
+    def _rounding(self, layer: nn.Module) -> RowRounding | None:
+        """How rows are rounded. Takes what was loaded for it."""
+        scales = _take(layer, "input_scale") if self.static_inputs else None
+        zeros = _take(layer, "input_zero_point") if self.static_inputs and self.zero_of_inputs else None
+        if not self.rounds_inputs:
+            return None
+        return RowRounding(not self.zero_of_inputs) if scales is None else joined(scales, zeros)
 
     def decode(self, parts: Mapping[str, Tensor]) -> QuantisedWeight:
         """The scale of a whole matrix comes as one for each of its outputs."""

@@ -14,7 +14,7 @@ from vllm_gaudi_ucm.ops.quantised_linear.api import Product, Target, choose_prod
 from vllm_gaudi_ucm.vllm_api.model import UnquantizedLinearMethod
 from vllm_gaudi_ucm.vllm_api.quantisation import LinearMethodBase, register_weight_loader_v2_supported_method
 
-LARGEST_OF_GAUDI_2 = 240.0
+LARGEST, LARGEST_OF_GAUDI_2 = 448.0, 240.0
 
 
 @register_weight_loader_v2_supported_method
@@ -56,11 +56,13 @@ class QuantisedLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight = self._form.read(layer)
         weight.check()
-        if bool(weight.scales.isnan().any()):
+        of_rows = None if weight.rounding is None else weight.rounding.scale
+        if bool(weight.scales.isnan().any()) or (of_rows is not None and bool(of_rows.isnan())):
             name = cast(Any, layer).prefix
             raise ValueError(f"{name}: scales of a quantised layer are not in the checkpoint, or no numbers")
         dtype = cast(torch.dtype, layer.params_dtype)
-        self._product = None if self.plain else choose_product(weight, _target(self._device.type, dtype))
+        target = Target(self._device.type, dtype, largest_e4m3(self._device.type))
+        self._product = None if self.plain else choose_product(weight, target)
         if self._product is None:
             layer.weight = nn.Parameter(dequantise(weight, dtype).to(self._device), requires_grad=False)
             cast(Any, layer).quant_method = UnquantizedLinearMethod()
@@ -74,7 +76,6 @@ class QuantisedLinearMethod(LinearMethodBase):
         return self._product.multiply(x, layer, bias)
 
 
-def _target(device: str, dtype: torch.dtype) -> Target:
-    if device == "hpu" and get_device(device).name() == "GAUDI2":
-        return Target(device, dtype, LARGEST_OF_GAUDI_2)
-    return Target(device, dtype)
+def largest_e4m3(device: str) -> float:
+    """The magnitude of an e4m3 on a device of this type."""
+    return LARGEST_OF_GAUDI_2 if device == "hpu" and get_device(device).name() == "GAUDI2" else LARGEST

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from habana_frameworks.torch.simulator.duties import duties
 from habana_frameworks.torch.simulator.kernel import Kernel
-from habana_frameworks.torch.simulator.number_formats import saturated
+from habana_frameworks.torch.simulator.number_formats import largest, saturated
 from habana_frameworks.torch.simulator.state import state
 
 import torch
@@ -164,6 +164,50 @@ def fp8_fused_weights(
     return _sum(x, expert_routing_table, router_weights, expert, experts_min, experts_max)
 
 
+def fp8_fused_weights_dynamic(
+    hidden_states: Tensor,
+    expert_routing_table: Tensor,
+    router_weights: Tensor,
+    w12: Sequence[Tensor],
+    w3: Sequence[Tensor],
+    d_scale_hidden_states: Tensor,
+    d_scale_w12: Sequence[Tensor],
+    d_scale_w3: Sequence[Tensor],
+    permuted_weights: bool,
+    activation: str,
+    experts_min: int,
+    experts_max: int,
+    chunk_size: int = 0,
+    total_experts: int = 0,
+) -> Tensor:
+    """As `fp8_fused_weights`; what lies between the products gets a scale for each row. For compiled regions alone.
+
+    In eager mode the vendor's source multiplies by that scale where it should divide, and gives each half of w12 all of
+    its scales.
+    """
+    name = f"{NAME}.fp8_fused_weights_dynamic"
+    if state.region != "hpu_backend":
+        duties.refuse(EXPERTS, name, "called outside of a compiled region", "compile the function that calls it")
+    wide = torch.bfloat16
+    x = (hidden_states.float() * d_scale_hidden_states.float()).to(wide)
+    _check_routing(x, expert_routing_table, router_weights, torch.int64)
+    _check_weights(hidden_states.dtype, w12, w3, experts_min, experts_max)
+    act = _activation(activation)
+
+    def weight(values: Tensor, scale: Tensor) -> Tensor:
+        by_output = scale.float().reshape((-1, 1) if permuted_weights else (1, -1))
+        return (values.float() * by_output).to(wide)
+
+    def expert(tokens: Tensor, number: int) -> Tensor:
+        gate, up = _product(tokens, weight(w12[number], d_scale_w12[number]), permuted_weights).chunk(2, -1)
+        inner = (act(gate) * up).float()
+        scale = (inner.abs().amax(-1, keepdim=True) + 1e-8) / largest(hidden_states.dtype)
+        tokens = (saturated(inner / scale, hidden_states.dtype).float() * scale).to(wide)
+        return _product(tokens, weight(w3[number], d_scale_w3[number]), permuted_weights)
+
+    return _sum(x, expert_routing_table, router_weights, expert, experts_min, experts_max)
+
+
 def mxfp4_fused_weights(
     hidden_states: Tensor,
     expert_routing_table: Tensor,
@@ -279,6 +323,12 @@ KERNELS = (
         f"mixture_of_experts.fp8_fused_weights({_TOKENS}Tensor[] w12, Tensor[] w3, {_FP8_SCALES}{_HOW}{_CHUNKS}) "
         "-> Tensor",
         fp8_fused_weights,
+        lambda hidden_states, *others, **named: torch.empty_like(hidden_states, dtype=torch.bfloat16),
+    ),
+    Kernel(
+        f"mixture_of_experts.fp8_fused_weights_dynamic({_TOKENS}Tensor[] w12, Tensor[] w3, "
+        f"Tensor d_scale_hidden_states, Tensor[] d_scale_w12, Tensor[] d_scale_w3, {_HOW}{_CHUNKS}) -> Tensor",
+        fp8_fused_weights_dynamic,
         lambda hidden_states, *others, **named: torch.empty_like(hidden_states, dtype=torch.bfloat16),
     ),
     Kernel(

@@ -1,0 +1,92 @@
+"""Rows that a checkpoint has rounded to 8-bit integers before their product: the definition of all implementations.
+
+An element becomes `round(element * inverse) + zero`, ties to even, within -128 to 127, and counts as
+`(code - zero) * scale`. Sums of products of codes are integers, and exact.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
+
+LEAST, MOST = -128, 127
+# With more inputs a sum of products, or what corrects it, might leave 32 bits.
+MOST_INPUTS = 65536
+
+
+class RowRounding(NamedTuple):
+    """How rows are rounded.
+
+    symmetric: zero is 0. Else the numbers from the least to the most of a row, and 0, are spread over all codes.
+    scale: float32, one for all rows; what is beyond its range is rounded to its end. None: each row has its own.
+    zero: of all rows, an integer as float32; None: 0, or each row has its own.
+    """
+
+    symmetric: bool = True
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+
+    def fixed(self) -> Tensor | None:
+        """float32 [2], the scale and zero of all rows; None: each row has its own."""
+        if self.scale is None:
+            return None
+        zero = torch.zeros_like(self.scale) if self.zero is None else self.zero
+        return torch.stack((self.scale.reshape(()), zero.reshape(()))).float()
+
+
+class RoundedRows(NamedTuple):
+    """codes: int8 [rows, inputs]. scales: float32 [rows, 1]. zeros: int32 [rows, 1]."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+
+def joined(scales: Tensor, zeros: Tensor | None) -> RowRounding:
+    """One rounding for matrices that are multiplied with the same rows: it covers the range of each, as in vLLM.
+
+    scales: float32 [matrices]. zeros: of codes, integers [matrices]; None: all are 0.
+    """
+    if zeros is None:
+        return RowRounding(scale=scales.amax())
+    most, least = (scales * (MOST - zeros.float())).amax(), (scales * (LEAST - zeros.float())).amin()
+    scale = (most - least) / (MOST - LEAST)
+    return RowRounding(False, scale, (LEAST - least / scale).round())
+
+
+def round_rows(x: Tensor, rounding: RowRounding) -> RoundedRows:
+    """x: float [rows, inputs]. A row with NaN, or whose own scale would not be finite, has the scale NaN."""
+    x = x.float()
+    if rounding.scale is not None:
+        scale = torch.where(x.isnan().any(1, keepdim=True), torch.nan, rounding.scale.reshape(1, 1).float())
+        inverse = 1 / rounding.scale.reshape(1, 1).float()
+        zero = torch.zeros_like(scale) if rounding.zero is None else rounding.zero.float().expand_as(scale)
+    else:
+        most, least = x.amax(1, keepdim=True).clamp_min(0), x.amin(1, keepdim=True).clamp_max(0)
+        width = torch.maximum(most, -least) if rounding.symmetric else most - least
+        # a number divided by a tensor would be a product with its reciprocal
+        steps = torch.full_like(width, 127 if rounding.symmetric else 255)
+        # what is too small for an inverse is zero
+        is_sound = width.isfinite() & (steps / width).isfinite()
+        inverse = torch.where(is_sound, steps / width, 0)
+        scale = torch.where(is_sound, width / steps, torch.where(width.isfinite(), 0, torch.nan))
+        zero = torch.where(is_sound & (not rounding.symmetric), (-least * inverse).round() + LEAST, 0)
+    codes = ((x * inverse).nan_to_num(0, 1024, -1024).round() + zero).clamp(LEAST, MOST)
+    return RoundedRows(codes.to(torch.int8), scale, zero.to(torch.int32))
+
+
+def multiply_rounded(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
+    """The product of rounded rows [rows, inputs] and a weight of `weight.rounding`, in the dtype of x.
+
+    weight: int8 with a scale per output. Sums of integers are exact in float64.
+    """
+    assert weight.rounding is not None, "see QuantisedWeight"
+    rows = round_rows(x, weight.rounding)
+    sums = (rows.codes.double() - rows.zeros) @ weight.codes.double().t()
+    found = sums.float() * rows.scales * weight.scales.reshape(1, -1)
+    return (found if bias is None else found + bias.float()).to(x.dtype)
