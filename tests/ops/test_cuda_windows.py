@@ -16,7 +16,7 @@ from tests.execution.test_bucket_tensors import Static, in_bucket, server_limits
 from tests.ops.batch import Batch, Request, Shape, build, requests_strategy
 from tests.ops.launches import launched
 from tests.ops.local import Features, features, says_how_long, with_features
-from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
+from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples, on_gpu
 from tests.ops.test_unified_attention import COMMON, shapes
 from vllm_gaudi_ucm.batch.batch_plan import plan_batch
 from vllm_gaudi_ucm.batch.window import Window
@@ -128,6 +128,9 @@ def test_launches_of_a_verification_in_a_bucket(
 
     monkeypatch.setattr(cuda_windows, "FILLED", filled)
     batch = verification_in_a_bucket(window)
+    assert_matches(batch, "cuda", prepared=True)
+    if torch.cuda.is_available():
+        batch = on_gpu(batch)
     cuda = ATTENTION.make("cuda")
     plan = cuda.plan(batch.parts, BLOCK)
     tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
@@ -137,7 +140,6 @@ def test_launches_of_a_verification_in_a_bucket(
     with launched() as kernels:
         assert cuda.attend(*tensors, plan, batch.spec, out)
     names = [name for name, _ in kernels]
-    assert_matches(batch, "cuda", prepared=True)
     if expected is None:
         assert sorted(names) == ["attend_causal", "attend_shared", "attend_shared", "merge_parts", "repair_causal"]
         return
