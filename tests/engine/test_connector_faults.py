@@ -31,6 +31,8 @@ COMMON = tokens(64)
 # aligned and not, shorter than a block, one block and a token, shared prefixes
 PROMPTS = [tokens(5), tokens(16), tokens(17), tokens(96), COMMON + tokens(30), COMMON + tokens(16), COMMON]
 STATIC = {"graphs": {"mode": "eager", "max_graphs": 16, "warm_up": "full", "recipe_check": "fail"}}
+# the next step is planned while one runs
+AHEAD: dict[str, Any] = {"scheduler": {"async_scheduling": True}}
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 96}
 OUTPUTS = 20
 LOAD_DEADLINE, LOOKUP_DEADLINE = 0.4, 0.3
@@ -103,7 +105,11 @@ def expected(tiny_llama: Path) -> list[Answer]:
         return engine.greedy(PROMPTS, OUTPUTS)
 
 
-@pytest.fixture(scope="module", params=[{}, STATIC], ids=["true shapes", "static"])
+@pytest.fixture(
+    scope="module",
+    params=[{}, STATIC, AHEAD, {**STATIC, **AHEAD}],
+    ids=["true shapes", "static", "ahead", "static ahead"],
+)
 def served(tiny_llama: Path, expected: list[Answer], request: pytest.FixtureRequest) -> Iterator[Served]:
     store = FaultStore()
     with pytest.MonkeyPatch.context() as patch:
@@ -279,16 +285,17 @@ def test_the_store_is_emptied_with_the_prefix_cache(served: Served) -> None:
     served.settle()
 
 
+@pytest.mark.parametrize("ucm", [{}, AHEAD], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_preempted_requests_load_and_save_again(
-    tiny_llama: Path, expected: list[Answer], is_slow: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, expected: list[Answer], is_slow: bool, ucm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """covers: A7 C9. Prefix caching is on: blocks come from the device, the store, or are computed."""
     store = FaultStore()
     store.load_seconds = 0.005 if is_slow else 0.0
     monkeypatch.setattr("vllm_gaudi_ucm.connector.setup.open_store", lambda options, block_bytes: store)
     options = {**OPTIONS, "num_gpu_blocks_override": 24}
-    with Engine(tiny_llama, kv_transfer_config=transfer(), **options) as engine:
+    with Engine(tiny_llama, ucm, kv_transfer_config=transfer(), **options) as engine:
         served = Served(engine, store)
         for _ in range(3):
             assert_same(engine.staggered(PROMPTS, range(len(PROMPTS)), OUTPUTS), expected)

@@ -20,16 +20,8 @@ SYNCHRONOUS_OPTIONS: dict[str, dict[str, Any]] = {
     "stages of a pipeline": {"pipeline_parallel_size": 2},
     "several workers of several engines": {"tensor_parallel_size": 2, "data_parallel_size": 2},
     "another executor than `uni` and `mp`": {"distributed_executor_backend": "external_launcher"},
-    "drafts in worker processes": {"drafts": True, "distributed_executor_backend": "mp"},
     "drafts by n-grams": {"speculative_config": NGRAM},
     "drafts beside a sparse method": {"ucm": {**GSA, "scheduler": {"async_scheduling": True}}, "drafts": True},
-    "a KV connector": {
-        "kv_transfer_config": KVTransferConfig(
-            kv_connector="OffloadingConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={"cpu_bytes_to_use": 1 << 20},
-        )
-    },
     "ucm.memory_mode": {"ucm": {**GSA, "memory_mode": {"enabled": True}}},
     "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
 }
@@ -89,8 +81,37 @@ def test_worker_processes_are_asynchronous(llama: Path, options: dict[str, Any])
     assert config.max_concurrent_batches == 2
 
 
-def test_drafts_of_a_model_are_asynchronous(llama: Path) -> None:
-    assert configured(llama, drafts=True).scheduler_config.async_scheduling
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}])
+def test_drafts_of_a_model_are_asynchronous(llama: Path, options: dict[str, Any]) -> None:
+    assert configured(llama, drafts=True, **options).scheduler_config.async_scheduling
+
+
+OURS = {
+    "kv_connector": "UcmConnector",
+    "kv_connector_module_path": "vllm_gaudi_ucm.connector",
+    "kv_connector_extra_config": {"store": {"kind": "memory"}},
+}
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+
+
+@pytest.mark.parametrize("connector", [OURS, OFFLOADING, None], ids=["ours", "offloading", "by size"])
+def test_connectors_are_asynchronous_with_our_scheduler(llama: Path, connector: dict[str, Any] | None) -> None:
+    """It knows that a step is planned when a load fails."""
+    options: dict[str, Any] = {"kv_offloading_size": 1.0}
+    if connector is not None:
+        options = {"kv_transfer_config": KVTransferConfig(kv_role="kv_both", **connector)}
+    config = configured(llama, **options)
+    assert config.kv_transfer_config is not None
+    assert config.scheduler_config.async_scheduling
+    assert config.scheduler_config.scheduler_cls == "vllm_gaudi_ucm.scheduler.scheduler.UcmAsyncScheduler"
+
+
+def test_a_foreign_scheduler_beside_a_connector_is_synchronous(llama: Path) -> None:
+    foreign = "vllm.v1.core.sched.scheduler.Scheduler"
+    transfer = KVTransferConfig(kv_role="kv_both", **OFFLOADING)
+    config = configured(llama, kv_transfer_config=transfer, scheduler_cls=foreign)
+    assert not config.scheduler_config.async_scheduling
+    assert config.scheduler_config.scheduler_cls == foreign
 
 
 def test_what_decides_over_blocks_is_asynchronous(llama: Path) -> None:

@@ -38,15 +38,6 @@ class Synchronous(NamedTuple):
     is_used: Callable[[Engine], object]
 
 
-def _has_connector(engine: Engine) -> bool:
-    return engine.vllm.kv_transfer_config is not None or engine.vllm.cache_config.kv_offloading_size is not None
-
-
-def _has_worker_processes(engine: Engine) -> bool:
-    parallel = engine.vllm.parallel_config
-    return parallel.world_size > 1 or parallel.distributed_executor_backend == "mp"
-
-
 SYNCHRONOUS: tuple[Synchronous, ...] = (
     Synchronous(
         "a Gaudi card",
@@ -79,11 +70,6 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         lambda e: e.vllm.parallel_config.distributed_executor_backend not in (None, "uni", "mp"),
     ),
     Synchronous(
-        "drafts in worker processes",
-        "who asks for a step's tokens accepts its drafts and makes the next ones, and there that is another thread",
-        lambda e: e.vllm.speculative_config is not None and _has_worker_processes(e),
-    ),
-    Synchronous(
         "drafts by n-grams",
         "vLLM has it so: they are looked up among the tokens on the host",
         lambda e: e.vllm.speculative_config is not None and e.vllm.speculative_config.method == "ngram",
@@ -93,7 +79,6 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         "its choices and locks follow from how many drafts were right",
         lambda e: e.vllm.speculative_config is not None and e.ucm.ucm_sparse_method is not None,
     ),
-    Synchronous("a KV connector", "it saves and loads between steps", _has_connector),
     Synchronous(
         "ucm.memory_mode",
         "blocks move between steps, at the scheduler's word about a step that has ended",

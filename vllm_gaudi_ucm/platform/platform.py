@@ -137,6 +137,10 @@ class UcmPlatform(Platform):
             refuse_older_ray_executor(vllm_config)
             cls._prepare_ray_workers(vllm_config)
         complete_transfer_config(vllm_config)
+        # vLLM makes a connector of the second option after this call
+        offloads = vllm_config.cache_config.kv_offloading_size is not None
+        if ahead and (offloads or vllm_config.kv_transfer_config is not None):
+            need_our_scheduler(vllm_config, "a KV connector with asynchronous scheduling")
         if is_ours_among(vllm_config.kv_transfer_config):
             use_planning_scheduler(vllm_config)
         if warms_by_order(vllm_config, config):

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.observability.host_work import NO_HOST_WORK, HostCounts
+from vllm_gaudi_ucm.observability.phase_log import StepRecord
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.execution.execution import StepShape
     from vllm_gaudi_ucm.observability.step_clock import StepClock
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
+    from vllm_gaudi_ucm.runner.kv_transfer import TransferWork
     from vllm_gaudi_ucm.speculation.verification import StepLogits
-    from vllm_gaudi_ucm.vllm_api.steps import LogprobsTensors, SchedulerOutput
+    from vllm_gaudi_ucm.vllm_api.steps import KVConnectorOutput, LogprobsTensors, SchedulerOutput
 
 
 @dataclass
@@ -36,7 +38,7 @@ class ComputedStep:
     """Between forward and sampling: vLLM computes the grammar's bitmask in between.
 
     host, nans, moved: what was waited for, NaNs in logits by request, and blocks that moved, up to the end of its
-    sampling.
+    sampling. transferred: what a KV connector tells the scheduler. transfer: blocks that it has moved.
     """
 
     scheduler_output: SchedulerOutput
@@ -51,4 +53,28 @@ class ComputedStep:
     host: HostCounts = NO_HOST_WORK
     nans: dict[str, int] | None = None
     moved: Mapping[str, int] = field(default_factory=dict)
+    transferred: KVConnectorOutput | None = None
+    transfer: TransferWork | None = None
     prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)
+
+
+def step_record(clock: StepClock, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
+    """What a step was. block_size: tokens per block; selected blocks are full."""
+    (plan_ms, forward_ms, sample_ms), chosen = clock.milliseconds, plan.selection
+    return StepRecord(
+        step=step,
+        bucket=shape.true,
+        padded=shape.padded,
+        requests=len(plan.requests),
+        prompts=len(plan.requests) - plan.num_single,
+        tokens=plan.num_rows,
+        causal_pairs=0 if plan.causal is None else plan.causal.pairs(),
+        shared_pairs=0 if plan.shared is None else plan.shared.pairs(plan.row_requests),
+        unique_pairs=0 if plan.unique is None else int((plan.unique.hi - np.maximum(plan.unique.lo, 0)).sum()),
+        plan_ms=plan_ms,
+        forward_ms=forward_ms,
+        sample_ms=sample_ms,
+        selected_pairs=0 if chosen is None else int(chosen.counts @ chosen.num_rows) * block_size,
+        sparse=0 if chosen is None else len(chosen.counts),
+        tail=int(shape.remainder),
+    )

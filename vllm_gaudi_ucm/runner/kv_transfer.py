@@ -114,14 +114,23 @@ class KvTransfer:
         kv_cache_config: of the worker.
         in_layers: whether the layers call the connector.
         ranks: all workers of the engine, of which this is one.
+        ahead: whether a step is planned before the scheduler hears of the one before.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, in_layers: bool, ranks: Ranks = ALONE
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        in_layers: bool,
+        ranks: Ranks = ALONE,
+        *,
+        ahead: bool = False,
     ) -> None:
         self._vllm_config = vllm_config
         self.in_layers = in_layers
         self._ranks = ranks
+        self._ahead = ahead
+        self._follows_failure = False
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._caches: dict[str, LayerCache] = {}
         self._finished_requests: set[str] = set()
@@ -189,9 +198,10 @@ class KvTransfer:
     def _save_layer(self, name: str, cache: LayerCache, metadata: AttentionMetadata) -> None:
         self.connector.save_kv_layer(name, cache, metadata)  # type: ignore[arg-type]  # as registered
 
-    def finish(self) -> KVConnectorOutput:
-        """Ends the step; what the scheduler's side is to hear."""
-        if not self._has_tokens:
+    def finish(self, *, rests: bool = True) -> KVConnectorOutput:
+        """Ends the step; what the scheduler's side is to hear. rests: whether a step without tokens may take time: no
+        other is in flight."""
+        if rests and not self._has_tokens:
             self._rest()
         with self.work.clock():
             return self._finish()
@@ -202,8 +212,11 @@ class KvTransfer:
             # what another child was to load within this step: the step has computed with blocks that are not there,
             # on all ranks, where it was not there on one
             failed = connector.get_block_ids_with_load_errors()
-            if not self._ranks.all_of(not failed):
+            has_failed = not self._ranks.all_of(not failed)
+            if has_failed or self._follows_failure:
                 self._ours.leave_out_saves()
+            # the next step may be planned already, and read the same blocks
+            self._follows_failure = has_failed and self._ahead
         connector.wait_for_save()
         found = connector.get_transfer_results(self._finished_requests)
         output = KVConnectorOutput(

@@ -38,6 +38,7 @@ from vllm_gaudi_ucm.sampling.prompt_logprobs import PromptLogprobs
 from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler, TokenSampler, VllmSampler
 from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
 from vllm_gaudi_ucm.speculation.verification import Verification
+from vllm_gaudi_ucm.vllm_api.engine_process import is_worker_process
 from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 from vllm_gaudi_ucm.vllm_api.sampling import Sampler
 
@@ -221,11 +222,25 @@ def make_parts(
             _make_check(model),
             host,
             model.decoder.has_logits,
-            None if carried is None else StepsAhead(requests, carried, host, static, drafts, model.ranks.reports),
+            None if carried is None else _steps_ahead(model, requests, carried, host, static, drafts, transfer),
             model.decoder.lockstep,
         )
         undo.pop_all()
     return WorkerParts(block_size, kv_caches, requests, transfer, sparse, static, steps)
+
+
+def _steps_ahead(
+    model: LoadedModel,
+    requests: RequestTable,
+    carried: CarriedTokens,
+    host: HostWork,
+    static: StaticShapes | None,
+    drafts: DraftsAhead | None,
+    transfer: KvTransfer | None,
+) -> StepsAhead:
+    """Where there is a connector, the engine asks every worker: each tells what it has moved."""
+    asked = model.ranks.reports or transfer is not None
+    return StepsAhead(requests, carried, host, static, drafts, asked, is_worker_process())
 
 
 def _make_check(model: LoadedModel) -> StepCheck | None:
@@ -241,7 +256,8 @@ def _make_transfer(model: LoadedModel, kv_cache_config: KVCacheConfig) -> KvTran
     # latent attention is a layer of ours, which calls no connector
     latent = any(decoder is not None and decoder.latent for decoder in (model.decoder, model.draft_decoder))
     in_layers = model.kind == "off" and transfer_config.kv_connector != OURS and not latent
-    return KvTransfer(model.vllm_config, kv_cache_config, in_layers, model.ranks)
+    ahead = model.vllm_config.scheduler_config.async_scheduling
+    return KvTransfer(model.vllm_config, kv_cache_config, in_layers, model.ranks, ahead=bool(ahead))
 
 
 def _allocate(model: LoadedModel, kv_cache_config: KVCacheConfig, transfer: KvTransfer | None) -> dict[str, LayerCache]:

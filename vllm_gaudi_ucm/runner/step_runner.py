@@ -13,20 +13,19 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, SteadyPlanner, UnifiedPlan
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable, in_slot_order
-from vllm_gaudi_ucm.execution.execution import Execution, StepShape
+from vllm_gaudi_ucm.execution.execution import Execution
 from vllm_gaudi_ucm.observability.host_work import HostWork
-from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.step_clock import StepClock
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState, attach_warm_up_state, orders_warm_up
-from vllm_gaudi_ucm.runner.computed_step import Computed, ComputedStep
+from vllm_gaudi_ucm.runner.computed_step import Computed, ComputedStep, step_record
 from vllm_gaudi_ucm.runner.steps_ahead import StepOutput, StepsAhead, VerifiedLater
 from vllm_gaudi_ucm.sampling.sampling import Grammar
 from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
 from vllm_gaudi_ucm.sparse.selection.selection_state import DENSE_STEP
 from vllm_gaudi_ucm.speculation.proposer import DraftProposer, SampledStep, wanted_drafts
 from vllm_gaudi_ucm.speculation.verification import StepLogits, Verification, grammar_at
-from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
+from vllm_gaudi_ucm.vllm_api.steps import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.group_planner import GroupPlanner
@@ -42,28 +41,6 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
-
-
-def step_record(clock: StepClock, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
-    """What a step was. block_size: tokens per block; selected blocks are full."""
-    (plan_ms, forward_ms, sample_ms), chosen = clock.milliseconds, plan.selection
-    return StepRecord(
-        step=step,
-        bucket=shape.true,
-        padded=shape.padded,
-        requests=len(plan.requests),
-        prompts=len(plan.requests) - plan.num_single,
-        tokens=plan.num_rows,
-        causal_pairs=0 if plan.causal is None else plan.causal.pairs(),
-        shared_pairs=0 if plan.shared is None else plan.shared.pairs(plan.row_requests),
-        unique_pairs=0 if plan.unique is None else int((plan.unique.hi - np.maximum(plan.unique.lo, 0)).sum()),
-        plan_ms=plan_ms,
-        forward_ms=forward_ms,
-        sample_ms=sample_ms,
-        selected_pairs=0 if chosen is None else int(chosen.counts @ chosen.num_rows) * block_size,
-        sparse=0 if chosen is None else len(chosen.counts),
-        tail=int(shape.remainder),
-    )
 
 
 NO_BLOCKS = np.zeros(0, np.int64)
@@ -134,7 +111,7 @@ class StepRunner:
                 summarised = self.transfer.take_summarised_blocks()
                 self.sparse.loaded(self.transfer.loaded_blocks(scheduler_output), summarised)
         if not scheduler_output.total_num_scheduled_tokens:
-            transferred = None if self.transfer is None else self.transfer.finish()
+            transferred = None if self.transfer is None else self.transfer.finish(rests=not self.ahead)
             output = ModelRunnerOutput.with_kv_conn_output_only(transferred)
             if orders_warm_up(scheduler_output):
                 output = copy(output)
@@ -254,6 +231,8 @@ class StepRunner:
         if self.check is not None:
             self.check.tokens(tokens.look().tokens)
         self._sampled(step)
+        # no kernel of the step is still to be launched, and the next step's loads and saves may be told
+        self._finish_transfer(step)
 
         def finish(sampled: SampledTokens, waited: float) -> ModelRunnerOutput:
             clock.waited(waited)
@@ -271,6 +250,7 @@ class StepRunner:
             sampled = self._sample(step, grammar)
             self._propose(step)
             self._sampled(step)
+            self._finish_transfer(step)
             return sampled
 
         return ahead.add(VerifiedLater(sample), lambda sampled, _: self._finished(step, sampled_ids, sampled))
@@ -278,6 +258,7 @@ class StepRunner:
     def _finished(self, step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
         self._record(step)
         output = _output(step, sampled_ids, sampled)
+        output.kv_connector_output = step.transferred
         if self.memory is not None:
             self.memory.attach_report(output)
         return output
@@ -306,7 +287,7 @@ class StepRunner:
         sampled_ids = self.sampling.req_ids
         if self.check is not None and step.logits is not None:
             self.check.logits(step.logits)
-        if self.ahead is not None:
+        if self.ahead is not None and not self.ahead.verifies_at_once:
             later = self._sample_ahead if self._drafts_ahead is None else self._verify_later
             return later(step, grammar, self.ahead)
         sampled = self._sample(step, grammar)
@@ -314,9 +295,8 @@ class StepRunner:
             self.check.tokens(sampled.tokens)
         self._propose(step)
         self._sampled(step)
-        transferred = self._finish_transfer()
+        self._finish_transfer(step)
         output = self._finished(step, sampled_ids, sampled)
-        output.kv_connector_output = transferred
         if self.sparse is not None:
             self.sparse.attach_report(output)
             if self.check is not None:
@@ -328,12 +308,11 @@ class StepRunner:
         if self._followed_by is not None and not self.ahead:  # steps ahead end when they are read
             self._followed_by.end_step()
 
-    def _finish_transfer(self) -> KVConnectorOutput | None:
-        """After the drafts: they read and write blocks, too."""
-        if self.transfer is None:
-            return None
-        self.transfer.computed()
-        return self.transfer.finish()
+    def _finish_transfer(self, step: ComputedStep) -> None:
+        """After the drafts: they read and write blocks, too. Before the next step begins."""
+        if self.transfer is not None:
+            self.transfer.computed()
+            step.transferred, step.transfer = self.transfer.finish(), self.transfer.take_work()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts that the last step proposed for the next one, once."""
@@ -361,8 +340,8 @@ class StepRunner:
             record = step_record(
                 computed.clock, self.phase_log.summary.steps, computed.plan, computed.shape, self.block_size
             )
-            if self.transfer is not None and computed is step.divisions[-1]:
-                record = self.transfer.take_work().noted_in(record)
+            if step.transfer is not None and computed is step.divisions[-1]:
+                record = step.transfer.noted_in(record)
             if computed is step.divisions[-1]:
                 moved: dict[str, Any] = {**step.moved}
                 record = replace(record, host_reads=step.host.reads, host_stages=step.host.stages, **moved)

@@ -126,7 +126,11 @@ class StepsAhead:
             while one runs, and planned when that one's tokens are read.
         asked: whether the engine asks this worker for outputs. Of several workers it asks one; another one lets go of
             a step once its tokens are there and the step after the next begins.
+        is_apart: whether this worker has a process of its own.
 
+    verifies_at_once: whether a step of an engine with drafts is sampled before its call returns: in a worker with a
+        process of its own. The engine schedules meanwhile, and all workers come to the draft model's collectives at
+        the same place, whether the engine asks them for outputs or not.
     lock: held by whoever runs a step or ends one. Engines with worker processes read outputs in a thread of their own.
     """
 
@@ -138,10 +142,12 @@ class StepsAhead:
         static: StaticShapes | None = None,
         drafts: DraftsAhead | None = None,
         asked: bool = True,
+        is_apart: bool = False,
     ) -> None:
         self.lock = threading.RLock()
         self.carried = carried
         self.drafts = drafts
+        self.verifies_at_once = drafts is not None and is_apart
         self._table = table
         self._host = host
         self._static = static

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi_ucm.scheduler.block_manager import BlockManager
 from vllm_gaudi_ucm.scheduler.setup import make_block_rules, make_parts
-from vllm_gaudi_ucm.vllm_api.blocks import forget_uncomputed_blocks
+from vllm_gaudi_ucm.vllm_api.blocks import drop_steps_in_flight, forget_uncomputed_blocks
 from vllm_gaudi_ucm.vllm_api.scheduling import AsyncScheduler, Scheduler
 
 if TYPE_CHECKING:
@@ -100,3 +100,12 @@ class UcmScheduler(Scheduler):
 
 class UcmAsyncScheduler(UcmScheduler, AsyncScheduler):
     """Asynchronous scheduling."""
+
+    def _handle_invalid_blocks(self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
+        """Blocks were not loaded within a step. What requests have computed is without all steps in flight: the next
+        one was planned before this was known, and with it requests that found such a block in the prefix cache."""
+        in_flight = {request.request_id: request.num_in_flight_tokens for request in self.running}
+        failed = super()._handle_invalid_blocks(invalid_block_ids, in_flight)
+        for request_id in failed:
+            drop_steps_in_flight(self.requests[request_id])
+        return failed

@@ -174,6 +174,20 @@ def drop_sampled_tokens(request: "Request", output: "ModelRunnerOutput") -> None
     output.sampled_token_ids[output.req_id_to_index[request.request_id]] = []
 
 
+def drop_steps_in_flight(request: "Request") -> None:
+    """Nothing that the steps in flight give for a running request counts any more, and its next step computes from
+    `num_computed_tokens` on.
+
+    Reason: where a load within a step has failed, vLLM takes back that step alone. With asynchronous scheduling the
+    next one is planned already; it reads what was not loaded, too, and follows a token that was taken back.
+    Remove when: `Scheduler._handle_invalid_blocks` marks the output in flight as stale, as `_preempt_request` does.
+    """
+    request.drop_stale_output = True
+    request.num_stale_output_tokens = request.num_in_flight_tokens
+    request.num_output_placeholders = 0
+    request.spec_token_ids = []
+
+
 def wait_for_blocks_again(scheduler: "Scheduler", request: "Request", num_computed: int) -> None:
     """Moves a running request, whose last step was taken back, to the queue of requests that wait for a load.
 
