@@ -167,7 +167,9 @@ def _layer(
     if layer is not None:
         return layer
     dim, value_dim = query.shape[2], value.shape[2]
-    if any(stride[-1] != 1 for stride in strides) or query.dtype not in _ROW_TYPES or key_cache.dtype not in _CACHE_TYPES:
+    if query.dtype not in _ROW_TYPES or key_cache.dtype not in _CACHE_TYPES:
+        return None
+    if any(stride[-1] != 1 for stride in strides):
         return None
     if dtypes != (torch.float32, torch.float32) and max(dim, value_dim) > LARGEST_HEAD:
         return None
