@@ -61,7 +61,7 @@ def test_pairs(dim: int, value_dim: int, row_tile: int, monkeypatch: pytest.Monk
     """covers: A9, A13. Large scores, heads that fill no register, partial results that merge."""
     monkeypatch.setattr(native_jobs, "ROW_TILE", row_tile)
     batch = build([*MIXED, Request(200, 33)], replace(BRAIN, dim=dim, value_dim=value_dim))
-    batch.query.mul_(4)
+    batch.query.mul_(16)
     finite, out = attend_natively(batch)
     assert finite
     check(batch, out)
