@@ -1,4 +1,4 @@
-// Unified Attention over a paged cache: new tokens, shared and unique blocks in one online softmax, fp32 inside.
+// Unified Attention over a paged cache: new tokens, shared and unique blocks in one online softmax, sums in fp32.
 // Tokens that a row does not see are never read for it; a score or result that is not finite is reported.
 #include <omp.h>
 
