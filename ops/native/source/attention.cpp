@@ -1,4 +1,4 @@
-// Unified Attention over a paged cache: new tokens, shared and unique blocks in one online softmax, fp32 inside.
+// Unified Attention over a paged cache: new tokens, shared and unique blocks in one online softmax, sums in fp32.
 // Tokens that a row does not see are never read for it; a score or result that is not finite is reported.
 #include <omp.h>
 
@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention_unit.h"
+#include "half.h"
 
 using namespace ucm;
 
@@ -38,15 +39,20 @@ void add_new(Tiles& tiles, const Layer& layer, const Tensors& tensors, const Pla
     if (job.causal_first < 0) return;
     const int64_t first_row = plan.rows[job.row_lo].row, position = plan.rows[job.row_lo].position;
     const int64_t end = first_row + job.row_hi - job.row_lo;
-    tiles.begin(FP32, job.causal_first, first_row, local_rows(plan, job), job.row_hi - job.row_lo - 1);
+    tiles.begin(layer.type, job.causal_first, first_row, local_rows(plan, job), job.row_hi - job.row_lo - 1);
+    const int64_t size = bytes_of(layer.type);
     for (int64_t row = job.causal_first; row < end; ++row)
-        tiles.take(tensors.key + row * layer.key_row + head * layer.key_head,
-                   tensors.value + row * layer.value_row + head * layer.value_head, position + row - first_row);
+        tiles.take(tensors.key + (row * layer.key_row + head * layer.key_head) * size,
+                   tensors.value + (row * layer.value_row + head * layer.value_head) * size, position + row - first_row);
 }
 
 // The share of a row's whole sum that its tokens have: all of it without a sink. top: their maximum, total: their sum.
 float share(float top, float total, const float* sinks, int64_t query_head) {
     return sinks ? 1.0f / (1.0f + std::exp(sinks[query_head] - top) / total) : 1.0f;
+}
+
+char* place_of(const Layer& layer, const Tensors& tensors, int64_t row, int64_t query_head) {
+    return tensors.out + (row * layer.heads + query_head) * layer.value_dim * bytes_of(layer.type);
 }
 
 // The job's result for one kv head, normalised into the output or as a partial. False: something is not finite.
@@ -58,14 +64,17 @@ bool leave(const Unit& unit, const Layer& layer, const Tensors& tensors, const P
         const int64_t query_head = head * unit.group + i % unit.group;
         const float total = sum(load(unit.total + i * LANES));
         const bool whole = row.partial < 0;
-        float* to = whole ? tensors.out + (row.row * layer.heads + query_head) * layer.value_dim
-                          : plan.partials + (row.partial * layer.heads + query_head) * size;
-        const float factor = whole && total != 0.0f ? share(unit.top[i], total, tensors.sinks, query_head) / total : 1.0f;
         const float* from = unit.out + i * unit.value_width;
         finite = finite && within(all(total), FLT_MAX);
         for (int64_t d = 0; d < unit.value_width; d += LANES) finite = finite && within(load(from + d), FLT_MAX);
-        for (int64_t d = 0; d < layer.value_dim; ++d) to[d] = from[d] * factor;
-        if (!whole) to[layer.value_dim] = unit.top[i], to[layer.value_dim + 1] = total;
+        if (whole) {
+            const float factor = total != 0.0f ? share(unit.top[i], total, tensors.sinks, query_head) / total : 1.0f;
+            leave_as(layer.type, from, factor, layer.value_dim, place_of(layer, tensors, row.row, query_head));
+        } else {
+            float* to = plan.partials + (row.partial * layer.heads + query_head) * size;
+            std::memcpy(to, from, layer.value_dim * sizeof(float));
+            to[layer.value_dim] = unit.top[i], to[layer.value_dim + 1] = total;
+        }
     }
     return finite;
 }
@@ -113,20 +122,20 @@ bool run_few(const Layer& layer, const Tensors& tensors, const Plan& plan, const
 // Normalised softmax over the partial results of a row.
 void merge(const Layer& layer, const Tensors& tensors, const Plan& plan, const Merge& row, int64_t head) {
     const int64_t size = layer.value_dim + 2;
-    float* out = tensors.out + (row.row * layer.heads + head) * layer.value_dim;
+    static thread_local Scratch scratch;
+    float* out = scratch.take(layer.value_dim);
     float top = NOTHING, total = 0.0f;
     for (int64_t p = row.partial_lo; p < row.partial_hi; ++p)
         top = std::fmax(top, plan.partials[(p * layer.heads + head) * size + layer.value_dim]);
     std::memset(out, 0, layer.value_dim * sizeof(float));
-    if (top == NOTHING) return;
-    for (int64_t p = row.partial_lo; p < row.partial_hi; ++p) {
+    for (int64_t p = row.partial_lo; p < row.partial_hi && top != NOTHING; ++p) {
         const float* partial = plan.partials + (p * layer.heads + head) * size;
         const float weight = std::exp(partial[layer.value_dim] - top);
         total += weight * partial[layer.value_dim + 1];
         for (int64_t d = 0; d < layer.value_dim; ++d) out[d] += weight * partial[d];
     }
-    total /= share(top, total, tensors.sinks, head);
-    for (int64_t d = 0; d < layer.value_dim; ++d) out[d] /= total;
+    const float factor = total != 0.0f ? share(top, total, tensors.sinks, head) / total : 1.0f;
+    leave_as(layer.type, out, factor, layer.value_dim, place_of(layer, tensors, row.row, head));
 }
 
 // What a thread takes at once: kv heads first..last of a job, one where it has many query vectors.
@@ -179,8 +188,7 @@ extern "C" int64_t ucm_attend(const Plan* plan, const Layer* layer, const Tensor
 #pragma omp parallel for collapse(2) if (plan->num_merges > 4)
     for (int64_t m = 0; m < plan->num_merges; ++m)
         for (int64_t head = 0; head < layer->heads; ++head) merge(*layer, *tensors, *plan, plan->merges[m], head);
-    for (int64_t i = 0; i < plan->num_empty; ++i)
-        std::memset(tensors->out + plan->empty[i] * layer->heads * layer->value_dim, 0,
-                    layer->heads * layer->value_dim * sizeof(float));
+    const int64_t row_bytes = layer->heads * layer->value_dim * bytes_of(layer->type);
+    for (int64_t i = 0; i < plan->num_empty; ++i) std::memset(tensors->out + plan->empty[i] * row_bytes, 0, row_bytes);
     return 0;
 }

@@ -44,18 +44,17 @@ struct Plan {
     float* partials;  // [partials, heads, value_dim + 2]: un-normalised out, max, sum
 };
 
-// Sizes are in elements, strides in elements of the tensor.
+// Sizes are in elements, strides in elements of the tensor. type: of query, new keys and values, and the output.
 struct Layer {
-    int64_t heads, kv_heads, dim, value_dim, blocks, block_size, cache_type;
+    int64_t heads, kv_heads, dim, value_dim, blocks, block_size, cache_type, type;
     int64_t query_row, query_head, key_row, key_head, value_row, value_head;
     int64_t key_block, key_token, key_cache_head, value_block, value_token, value_cache_head;
     float scale, cap;  // cap: 0 without a soft cap
 };
 
 struct Tensors {
-    const float *query, *key, *value;
-    const char *key_cache, *value_cache;
-    float* out;               // [rows, heads, value_dim], dense
+    const char *query, *key, *value, *key_cache, *value_cache;
+    char* out;                // [rows, heads, value_dim], dense
     const int64_t* selected;  // a block per entry of the selected part
     const float* sinks;       // [heads]; null: there are none
     const float* slopes;      // [heads]; null: distances do not count

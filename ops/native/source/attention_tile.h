@@ -17,7 +17,7 @@ constexpr int FETCH = 8;                         // multiplications between two 
 constexpr float SLACK = 16.0f;                   // a weight may be e^SLACK before the results so far are scaled anew
 constexpr float NOTHING = -INFINITY;
 
-// State of a unit: `count` query vectors, already scaled, and their un-normalised results.
+// State of a unit: `count` query vectors, already scaled but for pairs, and their un-normalised results.
 struct Unit {
     int64_t count, dim, value_dim, value_width, group;
     float *query, *out, *top, *total;  // [count, dim], [count, value_width], [count], [count, LANES]
@@ -25,6 +25,8 @@ struct Unit {
     float cap = 0;                     // of scores; 0: there is none
     const float* slopes = nullptr;     // [group] of distances; null: there are none
     const Row* places = nullptr;       // with slopes: of the rows, whose positions count
+    bool in_pairs = false;             // query, keys and values are pairs of bfloat16, and the query is not scaled yet
+    float scale = 1;                   // with pairs: of scores
     bool finite = true;                // every score so far
 };
 
@@ -71,52 +73,6 @@ struct Ahead {
             at % 2 ? prefetch(tile->value[at / 2], value_size) : prefetch(tile->key[at / 2], key_size);
     }
 };
-
-// keys[d][t], zeros beyond the tile's tokens.
-inline void pack_keys(Unit& unit, const Tile& tile, Ahead& ahead) {
-    float room[LANES][LARGEST_HEAD];
-    for (int64_t t = 0; t < KEYS; t += LANES) {
-        const float* rows[LANES];
-        for (int lane = 0; lane < LANES; ++lane)
-            rows[lane] = t + lane < tile.count ? as_floats(tile.key[t + lane], tile.type, unit.dim, room[lane]) : nullptr;
-        int64_t d = 0;
-        for (; d + LANES <= unit.dim; d += LANES) {
-            Floats v[LANES];
-            ahead.fetch();
-            for (int lane = 0; lane < LANES; ++lane) v[lane] = rows[lane] ? load(rows[lane] + d) : Floats{};
-            transpose(v);
-            for (int lane = 0; lane < LANES; ++lane) store(unit.keys + (d + lane) * KEYS + t, v[lane]);
-        }
-        for (; d < unit.dim; ++d)
-            for (int lane = 0; lane < LANES; ++lane) unit.keys[d * KEYS + t + lane] = rows[lane] ? rows[lane][d] : 0.0f;
-    }
-}
-
-// values[t][d], zeros beyond the tile's tokens and beyond value_dim.
-inline void pack_values(Unit& unit, const Tile& tile) {
-    float room[LARGEST_HEAD];
-    for (int64_t t = 0; t < KEYS; ++t) {
-        float* to = unit.values + t * unit.value_width;
-        const int64_t size = t < tile.count ? unit.value_dim : 0;
-        if (size) std::memcpy(to, as_floats(tile.value[t], tile.type, size, room), size * sizeof(float));
-        std::memset(to + size, 0, (unit.value_width - size) * sizeof(float));
-    }
-}
-
-// c[R][VECTORS] += a[R][depth] * b[depth][WIDTH], where b(k) is row k of b.
-template <int R, typename B>
-inline void multiply(const float* a, int64_t a_stride, B b, int64_t depth, Floats (&c)[R][VECTORS], Ahead& ahead) {
-    for (int64_t k = 0; k < depth; ++k) {
-        if (k % FETCH == 0) ahead.fetch();
-        const float* from = b(k);
-        Floats row[VECTORS];
-        for (int j = 0; j < VECTORS; ++j) row[j] = load(from + j * LANES);
-        for (int i = 0; i < R; ++i) {
-            const Floats x = all(a[i * a_stride + k]);
-            for (int j = 0; j < VECTORS; ++j) c[i][j] += x * row[j];
-        }
-    }
-}
 
 // Scores beyond a soft cap come near it: cap * tanh(score / cap). A score that is not finite is noted first.
 inline void cap_scores(Unit& unit, float* scores, int64_t depth) {
@@ -181,8 +137,18 @@ inline Floats weights_of(const float* scores, int64_t t, int64_t hidden, int64_t
     return hidden > t ? (lane_index < int32_t(hidden - t) ? Floats{} : weights) : weights;
 }
 
+// Weights as they are multiplied with values: here as they are.
+struct FloatWeights {
+    static Floats keep(float* weights, int64_t t, Floats w) {
+        store(weights + t, w);
+        return w;
+    }
+};
+
 // Scores of one query vector to weights, in place, zeros before `hidden` and from `limit` to `depth`; returns what its
-// earlier result must be multiplied with. `depth` is a multiple of the lanes.
+// earlier result must be multiplied with. `depth` is a multiple of the lanes. Weights: how they are kept; their sum is that
+// of what is kept.
+template <typename Weights = FloatWeights>
 inline float weigh(Unit& unit, const Tile& tile, int64_t i, float* scores, int64_t hidden, int64_t limit, int64_t depth) {
     if (unit.cap > 0.0f) cap_scores(unit, scores, depth);
     if (unit.slopes) add_slopes(unit, tile, i, scores, depth);
@@ -192,8 +158,7 @@ inline float weigh(Unit& unit, const Tile& tile, int64_t i, float* scores, int64
     Floats sums = load(total);
     for (int64_t t = 0; t < depth; t += LANES) {
         const Floats w = whole ? exponential(load(scores + t) - top) : weights_of(scores, t, hidden, limit, top);
-        store(scores + t, w);
-        sums += w;
+        sums += Weights::keep(scores, t, w);
     }
     store(total, sums);
     return kept;

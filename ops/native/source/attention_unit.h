@@ -2,44 +2,39 @@
 #pragma once
 
 #include "attention_few.h"
+#include "attention_floats.h"
 #include "attention_matrix.h"
+#include "attention_pairs.h"
 
 namespace ucm {
 
 // A tile of the online softmax added to a unit: scores, weights and weighted values, in register blocks.
-// Keys of a tile are transposed. Values are read where they lie, unless they have 16 or 8 bits or do not fill registers.
-template <int R>
+template <int R, typename Products>
 void add_tile_by(Unit& unit, const Tile& tile, const Tile* next) {
     const int64_t width = unit.value_width;
     const int64_t products = (unit.count + R - 1) / R * (unit.dim + KEYS) / FETCH, packs = KEYS / LANES * (unit.dim / LANES);
     Ahead ahead(unit, next, products + packs + 1);
-    const bool in_place = tile.type == FP32 && unit.value_dim == width;
-    pack_keys(unit, tile, ahead);
-    if (!in_place) pack_values(unit, tile);
+    const Products by(unit, tile, ahead);
     for (int64_t first = 0; first < unit.count; first += R) {
         const int64_t depth = tile.limit(first + R - 1, unit.group);
         if (depth == 0) continue;
         for (int64_t t = 0; t < depth; t += WIDTH) {
             Floats c[R][VECTORS] = {};
-            const float* keys = unit.keys + t;
-            multiply(unit.query + first * unit.dim, unit.dim, [=](int64_t k) { return keys + k * KEYS; }, unit.dim, c, ahead);
+            by.score(first, t, c);
             for (int i = 0; i < R; ++i)
                 for (int j = 0; j < VECTORS; ++j) store(unit.scores + i * KEYS + t + j * LANES, c[i][j]);
         }
         float kept[R];
         for (int i = 0; i < R; ++i)
-            kept[i] = weigh(unit, tile, first + i, unit.scores + i * KEYS, tile.hidden(first + i, unit.group),
-                            tile.limit(first + i, unit.group), padded(depth, LANES));
+            kept[i] = weigh<typename Products::Weights>(
+                unit, tile, first + i, unit.scores + i * KEYS, tile.hidden(first + i, unit.group),
+                tile.limit(first + i, unit.group), padded(depth, LANES));
         for (int64_t d = 0; d < width; d += WIDTH) {
             float* out = unit.out + first * width + d;
             Floats c[R][VECTORS];
             for (int i = 0; i < R; ++i)
                 for (int j = 0; j < VECTORS; ++j) c[i][j] = load(out + i * width + j * LANES) * kept[i];
-            const float* values = unit.values + d;
-            const auto packed = [=](int64_t k) { return values + k * width; };
-            const auto lying = [&](int64_t k) { return reinterpret_cast<const float*>(tile.value[k]) + d; };
-            if (in_place) multiply(unit.scores, KEYS, lying, depth, c, ahead);
-            else multiply(unit.scores, KEYS, packed, depth, c, ahead);
+            by.add(d, depth, c);
             for (int i = 0; i < R; ++i)
                 for (int j = 0; j < VECTORS; ++j) store(out + i * width + j * LANES, c[i][j]);
         }
@@ -47,9 +42,17 @@ void add_tile_by(Unit& unit, const Tile& tile, const Tile* next) {
 }
 
 // Many query vectors: both products in register blocks, of fewer rows where that leaves fewer of them empty.
+template <typename Products>
+void add_tile_in_blocks(Unit& unit, const Tile& tile, const Tile* next) {
+    if (padded(unit.count, ROWS - 1) < padded(unit.count, ROWS)) add_tile_by<ROWS - 1, Products>(unit, tile, next);
+    else add_tile_by<ROWS, Products>(unit, tile, next);
+}
+
 inline void add_tile(Unit& unit, const Tile& tile, const Tile* next) {
-    if (padded(unit.count, ROWS - 1) < padded(unit.count, ROWS)) add_tile_by<ROWS - 1>(unit, tile, next);
-    else add_tile_by<ROWS>(unit, tile, next);
+#if defined(__AVX512BF16__)
+    if (unit.in_pairs) return add_tile_in_blocks<PairProducts>(unit, tile, next);
+#endif
+    add_tile_in_blocks<FloatProducts>(unit, tile, next);
 }
 
 // The thread's memory for units, until its next ones.
@@ -64,6 +67,8 @@ inline Unit unit_of(const Layer& layer, const Job& job) {
     unit.cap = layer.cap;
     unit.count = (job.row_hi - job.row_lo) * unit.group;
     unit.value_width = padded(unit.value_dim, WIDTH);
+    unit.in_pairs = MULTIPLIES_PAIRS && layer.type == BF16 && layer.cache_type == BF16 && layer.dim % 2 == 0;
+    unit.scale = layer.scale;
     return unit;
 }
 
@@ -90,6 +95,7 @@ inline void place_packed(Unit& unit, float* at) { unit.keys = at, unit.values = 
 inline MatrixUnit lay_out(Unit& unit) {
     const bool tiles = MatrixUnit::pays(unit);
     const int64_t strips = tiles ? MatrixUnit::bytes(unit) / sizeof(float) : packed_size(unit);
+    unit.in_pairs = unit.in_pairs && !tiles;
     const int64_t room = padded(unit.count, tiles ? MATRIX_ROWS : ROWS), vectors = tiles ? 2 * MATRIX_ROWS : ROWS;
     float* const start = unit_scratch().take(strips + state_size(unit, room, vectors));
     place_state(unit, start + strips, room, vectors);
@@ -112,10 +118,16 @@ inline void lay_out(Heads& heads, const Unit& unit) {
 
 inline void take_queries(Unit& unit, const Layer& layer, const Tensors& tensors, const Row* rows, int64_t head) {
     unit.slopes = tensors.slopes ? tensors.slopes + head * unit.group : nullptr, unit.places = rows;
+    float room[LARGEST_HEAD];
     for (int64_t i = 0; i < unit.count; ++i) {
-        const int64_t row = rows[i / unit.group].row;
-        const float* from = tensors.query + row * layer.query_row + (head * unit.group + i % unit.group) * layer.query_head;
-        for (int64_t d = 0; d < unit.dim; ++d) unit.query[i * unit.dim + d] = from[d] * layer.scale;
+        const int64_t row = rows[i / unit.group].row, query_head = head * unit.group + i % unit.group;
+        const char* from = tensors.query + (row * layer.query_row + query_head * layer.query_head) * bytes_of(layer.type);
+        if (unit.in_pairs) {
+            std::memcpy(reinterpret_cast<char*>(unit.query) + i * unit.dim * 2, from, unit.dim * 2);
+            continue;
+        }
+        const float* query = as_floats(from, layer.type, unit.dim, room);
+        for (int64_t d = 0; d < unit.dim; ++d) unit.query[i * unit.dim + d] = query[d] * layer.scale;
     }
 }
 

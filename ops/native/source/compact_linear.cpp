@@ -1,7 +1,6 @@
 // A few rows times a weight that is kept in fewer bits than its values have, without changing one of them: 16 bits, or
 // codes of 4 or 8 bits with a scale (and an offset) for every 32 inputs. Few rows are multiplied while the codes are
 // read; for more a panel is first written out into the cache, and then multiplied as any other.
-#include <algorithm>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -17,7 +16,6 @@ namespace {
 
 constexpr int64_t GROUP = 32;
 constexpr int64_t FEW_ROWS = LANES == 16 ? 16 : 4;  // their sums, and weights in the making, have room in registers
-constexpr int64_t MOST_ROWS = 1024;  // that all panels pass at once; more do not stay in the third cache
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
@@ -223,15 +221,7 @@ template <typename Form, int VECTORS>
 void multiply_part(const Linear& task, const Codes& panel, int64_t index, int64_t from, int64_t to, float* weight) {
     if (task.rows == 1) return multiply_one_row<Form, VECTORS>(task, panel, index, from, to);
     expand<Form, VECTORS>(panel, task.in, task.width, from, to, weight);
-    multiply_panel(task, {index, weight, nullptr}, from, to);
-}
-
-// The task's rows from `first` on, as many as are multiplied at once.
-Linear rows_from(const Linear& task, int64_t first) {
-    Linear part = task;
-    part.x += first * task.x_stride, part.out += first * task.outputs;
-    part.rows = std::min(MOST_ROWS, task.rows - first);
-    return part;
+    multiply_panel<FloatProduct>(task, {index, weight, nullptr}, from, to);
 }
 
 template <typename Form, int ROWS>
@@ -277,7 +267,7 @@ void multiply_all(const Linear& task, const Codes& whole) {
         thread_local std::vector<float> weight;
         if (task.rows > FEW_ROWS) weight.resize(task.in * task.width);
         for (int64_t row = 0; row < task.rows; row += MOST_ROWS) {
-            const Linear rows = rows_from(task, row);
+            const Linear rows = task.rows_from(row);
             share_panels(count, task.width, thread, threads, [&](int64_t index, int64_t from, int64_t to) {
                 const Codes panel = panel_of<Form>(whole, index, task.in, task.width);
                 const int64_t vectors = (to - from) / LANES;

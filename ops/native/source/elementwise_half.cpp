@@ -2,6 +2,7 @@
 // A norm is rounded before it is weighted, too, as vLLM defines it.
 #include <cmath>
 
+#include "half.h"
 #include "memory.h"
 
 using namespace ucm;
@@ -9,38 +10,6 @@ using namespace ucm;
 namespace {
 
 constexpr int64_t SERIAL = 1 << 15;  // elements below which waking other threads costs more than it saves
-
-inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
-}
-
-inline float float_of(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-struct Brain {
-    static float widen(uint16_t half) { return float_of(uint32_t(half) << 16); }
-    static uint16_t narrow(float value) {
-        const uint32_t bits = bits_of(value), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-        return value == value ? rounded >> 16 : (bits >> 16) | 0x40u;
-    }
-};
-
-struct Half {
-    static float widen(uint16_t half) { return ucm::widen(half); }
-    // To the nearest, ties to even: a number is added that leaves just the bits of a half in the sum.
-    static uint16_t narrow(float value) {
-        const uint32_t bits = bits_of(value), doubled = bits + bits, sign = bits & 0x80000000u;
-        const uint32_t exponent = doubled & 0xff000000u, bias = exponent < 0x71000000u ? 0x71000000u : exponent;
-        const float base = float_of((bias >> 1) + 0x07800000u) + (std::fabs(value) * 0x1p112f) * 0x1p-110f;
-        const uint32_t found = bits_of(base), whole = ((found >> 13) & 0x7c00u) + (found & 0x0fffu);
-        return (sign >> 16) | (doubled > 0xff000000u ? 0x7e00u : whole);
-    }
-};
 
 template <typename T>
 void normalise(

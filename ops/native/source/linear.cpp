@@ -17,7 +17,8 @@ extern "C" void ucm_linear(
         share_panels(count, width, thread, threads, [&](int64_t index, int64_t from, int64_t to) {
             const float* weight = panels + index * size;
             // one row is faster with the hardware's prefetcher alone
-            multiply_panel(task, {index, weight, rows > 1 && index + 1 < count ? weight + size : nullptr}, from, to);
+            const float* next = rows > 1 && index + 1 < count ? weight + size : nullptr;
+            multiply_panel<FloatProduct>(task, {index, weight, next}, from, to);
         });
     }
 }

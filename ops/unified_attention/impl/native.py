@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_gaudi_ucm.ops.native.half_rows import narrow_rows, widen_rows
 from vllm_gaudi_ucm.ops.native.library import native, why_not_native
 from vllm_gaudi_ucm.ops.unified_attention.impl.native_jobs import Jobs, make_jobs
 from vllm_gaudi_ucm.ops.unified_attention.implementation import AttentionImplementation
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts
 from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 
-_CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
-LARGEST_HEAD = 576  # of caches in 16 or 8 bits, which are converted in a buffer of this size
+_ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CACHE_TYPES = {**_ROW_TYPES, torch.float8_e4m3fn: 3}
+LARGEST_HEAD = 576  # in 16 or 8 bits, which are converted in a buffer of this size
 
 
 class _Plan(ctypes.Structure):
@@ -45,7 +45,7 @@ class _Layer(ctypes.Structure):
     """`Layer` of source/attention_job.h: sizes, then strides, in elements."""
 
     _fields_ = (
-        ("sizes", c_int64 * 7),
+        ("sizes", c_int64 * 8),
         ("strides", c_int64 * 12),
         ("scale", c_float),
         ("cap", c_float),
@@ -123,14 +123,11 @@ class NativeAttention(AttentionImplementation):
             return False
         library = native()
         assert library is not None, "planned for kernels that are not there"
-        if query.dtype != torch.float32:
-            query, key, value = _wide(query), _wide(key), _wide(value)
-        result = (
-            out if out.dtype == torch.float32 and out.is_contiguous() else out.new_empty(out.shape, dtype=torch.float32)
-        )
         layer = _layer(query, key, value, key_cache, value_cache, plan, spec)
         if layer is None:
             return False
+        is_direct = out.dtype == query.dtype and out.is_contiguous()
+        result = out if is_direct else query.new_empty(out.shape)
         tensors = plan.tensors
         tensors.query, tensors.key, tensors.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
         tensors.key_cache, tensors.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
@@ -148,13 +145,8 @@ class NativeAttention(AttentionImplementation):
                 f"which has {key_cache.shape[0]} blocks of {key_cache.shape[1]} tokens"
             )
         if status == 0 and result is not out:
-            narrow_rows(result.flatten(1), out.flatten(1)) if out.is_contiguous() else out.copy_(result)
+            out.copy_(result)
         return status == 0
-
-
-def _wide(x: Tensor) -> Tensor:
-    """float32 [rows, heads, size]; the heads of a row lie side by side in what a model computes."""
-    return widen_rows(x.flatten(1)).view(x.shape)
 
 
 def _layer(
@@ -169,19 +161,23 @@ def _layer(
     """The description of the layer, made once per kind of layer; None if the kernel does not cover it."""
     five = (query, key, value, key_cache, value_cache)
     strides = tuple(tensor.stride() for tensor in five)
-    kind = (strides, query.shape, value_cache.shape, key_cache.dtype, spec.scale, spec.logits_soft_cap)
+    dtypes = query.dtype, key_cache.dtype
+    kind = (strides, query.shape, value_cache.shape, dtypes, spec.scale, spec.logits_soft_cap)
     layer = plan.layers.get(kind)
     if layer is not None:
         return layer
     dim, value_dim = query.shape[2], value.shape[2]
-    if any(stride[-1] != 1 for stride in strides) or key_cache.dtype not in _CACHE_TYPES:
+    if query.dtype not in _ROW_TYPES or key_cache.dtype not in _CACHE_TYPES:
         return None
-    if key_cache.dtype != torch.float32 and max(dim, value_dim) > LARGEST_HEAD:
+    if any(stride[-1] != 1 for stride in strides):
         return None
+    if dtypes != (torch.float32, torch.float32) and max(dim, value_dim) > LARGEST_HEAD:
+        return None
+    types = _CACHE_TYPES[key_cache.dtype], _ROW_TYPES[query.dtype]
     rows, heads, _ = query.shape
     blocks, block_size, kv_heads, _ = key_cache.shape
     layer = plan.layers[kind] = _Layer(
-        (c_int64 * 7)(heads, kv_heads, dim, value_dim, blocks, block_size, _CACHE_TYPES[key_cache.dtype]),
+        (c_int64 * 8)(heads, kv_heads, dim, value_dim, blocks, block_size, *types),
         (c_int64 * 12)(*(number for stride in strides for number in stride[:-1])),
         spec.scale,
         spec.logits_soft_cap or 0.0,
