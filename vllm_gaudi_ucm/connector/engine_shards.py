@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 
-def engine_shards(
-    vllm_config: VllmConfig, layer_bytes: Sequence[int], groups: Sequence[int]
-) -> tuple[Shard, ...]:
+def engine_shards(vllm_config: VllmConfig, layer_bytes: Sequence[int], groups: Sequence[int]) -> tuple[Shard, ...]:
     """One for each worker, by rank: the ranks of a pipeline stage follow each other.
 
     layer_bytes: bytes of a block in each layer of one worker that it has room for. With several stages all layers are

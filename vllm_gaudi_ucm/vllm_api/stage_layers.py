@@ -50,7 +50,7 @@ def expected_block_layers(vllm_config: VllmConfig) -> list[int]:
 
 
 def block_layers(vllm_config: VllmConfig, found: Sequence[int]) -> list[int]:
-    """The same, once the groups are made. found: layers of this worker in each group, in the scheduler of the first one.
+    """The same, once the groups are made. found: layers of this worker in each, in the scheduler those of the first.
 
     Raises ValueError where the model's groups are others than it says.
 
@@ -65,8 +65,8 @@ def block_layers(vllm_config: VllmConfig, found: Sequence[int]) -> list[int]:
     expected = [len(part) for part in _of_stage(_expected_groups(vllm_config), ranges[stage])]
     if list(found) != expected:
         raise ValueError(
-            f"--pipeline-parallel-size {len(ranges)}: stage {stage} has KV-cache groups of {list(found)} layers, expected "
-            f"{expected} by the model's layer_types; take --disable-hybrid-kv-cache-manager"
+            f"--pipeline-parallel-size {len(ranges)}: stage {stage} has KV-cache groups of {list(found)} layers, "
+            f"expected {expected} by the model's layer_types; take --disable-hybrid-kv-cache-manager"
         )
     return expected_block_layers(vllm_config)
 
