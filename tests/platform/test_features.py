@@ -565,7 +565,6 @@ CHILDREN = {
     }
 }
 ONE_TABLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("ucm.kv_cache.partial_hits", {"kv_cache": {"partial_hits": True}}, {}),
     (
         "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector, of a model without layer_types",
         {"preemption": {"mode": "auto"}},
@@ -621,7 +620,7 @@ def test_the_hybrid_manager_is_on(llama: Path) -> None:
         {},
         {"scheduler": {"admission": "exact"}},
         {"preemption": {"mode": "swap"}},
-        {"kv_cache": {"compaction": True}},
+        {"kv_cache": {"compaction": True, "partial_hits": True}},
         {"ucm_sparse_method": "GSA"},
     ):
         found = start(llama, additional_config={"ucm": ucm})

@@ -65,7 +65,6 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     """(feature, whether it is on): each speaks of a block, and not of blocks of a group."""
     speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     stages = vllm_config.parallel_config.pipeline_parallel_size > 1
-    yield "ucm.kv_cache.partial_hits", config.kv_cache.partial_hits
     yield "ucm.kv_cache.granularity 'token'", config.kv_cache.granularity == "token"
     has_draft_model = speculation is not None and speculation.method == "draft_model"
     connects = transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
