@@ -81,6 +81,7 @@ def test_no_answer_changes(model: Path, reference: ReferenceModel, name: str) ->
         assert copies
         assert copies % groups == 0
         assert engine.preemptions or name == "exact admission"
+        assert engine.totals.swapped_in or "swaps" not in name
         end(engine)
 
 
@@ -141,10 +142,11 @@ def test_windows_of_any_size(window: int, tmp_path: Path) -> None:
 
 def test_beside_our_connector(model: Path, reference: ReferenceModel, tmp_path: Path) -> None:
     """The second server loads what the first has stored; nothing that was loaded is copied."""
-    for _ in range(2):
+    for is_second in (False, True):
         stored = transfer(file_store(tmp_path))
         with Poisoned(model, ON, **OPTIONS, **TUNED, kv_transfer_config=stored) as engine:
             assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) > 1
             reference.assert_greedy(ASKED, engine.staggered(ASKED, ARRIVALS, LENGTH))
             assert engine.core.scheduler.block_rules.totals.copies
+            assert engine.runner.parts.transfer._ours.worker_side.loads.counts.loaded_blocks or not is_second
             end(engine)
