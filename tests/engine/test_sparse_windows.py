@@ -16,7 +16,9 @@ from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.test_kv_groups import OPTIONS, held_at_the_end, prompts
 from tests.engine.tiny_models import make_model
 from tests.engine.window_models import window_config
+from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+from vllm_gaudi_ucm.runner.sparse_setup import summaries_per_block
 from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, DenseLayer
 
 pytestmark = pytest.mark.slow  # starts engines
@@ -103,6 +105,23 @@ def test_more_whole_contexts_than_windows(tmp_path: Path) -> None:
     with poisoned(folder, ucm(1.0)) as engine:
         assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) == 1
         assert_same(engine.greedy(prompts(), 32), expected)
+
+
+@pytest.mark.parametrize("one_table", [False, True])
+@pytest.mark.parametrize("summary", ["minmax", "hash"])
+@pytest.mark.parametrize("model", ["gemma2", "gemma3_text"], indirect=True)
+def test_memory_that_is_kept_for_summaries(model: Path, summary: str, one_table: bool) -> None:
+    """What is taken, to the byte: layers with windows have none."""
+    chosen = ucm(0.3, summary=summary)
+    with Engine(model, chosen, **OPTIONS, disable_hybrid_kv_cache_manager=one_table or None) as engine:
+        runner, config = engine.runner, engine.llm.llm_engine.vllm_config
+        specs, blocks = runner.get_kv_cache_spec(), engine.core.scheduler.kv_cache_config.num_blocks
+        taken = sum(one.nbytes for one in runner.parts.sparse.selector.summaries)
+        page = next(iter(specs.values())).page_size_bytes
+        groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
+        assert (len(groups) == 1) == one_table
+        cache = blocks * page * max(len(group.layer_names) for group in groups)
+        assert summaries_per_block(resolve_config({"ucm": chosen}), config, specs) == pytest.approx(taken / cache)
 
 
 def test_memory_mode_is_refused(tmp_path: Path) -> None:

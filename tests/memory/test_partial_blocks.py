@@ -21,7 +21,7 @@ def request(tokens: list[int], computed: int) -> Any:
 
 
 def blocks(count: int) -> list[Any]:
-    return [SimpleNamespace() for _ in range(count)]
+    return [SimpleNamespace(is_null=False) for _ in range(count)]
 
 
 sequences = st.lists(st.integers(0, 2), min_size=1, max_size=11)
@@ -85,3 +85,18 @@ def test_a_block_that_two_requests_hold_stays_known_when_one_goes() -> None:
     match, _ = index.find("root", [1, 2, 3])
     assert match is not None
     assert match.tokens == 3
+
+
+def test_groups_have_blocks_of_their_own() -> None:
+    """A null block, before a window, holds nothing; other groups have what one has given away."""
+    index = PartialBlocks(SIZE)
+    one, whole, window = request([1, 2, 3, 4, 5, 6], 6), blocks(2), blocks(2)
+    window[0].is_null = True
+    assert index.follow(one, "root", whole, 0, 0) == index.follow(one, "root", window, 0, 1) == 2
+    assert len(index) == 3
+    assert [index.find("root", [1, 2], group=group)[0] is not None for group in (0, 1)] == [True, False]
+    before = (1, 2, 3, 4)
+    found = [index.find(before, [5, 6, 7], group=group)[0] for group in (0, 1)]
+    assert [(match.block, match.tokens) for match in found if match is not None] == [(whole[1], 2), (window[1], 2)]
+    index.forget(window[1])
+    assert [index.find(before, [5], group=group)[0] is not None for group in (0, 1)] == [True, False]

@@ -41,7 +41,7 @@ def configured(model: Path, ucm: dict[str, Any] | None = None, drafts: bool = Fa
 
 
 def test_every_reason_has_an_engine_here() -> None:
-    assert set(SYNCHRONOUS_OPTIONS) == {row.what for row in SYNCHRONOUS} - {"a Gaudi card"}
+    assert set(SYNCHRONOUS_OPTIONS) == {row.what for row in SYNCHRONOUS} - {"a Gaudi card", "a KV connector on a GPU"}
 
 
 def test_the_page_has_every_reason() -> None:
@@ -104,6 +104,14 @@ def test_connectors_are_asynchronous_with_our_scheduler(llama: Path, connector: 
     assert config.kv_transfer_config is not None
     assert config.scheduler_config.async_scheduling
     assert config.scheduler_config.scheduler_cls == "vllm_gaudi_ucm.scheduler.scheduler.UcmAsyncScheduler"
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("auto", ["a KV connector on a GPU"]), (True, [])])
+def test_connectors_on_a_gpu_are_asynchronous_where_asked(llama: Path, asked: object, expected: list[str]) -> None:
+    transfer = KVTransferConfig(kv_role="kv_both", **OURS)
+    config = configured(llama, {"scheduler": {"async_scheduling": asked}}, kv_transfer_config=transfer)
+    found = reasons(config, resolve_config(config.additional_config), "cuda")
+    assert [row.what for row in found] == expected
 
 
 def test_a_foreign_scheduler_beside_a_connector_is_synchronous(llama: Path) -> None:

@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from tests.engine.model_classes import import_class
 from tests.engine.pair_connector import PairConnector
 from tests.engine.tiny_models import FAMILIES, make_config
+from tests.engine.window_models import window_config
 from vllm_gaudi_ucm.attention.backend import UnifiedAttentionImpl
 from vllm_gaudi_ucm.envs import LOCAL_ENGINES, local_engines
 from vllm_gaudi_ucm.options.errors import UcmConfigError, UnsupportedFeatureError
@@ -564,9 +565,8 @@ CHILDREN = {
     }
 }
 ONE_TABLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("ucm.kv_cache.partial_hits", {"kv_cache": {"partial_hits": True}}, {}),
     (
-        "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector",
+        "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector, of a model without layer_types",
         {"preemption": {"mode": "auto"}},
         {"pipeline_parallel_size": 2},
     ),
@@ -595,6 +595,24 @@ def test_what_knows_one_block_table_switches_the_hybrid_manager_off(
     assert f"several KV-cache groups with {feature}" in str(refused.value)
 
 
+def test_stages_know_the_layers_of_a_model_that_says_them(tmp_path: Path) -> None:
+    """Then several groups are kept beside swaps and our connector; vLLM's takes all stages for equal."""
+    kinds = ["full_attention"] * 2 + ["sliding_attention"] * 3
+    changes = {"num_hidden_layers": 5, "layer_types": kinds}
+    model, uneven = tmp_path / "even", tmp_path / "uneven"
+    window_config("gpt_oss", architectures=["GptOssForCausalLM"]).save_pretrained(model)
+    window_config("gemma3_text", architectures=["Gemma3ForCausalLM"], **changes).save_pretrained(uneven)
+    swaps = {"additional_config": {"ucm": {"preemption": {"mode": "swap"}}}}
+    ours = {"kv_connector": "UcmConnector", "kv_connector_module_path": "vllm_gaudi_ucm.connector"}
+    in_files = {"store": {"kind": "file", "path": str(tmp_path / "blocks")}}
+    stored = {"kv_transfer_config": KVTransferConfig(**ours, kv_role="kv_both", kv_connector_extra_config=in_files)}
+    for folder, options in ((model, swaps), (uneven, swaps), (uneven, stored), (model, {"kv_offloading_size": 1})):
+        found = start(folder, pipeline_parallel_size=2, **options)
+        assert found.scheduler_config.disable_hybrid_kv_cache_manager is False
+    with pytest.raises(UnsupportedFeatureError, match="OffloadingConnector with stages of 3, 2 layers"):
+        start(uneven, pipeline_parallel_size=2, kv_offloading_size=1)
+
+
 def test_the_hybrid_manager_is_on(llama: Path) -> None:
     """Beside what speaks of blocks of each group, too."""
     assert start(llama, pipeline_parallel_size=2).scheduler_config.disable_hybrid_kv_cache_manager is False
@@ -602,7 +620,7 @@ def test_the_hybrid_manager_is_on(llama: Path) -> None:
         {},
         {"scheduler": {"admission": "exact"}},
         {"preemption": {"mode": "swap"}},
-        {"kv_cache": {"compaction": True}},
+        {"kv_cache": {"compaction": True, "partial_hits": True}},
         {"ucm_sparse_method": "GSA"},
     ):
         found = start(llama, additional_config={"ucm": ucm})

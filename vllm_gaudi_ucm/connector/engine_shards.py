@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.store.shards import Part, Shard
 from vllm_gaudi_ucm.vllm_api.distributed import get_pp_indices
+from vllm_gaudi_ucm.vllm_api.stage_layers import block_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,10 +14,12 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 
-def engine_shards(vllm_config: VllmConfig, layer_bytes: Sequence[int]) -> tuple[Shard, ...]:
+def engine_shards(vllm_config: VllmConfig, layer_bytes: Sequence[int], groups: Sequence[int]) -> tuple[Shard, ...]:
     """One for each worker, by rank: the ranks of a pipeline stage follow each other.
 
-    layer_bytes: bytes of a block in each layer of one worker. With several stages all layers are alike.
+    layer_bytes: bytes of a block in each layer of one worker that it has room for. With several stages all layers are
+        alike.
+    groups: how many layers that worker has in each KV-cache group.
     """
     parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -25,6 +28,7 @@ def engine_shards(vllm_config: VllmConfig, layer_bytes: Sequence[int]) -> tuple[
         # its layers lie in the same blocks, and their heads may be shared out in another way
         models.append(speculation.draft_model_config)
     total = vllm_config.model_config.get_total_num_hidden_layers()
+    in_stages = block_layers(vllm_config, groups) if pp_size > 1 else []
     shards = []
     for rank in range(tp_size * pp_size):
         stage, tp_rank = divmod(rank, tp_size)
@@ -35,18 +39,10 @@ def engine_shards(vllm_config: VllmConfig, layer_bytes: Sequence[int]) -> tuple[
                 layers=(first, end, total),
                 tp_size=tp_size,
                 pp_size=pp_size,
-                block_bytes=sum(layer_bytes) if pp_size == 1 else (end - first) * layer_bytes[0],
+                block_bytes=sum(layer_bytes) if pp_size == 1 else in_stages[stage] * layer_bytes[0],
             )
         )
     return tuple(shards)
-
-
-def stage_sizes(vllm_config: VllmConfig) -> list[int]:
-    """Layers of each stage of the pipeline."""
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    total = vllm_config.model_config.get_total_num_hidden_layers()
-    ranges = [get_pp_indices(total, stage, stages) for stage in range(stages)]
-    return [end - first for first, end in ranges]
 
 
 def _kv_heads(model: ModelConfig, tp_rank: int, tp_size: int) -> Part:

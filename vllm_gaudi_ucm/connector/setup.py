@@ -78,7 +78,7 @@ class ConnectorSetup:
         """What each worker holds of a block, by rank. Empty with one worker, which holds all of it."""
         if self.vllm_config.parallel_config.world_size == 1:
             return ()
-        return engine_shards(self.vllm_config, self._layer_bytes)
+        return engine_shards(self.vllm_config, self._layer_bytes, [len(group) for group in self.groups])
 
     @property
     def worker_saves(self) -> bool:

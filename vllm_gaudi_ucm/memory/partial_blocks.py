@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 MOST_COMPARED = 64
 """Blocks that are compared with a request's tokens: the latest ones that begin alike."""
 
-Place = tuple[Hashable, int]
-"""What stands before a block (the hash of the block before it), and the block's first token."""
+Place = tuple[int, Hashable, int]
+"""A block's KV-cache group, what stands before it (the hash of the block before it), and its first token."""
 
 
 class Match(NamedTuple):
@@ -79,16 +79,21 @@ class PartialBlocks:
         """Whether tokens of this block are known."""
         return id(block) in self._held
 
-    def follow(self, request: Request, root: Hashable, blocks: Sequence[KVCacheBlock], first: int) -> int:
-        """Blocks of a request, from logical block `first` on, as far as it is known what stands before them.
+    def follow(
+        self, request: Request, root: Hashable, blocks: Sequence[KVCacheBlock], first: int, group: int = 0
+    ) -> int:
+        """Blocks of a request in a KV-cache group, from logical block `first` on, as far as it is known what stands
+        before them. Null blocks, before a window, hold nothing.
 
         root: what stands before block 0. Returns the logical block to go on with.
         """
         known = min(len(blocks), len(request.block_hashes) + 1, -(-request.num_tokens // self._block_size))
         for number in range(first, known):
+            if blocks[number].is_null:
+                continue
             start = number * self._block_size
             before = request.block_hashes[number - 1] if number else root
-            place = (before, request.all_token_ids[start])
+            place = (group, before, request.all_token_ids[start])
             self._put(_Held(blocks[number], place, request, start))
         return max(first, known)
 
@@ -112,10 +117,12 @@ class PartialBlocks:
         self._held.clear()
         self._at.clear()
 
-    def find(self, before: Hashable, wanted: Sequence[int], targets: Collection[int] = ()) -> tuple[Match | None, int]:
-        """The block that has most of the tokens `wanted` after `before`; and how many a block will have that a step
-        fills which is being scheduled. targets: ids of objects, blocks that such a step copies to."""
-        alike = self._at.get((before, wanted[0]), {}) if wanted else {}
+    def find(
+        self, before: Hashable, wanted: Sequence[int], targets: Collection[int] = (), group: int = 0
+    ) -> tuple[Match | None, int]:
+        """The block of a group that has most of the tokens `wanted` after `before`; and how many a block will have that
+        a step fills which is being scheduled. targets: ids of objects, blocks that such a step copies to."""
+        alike = self._at.get((group, before, wanted[0]), {}) if wanted else {}
         best, coming = None, 0
         for held in islice(reversed(alike.values()), MOST_COMPARED):
             count = 0 if id(held.block) in targets else _agree(held.tokens(len(wanted)), wanted)

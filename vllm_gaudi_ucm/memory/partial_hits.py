@@ -7,21 +7,32 @@ here it is found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_gaudi_ucm.memory.partial_blocks import PartialBlocks
 from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from vllm_gaudi_ucm.protocol.memory_orders import MemoryTotals
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock
     from vllm_gaudi_ucm.vllm_api.steps import Request
 
+Tables = Sequence[Sequence["KVCacheBlock"]]
+"""Blocks of a request in each KV-cache group."""
 WORTH_A_STEP = 8
 """Tokens that a request saves at least by waiting for a block that the step fills which is being scheduled."""
+
+
+@dataclass
+class _Followed:
+    """Of a live request. next: the logical block to follow next. blocks: those before it, of all groups."""
+
+    next: int
+    blocks: list[KVCacheBlock]
 
 
 class PartialHits:
@@ -40,8 +51,7 @@ class PartialHits:
         self._may_wait = waits
         self._totals = totals
         self._blocks = PartialBlocks(block_size)
-        # by request: the logical block to follow next
-        self._next: dict[str, int] = {}
+        self._followed: dict[str, _Followed] = {}
         self._waiting: str | None = None
         # blocks that the step which is being scheduled copies to: nothing is in them yet
         self._targets: set[int] = set()
@@ -59,17 +69,22 @@ class PartialHits:
         self._waiting = None
         if not _can_share(request):
             return hits, num_tokens
-        (full,) = hits.blocks
+        full = hits.blocks[0]
         before = request.block_hashes[len(full) - 1] if full else self._root(request)
         # the last token is computed for its logits
         end = min(num_tokens + self._block_size, request.num_tokens - 1)
-        match, coming = self._blocks.find(before, request.all_token_ids[num_tokens:end], self._targets)
-        found = 0 if match is None else match.tokens
+        wanted = request.all_token_ids[num_tokens:end]
+        parts = [self._blocks.find(before, wanted, self._targets, group) for group in range(len(hits.blocks))]
+        # every group has to have it
+        found = min(0 if match is None else match.tokens for match, _ in parts)
+        coming = min(coming for _, coming in parts)
         if self._may_wait and coming - found >= WORTH_A_STEP:
             self._waiting = request.request_id
-        if match is None:
+        if not found:
             return hits, num_tokens
-        return KVCacheBlocks(([*full, match.block],)), num_tokens + found
+        tails = [[match.block] for match, _ in parts if match is not None]
+        extended = tuple([*blocks, *tail] for blocks, tail in zip(hits.blocks, tails, strict=True))
+        return KVCacheBlocks(extended), num_tokens + found
 
     def waits(self, request: Request) -> bool:
         """Whether a request that was just looked up had better begin in the next step."""
@@ -78,24 +93,32 @@ class PartialHits:
         self._totals.copy_waits += 1
         return True
 
-    def began(self, blocks: Sequence[KVCacheBlock], hit_tokens: int) -> None:
+    def began(self, tables: Tables, hit_tokens: int) -> None:
         """A request has its first blocks; hit_tokens: those that were found for it."""
         number, tokens = divmod(hit_tokens, self._block_size)
         if tokens:
-            self._targets.add(id(blocks[number]))
-            self._totals.copies += 1
+            self._targets.update(id(blocks[number]) for blocks in tables)
+            self._totals.copies += len(tables)
             self._totals.copied_tokens += tokens
 
-    def allotted(self, request: Request, blocks: Sequence[KVCacheBlock], others: int) -> None:
+    def allotted(self, request: Request, tables: Tables, others: int) -> None:
         """A step was allotted to a request. others: its first blocks that others computed, or a connector loads."""
-        if _can_share(request):
-            first = self._next.get(request.request_id, others)
-            self._next[request.request_id] = self._blocks.follow(request, self._root(request), blocks, first)
+        if not _can_share(request):
+            return
+        followed = self._followed.get(request.request_id)
+        if followed is None:
+            followed = self._followed[request.request_id] = _Followed(others, [])
+        first, root = followed.next, self._root(request)
+        for group, blocks in enumerate(tables):
+            # as many in each group
+            followed.next = self._blocks.follow(request, root, blocks, first, group)
+            followed.blocks += blocks[first : followed.next]
 
-    def leaves(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
-        """A request is about to lose its blocks."""
-        if self._next.pop(request.request_id, None) is not None:
-            self._blocks.leave(request, blocks)
+    def leaves(self, request: Request) -> None:
+        """A request is about to lose its blocks; windows have given some back already, which may be others' by now."""
+        followed = self._followed.pop(request.request_id, None)
+        if followed is not None:
+            self._blocks.leave(request, followed.blocks)
 
     def reused(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Blocks that something else will be written to, or that were found to be wrong."""

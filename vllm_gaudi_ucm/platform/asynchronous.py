@@ -50,6 +50,13 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         lambda e: e.device == "cpu" and e.ucm.scheduler.async_scheduling == "auto",
     ),
     Synchronous(
+        "a KV connector on a GPU",
+        "no GPU has moved blocks beside the next step yet; `ucm.scheduler.async_scheduling` true switches it on",
+        lambda e: (
+            e.device == "cuda" and e.ucm.scheduler.async_scheduling == "auto" and e.vllm.kv_transfer_config is not None
+        ),
+    ),
+    Synchronous(
         "ucm.scheduler.async_scheduling false",
         "the configuration says so",
         lambda e: e.ucm.scheduler.async_scheduling is False,

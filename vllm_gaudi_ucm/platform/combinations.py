@@ -65,7 +65,6 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     """(feature, whether it is on): each speaks of a block, and not of blocks of a group."""
     speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     stages = vllm_config.parallel_config.pipeline_parallel_size > 1
-    yield "ucm.kv_cache.partial_hits", config.kv_cache.partial_hits
     yield "ucm.kv_cache.granularity 'token'", config.kv_cache.granularity == "token"
     has_draft_model = speculation is not None and speculation.method == "draft_model"
     connects = transfer is not None or vllm_config.cache_config.kv_offloading_size is not None
@@ -74,10 +73,32 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     other = any(one.name not in (None, OURS, OFFLOADING) for one in configured_connectors(transfer))
     yield f"a KV connector that is not {OURS} or {OFFLOADING}", other
     # which count the layers of all stages in a block
-    moves = config.preemption.swaps or connects
-    yield "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector", stages and moves
+    moves = stages and (config.preemption.swaps or connects)
+    what = "pipeline stages beside ucm.preemption.mode swap or auto, or a KV connector"
+    yield f"{what}, of a model without layer_types", moves and not _knows_layers(vllm_config)
+    uneven = moves and OFFLOADING in _connector_names(vllm_config) and len(set(_block_layers(vllm_config))) > 1
+    yield f"{OFFLOADING} over pipeline stages with different numbers of layers in a block", uneven
     # a stage does not know which layers of others are in a group
     yield "ucm.ucm_sparse_method with pipeline stages", stages and config.ucm_sparse_method is not None
+
+
+def _knows_layers(vllm_config: VllmConfig) -> bool:
+    # not while vLLM looks for its platform
+    from vllm_gaudi_ucm.vllm_api.stage_layers import names_layer_kinds
+
+    return names_layer_kinds(vllm_config)
+
+
+def _block_layers(vllm_config: VllmConfig) -> list[int]:
+    from vllm_gaudi_ucm.vllm_api.stage_layers import expected_block_layers
+
+    return expected_block_layers(vllm_config)
+
+
+def _connector_names(vllm_config: VllmConfig) -> list[str]:
+    """Also that of `--kv-offloading-size`, which vLLM sets later."""
+    names = [one.name for one in configured_connectors(vllm_config.kv_transfer_config) if one.name is not None]
+    return names if vllm_config.cache_config.kv_offloading_size is None else [*names, OFFLOADING]
 
 
 def _refuse_connector(vllm_config: VllmConfig, beside: str) -> None:
@@ -118,18 +139,12 @@ def refuse_beside_ranks(vllm_config: VllmConfig, config: UcmConfig) -> None:
 
 def _refuse_beside_stages(vllm_config: VllmConfig, beside: str) -> None:
     """Connectors that are not known to work where a step is in flight while the next one loads and saves."""
-    # not while vLLM looks for its platform
-    from vllm_gaudi_ucm.connector.engine_shards import stage_sizes
-
-    transfer = vllm_config.kv_transfer_config
-    names = [one.name for one in configured_connectors(transfer) if one.name is not None]
-    if vllm_config.cache_config.kv_offloading_size is not None:
-        names.append(OFFLOADING)
+    transfer, names = vllm_config.kv_transfer_config, _connector_names(vllm_config)
     for name in names:
         if name not in (OURS, OFFLOADING):
             raise UnsupportedFeatureError(f"the KV connector {name} {beside}", _asked_by(transfer))
-    sizes = stage_sizes(vllm_config)
-    if OFFLOADING in names and len(set(sizes)) > 1:
+    sizes = _block_layers(vllm_config) if OFFLOADING in names else []
+    if len(set(sizes)) > 1:
         found = f"the KV connector {OFFLOADING} with stages of {', '.join(map(str, sizes))} layers"
         option = f"VLLM_PP_LAYER_PARTITION or {_asked_by(transfer)}"
         raise UnsupportedFeatureError(f"{found}, which it takes for equal ({OURS} does not)", option)

@@ -128,10 +128,10 @@ class UcmPlatform(Platform):
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.platform.worker.UcmWorker"
         ahead = schedules_ahead(vllm_config, config, cls.device_type)
         vllm_config.scheduler_config.async_scheduling = ahead
-        refuse_beside_ranks(vllm_config, config)
-        refuse_beside_shared_experts(vllm_config, config)
         if keeps_one_block_table(vllm_config, config):
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True
+        refuse_beside_ranks(vllm_config, config)
+        refuse_beside_shared_experts(vllm_config, config)
         refuse_beside_latents(vllm_config)
         if vllm_config.parallel_config.use_ray:
             refuse_older_ray_executor(vllm_config)

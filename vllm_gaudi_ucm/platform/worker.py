@@ -234,7 +234,7 @@ class UcmWorker(RefusedCalls, WorkerBase):
         if self.cache_config.kv_cache_memory_bytes is not None:
             return budget
         # a block's summaries lie beside it
-        return int(budget / (1 + summaries_per_block(self._ucm, self.get_kv_cache_spec())))
+        return int(budget / (1 + summaries_per_block(self._ucm, self.vllm_config, self.get_kv_cache_spec())))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         # the block size is final only now

@@ -106,7 +106,7 @@ def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmCo
             f"the sparse method {config.ucm_sparse_method} beside {beside}", "ucm.ucm_sparse_method"
         )
     if local and config.memory_mode.enabled:
-        # what leaves the device is a block of all layers, and windows read theirs whatever is chosen
+        # what leaves the device is a block of one table, and windows read theirs whatever is chosen
         raise UnsupportedFeatureError(
             f"memory mode beside {local} (leave it out: windows give their blocks back; UcmConnector, or "
             "ucm.preemption.mode swap, keep blocks in host memory)",

@@ -218,7 +218,7 @@ def make_parts(
                 draft_groups,
             ),
             None if vllm_config.speculative_config is None else Verification(slot_sampler, host),
-            _make_memory(model, kv_caches, block_size, metrics, requests, sparse),
+            _make_memory(model, kv_cache_config, kv_caches, block_size, metrics, requests, sparse),
             _make_check(model),
             host,
             model.decoder.has_logits,
@@ -272,6 +272,7 @@ def _allocate(model: LoadedModel, kv_cache_config: KVCacheConfig, transfer: KvTr
 
 def _make_memory(
     model: LoadedModel,
+    kv_cache_config: KVCacheConfig,
     kv_caches: dict[str, LayerCache],
     block_size: int,
     metrics: StepMetrics,
@@ -288,18 +289,21 @@ def _make_memory(
     if sparse is not None and sparse.selector is not None and sparse.state is not None:
         summaries = sparse.selector.summaries
         followers.append(sparse.state.summaries.moved)
-    slots = _host_slots(model, kv_caches, block_size) if swaps else None
+    slots = _host_slots(model, kv_cache_config, kv_caches, block_size) if swaps else None
     series, least = metrics.memory(), model.ranks.least
     memory = MemoryWorker(kv_caches, block_size, model.device, series, least, slots, summaries, followers)
     memory.warm_up()
     return memory
 
 
-def _host_slots(model: LoadedModel, kv_caches: dict[str, LayerCache], block_size: int) -> int:
+def _host_slots(
+    model: LoadedModel, kv_cache_config: KVCacheConfig, kv_caches: dict[str, LayerCache], block_size: int
+) -> int:
     """As many as the scheduler counts."""
     caches = distinct(kv_caches.values())
     block_bytes = sum(blocks[0].nbytes for pair in caches for blocks in in_blocks(pair, block_size))
-    return model.config.preemption.host_memory // engine_block_bytes(block_bytes, len(caches), model.vllm_config)
+    engine_bytes = engine_block_bytes(block_bytes, kv_cache_config.kv_cache_groups, model.vllm_config)
+    return model.config.preemption.host_memory // engine_bytes
 
 
 def _make_execution(

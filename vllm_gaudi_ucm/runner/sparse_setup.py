@@ -36,6 +36,7 @@ from vllm_gaudi_ucm.sparse.selection.sparse_worker import (
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 from vllm_gaudi_ucm.store.factory import open_medium, open_store
 from vllm_gaudi_ucm.store.file import FileStoreOptions
+from vllm_gaudi_ucm.vllm_api.kv_cache import groups_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.kv_offload.worker_side import StoredCopies
     from vllm_gaudi_ucm.observability.step_metrics import StepMetrics
     from vllm_gaudi_ucm.runner.kv_transfer import KvTransfer
+    from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.store.base import KvStore
     from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec, KVCacheSpec
 
@@ -203,15 +205,26 @@ def max_selected_blocks(
     return selection_limits(options, _sizes(vllm_config, block_size, num_blocks, static)).max_selected_blocks
 
 
-def summaries_per_block(config: UcmConfig, specs: Mapping[str, KVCacheSpec]) -> float:
-    """Bytes of a block's summaries over the bytes of its keys and values; 0 for a method without summaries."""
+def summaries_per_block(config: UcmConfig, vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> float:
+    """Bytes of a block's summaries over the bytes of its keys and values; 0 for a method without summaries.
+
+    Layers that choose have summaries, by the ids of the pool that all KV-cache groups have; a block has room for the
+    layers of any group. specs: of all layers of this worker.
+    """
     options = block_options(config)
     if options is None:
         return 0.0
-    spec = cast("AttentionSpec", next(iter(specs.values())))
-    share = summary_share(options, spec.block_size, spec.head_size, spec.head_size_v, spec.dtype.itemsize)
+    choosing, _ = _choosing(vllm_config)
+    summaries = sum(_summary_bytes(options, cast("AttentionSpec", specs[name])) for name in choosing)
+    groups = groups_of(vllm_config, specs)
+    share = summaries / max(sum(specs[name].page_size_bytes for name in group.layer_names) for group in groups)
     # those of offloaded blocks stay
     return share * (1 + config.memory_mode.away_ratio) if config.memory_mode.enabled else share
+
+
+def _summary_bytes(options: BlockOptions, spec: AttentionSpec) -> float:
+    share = summary_share(options, spec.block_size, spec.head_size, spec.head_size_v, spec.dtype.itemsize)
+    return share * spec.unpadded_page_size_bytes
 
 
 def _sizes(vllm_config: VllmConfig, block_size: int, num_blocks: int, static: bool) -> ServerSizes:

@@ -124,14 +124,15 @@ class BlockManager(KVCacheManager):
             tables = self.get_blocks(request.request_id).blocks
             self._swaps.resumed(request, tables, found, num_new_computed_tokens)
         if self._partial is not None:
+            tables = self.get_blocks(request.request_id).blocks
             if begins:
-                self._partial.began(self._blocks_of(request), found)
+                self._partial.began(tables, found)
             # what is still to be loaded may fail
             if not delay_cache_blocks:
                 others = found // self.coordinator.scheduler_block_size
                 if num_external_computed_tokens:
                     others = -(-(found + num_external_computed_tokens) // self.coordinator.scheduler_block_size)
-                self._partial.allotted(request, self._blocks_of(request), others)
+                self._partial.allotted(request, tables, others)
         return blocks
 
     def _found(self, hits: KVCacheBlocks | None, num_tokens: int) -> int:
@@ -170,7 +171,7 @@ class BlockManager(KVCacheManager):
         if self._strips is not None:
             self._strips.leaves(request)
         if self._partial is not None:
-            self._partial.leaves(request, self._blocks_of(request))
+            self._partial.leaves(request)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         super().evict_blocks(block_ids)

@@ -21,6 +21,7 @@ from vllm_gaudi_ucm.vllm_api.blocks import (
     blocks_to_be_freed,
     drop_sampled_tokens,
     isolate_blocks,
+    release_reservations,
     wait_for_blocks_again,
 )
 from vllm_gaudi_ucm.vllm_api.steps import RequestStatus
@@ -85,7 +86,8 @@ class SchedulerPart:
 
 
 class WaitingRequests(SchedulerPart):
-    """Tells our connector which requests wait, so that their blocks come nearer before it is their turn.
+    """Tells our connector which requests wait, so that their blocks come nearer before it is their turn. Those whose
+    blocks did not come keep no room from others.
 
     Args:
         scheduler: vLLM's.
@@ -98,6 +100,9 @@ class WaitingRequests(SchedulerPart):
 
     def before_schedule(self, reset: Collection[str]) -> None:
         self._plan_prefetch(request for request in self._scheduler.waiting if request.status in _WITHOUT_BLOCKS)
+
+    def after_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        release_reservations(self._scheduler)
 
 
 class MemorySteps(SchedulerPart):

@@ -37,7 +37,7 @@ from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.options import BlockOptions
-from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes, kv_block_layers, skipped_tokens
+from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes, skipped_tokens
 from vllm_gaudi_ucm.vllm_api.engine_process import sigterm_notice
 from vllm_gaudi_ucm.vllm_api.kv_cache import tile_of_slots
 
@@ -97,8 +97,8 @@ def _swaps(scheduler: Scheduler, config: UcmConfig, totals: MemoryTotals) -> Swa
     options = config.preemption
     if not options.swaps:
         return None
-    manager = scheduler.kv_cache_manager
-    engine_bytes = engine_block_bytes(kv_block_bytes(manager), kv_block_layers(manager), scheduler.vllm_config)
+    manager, groups = scheduler.kv_cache_manager, scheduler.kv_cache_config.kv_cache_groups
+    engine_bytes = engine_block_bytes(kv_block_bytes(manager), groups, scheduler.vllm_config)
     slots = HostSlots(options.host_memory // engine_bytes)
     if not slots.count:
         wanted = f"room for a block of the KV cache, {show_bytes(engine_bytes)}, or more"

@@ -16,6 +16,7 @@ condition under which it goes ("Remove when:").
 | `steps` | messages between scheduler and worker |
 | `worker` | the worker's interface |
 | `distributed` | groups of workers, and the collectives between them |
+| `stage_layers` | layers of a block on each stage of a pipeline |
 | `model`, `attention`, `kv_cache` | layers, attention backends, the cache's description |
 | `quantisation` | methods of quantised weights |
 | `moe` | layers with experts, and their routers |

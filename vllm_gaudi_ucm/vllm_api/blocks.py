@@ -105,24 +105,16 @@ def blocks_to_be_freed(scheduler: "Scheduler") -> set[int]:
     return {block.block_id for _, blocks in scheduler.deferred_frees for block in blocks}
 
 
-def kv_block_layers(manager: "KVCacheManager") -> int:
-    """Layers whose keys and values a block has room for, on one worker: those of the largest KV-cache group, because a
-    block may be any group's.
-
-    Reason: as for `kv_block_bytes`.
-    Remove when: as for `kv_block_bytes`.
-    """
-    return max(len(group.layer_names) for group in manager.kv_cache_config.kv_cache_groups)
-
-
 def kv_block_bytes(manager: "KVCacheManager") -> int:
-    """Bytes of a block of all layers of a KV-cache group, on one worker.
+    """Bytes of a block on one worker, which has room for the layers of any KV-cache group.
 
     Reason: the scheduler's classes know pages of layers only.
     Remove when: `KVCacheConfig` has it.
     """
-    # groups have pages of one size
-    return manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes * kv_block_layers(manager)
+    groups = manager.kv_cache_config.kv_cache_groups
+    # of one size in all groups
+    page_bytes = groups[0].kv_cache_spec.page_size_bytes
+    return page_bytes * max(len(group.layer_names) for group in groups)
 
 
 def skipped_tokens(manager: "KVCacheManager") -> "tuple[Callable[[int], int], ...]":
@@ -186,6 +178,19 @@ def drop_steps_in_flight(request: "Request") -> None:
     request.num_stale_output_tokens = request.num_in_flight_tokens
     request.num_output_placeholders = 0
     request.spec_token_ids = []
+
+
+def release_reservations(scheduler: "Scheduler") -> None:
+    """Has requests whose load has failed, so that they begin anew, keep no room free for the rest of their prompts.
+
+    Reason: vLLM reserves it until such a prompt is computed, although the request gives all of its blocks back. Where
+    that is more than is free, no request begins any more.
+    Remove when: `Scheduler._update_waiting_for_remote_kv` takes a request that it frees out of `_inflight_prefills`.
+    """
+    for request_id in scheduler.failed_recving_kv_req_ids:
+        request = scheduler.requests.get(request_id)
+        if request is not None and not request.num_computed_tokens:
+            scheduler._inflight_prefills.discard(request)
 
 
 def wait_for_blocks_again(scheduler: "Scheduler", request: "Request", num_computed: int) -> None:

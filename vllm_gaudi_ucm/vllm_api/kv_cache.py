@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionSpec",
+    "FullAttentionSpec",
     "KVCacheConfig",
     "KVCacheGroupSpec",
     "KVCacheLayout",
     "KVCacheSpec",
     "MLAAttentionSpec",
+    "SlidingWindowSpec",
     "buffers",
+    "expected_groups",
     "groups_of",
     "in_blocks_of",
     "in_tiles",
@@ -87,7 +90,17 @@ def groups_of(vllm_config: "VllmConfig", specs: Mapping[str, KVCacheSpec]) -> li
 def num_whole_groups(specs: Mapping[str, KVCacheSpec]) -> int:
     """How many groups the engine will make of the layers that see whole contexts.
 
-    Reason: as for `groups_of`; a worker is asked for its layers before the layout is decided that that one reads.
+    Reason: as for `expected_groups`.
+    Remove when: as for `groups_of`.
+    """
+    groups = expected_groups(specs)
+    return 1 if len(groups) == 1 else kept_tokens(groups).count(None)
+
+
+def expected_groups(specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
+    """The groups that the engine will make where it may make several.
+
+    Reason: as for `groups_of`; asked for before the layout is decided that that one reads.
     Remove when: as for `groups_of`.
     """
     from vllm.v1.core.kv_cache_utils import (
@@ -98,8 +111,8 @@ def num_whole_groups(specs: Mapping[str, KVCacheSpec]) -> int:
 
     layers = dict(specs)
     if is_kv_cache_spec_uniform(layers) or UniformTypeKVCacheSpecs.is_uniform_type(layers):
-        return 1
-    return kept_tokens(_get_kv_cache_groups_uniform_page_size(unify_kv_cache_spec_page_size(layers))).count(None)
+        return [KVCacheGroupSpec(list(layers), next(iter(layers.values())))]
+    return _get_kv_cache_groups_uniform_page_size(unify_kv_cache_spec_page_size(layers))
 
 
 def kept_tokens(groups: Sequence[KVCacheGroupSpec]) -> list[int | None]:
