@@ -50,8 +50,12 @@ class ReferenceModel:
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Answer],
         near_ties: int = 1,
+        atol: float = NEAR_TIE,
     ) -> None:
-        """Every token is ours and theirs; at most `near_ties` prompts may part, where their two best are that close."""
+        """Every token is ours and theirs; at most `near_ties` prompts may part, where their two best are that close.
+
+        atol: between their logprobs.
+        """
         parted = 0
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             count = len(answer.tokens)
@@ -64,5 +68,5 @@ class ReferenceModel:
                 parted += 1
             chosen = expected[torch.arange(end), answer.tokens[:end]]
             assert torch.isfinite(torch.tensor(answer.logprobs)).all()
-            torch.testing.assert_close(torch.tensor(answer.logprobs[:end]), chosen, atol=NEAR_TIE, rtol=0)
+            torch.testing.assert_close(torch.tensor(answer.logprobs[:end]), chosen, atol=atol, rtol=0)
         assert parted <= near_ties
