@@ -280,6 +280,8 @@ class StepRunner:
         output = _output(step, sampled_ids, sampled)
         if self.memory is not None:
             self.memory.attach_report(output)
+        if self.sparse is not None:
+            self.sparse.attach_report(output)
         return output
 
     def _sampled(self, step: ComputedStep) -> None:
@@ -317,10 +319,8 @@ class StepRunner:
         transferred = self._finish_transfer()
         output = self._finished(step, sampled_ids, sampled)
         output.kv_connector_output = transferred
-        if self.sparse is not None:
-            self.sparse.attach_report(output)
-            if self.check is not None:
-                self.check.offload(output)
+        if self.sparse is not None and self.check is not None:
+            self.check.offload(output)
         self._end_step()
         return output
 
