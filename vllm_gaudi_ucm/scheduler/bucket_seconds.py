@@ -25,6 +25,7 @@ class BucketSeconds:
     def __call__(self, sizes: StepSizes) -> float | None:
         shape = ForwardShape.of(sizes.has_prompt, sizes.rows, sizes.shared, sizes.unique, sizes.selected)
         try:
-            return self._buckets.cost.forward(self._buckets.lookup(shape.step(0)))
+            bucket = self._buckets.lookup(shape.step(0)).forward
         except LimitsError:
             return None
+        return float(self._buckets.cost.forward_seconds("c" in bucket.phase, *bucket.sizes))
