@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
+
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN_KEYS = ("num_experts_per_tok", "experts_per_token")
 # inputs that share a scale in gpt-oss's checkpoints, which no two devices share
@@ -21,8 +23,7 @@ class ExpertSpec:
 
     count: of a layer. chosen: of a row. inner: size of each. shared: size of what every row takes beside them.
     layers: that have experts; the others have a plain MLP. group: what sizes of experts on a device are multiples of.
-
-    Quantised experts count as plain ones, because that is what they are computed as.
+    codes: of a checkpoint with quantised experts. The time of a step counts them as plain ones.
     """
 
     count: int
@@ -31,6 +32,7 @@ class ExpertSpec:
     shared: int
     layers: int
     group: int = 1
+    codes: CodeSpec | None = None
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], layers: int) -> ExpertSpec | None:
@@ -57,7 +59,7 @@ class ExpertSpec:
                 shared = inner
         quantised = config.get("quantization_config") or {}
         group = MXFP4_GROUP if quantised.get("quant_method") == "mxfp4" else 1
-        return cls(count, chosen, inner, shared, _layers(config, layers), group)
+        return cls(count, chosen, inner, shared, _layers(config, layers), group, CodeSpec.of_experts(config, layers))
 
     def shard(self, tensor: int, layers: int) -> ExpertSpec:
         """The part of one of `tensor` devices, with so many of the model's layers. Whether devices share out each
@@ -69,6 +71,14 @@ class ExpertSpec:
     def weights(self) -> int:
         """Sizes of all experts of a layer together."""
         return self.count * self.inner + self.shared
+
+    def held_bytes(self, hidden: int, matrices: int, dtype_bytes: int, codes: CodeSpec | None) -> int:
+        """Of the routed experts of a layer. matrices: of each. codes: None where they are plain."""
+        ups, inner = matrices - 1, self.inner
+        if codes is None:
+            return self.count * matrices * hidden * inner * dtype_bytes
+        kept = codes.within(inner)
+        return self.count * (ups * kept.bytes(inner, hidden) + kept.bytes(hidden, inner))
 
     def computed(self, rows: ArrayLike) -> NDArray[np.float64]:
         """Sizes that rows multiply with, together."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_gaudi_ucm.graphs.cost.compile_cost import CUDA_CAPTURE, GAUDI_COMPILE, NO_COMPILATION, CompileCost
+from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
 from vllm_gaudi_ucm.graphs.cost.experts import ExpertSpec
 
 GB = 1e9
@@ -65,6 +66,8 @@ DEVICES = {
 }
 
 
+# Whose quantised experts stay the codes of the checkpoint, unless `ucm.quantised_experts` says otherwise.
+KEEP_CODES = {"h200"}
 # Whose figures stand for a device that has no entry of its own.
 DEFAULT_SPECS = {"hpu": "gaudi2", "cuda": "h200", "cpu": "cpu"}
 
@@ -262,13 +265,41 @@ class ModelSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all linear layers, all experts and the output head."""
+        """Bytes of all linear layers, all experts and the output head, none of them quantised."""
         total = self.layers * self.layer_weights + self.hidden * self.vocab
         if self.experts is not None:
             per_size = self.mlp_matrices * self.hidden
             router = self.hidden * self.experts.count
             total += self.experts.layers * (per_size * (self.experts.weights - self.intermediate) + router)
         return total * self.dtype_bytes
+
+    def held_bytes(self, device: str, kept: str = "auto") -> int:
+        """Of the weights on a device: quantised experts stay codes there, or become plain ones.
+
+        kept: as `ucm.quantised_experts`: `auto`, `codes` or `plain`.
+
+        Raises:
+            ValueError: `codes` on a Gaudi, which has no product with them.
+        """
+        if kept == "codes" and device in CHIPS:
+            raise ValueError(
+                f"--quantised-experts is 'codes', but a {device} has no product with them; take 'auto' or 'plain'"
+            )
+        codes = self._kept_codes(device, kept)
+        if self.experts is None or codes is None:
+            return self.weight_bytes
+        plain, coded = (
+            self.experts.held_bytes(self.hidden, self.mlp_matrices, self.dtype_bytes, form) for form in (None, codes)
+        )
+        return self.weight_bytes - self.experts.layers * (plain - coded)
+
+    def _kept_codes(self, device: str, kept: str) -> CodeSpec | None:
+        """Of experts that stay codes; see `ops.moe.api.are_codes_enough`."""
+        if self.experts is None or self.experts.codes is None or kept == "plain":
+            return None
+        codes = self.experts.codes.within(self.experts.inner)
+        stay = kept == "codes" or (device in KEEP_CODES and codes.has_kernel(self.hidden, self.experts.inner))
+        return codes if stay else None
 
     @property
     def mlp_activations(self) -> int:

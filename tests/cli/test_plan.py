@@ -288,6 +288,25 @@ def test_a_model_and_a_device_for_people(tmp_path: Path, capsys: pytest.CaptureF
     assert all(len(line.rstrip()) <= 80 for line in out.splitlines())
 
 
+def test_quantised_experts_are_counted_as_the_device_keeps_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {**SMALL_MODEL, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "dtype": "bfloat16"}
+    quantised = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(json.dumps({**model, "quantization_config": quantised}))
+    asked = ("--model", tmp_path, "--num-blocks", 200, "--max-graphs", 16)
+    plans = {
+        (device, kept): plan(capsys, *asked, "--device", device, "--quantised-experts", kept)["memory_bytes"]
+        for device, kept in (("gaudi2", "auto"), ("h200", "auto"), ("h200", "plain"))
+    }
+    experts = 30 * 8 * 3 * 576 * 1536
+    plain = plans["gaudi2", "auto"]["weights"]
+    assert plans["h200", "plain"]["weights"] == plain
+    assert plans["h200", "auto"]["weights"] == plain - experts + experts // 32**2 * 4
+    assert cli.main(["plan", *map(str, asked), "--quantised-experts", "codes"]) == 2
+    assert "--quantised-experts is 'codes', but a gaudi2" in capsys.readouterr().err
+
+
 def test_a_mix_is_asked_of_a_server_with_the_limits_given(capsys: pytest.CaptureFixture[str]) -> None:
     value = plan(capsys, "--mix", "long-context", "--max-num-seqs", 8, "--max-graphs", 16, "--step-memory", 64)
     assert value["traffic"] == "long-context"

@@ -17,7 +17,10 @@ Tensors = dict[str, Tensor]
 Quantise = Callable[[Tensor], tuple[Tensors, Tensor]]
 _BLOCKS = r"self_attn|mlp|mlp\.experts\.\d+|mlp\.shared_experts?"
 _MIXTRAL = r"block_sparse_moe\.experts\.\d+\.w[123]"
-_LINEAR = re.compile(rf"(model\.layers\.\d+\.(?:(?:{_BLOCKS})\.\w+_proj(?:_with_mqa)?|{_MIXTRAL}))\.weight")
+_OPT = r"model\.decoder\.layers\.\d+\.(?:self_attn\.\w+_proj|fc[12])"
+_BLOOM = r"transformer\.h\.\d+\.(?:self_attention|mlp)\.(?:query_key_value|dense\w*)"
+_LLAMA = rf"model\.layers\.\d+\.(?:(?:{_BLOCKS})\.\w+_proj(?:_with_mqa)?|{_MIXTRAL})"
+_LINEAR = re.compile(rf"({_LLAMA}|{_OPT}|{_BLOOM})\.weight")
 
 
 class Scheme(NamedTuple):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.offloaded_blocks import WatchedEngine
 from tests.engine.quantised_models import compressed_tensors, write_quantised
-from tests.engine.rounded_latents import STEPS, rounding_engine
+from tests.engine.rounded_cache import STEPS, rounding_engine
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.test_connector import file_store, transfer
 from tests.engine.test_families import prompts

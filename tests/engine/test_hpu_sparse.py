@@ -15,6 +15,7 @@ from tests.engine.hpu_process import run_on_card
 from tests.engine.serving import Answer, Engine, assert_same
 from tests.engine.test_connector import transfer
 from tests.engine.tiny_models import VOCAB
+from vllm_gaudi_ucm.protocol.attachments import buckets_of
 
 # starts engines on the simulated card
 pytestmark = pytest.mark.slow
@@ -48,6 +49,19 @@ def ucm(method: str) -> dict[str, Any]:
     return {"ucm_sparse_method": method, "ucm_sparse_config": {method: METHODS[method]}}
 
 
+def watch_outputs(engine: Engine) -> list[Any]:
+    """What the worker gives the scheduler from now on."""
+    outputs: list[Any] = []
+    update = engine.core.scheduler.update_from_output
+
+    def watched(scheduled: Any, output: Any) -> Any:
+        outputs.append(output)
+        return update(scheduled, output)
+
+    engine.core.scheduler.update_from_output = watched
+    return outputs
+
+
 def serve(model: str, methods: dict[str, int]) -> dict[str, Any]:
     """Answers of each method with so many graphs, and the card's counts when warm and in the end."""
     found = {}
@@ -58,9 +72,11 @@ def serve(model: str, methods: dict[str, int]) -> dict[str, Any]:
             from habana_frameworks.torch.simulator import card
 
             warm = card.compilations, card.compiled_graphs, card.bypasses
+            outputs = watch_outputs(engine)
             answers = engine.staggered(PROMPTS, [0, 1, 3, 7], 12)
             served = card.compilations, card.compiled_graphs, card.bypasses
             assert engine.runner.static is not None
+            sent = [step for step, output in enumerate(outputs) if buckets_of(output) is not None]
             graphs_of_layers = layer_graphs(engine, before)
             selected = max(bucket.selected_blocks for bucket in engine.runner.static.execution.ready.buckets.forward)
             found[method] = {
@@ -68,6 +84,7 @@ def serve(model: str, methods: dict[str, int]) -> dict[str, Any]:
                 "warm": warm,
                 "served": served,
                 "selected": selected,
+                "sent": sent,
                 "layers": graphs_of_layers,
                 "broken": broken_duties(),
                 "remains": remains(),
@@ -91,6 +108,7 @@ def test_tokens_and_compilations(tiny_llama: Path, tmp_path: Path) -> None:
         assert_same([Answer(**answer) for answer in run["answers"]], expected)
         assert run["served"] == run["warm"], method
         assert run["selected"] > 0
+        assert run["sent"] == [0], "the first step tells the scheduler the buckets"
         assert run["warm"][1] > 0
         if COMPARED[method] == MAX_GRAPHS:
             check_layers(run["layers"], kinds=1 + ("dense_layers" in METHODS[method]))

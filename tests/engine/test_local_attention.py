@@ -29,6 +29,8 @@ COMMON = tokens(48)
 # shorter and longer than the window, chunks of 64, and a common beginning longer than the window
 PROMPTS = [tokens(count) for count in (1, 19, 20, 21, 36, 150)] + [COMMON + tokens(40), COMMON + tokens(3), COMMON]
 OUTPUTS = 40  # twice the window
+# beside float64 these models are off by 3e-6 in float32, here and in Transformers; another GELU than BLOOM's by 1e-3
+NEAR = 1e-4
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 64}
 GEMMA2 = {
     **{key: FAMILIES["llama"][key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")},
@@ -61,7 +63,7 @@ def test_tokens_of_transformers(model: Path, ucm: dict[str, Any]) -> None:
         again = engine.greedy(PROMPTS, OUTPUTS)
         engine.check_idle()
     # the kernels of Transformers that take no mask of a soft cap ignore it
-    ReferenceModel(model, "eager").assert_greedy(PROMPTS, answers)
+    ReferenceModel(model, "eager").assert_greedy(PROMPTS, answers, near=NEAR)
     assert_same(again, answers)
     assert again[5].cached_tokens == 144
 

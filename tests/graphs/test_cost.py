@@ -209,13 +209,61 @@ GPT_OSS = {
 }
 
 
-def test_quantised_experts_are_written_out() -> None:
-    """Two bytes for each weight. 90 groups of 32 are 23 on each of four devices, of which the last pads two."""
+def test_quantised_experts_stay_codes_on_a_gpu() -> None:
+    """Elsewhere they are written out, two bytes for each weight. 90 groups of 32 are 23 on each of four devices, of
+    which the last pads two."""
     model = ModelSpec.from_hf_config(GPT_OSS)
     assert model.weight_bytes == pytest.approx(2 * 20.3e9, rel=0.01)
+    experts = 24 * 32 * 3 * 2880 * 2880
+    held = model.weight_bytes - experts * 2 + experts // 2 + experts // 32 * 4
+    for device, kept, expected in (
+        ("h200", "auto", held),
+        ("h200", "plain", model.weight_bytes),
+        ("cpu", "auto", model.weight_bytes),
+        ("cpu", "codes", held),
+        ("gaudi3", "auto", model.weight_bytes),
+    ):
+        assert model.held_bytes(device, kept) == expected, (device, kept)
+    with pytest.raises(ValueError, match="--quantised-experts is 'codes', but a gaudi2 has no product with them"):
+        model.held_bytes("gaudi2", "codes")
     part = model.shard(4).experts
     assert part is not None
     assert part.inner == 736
+
+
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("quantised", "bytes_each"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 128**2),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.47.mlp.experts"]}, 2),
+        ({"quant_method": "awq", "group_size": 128}, 0.5 + 8 / 128),
+        # groups that no kernel multiplies become plain weights
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, 2),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "ignore": ["lm_head", "re:.*mlp.gate$"],
+                "config_groups": {
+                    "attention": {"targets": ["re:.*self_attn.*"], "weights": {**FP8, "num_bits": 4}},
+                    "others": {"targets": ["Linear"], "weights": FP8},
+                },
+            },
+            1,
+        ),
+        ({"quant_method": "compressed-tensors", "ignore": ["re:.*experts.*"]}, 2),
+        ({"quant_method": "bitsandbytes"}, 2),
+        (None, 2),
+    ],
+)
+def test_bytes_of_quantised_experts(quantised: dict[str, Any] | None, bytes_each: float) -> None:
+    """On a GPU; a scale for each output is a thousandth."""
+    model, experts = ModelSpec.from_hf_config({**A3B, "quantization_config": quantised}), 48 * 128 * 3 * 2048 * 768
+    found = model.held_bytes("h200") - model.weight_bytes + 2 * experts
+    assert found == pytest.approx(bytes_each * experts, rel=0.005)
+    assert model.shard(2).held_bytes("h200") == pytest.approx(model.held_bytes("h200") / 2, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.engine.quantised_models import SCHEMES, Quantise, Tensors, awq, fp8_block, gptq, mxfp4
+from tests.engine.quantised_models import (
+    SCHEMES,
+    Quantise,
+    Tensors,
+    awq,
+    compressed_tensors,
+    fp8_block,
+    gptq,
+    mxfp4,
+)
 from tests.layers.test_quantised_configs import arguments
+from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
 from vllm_gaudi_ucm.layers.quantised.configs import format_of_scheme
 from vllm_gaudi_ucm.layers.quantised.expert_formats import ExpertSizes
 from vllm_gaudi_ucm.layers.quantised.experts import ExpertStacks, _for_gaudi
@@ -54,6 +64,16 @@ FORMATS: dict[str, tuple[WeightFormat, Quantise]] = {
     "gptq": (GptqFormat(4, 16), gptq(4, 16)),
     "gptq of 8 bits per channel": (GptqFormat(8, None), gptq(8, None)),
     "awq": (AwqFormat(16, has_zeros=True), awq(16)),
+}
+
+
+# what a checkpoint says of them
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{name: compressed_tensors({r".*_proj": name})[0] for name in SCHEMES},
+    "blocks": {"quant_method": "fp8", "weight_block_size": [32, 32]},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 16},
+    "gptq of 8 bits per channel": {"quant_method": "gptq", "bits": 8, "group_size": -1},
+    "awq": {"quant_method": "awq", "group_size": 16, "zero_point": True},
 }
 
 
@@ -114,6 +134,12 @@ def test_experts_are_exact_on_every_rank(name: str, ranks: int, inner: int) -> N
         for matrix in stacks.matrices:
             codes = stacks.read(layer, matrix)
             assert codes.codes.nbytes == EXPERTS * matrix.outputs * matrix.inputs * bits_of(form) // 8
+            planned = CodeSpec.of_experts({"quantization_config": CONFIGS[name]}, 1)
+            assert planned is not None
+            planned = planned.within(inner // ranks)
+            halves = matrix.halves * planned.bytes(matrix.outputs // matrix.halves, matrix.inputs)
+            assert codes.nbytes == EXPERTS * halves, "as `gaudi-ucm plan` counts them"
+            assert codes.for_kernels is planned.has_kernel(matrix.inputs)
             found[matrix.name].append(written_out(codes))
         assert not dict(layer.named_parameters())
     gates_and_ups = torch.cat([part.unflatten(1, (2, -1)) for part in found["w13"]], 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.protocol.offload import OffloadReport
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "ucm_sparse_meta"
 _REPORT = "ucm_offload_report"
+_BUCKETS = "ucm_buckets"
 
 
 class VerifiedDrafts(NamedTuple):
@@ -44,6 +45,16 @@ def report_of(output: ModelRunnerOutput) -> OffloadReport | None:
     """None where there is nothing to report."""
     report: OffloadReport | None = getattr(output, _REPORT, None)
     return report
+
+
+def attach_buckets(output: ModelRunnerOutput, buckets: Any) -> None:
+    """Sends the worker's `BucketSet` to the scheduler, with the output of one step."""
+    setattr(output, _BUCKETS, buckets)
+
+
+def buckets_of(output: ModelRunnerOutput) -> Any:
+    """None with nearly every step."""
+    return getattr(output, _BUCKETS, None)
 
 
 def computed_tokens(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:

@@ -26,7 +26,14 @@ from vllm_gaudi_ucm.runner.setup import LoadedModel, WorkerParts, make_parts
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
 from vllm_gaudi_ucm.vllm_api.kv_cache import in_blocks_of, in_tiles
-from vllm_gaudi_ucm.vllm_api.model import Attention, ChunkedLocalAttention, densely, get_model, tokens_chosen
+from vllm_gaudi_ucm.vllm_api.model import (
+    Attention,
+    ChunkedLocalAttention,
+    as_trained,
+    densely,
+    get_model,
+    tokens_chosen,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -119,7 +126,9 @@ class ModelRunner:
         config = self._vllm_config.model_config
         chosen = tokens_chosen(config)
         if chosen is None:
-            return get_model(vllm_config=self._vllm_config)
+            model = get_model(vllm_config=self._vllm_config)
+            as_trained(model, config.hf_text_config.model_type)
+            return model
         logger.warning(
             "%s has each row choose %s tokens (DSA). Here every row attends to all tokens before it: longer contexts "
             "take more time, and give other logits than the model was trained for.",

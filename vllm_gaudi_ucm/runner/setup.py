@@ -174,6 +174,9 @@ def make_parts(
             static = _make_static(model, groups, draft_groups, num_blocks, metrics, sparse, refill, host, carried)
             undo.callback(static.close)
             static.divided_logits.reserve(vllm_config.num_speculative_tokens)
+            if sparse is not None and model.device.kind == "hpu":
+                # kernels elsewhere skip pads
+                sparse.send_buckets(static.execution.ready.buckets)
         calls_layers = transfer is not None and transfer.in_layers
         execution, token_sampler = _make_execution(model, groups, metrics, sparse, static, calls_layers, carried)
         nans = NanCounter(sampling, host if is_static else None)

@@ -261,6 +261,8 @@ class StepRunner:
         output.kv_connector_output = step.transferred
         if self.memory is not None:
             self.memory.attach_report(output)
+        if self.sparse is not None:
+            self.sparse.attach_report(output)
         return output
 
     def _sampled(self, step: ComputedStep) -> None:
@@ -297,10 +299,8 @@ class StepRunner:
         self._sampled(step)
         self._finish_transfer(step)
         output = self._finished(step, sampled_ids, sampled)
-        if self.sparse is not None:
-            self.sparse.attach_report(output)
-            if self.check is not None:
-                self.check.offload(output)
+        if self.sparse is not None and self.check is not None:
+            self.check.offload(output)
         self._end_step()
         return output
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from vllm_gaudi_ucm.graphs.cost.specs import CHOICES, DEFAULT_SPECS, device_spec
+from vllm_gaudi_ucm.scheduler.bucket_seconds import BucketSeconds
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.choice_cost import ChoiceCost
 from vllm_gaudi_ucm.sparse.selection.block_selector import layer_leaders
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import summary_share
 
 if TYPE_CHECKING:
+    from vllm_gaudi_ucm.graphs.lookup import BucketSet
     from vllm_gaudi_ucm.sparse.base import UcmSparseBase
     from vllm_gaudi_ucm.vllm_api.kv_cache import AttentionSpec
     from vllm_gaudi_ucm.vllm_api.scheduling import Scheduler
@@ -46,6 +48,19 @@ def register_choice_cost(scheduler: Scheduler, method: UcmSparseBase) -> None:
             step_seconds=CHOICES[device].step_seconds,
         )
     )
+
+
+def register_buckets(method: UcmSparseBase, buckets: BucketSet | None) -> None:
+    """Has the method compare the buckets of a dense step and of one with choices, once a worker has sent its buckets.
+
+    Sizes decide as before where a layer is dense in sparse steps, and where the bucket of a step depends on which
+    blocks it has: the unique part is a slice of the cache, or each token has a slot.
+    """
+    if buckets is None or buckets.limits.contiguous or buckets.limits.strip:
+        return
+    choosing = method.selecting_method
+    if isinstance(choosing, BlockSparse) and choosing.choice_cost is not None and not choosing.dense_layers:
+        choosing.register_step_seconds(BucketSeconds(buckets))
 
 
 def _choosing_layers(scheduler: Scheduler, num_layers: int) -> list[int]:

@@ -10,12 +10,14 @@ import msgspec
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.protocol.attachments import (
     attach_sparse_meta,
+    buckets_of,
     computed_tokens,
     report_of,
     verified_drafts,
 )
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryOrders, attach_memory_orders, link_speed_of
 from vllm_gaudi_ucm.protocol.offload import OffloadReport
+from vllm_gaudi_ucm.scheduler.choice_cost import register_buckets
 from vllm_gaudi_ucm.sparse.options import read_extra_args
 from vllm_gaudi_ucm.vllm_api.blocks import (
     blocks_to_be_freed,
@@ -204,6 +206,7 @@ class SparseSteps(SchedulerPart):
         return self.method.build_sparse_meta(scheduler_output, self._scheduler.requests)
 
     def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        register_buckets(self.method, buckets_of(output))
         if scheduler_output.scheduled_spec_decode_tokens:
             for verified in verified_drafts(scheduler_output, output, self._scheduler.requests):
                 self.method.drafts_verified(*verified)

@@ -10,6 +10,7 @@ from vllm_gaudi_ucm.protocol.sparse_meta import RequestSelection, SelectionMode,
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import Budget, HasGaps, block_budget, decode_rows, no_gaps
 from vllm_gaudi_ucm.sparse.options import BlockOptions, MethodOptions
+from vllm_gaudi_ucm.sparse.step_sizes import StepSeconds, step_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +51,7 @@ class BlockSparse(UcmSparseBase):
         self.has_gaps = has_gaps
         self.choice_cost: ChoiceCost | None = None
         """By it a step is dense where a choice does not pay; None: every step with a budget is sparse."""
+        self._step_seconds: StepSeconds | None = None
         self.dense_steps = 0
         """Steps that were dense because a choice would not have paid."""
         self._held: dict[str, _Held | None] = {}
@@ -92,6 +94,10 @@ class BlockSparse(UcmSparseBase):
         """Once, before the first step, where steps may be dense because a choice does not pay."""
         self.choice_cost = choice_cost
 
+    def register_step_seconds(self, step_seconds: StepSeconds) -> None:
+        """Once it is known what steps take in buckets, where pads cost as much as blocks."""
+        self._step_seconds = step_seconds
+
     def request_begin(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
         self._held[request_id] = None
 
@@ -113,7 +119,7 @@ class BlockSparse(UcmSparseBase):
                 budget = self._budget(row.request_id, row.context_tokens)
                 if budget is not None:
                     budgets[row.request_id] = budget
-        if budgets and self.choice_cost is not None and not self.choice_cost.pays(budgets.values()):
+        if budgets and self.choice_cost is not None and not self._pays(self.choice_cost, scheduler_output, budgets):
             self.dense_steps += 1
             budgets.clear()
         meta = SparseMeta(dense_steps=self.dense_steps)
@@ -124,6 +130,14 @@ class BlockSparse(UcmSparseBase):
             if request_id not in meta.requests:
                 self.request_preempted(request_id)
         return meta
+
+    def _pays(self, cost: ChoiceCost, scheduler_output: SchedulerOutput, budgets: Mapping[str, Budget]) -> bool:
+        if self._step_seconds is not None:
+            sizes = step_sizes(scheduler_output, budgets, self._known_block_size())
+            dense, sparse = map(self._step_seconds, sizes)
+            if dense is not None and sparse is not None:
+                return cost.pays_in_buckets(dense, sparse)
+        return cost.pays(budgets.values())
 
     def _budget(self, request_id: str, context_tokens: int) -> Budget | None:
         """That of the selection which still serves, or a new one; None: the context is dense."""

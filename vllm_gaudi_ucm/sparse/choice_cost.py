@@ -39,4 +39,15 @@ class ChoiceCost:
             selected += budget.num_selected
         saved = self.sparse_layers * (candidates - selected) * self.block_bytes
         read = self.choosing_layers * candidates * self.summary_bytes
-        return (saved - read) / self.bandwidth > self.step_seconds + self.choosing_layers * self.layer_seconds
+        return (saved - read) / self.bandwidth > self._fixed_seconds
+
+    def pays_in_buckets(self, dense: float, sparse: float) -> bool:
+        """The same of steps that take these seconds in their buckets, where every pad costs what a block does.
+
+        sparse: with scores and the attention to chosen blocks.
+        """
+        return dense - sparse > self._fixed_seconds
+
+    @property
+    def _fixed_seconds(self) -> float:
+        return self.step_seconds + self.choosing_layers * self.layer_seconds

@@ -80,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="what attention of a step may take on a Gaudi, as ucm.graphs.step_memory (default: %(default)g)",
     )
+    parser.add_argument(
+        "--quantised-experts",
+        choices=("auto", "codes", "plain"),
+        default="auto",
+        help="what quantised experts of --model are kept as, as ucm.quantised_experts (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     add_sparse_arguments(parser)
     add_cost_arguments(parser)
@@ -121,7 +127,7 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
     known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
     if args.num_blocks is None:
-        known["num_blocks"] = blocks_that_fit(cost)
+        known["num_blocks"] = blocks_that_fit(cost, _weights(args, cost))
     limits = limits_of(args, known, "the defaults")
     memory, asked = _step_memory(args, cost), limits.max_num_batched_tokens
     if memory is not None:
@@ -151,6 +157,11 @@ def _step_memory(args: argparse.Namespace, cost: CostModel) -> StepMemory | None
     return StepMemory(cost.model, args.step_memory) if args.device in CHIPS else None
 
 
+def _weights(args: argparse.Namespace, cost: CostModel) -> int:
+    """Bytes on the device."""
+    return cost.model.held_bytes(args.device, args.quantised_experts)
+
+
 def _report(
     args: argparse.Namespace, limits: Limits, cost: CostModel, steps: Steps | None, tail_steps: int = 0
 ) -> PlanReport:
@@ -175,7 +186,7 @@ def _report(
         progress(1.0)
     name, _ = read_model(args.model)
     traffic = args.mix or (args.log and str(args.log))
-    memory = plan_memory(buckets, cost, shapes)
+    memory = plan_memory(buckets, cost, _weights(args, cost), shapes)
     nodes = _count(buckets, cost, shapes) if args.count_nodes else None
     return PlanReport(
         name,

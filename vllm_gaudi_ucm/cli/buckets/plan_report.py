@@ -45,14 +45,16 @@ class PlanMemory:
         return self.total <= self.usable
 
 
-def plan_memory(buckets: BucketSet, cost: CostModel, remainders: Sequence[ForwardShape] = ()) -> PlanMemory:
-    """Memory of a server that warms all of `buckets` and the graphs for `remainders`.
+def plan_memory(
+    buckets: BucketSet, cost: CostModel, weights: int, remainders: Sequence[ForwardShape] = ()
+) -> PlanMemory:
+    """Memory of a server that warms all of `buckets` and the graphs for `remainders`. weights: bytes of them.
 
     Activations are shared by the graphs, as they run in turn.
     """
     m = cost.model
     return PlanMemory(
-        weights=float(m.weight_bytes),
+        weights=float(weights),
         kv_cache=float(buckets.limits.num_blocks * cost.block_size * m.kv_bytes_per_token),
         graphs=(buckets.num_graphs + len(remainders)) * cost.device.graph_bytes,
         activations=max(activation_bytes(shape, cost) for shape in (*buckets.forward, *remainders))
@@ -82,17 +84,17 @@ def attention_bytes(shape: ForwardShape, cost: CostModel) -> float:
     return float(partials + scores + per_block)
 
 
-def blocks_that_fit(cost: CostModel) -> int:
-    """Blocks of KV cache beside the weights and a share for graphs and activations.
+def blocks_that_fit(cost: CostModel, weights: int) -> int:
+    """Blocks of KV cache beside the weights, of so many bytes, and a share for graphs and activations.
 
     Raises:
         ValueError: not even the weights fit.
     """
-    free = USABLE * (1.0 - WORKSPACE) * cost.device.memory - cost.model.weight_bytes
+    free = USABLE * (1.0 - WORKSPACE) * cost.device.memory - weights
     blocks = int(free // (cost.block_size * cost.model.kv_bytes_per_token))
     if blocks < 2:
         raise ValueError(
-            f"--device {cost.device.name}: {cost.model.weight_bytes / 1e9:.1f} GB of weights leave no room for a KV "
+            f"--device {cost.device.name}: {weights / 1e9:.1f} GB of weights leave no room for a KV "
             f"cache in {USABLE * cost.device.memory / 1e9:.0f} GB; one device cannot serve this model; "
             "have more of them share it, with --tensor-parallel-size"
         )

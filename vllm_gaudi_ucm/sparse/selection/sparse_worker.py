@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.registry import AUTO
-from vllm_gaudi_ucm.protocol.attachments import attach_report, sparse_meta_of
+from vllm_gaudi_ucm.protocol.attachments import attach_buckets, attach_report, sparse_meta_of
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import block_budget
@@ -161,6 +161,7 @@ class SparseWorker:
         self._steps = 0
         self._locks = (0, 0)
         self._dense_steps = 0
+        self._buckets: object | None = None
 
     @property
     def watches_layers(self) -> bool:
@@ -218,8 +219,15 @@ class SparseWorker:
         if self.offload is not None and meta is not None and meta.offload is not None:
             self.offload.begin_step(meta.offload)
 
+    def send_buckets(self, buckets: object) -> None:
+        """To the scheduler, with the next step. buckets: a `BucketSet`, whose pads cost as much as blocks."""
+        self._buckets = buckets
+
     def attach_report(self, output: ModelRunnerOutput) -> None:
-        """After a step: sends the report of KV offload to the scheduler."""
+        """After a step: sends the report of KV offload to the scheduler, and buckets once."""
+        if self._buckets is not None:
+            attach_buckets(output, self._buckets)
+            self._buckets = None
         if self.offload is not None:
             attach_report(output, self.offload.report())
 

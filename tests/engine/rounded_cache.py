@@ -1,4 +1,4 @@
-"""An engine whose float32 cache of latents holds what rows of 8-bit floats stand for."""
+"""An engine whose float32 cache holds what rows of 8-bit floats stand for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.engine.serving import Engine
-from vllm_gaudi_ucm.attention import latent
-from vllm_gaudi_ucm.ops.kv_cache.api import write_rows
+from vllm_gaudi_ucm.attention import backend, latent
+from vllm_gaudi_ucm.ops.kv_cache.api import write_kv, write_rows
 from vllm_gaudi_ucm.ops.narrow_floats import narrow
 
 STEPS: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
@@ -24,10 +24,17 @@ def rounding_engine(
 ) -> Iterator[Engine]:
     """scale: of the cache that it stands for. Graphs are captured with what it writes."""
 
-    def rounded(tokens: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return write_rows(narrow(tokens / scale).float() * scale, rows, slots)
+    def meant(tokens: torch.Tensor) -> torch.Tensor:
+        return narrow(tokens / scale).float() * scale
+
+    def rows(tokens: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
+        return write_rows(meant(tokens), *places)
+
+    def pairs(key: torch.Tensor, value: torch.Tensor, *places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return write_kv(meant(key), meant(value), *places)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latent, "write_rows", rounded)
+        patch.setattr(latent, "write_rows", rows)
+        patch.setattr(backend, "write_kv", pairs)
         with Engine(model, ucm, **{**STEPS, **options}) as engine:
             yield engine
