@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 # of each file, how many tests are run at least
 LEAST = {
+    "ops.test_quick_interpreter": 1,
     "ops.test_cuda_attention": 20,
     "ops.test_cuda_own_blocks": 10,
     "ops.test_cuda_windows": 15,
