@@ -181,6 +181,8 @@ def make_parts(
         execution, token_sampler = _make_execution(model, groups, metrics, sparse, static, calls_layers, carried)
         nans = NanCounter(sampling, host if is_static else None)
         slot_sampler = SlotSampler(sampling, token_sampler, requests, nans.count)
+        # where there is a connector, each worker tells what it has moved
+        asked = model.ranks.reports or transfer is not None
         steps = StepRunner(
             requests,
             sampling,
@@ -225,25 +227,13 @@ def make_parts(
             _make_check(model),
             host,
             model.decoder.has_logits,
-            None if carried is None else _steps_ahead(model, requests, carried, host, static, drafts, transfer),
+            None
+            if carried is None
+            else StepsAhead(requests, carried, host, static, drafts, asked, is_worker_process()),
             model.decoder.lockstep,
         )
         undo.pop_all()
     return WorkerParts(block_size, kv_caches, requests, transfer, sparse, static, steps)
-
-
-def _steps_ahead(
-    model: LoadedModel,
-    requests: RequestTable,
-    carried: CarriedTokens,
-    host: HostWork,
-    static: StaticShapes | None,
-    drafts: DraftsAhead | None,
-    transfer: KvTransfer | None,
-) -> StepsAhead:
-    """Where there is a connector, the engine asks every worker: each tells what it has moved."""
-    asked = model.ranks.reports or transfer is not None
-    return StepsAhead(requests, carried, host, static, drafts, asked, is_worker_process())
 
 
 def _make_check(model: LoadedModel) -> StepCheck | None:
