@@ -262,7 +262,9 @@ SCHEMAS = {
     "cast_to_fp8_v2": "default scalar scalar_list",
     "cast_from_fp8": "default scalar scalar_list",
     "fp8_gemm_v2": "default scalar scalar_list",
-    "mixture_of_experts": "default fused_weights fp8_fused_weights bias_fused_weights mxfp4_fused_weights",
+    "mixture_of_experts": (
+        "default fused_weights fp8_fused_weights fp8_fused_weights_dynamic bias_fused_weights mxfp4_fused_weights"
+    ),
 }
 
 
