@@ -1,36 +1,28 @@
 """Keeps the garbage collector off what was imported: vLLM brings 700,000 objects, and none of them ever dies.
 
 An engine asks for a full collection five times between its start and its end. Each looks at every object, which takes
-0.4 s: nine tenths of the life of a tiny engine. Even of what is not frozen it takes a fifth.
+0.4 s: nine tenths of the life of a tiny engine.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 
-_freeze, _unfreeze, _collect = gc.freeze, gc.unfreeze, gc.collect
+_freeze, _unfreeze = gc.freeze, gc.unfreeze
 
 
 def freeze_imports() -> None:
     """Puts all that is alive out of the collector's sight.
 
     vLLM freezes what an engine has made, and thaws everything when it ends. Neither happens from here on: the engine of
-    a test must be collected, and what was imported must stay where it is. Nor does vLLM collect: it does so to give a
-    GPU's memory back between two stages of a start. Tests and the plugin collect where they rely on it.
+    a test must be collected, and what was imported must stay where it is.
     """
     gc.freeze()
     for name in ("freeze", "unfreeze"):
         setattr(gc, name, lambda: None)
-    vars(gc)["collect"] = _collect_unless_vllm
     # what a test makes is small beside what was imported: one look for each thousand new objects is too often
     gc.set_threshold(100_000)
     gc.enable()
-
-
-def _collect_unless_vllm(generation: int = 2) -> int:
-    caller = str(sys._getframe(1).f_globals.get("__name__"))
-    return 0 if caller.startswith("vllm.") else _collect(generation)
 
 
 def freeze_rest() -> None:
