@@ -71,7 +71,7 @@ def coded(kind: Kind, case: Case) -> tuple[CodedExperts, Case]:
 
 def run(case: Case, weights: CodedExperts, implementation: str) -> Tensor:
     device = torch.device(DEVICE if implementation == "cuda" else "cpu")
-    biases = (None if bias is None else bias.to(device) for bias in weights[3:])
+    biases = (None if bias is None else bias.to(device) for bias in (weights.w13_bias, weights.w2_bias))
     there = CodedExperts(weights.w13.to(device), weights.w2.to(device), weights.dtype, *biases)
     experts = prepare_coded_experts(there, case.spec, implementation=implementation)
     found = mixture_of_experts(*(each.to(device) for each in (case.x, case.ids, case.shares)), experts)

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, SteadyPlanner, UnifiedPlan
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable, in_slot_order
-from vllm_gaudi_ucm.execution.execution import Execution
+from vllm_gaudi_ucm.execution.execution import Execution, StepShape
 from vllm_gaudi_ucm.observability.host_work import HostWork
+from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.step_clock import StepClock
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState, attach_warm_up_state, orders_warm_up
-from vllm_gaudi_ucm.runner.computed_step import Computed, ComputedStep, step_record
+from vllm_gaudi_ucm.runner.computed_step import Computed, ComputedStep
 from vllm_gaudi_ucm.runner.steps_ahead import StepOutput, StepsAhead, VerifiedLater
 from vllm_gaudi_ucm.sampling.sampling import Grammar
 from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
@@ -41,6 +42,28 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
+
+
+def step_record(clock: StepClock, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
+    """What a step was. block_size: tokens per block; selected blocks are full."""
+    (plan_ms, forward_ms, sample_ms), chosen = clock.milliseconds, plan.selection
+    return StepRecord(
+        step=step,
+        bucket=shape.true,
+        padded=shape.padded,
+        requests=len(plan.requests),
+        prompts=len(plan.requests) - plan.num_single,
+        tokens=plan.num_rows,
+        causal_pairs=0 if plan.causal is None else plan.causal.pairs(),
+        shared_pairs=0 if plan.shared is None else plan.shared.pairs(plan.row_requests),
+        unique_pairs=0 if plan.unique is None else int((plan.unique.hi - np.maximum(plan.unique.lo, 0)).sum()),
+        plan_ms=plan_ms,
+        forward_ms=forward_ms,
+        sample_ms=sample_ms,
+        selected_pairs=0 if chosen is None else int(chosen.counts @ chosen.num_rows) * block_size,
+        sparse=0 if chosen is None else len(chosen.counts),
+        tail=int(shape.remainder),
+    )
 
 
 NO_BLOCKS = np.zeros(0, np.int64)
@@ -337,16 +360,14 @@ class StepRunner:
     def _record(self, step: ComputedStep) -> None:
         """Every division ran in a shape of its own; sampling, and blocks that moved, belong to the last."""
         for computed in step.divisions:
-            record = step_record(
-                computed.clock, self.phase_log.summary.steps, computed.plan, computed.shape, self.block_size
-            )
-            if step.transfer is not None and computed is step.divisions[-1]:
-                record = step.transfer.noted_in(record)
+            number, shape = self.phase_log.summary.steps, computed.shape
+            record = step_record(computed.clock, number, computed.plan, shape, self.block_size)
             if computed is step.divisions[-1]:
+                record = record if step.transfer is None else step.transfer.noted_in(record)
                 moved: dict[str, Any] = {**step.moved}
                 record = replace(record, host_reads=step.host.reads, host_stages=step.host.stages, **moved)
             self.phase_log.append(record)
-            self.metrics.step(record.bucket, record.padded, computed.shape.remainder)
+            self.metrics.step(record.bucket, record.padded, shape.remainder)
             self.metrics.times(record.plan_ms, record.forward_ms, record.sample_ms)
         if self.sparse is not None:
             self.sparse.report()

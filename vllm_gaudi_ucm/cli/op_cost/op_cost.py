@@ -178,6 +178,7 @@ def _of_buckets(args: argparse.Namespace) -> OpCostReport:
         "max_graphs": graphs,
         "skeleton": SERVER.skeleton,
         "step_memory": SERVER.step_memory,
+        "quantised_experts": "auto",
         "sparse": None,
         "num_speculative_tokens": 0,
         "partial_loads": False,
