@@ -96,8 +96,8 @@ class LayerSelection:
     block_table: torch.Tensor = field(init=False)
     first_places: torch.Tensor = field(init=False)
     """int64 [selected] place of the first block of each chosen one's request."""
-    spans: RankedSpans | None = field(init=False, default=None)
-    measured: RankedSpans | None = field(init=False, default=None)
+    spans: RankedSpans = field(init=False)
+    measured: RankedSpans = field(init=False)
     """As `spans`, for the layer whose choices are measured: it ranks those that are reused, too."""
     native: NativeSelection | None = field(init=False, default=None)
 
@@ -105,6 +105,7 @@ class LayerSelection:
         t = self.tensors
         self.block_table = t.block_table()
         self.first_places = t.choice_spans * t.width
+        self.spans = self.measured = RankedSpans(t.num_rows, None)
         if not self.reused and not self.at_once:
             self.spans = self.measured = RankedSpans.of(t, t.num_rows, self.implementation)
             if passes_over(t.modes.device.type, implementation=self.implementation):
@@ -326,6 +327,4 @@ class ChoosingLayer(LayerSelector):
 
     def _ranked(self, selection: LayerSelection) -> RankedSpans:
         """What this layer ranks of the step."""
-        t = selection.tensors
-        found = selection.spans if self._recall is None else selection.measured
-        return RankedSpans(t.num_rows, None) if found is None else found
+        return selection.spans if self._recall is None else selection.measured

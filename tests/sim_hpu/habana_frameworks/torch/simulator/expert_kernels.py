@@ -122,6 +122,12 @@ def bias_fused_weights(
     return _sum(hidden_states, expert_routing_table, router_weights, expert, experts_min, experts_max)
 
 
+def _scaled(values: Tensor, scale: Tensor, permuted_weights: bool) -> Tensor:
+    """bf16 weights of 8-bit values, by their one scale or that of each output."""
+    by_output = scale.float().reshape((-1, 1) if permuted_weights else (1, -1))
+    return (values.float() * by_output).to(torch.bfloat16)
+
+
 def fp8_fused_weights(
     hidden_states: Tensor,
     expert_routing_table: Tensor,
@@ -150,16 +156,14 @@ def fp8_fused_weights(
     _check_weights(hidden_states.dtype, w12, w3, experts_min, experts_max)
     act = _activation(activation)
 
-    def weight(values: Tensor, scale: Tensor) -> Tensor:
-        by_output = scale.float().reshape((-1, 1) if permuted_weights else (1, -1))
-        return (values.float() * by_output).to(wide)
-
     def expert(tokens: Tensor, number: int) -> Tensor:
-        gate, up = _product(tokens, weight(w12[number], d_scale_w12[number]), permuted_weights).chunk(2, -1)
+        gate, up = _product(
+            tokens, _scaled(w12[number], d_scale_w12[number], permuted_weights), permuted_weights
+        ).chunk(2, -1)
         scale = d_scale_intermediate_hidden_states[number].float()
         inner = saturated((act(gate) * up).float() / scale, hidden_states.dtype)
         tokens = (inner.float() * scale).to(wide)
-        return _product(tokens, weight(w3[number], d_scale_w3[number]), permuted_weights)
+        return _product(tokens, _scaled(w3[number], d_scale_w3[number], permuted_weights), permuted_weights)
 
     return _sum(x, expert_routing_table, router_weights, expert, experts_min, experts_max)
 
@@ -194,16 +198,14 @@ def fp8_fused_weights_dynamic(
     _check_weights(hidden_states.dtype, w12, w3, experts_min, experts_max)
     act = _activation(activation)
 
-    def weight(values: Tensor, scale: Tensor) -> Tensor:
-        by_output = scale.float().reshape((-1, 1) if permuted_weights else (1, -1))
-        return (values.float() * by_output).to(wide)
-
     def expert(tokens: Tensor, number: int) -> Tensor:
-        gate, up = _product(tokens, weight(w12[number], d_scale_w12[number]), permuted_weights).chunk(2, -1)
+        gate, up = _product(
+            tokens, _scaled(w12[number], d_scale_w12[number], permuted_weights), permuted_weights
+        ).chunk(2, -1)
         inner = (act(gate) * up).float()
         scale = (inner.abs().amax(-1, keepdim=True) + 1e-8) / largest(hidden_states.dtype)
         tokens = (saturated(inner / scale, hidden_states.dtype).float() * scale).to(wide)
-        return _product(tokens, weight(w3[number], d_scale_w3[number]), permuted_weights)
+        return _product(tokens, _scaled(w3[number], d_scale_w3[number], permuted_weights), permuted_weights)
 
     return _sum(x, expert_routing_table, router_weights, expert, experts_min, experts_max)
 
