@@ -16,7 +16,15 @@ from tests.observability.records import mixed_steps, step, tail_step, write_log
 from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.device.cpu import CpuDevice
-from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, cost_model, logger, server_limits, strategy_name
+from vllm_gaudi_ucm.execution.bucket_choice import (
+    choose_buckets,
+    cost_model,
+    logger,
+    reads_own_blocks,
+    server_limits,
+    strategy_name,
+)
+from vllm_gaudi_ucm.execution.step_memory import MOST_SHARED_ENTRIES
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import Bucket, ForwardShape
 from vllm_gaudi_ucm.graphs.shapes.few_shapes import lacks_sparse_decodes
@@ -184,6 +192,24 @@ def test_the_limits_are_the_servers_and_shared_blocks_those_of_two_requests() ->
     assert server_limits(VLLM, 16, 100, True, 20).most_shared_blocks == 20
     with pytest.raises(LimitsError, match="max_shared_blocks is 15, expected at least 16"):
         server_limits(VLLM, 16, 100, False, 15)
+
+
+def test_where_requests_read_their_own_blocks_all_may_be_shared() -> None:
+    """Verifications of eight contexts are one step there, and their graph has a table of bounded size."""
+    assert server_limits(VLLM, 16, 100, False, None, own_blocks=True).most_shared_blocks == 99
+    assert server_limits(VLLM, 16, 100, False, 20, own_blocks=True).most_shared_blocks == 20
+    many = server_limits(engine_config(2048, 256, 1 << 20), 16, 1 << 20, False, None, own_blocks=True)
+    assert many.most_shared_blocks * 256 == MOST_SHARED_ENTRIES * 8  # two requests of the longest kind, in any case
+    many = server_limits(engine_config(2048, 256, 1 << 17), 16, 1 << 20, False, None, own_blocks=True)
+    assert many.most_shared_blocks * 256 == MOST_SHARED_ENTRIES
+
+
+@pytest.mark.parametrize(("implementation", "expected"), [("auto", True), ("cuda", True), ("reference", False)])
+def test_the_reference_multiplies_all_rows_with_all_shared_blocks(implementation: str, expected: bool) -> None:
+    config = resolve_config({"ucm": {"attention": {"implementation": implementation}}})
+    assert reads_own_blocks(config, "cuda") is expected
+    assert not reads_own_blocks(config, "cpu")
+    assert not reads_own_blocks(config, "hpu")
 
 
 def test_a_bucket_file_gives_its_buckets(bucket_file: Path) -> None:

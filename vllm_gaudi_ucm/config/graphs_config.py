@@ -58,7 +58,7 @@ class GraphsConfig(Section):
     max_shared_blocks: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
         description="Distinct shared blocks of the largest bucket; a step with more runs in several parts. Without it "
-        "twice the blocks of the longest request, or what `step_memory` allows.",
+        "twice the blocks of the longest request, or what `step_memory` allows; on a GPU all that requests can use.",
     )
     step_memory: Annotated[float, Field(gt=0)] = Field(
         default=8.0,

@@ -41,12 +41,14 @@ def server_limits(
     max_selected_blocks: int = 0,
     memory: StepMemory | None = None,
     *,
+    own_blocks: bool = False,
     by_token: bool = False,
     window: Window | None = None,
 ) -> Limits:
     """The largest step that vLLM's scheduler makes with this configuration; raises LimitsError where none fits.
 
-    max_shared_blocks: None stands for `default_shared_blocks`, or as many of them as `memory` allows.
+    max_shared_blocks: None stands for those that a server has then (`as_served`).
+    own_blocks: see `reads_own_blocks`.
     by_token: each token has a slot of its own, so that ranges of blocks are counted.
     window: how far back rows see; None: whole contexts.
     """
@@ -63,7 +65,12 @@ def server_limits(
         strip=strip_size(block_size) if by_token else 0,
         window=0 if window is None else window.tokens,
     )
-    return as_served(limits, memory)
+    return as_served(limits, memory, own_blocks)
+
+
+def reads_own_blocks(config: UcmConfig, device: str) -> bool:
+    """Whether attention of a request reads the shared blocks that it uses alone. device: `cpu`, `cuda` or `hpu`."""
+    return device == "cuda" and config.attention.implementation in (AUTO, "cuda")
 
 
 def step_memory(vllm_config: VllmConfig, config: UcmConfig, device: str) -> StepMemory | None:

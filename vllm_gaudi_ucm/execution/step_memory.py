@@ -14,6 +14,8 @@ from vllm_gaudi_ucm.graphs.shapes.prompt_tiles import ALL_TILES, TILE_ROWS
 from vllm_gaudi_ucm.ops.unified_attention.impl.hpu_memory import LEAST_ROWS, AttentionSizes, attention_bytes
 
 GIB = 1 << 30
+# Of the table of shared blocks, int32 [requests, shared blocks]: 16 MiB, which a step copies to the device at most.
+MOST_SHARED_ENTRIES = 1 << 22
 
 
 def step_bytes(shape: ForwardShape, model: ModelSpec, block_size: int, selected_rows: int = 1) -> int:
@@ -73,10 +75,16 @@ class StepMemory:
         return limits if most == limits.most_shared_blocks else replace(limits, max_shared_blocks=most)
 
 
-def as_served(limits: Limits, memory: StepMemory | None) -> Limits:
-    """Where nothing says how many shared blocks the largest bucket has, the default, as far as `memory` allows it."""
+def as_served(limits: Limits, memory: StepMemory | None, own_blocks: bool = False) -> Limits:
+    """Where nothing says how many shared blocks the largest bucket has, the default, as far as `memory` allows it.
+
+    own_blocks: attention reads of the shared blocks those of each request alone. A pad of the shared part is then an
+    entry of its table, and no product; a step in several parts would read the weights that often. So there is no bound.
+    """
     if limits.max_shared_blocks is not None:
         return limits
     shared = default_shared_blocks(limits.max_model_len, limits.block_size, limits.strip)
+    if own_blocks:
+        shared = max(shared, min(limits.max_context_blocks, MOST_SHARED_ENTRIES // limits.max_num_seqs))
     limits = replace(limits, max_shared_blocks=shared)
     return limits if memory is None else memory.bound(limits)

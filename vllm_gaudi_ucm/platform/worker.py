@@ -20,7 +20,7 @@ from vllm_gaudi_ucm.distributed.rank_failure import Peers, ends_engine
 from vllm_gaudi_ucm.distributed.ranks import Ranks
 from vllm_gaudi_ucm.distributed.stage import Stage
 from vllm_gaudi_ucm.envs import lazy_mode, local_engines
-from vllm_gaudi_ucm.execution.bucket_choice import server_limits, step_memory
+from vllm_gaudi_ucm.execution.bucket_choice import reads_own_blocks, server_limits, step_memory
 from vllm_gaudi_ucm.execution.graph_kind import graph_kind, options_without_effect
 from vllm_gaudi_ucm.execution.recipe_cache import open_recipe_cache
 from vllm_gaudi_ucm.graphs.shapes.limits import strip_size
@@ -355,7 +355,14 @@ class UcmWorker(RefusedCalls, WorkerBase):
         if static:
             memory = step_memory(self.vllm_config, self._ucm, self._device.kind)
             limits = server_limits(
-                self.vllm_config, block_size, num_blocks, contiguous is True, shared, memory=memory, by_token=by_token
+                self.vllm_config,
+                block_size,
+                num_blocks,
+                contiguous is True,
+                shared,
+                memory=memory,
+                by_token=by_token,
+                own_blocks=reads_own_blocks(self._ucm, self._device.kind),
             )
             shared = limits.max_shared_blocks
         selected = max_selected_blocks(self._ucm, self.vllm_config, block_size, num_blocks, static)

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, cost_model, server_limits, step_memory
+from vllm_gaudi_ucm.execution.bucket_choice import (
+    choose_buckets,
+    cost_model,
+    reads_own_blocks,
+    server_limits,
+    step_memory,
+)
 from vllm_gaudi_ucm.execution.bucketed_execution import BucketedExecution
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.runners.base import runner_maker
@@ -142,6 +148,7 @@ def _measure(
         memory,
         by_token=by_token,
         window=decoder.window,
+        own_blocks=reads_own_blocks(config, device.kind),
     )
     ready = ReadyBuckets(_largest_buckets(limits, cost_model(vllm_config, device, block_size)))
     free = device.memory().free

@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.batch.request_table import RequestTable
 from vllm_gaudi_ucm.connector.transfer_config import OURS
 from vllm_gaudi_ucm.device.step_activity import STEPS
 from vllm_gaudi_ucm.distributed.ranks import Ranks
-from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, server_limits, step_memory
+from vllm_gaudi_ucm.execution.bucket_choice import choose_buckets, reads_own_blocks, server_limits, step_memory
 from vllm_gaudi_ucm.execution.bucketed_execution import remainder_shapes
 from vllm_gaudi_ucm.execution.carried_tokens import CarriedTokens
 from vllm_gaudi_ucm.execution.decoder import Decoder
@@ -361,7 +361,8 @@ def _make_static(
         selected, live, rows = choices.max_selected_blocks, choices.room_for_live_blocks, choices.max_rows
     memory = step_memory(vllm_config, config, model.device.kind)
     sizes = block_size, num_blocks, contiguous, config.graphs.max_shared_blocks, selected, memory
-    limits = server_limits(vllm_config, *sizes, by_token=model.by_token, window=kv_groups.groups[0].window)
+    window, own_blocks = kv_groups.groups[0].window, reads_own_blocks(config, model.device.kind)
+    limits = server_limits(vllm_config, *sizes, by_token=model.by_token, window=window, own_blocks=own_blocks)
     remainders = remainder_shapes(limits, choices)
     num_remainders = 0 if remainders is None else len(remainders.keys)
     buckets, usage = choose_buckets(config.graphs, vllm_config, limits, model.device, num_remainders, live, rows)

@@ -29,7 +29,7 @@ from vllm_gaudi_ucm.config.graphs_config import GraphsConfig
 from vllm_gaudi_ucm.execution.bucket_choice import most_buckets
 from vllm_gaudi_ucm.execution.step_memory import StepMemory, as_served
 from vllm_gaudi_ucm.graphs.cost.compile_cost import AttentionNodes
-from vllm_gaudi_ucm.graphs.cost.specs import CHIPS
+from vllm_gaudi_ucm.graphs.cost.specs import CHIPS, DEFAULT_SPECS
 from vllm_gaudi_ucm.graphs.cost.step_cost import CostModel
 from vllm_gaudi_ucm.graphs.lookup import BucketSet
 from vllm_gaudi_ucm.graphs.shapes.bucket import ForwardShape
@@ -113,7 +113,12 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
     if args.mix is not None:
         mix = mix_within(args, args.mix)
         cost = cost_model(args, mix.limits.block_size)
-        return _report(args, as_served(mix.limits, _step_memory(args, cost)), cost, _simulate(mix, args.mix, cost))
+        return _report(
+            args,
+            as_served(mix.limits, _step_memory(args, cost), _own_blocks(args)),
+            cost,
+            _simulate(mix, args.mix, cost),
+        )
     if args.log is not None:
         with open_log(args.log) as log:
             where = f"the first line of {args.log}"
@@ -123,7 +128,9 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
             limits = limits_of(args, said, where)
             cost = cost_model(args, limits.block_size)
             steps, num_remainders = _steps_and_remainders(log)
-        return _report(args, as_served(limits, _step_memory(args, cost)), cost, steps, num_remainders)
+        return _report(
+            args, as_served(limits, _step_memory(args, cost), _own_blocks(args)), cost, steps, num_remainders
+        )
     cost = cost_model(args, args.block_size or DEFAULT_LIMITS["block_size"])
     known: dict[str, int] = {**DEFAULT_LIMITS, "contiguous": False}
     if args.num_blocks is None:
@@ -134,7 +141,7 @@ def make_plan(args: argparse.Namespace) -> PlanReport:
         longest = limits.blocks_per_request * limits.block_size if limits.strip else limits.max_model_len
         rows = memory.rows(asked, limits.max_num_seqs, longest)
         limits = replace(limits, max_num_batched_tokens=rows)
-    return replace(_report(args, as_served(limits, memory), cost, None), asked_tokens=asked)
+    return replace(_report(args, as_served(limits, memory, _own_blocks(args)), cost, None), asked_tokens=asked)
 
 
 def _steps_and_remainders(log: PhaseLogReader) -> tuple[Steps, int]:
@@ -155,6 +162,11 @@ def _step_memory(args: argparse.Namespace, cost: CostModel) -> StepMemory | None
     if not args.step_memory > 0:
         raise ValueError(f"--step-memory is {args.step_memory:g}, expected more than 0 GiB")
     return StepMemory(cost.model, args.step_memory) if args.device in CHIPS else None
+
+
+def _own_blocks(args: argparse.Namespace) -> bool:
+    """Of a server's attention on the device, see `as_served`."""
+    return args.device == DEFAULT_SPECS["cuda"]
 
 
 def _weights(args: argparse.Namespace, cost: CostModel) -> int:
