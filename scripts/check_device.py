@@ -8,8 +8,10 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -64,19 +66,50 @@ def reference_tokens(model: LlamaForCausalLM, prompts: list[list[int]], device: 
     return found
 
 
-# Every block is chosen, so the tokens are those of dense attention; every part of a selection runs.
-ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 256}
-METHODS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "GSA": {"ucm_sparse_config": {"GSA": {**ALL_BLOCKS, "dense_layers": [0], "reuse_layers": 2}}},
-    "GSA, cuda_fused": {"ucm_sparse_config": {"GSA": {**ALL_BLOCKS, "implementation": "cuda_fused"}}},
-    "ESA": {"ucm_sparse_config": {"ESA": {**ALL_BLOCKS, "summary": "hash"}}},
-    "KVStar": {"ucm_sparse_config": {"KVStar": {**ALL_BLOCKS, "summary": "minmax"}}},
-}
+class Kind(NamedTuple):
+    """What an engine is asked for. turns: how often it serves all prompts; with a store the second one loads."""
+
+    ucm: dict[str, Any]
+    arguments: Mapping[str, Any] = MappingProxyType({})
+    turns: int = 1
 
 
-def engine_tokens(folder: str, prompts: list[list[int]], method: str, log: Path) -> tuple[list[list[int]], float]:
-    sparse = {} if method == "dense" else {"ucm_sparse_method": method.partition(",")[0], **METHODS[method]}
+def sparse(method: str, **options: Any) -> dict[str, Any]:
+    """Every block is chosen, so the tokens are those of dense attention; every part of a selection runs."""
+    asked = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 256, **options}
+    return {"ucm_sparse_method": method, "ucm_sparse_config": {method: asked}}
+
+
+def kinds(folder: str) -> dict[str, Kind]:
+    """By name. folder: of the model, which drafts for itself; stores get folders in it."""
+    drafts = {"speculative_config": {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}}
+    ahead = {"scheduler": {"async_scheduling": True}}
+
+    def stored(name: str) -> dict[str, Any]:
+        store = {"kind": "file", "path": f"{folder}/{name}", "capacity": "1GiB"}
+        transfer = {
+            "kv_connector": "UcmConnector",
+            "kv_connector_module_path": "vllm_gaudi_ucm.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"store": store},
+        }
+        return {"kv_transfer_config": transfer, "enable_prefix_caching": False}
+
+    return {
+        "dense": Kind({}),
+        "GSA": Kind(sparse("GSA", dense_layers=[0], reuse_layers=2)),
+        "GSA, cuda_fused": Kind(sparse("GSA", implementation="cuda_fused")),
+        "ESA": Kind(sparse("ESA", summary="hash")),
+        "KVStar": Kind(sparse("KVStar", summary="minmax")),
+        "drafts": Kind({}, drafts),
+        "KVStar, drafts": Kind(sparse("KVStar"), drafts),
+        "store": Kind(ahead, stored("store"), turns=2),
+        "GSA, store": Kind({**ahead, **sparse("GSA")}, stored("store-of-gsa"), turns=2),
+    }
+
+
+def engine_tokens(folder: str, prompts: list[list[int]], kind: Kind, log: Path) -> tuple[list[list[int]], float, bool]:
+    """Tokens of the last turn, its seconds, and whether steps are scheduled ahead."""
     llm = LLM(
         folder,
         dtype="float32",
@@ -85,17 +118,20 @@ def engine_tokens(folder: str, prompts: list[list[int]], method: str, log: Path)
         max_num_seqs=8,
         max_num_batched_tokens=512,
         kv_cache_memory_bytes=256 << 20,
-        block_size=32 if sparse else None,
-        additional_config={"ucm": {"phase_log": str(log), "graphs": {"max_graphs": 32, "warm_up": "full"}, **sparse}},
+        block_size=32 if "ucm_sparse_method" in kind.ucm else None,
+        additional_config={"ucm": {"phase_log": str(log), "graphs": {"max_graphs": 32, "warm_up": "full"}, **kind.ucm}},
+        **kind.arguments,
     )
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
     llm.generate(requests[:1], params, use_tqdm=False)
-    begin = time.perf_counter()
-    outputs = llm.generate(requests, params, use_tqdm=False)
-    seconds = time.perf_counter() - begin
+    for _ in range(kind.turns):
+        begin = time.perf_counter()
+        outputs = llm.generate(requests, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+    is_ahead = bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
     llm.llm_engine.engine_core.shutdown()
-    return [list(output.outputs[0].token_ids) for output in outputs], seconds
+    return [list(output.outputs[0].token_ids) for output in outputs], seconds, is_ahead
 
 
 def main() -> int:
@@ -108,19 +144,21 @@ def main() -> int:
         expected = reference_tokens(model, prompts, device)
         del model
         wrong = 0
-        for method in METHODS:
-            if "cuda" in method and device != "cuda":
+        for name, kind in kinds(folder).items():
+            if "cuda" in name and device != "cuda":
                 continue
-            log = Path(folder) / f"{method}.jsonl"
-            tokens, seconds = engine_tokens(folder, prompts, method, log)
+            log = Path(folder) / f"{name}.jsonl"
+            tokens, seconds, is_ahead = engine_tokens(folder, prompts, kind, log)
             equal = sum(a == b for a, b in zip(tokens, expected, strict=True))
             wrong += len(prompts) - equal
             total = sum(map(len, prompts)) + NEW_TOKENS * len(prompts)
             _, steps = read_phase_log(log)
             print(
-                f"{method}: {equal} of {len(prompts)} prompts equal Hugging Face's greedy tokens; "
+                f"{name}: {equal} of {len(prompts)} prompts equal Hugging Face's greedy tokens; "
                 f"{total / seconds:.0f} tokens/s; phases {sorted({step.bucket.phase for step in steps})}; "
-                f"{sum(step.sparse for step in steps)} sparse decodes",
+                f"{sum(step.sparse for step in steps)} sparse decodes; "
+                f"{sum(step.loaded_blocks for step in steps)} blocks loaded; "
+                f"{'scheduled ahead' if is_ahead else 'synchronous'}",
                 flush=True,
             )
     return 1 if wrong else 0
