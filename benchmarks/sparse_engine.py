@@ -124,6 +124,15 @@ def random_model(folder: Path, options: argparse.Namespace) -> Path:
     return folder
 
 
+def one_layer_of(model: Path) -> Path:
+    """A draft model: an engine takes one, so that it drafts as others do, and another proposer is put in its place."""
+    folder = model / "draft"
+    folder.mkdir(exist_ok=True)
+    shape = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 1}))
+    return folder
+
+
 def longest(options: argparse.Namespace) -> int:
     return max(context for _, context in options.sizes) + NEW_TOKENS
 
@@ -138,7 +147,8 @@ def side(
     blocks = max(requests * (-(-(context + NEW_TOKENS) // BLOCK_SIZE) + 1) for requests, context in options.sizes) + 2
     shape = json.loads((model / "config.json").read_text())
     dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * dim
+    # a draft model has one layer, in blocks of its own
+    per_token = 2 * (shape["num_hidden_layers"] + bool(drafts)) * shape["num_key_value_heads"] * dim
     # without graphs on a CPU, as there by default
     graphs = {} if options.device == "cpu" else {"warm_up": "full", "max_graphs": options.max_graphs}
     arguments = {
@@ -155,8 +165,12 @@ def side(
         **({} if options.model else {"load_format": weights}),
     }
     if drafts:
-        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 1}
-        arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, **lookup}
+        draft_model = str(one_layer_of(model))
+        arguments["speculative_config"] = {
+            "method": "draft_model",
+            "model": draft_model,
+            "num_speculative_tokens": drafts,
+        }
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
