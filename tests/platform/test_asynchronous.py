@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from vllm.config import KVTransferConfig
 from tests.platform.test_features import NGRAM, save_config, start
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
 from vllm_gaudi_ucm.platform.asynchronous import SYNCHRONOUS, reasons
+from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.late_decisions import decides_late
 
 GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {}}}
 # of an engine on a CPU that is asked to be asynchronous
@@ -21,10 +24,21 @@ SYNCHRONOUS_OPTIONS: dict[str, dict[str, Any]] = {
     "several workers of several engines": {"tensor_parallel_size": 2, "data_parallel_size": 2},
     "another executor than `uni` and `mp`": {"distributed_executor_backend": "external_launcher"},
     "drafts by n-grams": {"speculative_config": NGRAM},
-    "drafts beside a sparse method": {"ucm": {**GSA, "scheduler": {"async_scheduling": True}}, "drafts": True},
+    "drafts beside a sparse method that does not decide by counts": {
+        "ucm": {"ucm_sparse_method": "HookLog", "scheduler": {"async_scheduling": True}},
+        "drafts": True,
+    },
     "ucm.memory_mode": {"ucm": {**GSA, "memory_mode": {"enabled": True}}},
     "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    """A method of the bare interface."""
+    with SPARSE_METHODS.scope():
+        UcmSparseFactory.register_sparse_method("HookLog", "tests.sparse.hook_log", "HookLog")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +98,16 @@ def test_worker_processes_are_asynchronous(llama: Path, options: dict[str, Any])
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}])
 def test_drafts_of_a_model_are_asynchronous(llama: Path, options: dict[str, Any]) -> None:
     assert configured(llama, drafts=True, **options).scheduler_config.async_scheduling
+
+
+KVSTAR = {"ucm_sparse_method": "KVStar", "ucm_sparse_config": {"KVStar": {}}}
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}])
+def test_drafts_beside_our_sparse_methods_are_asynchronous(llama: Path, options: dict[str, Any]) -> None:
+    config = configured(llama, {**KVSTAR, "scheduler": {"async_scheduling": True}}, drafts=True, **options)
+    assert config.scheduler_config.async_scheduling
+    assert decides_late(config)
 
 
 OURS = {

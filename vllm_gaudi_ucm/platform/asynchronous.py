@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.scheduler.scheduler_class import is_foreign
+from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,6 +37,14 @@ class Synchronous(NamedTuple):
     what: str
     why: str
     is_used: Callable[[Engine], object]
+
+
+def _decides_by_counts(config: UcmConfig) -> bool:
+    """Whether there is no sparse method, or one that workers may have decide."""
+    name = config.ucm_sparse_method
+    if name is None:
+        return True
+    return UcmSparseFactory.method_class(name).decides_by_counts(config.ucm_sparse_config.options(name))
 
 
 SYNCHRONOUS: tuple[Synchronous, ...] = (
@@ -78,13 +87,14 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
     ),
     Synchronous(
         "drafts by n-grams",
-        "vLLM has it so: they are looked up among the tokens on the host",
+        "vLLM's own check of its configuration refuses it (`VllmConfig.__post_init__`): "
+        "they are looked up among the tokens on the host",
         lambda e: e.vllm.speculative_config is not None and e.vllm.speculative_config.method == "ngram",
     ),
     Synchronous(
-        "drafts beside a sparse method",
-        "its choices and locks follow from how many drafts were right",
-        lambda e: e.vllm.speculative_config is not None and e.ucm.ucm_sparse_method is not None,
+        "drafts beside a sparse method that does not decide by counts",
+        "what it may read of requests only the scheduler has, which does not know yet how many drafts are right",
+        lambda e: e.vllm.speculative_config is not None and not _decides_by_counts(e.ucm),
     ),
     Synchronous(
         "ucm.memory_mode",

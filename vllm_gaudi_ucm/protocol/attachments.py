@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "ucm_sparse_meta"
 _REPORT = "ucm_offload_report"
 _BUCKETS = "ucm_buckets"
+_CHOICE_COST = "ucm_choice_cost"
 
 
 class VerifiedDrafts(NamedTuple):
@@ -55,6 +56,16 @@ def attach_buckets(output: ModelRunnerOutput, buckets: Any) -> None:
 def buckets_of(output: ModelRunnerOutput) -> Any:
     """None with nearly every step."""
     return getattr(output, _BUCKETS, None)
+
+
+def attach_choice_cost(scheduler_output: SchedulerOutput, cost: Any) -> None:
+    """Sends the scheduler's `ChoiceCost`, or None, with a step whose sparse requests the workers decide over."""
+    setattr(scheduler_output, _CHOICE_COST, cost)
+
+
+def choice_cost_of(scheduler_output: SchedulerOutput) -> Any:
+    """None where every step with a budget is sparse."""
+    return getattr(scheduler_output, _CHOICE_COST, None)
 
 
 def computed_tokens(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:

@@ -24,6 +24,7 @@ from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.late_decisions import LateDecisions, decides_late
 from vllm_gaudi_ucm.sparse.selection.block_selector import KeptQueries, SelectionLayer
 from vllm_gaudi_ucm.sparse.selection.sparse_worker import (
     BlockSelection,
@@ -160,12 +161,13 @@ def make_sparse_worker(
     method.register_kv_caches({name: layer.keys for name, layer in layers.items()})
     series = None if metrics is None else metrics.sparse()
     choosing, offloads = method.selecting_method, config.memory_mode.enabled
+    late = _make_late_decisions(config.ucm_sparse_method, config, vllm_config, block_size)
     if not isinstance(choosing, BlockSparse):
         if offloads:
             raise ValueError("ucm.memory_mode: found a method that does not choose blocks, expected one that does")
         for number, implementation in zip(numbers, implementations.values(), strict=True):
             implementation.be_sparse(number, None)
-        return SparseWorker(method, metrics=series)
+        return SparseWorker(method, metrics=series, late=late)
     sharing = vllm_config.parallel_config.tensor_parallel_size
     over_ranks = RankMean(sharing) if sharing > 1 else None
     sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
@@ -181,7 +183,7 @@ def make_sparse_worker(
         return selection
 
     if not offloads:
-        return SparseWorker(method, select(None), metrics=series)
+        return SparseWorker(method, select(None), metrics=series, late=late)
     device = get_device(next(iter(kv_caches.values())).key.device.type)
     blocks = DeviceBlocks(kv_caches, block_size, device)
     # a cache for measurements has one block only
@@ -193,6 +195,17 @@ def make_sparse_worker(
     stored = None if transfer is None else transfer.stored_copies(selection, choosing.block_options)
     offload = offload_worker(config, selection, table, blocks, num_rows, device, stored, metrics, ranks)
     return SparseWorker(method, selection, offload, series)
+
+
+def _make_late_decisions(
+    name: str, config: UcmConfig, vllm_config: VllmConfig, block_size: int
+) -> LateDecisions | None:
+    """Of the method of this name; None where the scheduler has decided."""
+    if not decides_late(vllm_config):
+        return None
+    method = UcmSparseFactory.create_sparse_method(name, UcmSparseRole.SCHEDULER, config)
+    method.register_block_size(block_size)
+    return LateDecisions(method)
 
 
 def max_selected_blocks(

@@ -146,6 +146,8 @@ class StepRunner:
             drafts = (self._drafts_ahead or StepDrafts).of(scheduler_output)
             self.requests.write_drafts(drafts.tokens)
         requests, batch = self.requests.scheduled(drafts.num_scheduled)
+        if self.sparse is not None:
+            self.sparse.decide(scheduler_output, drafts, requests, batch)
         yields = batch.num_computed + batch.num_scheduled >= batch.num_tokens
         if self.samples:
             self.sampling.sync([requests[index] for index in yields.nonzero()[0].tolist()])
@@ -199,7 +201,11 @@ class StepRunner:
         if self.check is not None:
             self.check.shape(shape, plan.selection)
         clock.planned()
-        self._forward(plan)
+        if self.sparse is not None:
+            self.sparse.method.execute_begin(plan)
+        self.execution.forward()
+        if self.sparse is not None:
+            self.sparse.method.execute_finished()
         if self.samples:
             step.prompt_logprobs.update(self._score_prompts(members, plan))
             self._compute_logits(step, members, plan, slots, divided)
@@ -265,8 +271,7 @@ class StepRunner:
 
     def _verify_later(self, step: ComputedStep, grammar: Grammar | None, ahead: StepsAhead) -> StepOutput:
         """Samples the step and makes the next drafts when its tokens are read, before the next step is planned."""
-        clock, sampled_ids = step.divisions[-1].clock, self.sampling.req_ids
-        queued = time.perf_counter()
+        clock, sampled_ids, queued = step.divisions[-1].clock, self.sampling.req_ids, time.perf_counter()
 
         def sample() -> SampledTokens:
             clock.skip(time.perf_counter() - queued)
@@ -285,7 +290,7 @@ class StepRunner:
         if self.memory is not None:
             self.memory.attach_report(output)
         if self.sparse is not None:
-            self.sparse.attach_report(output)
+            self.sparse.finished(step.drafts, output)
         return output
 
     def _sampled(self, step: ComputedStep) -> None:
@@ -294,14 +299,6 @@ class StepRunner:
         step.host, step.nans = self.host.take(), self.nans.take()
         if self.memory is not None:
             step.moved = self.memory.take_work()
-
-    def _forward(self, plan: UnifiedPlan) -> None:
-        if self.sparse is None:
-            self.execution.forward()
-            return
-        self.sparse.method.execute_begin(plan)
-        self.execution.forward()
-        self.sparse.method.execute_finished()
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | StepOutput:

@@ -9,6 +9,7 @@ import msgspec
 
 from vllm_gaudi_ucm.logger import plugin_logger
 from vllm_gaudi_ucm.protocol.attachments import (
+    attach_choice_cost,
     attach_sparse_meta,
     buckets_of,
     computed_tokens,
@@ -18,6 +19,7 @@ from vllm_gaudi_ucm.protocol.attachments import (
 from vllm_gaudi_ucm.protocol.memory_orders import MemoryOrders, attach_memory_orders, link_speed_of
 from vllm_gaudi_ucm.protocol.offload import OffloadReport
 from vllm_gaudi_ucm.scheduler.choice_cost import register_buckets
+from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.options import read_extra_args
 from vllm_gaudi_ucm.vllm_api.blocks import (
     blocks_to_be_freed,
@@ -215,6 +217,24 @@ class SparseSteps(SchedulerPart):
         """The ids among these that no later request has."""
         requests = ((request_id, self._scheduler.requests.get(request_id)) for request_id in request_ids)
         return [request_id for request_id, request in requests if request is None or request.is_finished()]
+
+
+class SparseStepsAhead(SparseSteps):
+    """Sparse steps that are sent before it is known how many drafts of the last one are right: `LateDecisions` of each
+    worker decides over them."""
+
+    def begin(self, request: Request) -> None:
+        """The worker learns of a request with its first step."""
+
+    def end(self, request_id: str) -> None:
+        """And of its end with the step after it."""
+
+    def scheduled(self, scheduler_output: SchedulerOutput, reset: Collection[str]) -> None:
+        choosing = self.method.selecting_method
+        attach_choice_cost(scheduler_output, choosing.choice_cost if isinstance(choosing, BlockSparse) else None)
+
+    def before_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Nothing is decided here."""
 
 
 class OffloadedSteps(SparseSteps):

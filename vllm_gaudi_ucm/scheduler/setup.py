@@ -28,6 +28,7 @@ from vllm_gaudi_ucm.scheduler.parts import (
     OffloadedSteps,
     SchedulerPart,
     SparseSteps,
+    SparseStepsAhead,
     WaitingRequests,
     may_be_sparse,
 )
@@ -36,6 +37,7 @@ from vllm_gaudi_ucm.scheduler.warm_up_steps import WarmUpSteps
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from vllm_gaudi_ucm.sparse.budget import shortest_sparse_context
 from vllm_gaudi_ucm.sparse.factory import SparseMethodError, UcmSparseFactory
+from vllm_gaudi_ucm.sparse.late_decisions import decides_late
 from vllm_gaudi_ucm.sparse.options import BlockOptions
 from vllm_gaudi_ucm.vllm_api.blocks import kv_block_bytes, skipped_tokens
 from vllm_gaudi_ucm.vllm_api.engine_process import sigterm_notice
@@ -171,7 +173,7 @@ def _sparse_steps(scheduler: Scheduler, config: UcmConfig) -> SparseSteps | None
         if method is None:
             return None
         register_choice_cost(scheduler, method)
-        return SparseSteps(scheduler, method)
+        return (SparseStepsAhead if decides_late(scheduler.vllm_config) else SparseSteps)(scheduler, method)
     # beside other connectors only our own loads, so that nothing is left in its store
     connector = scheduler.connector if isinstance(scheduler.connector, UcmConnector) else None
     on_wanted = None if connector is None else connector.wanted_by_query

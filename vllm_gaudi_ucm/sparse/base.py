@@ -73,6 +73,13 @@ class UcmSparseBase:
         for hook in WORKER_HOOKS if role is UcmSparseRole.SCHEDULER else SCHEDULER_HOOKS:
             setattr(self, hook, _refusal(type(self).__name__, hook, role))
 
+    @classmethod
+    def decides_by_counts(cls, options: MethodOptions) -> bool:
+        """Whether hooks of the scheduler's role read no more of requests than `num_tokens`, and no more of a step than
+        which requests it has and how many tokens of each. With asynchronous scheduling and drafts such a method decides
+        in the workers; one that reads more has its steps scheduled one after the other. options: its own."""
+        return False
+
     @property
     def selecting_method(self) -> UcmSparseBase:
         """The method that selects: this one, or the one that it wraps."""

@@ -56,6 +56,11 @@ class BlockSparse(UcmSparseBase):
         """Steps that were dense because a choice would not have paid."""
         self._held: dict[str, _Held | None] = {}
 
+    @classmethod
+    def decides_by_counts(cls, options: MethodOptions) -> bool:
+        """A subclass that builds its own selections has to say so of itself."""
+        return cls.build_sparse_meta is BlockSparse.build_sparse_meta
+
     @property
     def reuse_steps(self) -> int:
         """Steps that one selection serves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
 from pydantic import ConfigDict, Field
 
@@ -221,6 +221,12 @@ class KVStar(WrappingSparse):
         self.sessions: Sessions = {}
         """Drafts that are not verified yet, by request; one that ends or is preempted has none."""
         self.speculative = KVStarSpeculative(self)
+
+    @classmethod
+    def decides_by_counts(cls, options: MethodOptions) -> bool:
+        base = cast(KVStarOptions, options)
+        own = cls.build_sparse_meta is KVStar.build_sparse_meta
+        return own and UcmSparseFactory.method_class(base.base_method).decides_by_counts(base.base_options())
 
     # --- selections that the host makes ---
 

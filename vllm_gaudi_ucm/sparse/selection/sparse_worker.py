@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.registry import AUTO
-from vllm_gaudi_ucm.protocol.attachments import attach_buckets, attach_report, sparse_meta_of
+from vllm_gaudi_ucm.protocol.attachments import attach_buckets, attach_report, attach_sparse_meta, sparse_meta_of
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.budget import block_budget
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.observability.room_metrics import SparseMetrics
     from vllm_gaudi_ucm.protocol.offload import OffloadOrders, OffloadReport
     from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
+    from vllm_gaudi_ucm.sparse.late_decisions import LateDecisions
     from vllm_gaudi_ucm.sparse.options import BlockOptions
     from vllm_gaudi_ucm.sparse.selection.layer_selector import LayerSelection, OverRanks
     from vllm_gaudi_ucm.vllm_api.steps import ModelRunnerOutput, SchedulerOutput
@@ -143,6 +144,7 @@ class SparseWorker:
         selection: of a method that chooses blocks.
         offload: moves blocks off the device and back, with KV offload.
         metrics: where figures go; None: nowhere.
+        late: decides what the scheduler did not know yet; None: it has decided.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class SparseWorker:
         selection: BlockSelection | None = None,
         offload: BlockMover | None = None,
         metrics: SparseMetrics | None = None,
+        late: LateDecisions | None = None,
     ) -> None:
         self.method = method
         self.limits = None if selection is None else selection.limits
@@ -158,6 +161,7 @@ class SparseWorker:
         self.selector = None if selection is None else selection.selector
         self.offload = offload
         self._metrics = metrics
+        self._late = late
         self._steps = 0
         self._locks = (0, 0)
         self._dense_steps = 0
@@ -213,18 +217,35 @@ class SparseWorker:
             self.state.forget(new.req_id for new in scheduler_output.scheduled_new_reqs)
             self.state.forget(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         self.method.update_states(scheduler_output)
+        if self._late is not None:
+            self._late.update(scheduler_output)
         meta = sparse_meta_of(scheduler_output)
         if meta is not None:
             self._locks, self._dense_steps = meta.locks, meta.dense_steps
         if self.offload is not None and meta is not None and meta.offload is not None:
             self.offload.begin_step(meta.offload)
 
+    def decide(
+        self, scheduler_output: SchedulerOutput, drafts: StepDrafts, requests: Sequence[LiveRequest], batch: BatchInput
+    ) -> None:
+        """Before the step, or its first division, is planned: what the scheduler has left open."""
+        if self._late is not None:
+            meta = self._late.decide(scheduler_output, drafts, requests, batch)
+            self._locks, self._dense_steps = meta.locks, meta.dense_steps
+            attach_sparse_meta(scheduler_output, meta)
+
     def send_buckets(self, buckets: object) -> None:
         """To the scheduler, with the next step. buckets: a `BucketSet`, whose pads cost as much as blocks."""
         self._buckets = buckets
 
+    def finished(self, drafts: StepDrafts, output: ModelRunnerOutput) -> None:
+        """After a step: takes how many of its drafts were right, and attaches what the scheduler is to know."""
+        if self._late is not None:
+            self._late.verified(drafts, output)
+        self.attach_report(output)
+
     def attach_report(self, output: ModelRunnerOutput) -> None:
-        """After a step: sends the report of KV offload to the scheduler, and buckets once."""
+        """Sends the report of KV offload to the scheduler, and buckets once."""
         if self._buckets is not None:
             attach_buckets(output, self._buckets)
             self._buckets = None
