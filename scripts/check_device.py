@@ -1,9 +1,10 @@
 """Runs the plugin end to end on the device that VLLM_GAUDI_UCM_DEVICE names and compares it with Hugging Face there.
 
 For machines that CI does not have: needs no network and no model file (a small random Llama is made on the spot).
-usage: VLLM_GAUDI_UCM_DEVICE=cuda python scripts/check_device.py
+usage: VLLM_GAUDI_UCM_DEVICE=cuda python scripts/check_device.py [--only NAME ...]
 """
 
+import argparse
 import os
 import sys
 import tempfile
@@ -135,6 +136,9 @@ def engine_tokens(folder: str, prompts: list[list[int]], kind: Kind, log: Path) 
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=tuple(kinds("")), metavar="NAME", help="of these engines")
+    only = parser.parse_args().only
     torch.backends.cuda.matmul.allow_tf32 = False
     prompts = make_prompts()
     device = current_platform.device_type
@@ -145,7 +149,7 @@ def main() -> int:
         del model
         wrong = 0
         for name, kind in kinds(folder).items():
-            if "cuda" in name and device != "cuda":
+            if (only and name not in only) or ("cuda" in name and device != "cuda"):
                 continue
             log = Path(folder) / f"{name}.jsonl"
             tokens, seconds, is_ahead = engine_tokens(folder, prompts, kind, log)
