@@ -75,7 +75,6 @@ def measure(name: str, requests: int, context: int, ratio: float, steps: int) ->
         output: Any = SimpleNamespace(
             num_scheduled_tokens=dict.fromkeys(ids, 1),
             scheduled_spec_decode_tokens={},
-            num_spec_tokens_to_schedule=0,
             scheduled_new_reqs=[],
             scheduled_cached_reqs=SimpleNamespace(req_ids=ids, num_computed_tokens=computed.tolist()),
         )

@@ -22,10 +22,9 @@ class Live:
     drafts: list[int] = field(default_factory=list)
 
 
-def step_of(scheduled: dict[str, int], requests: dict[str, Live], drafts_in_flight: int = 0) -> Any:
+def step_of(scheduled: dict[str, int], requests: dict[str, Live]) -> Any:
     """A SchedulerOutput's fields that methods read; counts include drafts."""
     return SimpleNamespace(
-        num_spec_tokens_to_schedule=max([drafts_in_flight, *(len(requests[name].drafts) for name in scheduled)]),
         num_scheduled_tokens=dict(scheduled),
         scheduled_spec_decode_tokens={name: requests[name].drafts for name in scheduled if requests[name].drafts},
         scheduled_new_reqs=[],

@@ -88,7 +88,6 @@ class Both:
             scheduled_spec_decode_tokens=given,
             scheduled_new_reqs=self.begun,
             scheduled_cached_reqs=replace(cached, num_computed_tokens=[self.tokens[name] - 1 for name in old]),
-            num_spec_tokens_to_schedule=NUM_DRAFTS,
         )
         # all drafts of the step before count as right, and there are as many of the next
         ahead = [self.tokens[name] - 1 + NUM_DRAFTS for name in old]

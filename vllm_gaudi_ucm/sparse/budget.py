@@ -85,8 +85,8 @@ def decode_rows(
     Where the context has gaps, prompt rows cannot attend to all of it: they choose together, as a token and its drafts
     do.
 
-    Under asynchronous scheduling the last tokens are not known yet. With drafts those in flight may still be rejected:
-    a context is then counted to the last known token, so that the uncertain ones lie in the local window.
+    Under asynchronous scheduling the last tokens are not known yet, but that there are as many. With drafts it is asked
+    when the tokens of the step before are known (`LateDecisions`).
     """
     drafts = scheduler_output.scheduled_spec_decode_tokens
     for request_id, computed in computed_tokens(scheduler_output):
@@ -96,8 +96,5 @@ def decode_rows(
         if request is None:
             continue
         end = computed + certain
-        reaches_last = end >= request.num_tokens
-        if scheduler_output.num_spec_tokens_to_schedule:
-            end = min(end, request.num_tokens)
-        if (certain == 1 and reaches_last) or has_gaps(request_id, certain):
+        if (certain == 1 and end >= request.num_tokens) or has_gaps(request_id, certain):
             yield DecodeRow(request_id, end, num_drafts)
