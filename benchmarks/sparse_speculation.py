@@ -2,8 +2,9 @@
 
 Every engine has the same random weights, in which a token is followed by the next number; so the proposer knows what is
 right, and spoils each draft with a given probability. Contexts and summaries are random (benchmarks.sparse_engine).
-Steps of the engines take turns, in one run. A goal is printed beside what it is of: a verification of 1 + 4 rows takes
-at most 1.2 times a sparse decode of the same method, and yields at least 1.5 times the tokens per second of GSA.
+Steps of the engines take turns, in one run (`--one-at-a-time`: engines do). A goal is printed beside what it is of: a
+verification of 1 + 4 rows takes at most 1.2 times a sparse decode of the same method, and yields at least 1.5 times the
+tokens per second of GSA.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         sides = engines(random_model(Path(name), options), options)
         try:
-            device = start(sides)
-            print(f"{device}, {describe_machine()}; {options.shape}, {options.layers or 'all'} layers", flush=True)
-            rows = [measure(sides, *of, options) for of in options.sizes]
+            rows = one_at_a_time(sides, options) if options.one_at_a_time else in_turn(sides, options)
         except SideFailed as error:
             print(f"benchmarks.sparse_speculation: {error}", file=sys.stderr)
             return 2
@@ -57,6 +56,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--drafts", type=positive, default=4)
     parser.add_argument("--acceptance", type=float, default=0.6, help="of a draft that follows accepted ones")
     parser.add_argument("--always", action="store_true", help="sparse_steps: always, where a choice does not pay, too")
+    parser.add_argument(
+        "--one-at-a-time", action="store_true", help="where engines do not fit the device together; no turns"
+    )
     parser.add_argument("--unlocked", action="store_true", help="verify drafts with GSA, too")
     parser.add_argument("--steps", type=positive, default=32)
     parser.add_argument("--repeats", type=positive, default=3)
@@ -88,6 +90,40 @@ def engines(model: Path, options: argparse.Namespace) -> dict[str, EngineSide]:
     return {name: side(name, ucm, model, options, drafts, LOAD_FORMAT) for name, (ucm, drafts) in asked.items()}
 
 
+def in_turn(sides: dict[str, EngineSide], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A table of each size. All engines are there, and their orders take turns."""
+    say(start(sides), options)
+    rows = []
+    for size_ in options.sizes:
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+        turns = [name for _ in range(options.repeats) for name in sides]
+        with task_progress("{} x {}".format(*size_)) as progress:
+            for index, name in enumerate(turns):
+                answers[name].append(sides[name].ask(order(name, size_, options)))
+                progress((index + 1) / len(turns))
+        rows.append(table(size_, answers, options))
+    return rows
+
+
+def one_at_a_time(sides: dict[str, EngineSide], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same of engines that do not fit a device together: one starts when the one before has ended."""
+    answers: dict[tuple[int, int], dict[str, list[dict[str, Any]]]] = {size_: {} for size_ in options.sizes}
+    device = ""
+    with task_progress("measuring engines") as progress:
+        for index, (name, one) in enumerate(sides.items()):
+            device = one.start()[1]["device"]
+            for size_ in options.sizes:
+                answers[size_][name] = [one.ask(order(name, size_, options)) for _ in range(options.repeats)]
+            one.stop()
+            progress((index + 1) / len(sides))
+    say(device, options)
+    return [table(size_, found, options) for size_, found in answers.items()]
+
+
+def say(device: str, options: argparse.Namespace) -> None:
+    print(f"{device}, {describe_machine()}; {options.shape}, {options.layers or 'all'} layers", flush=True)
+
+
 def start(sides: dict[str, EngineSide]) -> str:
     """Starts the engines one after the other; the device on which they run."""
     device = ""
@@ -98,16 +134,17 @@ def start(sides: dict[str, EngineSide]) -> str:
     return device
 
 
-def measure(sides: dict[str, EngineSide], requests: int, context: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A table of one size: medians of the repeats, in turn."""
-    order = {"requests": requests, "context": context, "steps": options.steps, "kernels": options.kernels}
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    turns = [name for _ in range(options.repeats) for name in sides]
-    with task_progress(f"{requests} x {context}") as progress:
-        for index, name in enumerate(turns):
-            drafts = {"drafts": options.drafts, "acceptance": options.acceptance} if "drafts" in name else {}
-            answers[name].append(sides[name].ask({**order, **drafts}))
-            progress((index + 1) / len(turns))
+def order(name: str, size_: tuple[int, int], options: argparse.Namespace) -> dict[str, Any]:
+    drafts = {"drafts": options.drafts, "acceptance": options.acceptance} if "drafts" in name else {}
+    requests, context = size_
+    return {"requests": requests, "context": context, "steps": options.steps, "kernels": options.kernels, **drafts}
+
+
+def table(
+    size_: tuple[int, int], answers: dict[str, list[dict[str, Any]]], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Medians of the repeats, printed."""
+    requests, context = size_
     found = {name: medians(given) for name, given in answers.items()}
     row = {"requests": requests, "context": context, "engines": found, "answers": answers}
     show(row, options)

@@ -46,12 +46,30 @@ class _Kernel:
     described: str
 
     def compile(self) -> None:
-        self.function.preload(self.described)
+        from triton.runtime._async_compile import FutureKernel
+
+        found = self.function.preload(self.described)
+        if isinstance(found, FutureKernel) and found.future is not None:
+            # by the thread that has compiled it
+            found.future.add_done_callback(_make_launcher)
 
     @property
     def length(self) -> int:
         """Of its code, for want of the time that it takes."""
         return len(self.function.fn.__code__.co_code)
+
+
+def _make_launcher(compiled: Future[Any]) -> None:
+    """Triton 3.6 has the machine's C compiler make what launches a kernel, for each list of types, when one is launched
+    first: a third of a second each, in turn. Made here, it is on disk then. Later releases make none."""
+    from triton.runtime import driver
+
+    if compiled.exception() is not None:
+        return
+    try:
+        driver.active.launcher_cls(compiled.result().src, compiled.result().metadata)
+    except Exception as error:  # whatever Triton's release wants: the launch makes it
+        logger.debug("what launches a kernel is made when it is launched: %s", error)
 
 
 @dataclass

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 # on a driver that can launch nothing
 PROGRAM = """
+import threading
 from pathlib import Path
 import torch
 from triton import knobs
@@ -29,7 +30,15 @@ import vllm_gaudi_ucm.ops.rms_norm.cuda as norms, vllm_gaudi_ucm.ops.silu_and_mu
 from vllm_gaudi_ucm.ops.rms_norm.triton.rows import norm_rows
 from vllm_gaudi_ucm.ops.silu_and_mul.triton.gates import gate_rows
 
-driver.set_active(Hopper())
+launchers = []
+
+
+class Launching(Hopper):
+    def launcher_cls(self, src, metadata):
+        launchers.append((src.fn.__name__, metadata.num_warps, threading.current_thread() is threading.main_thread()))
+
+
+driver.set_active(Launching())
 x = torch.ones(2, 256, dtype=torch.bfloat16)
 compiled, told = [], []
 knobs.runtime.jit_post_compile_hook = lambda **named: compiled.append(named["fn"].name)
@@ -44,6 +53,8 @@ assert not out.any() and not gated.any(), "nothing has been launched, and nothin
 assert knobs.runtime.jit_cache_hook is before and knobs.compilation.listener is listener
 assert told == [(0, 2), (1, 2), (2, 2)] and found.compiled == 2, (told, found.compiled)
 assert sorted(compiled) == ["gate_rows", "norm_rows"], compiled
+assert sorted(name for name, _, _ in launchers) == ["gate_rows", "norm_rows"], launchers
+assert not any(by_main for _, _, by_main in launchers), "they would be made in turn"
 # another description is another kernel
 cuda_device = driver.active.get_current_device()
 print("kernels", len(norm_rows.device_caches[cuda_device][0]), len(gate_rows.device_caches[cuda_device][0]))

@@ -16,6 +16,7 @@ from vllm_gaudi_ucm.sparse.factory import SPARSE_METHODS, UcmSparseFactory
 from vllm_gaudi_ucm.sparse.late_decisions import decides_late
 
 GSA = {"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": {}}}
+OTHERS_ON_A_GPU = "another KV connector than ours on a GPU"
 # of an engine on a CPU that is asked to be asynchronous
 SYNCHRONOUS_OPTIONS: dict[str, dict[str, Any]] = {
     "a CPU": {"ucm": {"scheduler": {}}},
@@ -55,7 +56,7 @@ def configured(model: Path, ucm: dict[str, Any] | None = None, drafts: bool = Fa
 
 
 def test_every_reason_has_an_engine_here() -> None:
-    assert set(SYNCHRONOUS_OPTIONS) == {row.what for row in SYNCHRONOUS} - {"a Gaudi card", "a KV connector on a GPU"}
+    assert set(SYNCHRONOUS_OPTIONS) == {row.what for row in SYNCHRONOUS} - {"a Gaudi card", OTHERS_ON_A_GPU}
 
 
 def test_the_page_has_every_reason() -> None:
@@ -130,9 +131,15 @@ def test_connectors_are_asynchronous_with_our_scheduler(llama: Path, connector: 
     assert config.scheduler_config.scheduler_cls == "vllm_gaudi_ucm.scheduler.scheduler.UcmAsyncScheduler"
 
 
-@pytest.mark.parametrize(("asked", "expected"), [("auto", ["a KV connector on a GPU"]), (True, [])])
-def test_connectors_on_a_gpu_are_asynchronous_where_asked(llama: Path, asked: object, expected: list[str]) -> None:
-    transfer = KVTransferConfig(kv_role="kv_both", **OURS)
+@pytest.mark.parametrize(
+    ("connector", "asked", "expected"),
+    [(OURS, "auto", []), (OFFLOADING, "auto", [OTHERS_ON_A_GPU]), (OFFLOADING, True, [])],
+    ids=["ours", "another", "another, asked"],
+)
+def test_other_connectors_on_a_gpu_are_asynchronous_where_asked(
+    llama: Path, connector: dict[str, Any], asked: object, expected: list[str]
+) -> None:
+    transfer = KVTransferConfig(kv_role="kv_both", **connector)
     config = configured(llama, {"scheduler": {"async_scheduling": asked}}, kv_transfer_config=transfer)
     found = reasons(config, resolve_config(config.additional_config), "cuda")
     assert [row.what for row in found] == expected

@@ -59,10 +59,13 @@ SYNCHRONOUS: tuple[Synchronous, ...] = (
         lambda e: e.device == "cpu" and e.ucm.scheduler.async_scheduling == "auto",
     ),
     Synchronous(
-        "a KV connector on a GPU",
-        "no GPU has moved blocks beside the next step yet; `ucm.scheduler.async_scheduling` true switches it on",
+        "another KV connector than ours on a GPU",
+        "no GPU has moved their blocks beside the next step yet; `ucm.scheduler.async_scheduling` true switches it on",
         lambda e: (
-            e.device == "cuda" and e.ucm.scheduler.async_scheduling == "auto" and e.vllm.kv_transfer_config is not None
+            e.device == "cuda"
+            and e.ucm.scheduler.async_scheduling == "auto"
+            and e.vllm.kv_transfer_config is not None
+            and e.vllm.kv_transfer_config.kv_connector != "UcmConnector"
         ),
     ),
     Synchronous(
