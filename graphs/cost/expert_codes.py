@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -18,11 +18,13 @@ _PROJECTIONS = {"mixtral": ("block_sparse_moe", "w1"), "llama4_text": ("feed_for
 @dataclass(frozen=True)
 class CodeSpec:
     """How codes are kept. bits: of each. block: outputs and inputs that share a float32 scale, of at most all there
-    are. zeros: whether each scale has a float32 zero, as packed integers have: they are unsigned."""
+    are. zeros: whether each scale has a float32 zero, as packed integers have: they are unsigned. floats: whether
+    codes of 8 bits are floats."""
 
     bits: int
     block: tuple[int, int]
     zeros: bool = False
+    floats: bool = False
 
     @classmethod
     def of_experts(cls, config: Mapping[str, Any], layers: int) -> CodeSpec | None:
@@ -43,7 +45,7 @@ class CodeSpec:
                 return cls(4, (1, 32))
             case "fp8":
                 block = quantised.get("weight_block_size")
-                return cls(8, (1, _OUTPUT)) if block is None else _in_blocks(block)
+                return cls(8, (1, _OUTPUT), floats=True) if block is None else _in_blocks(block)
             case "awq" | "awq_marlin" | "auto_awq":
                 return cls(4, (1, _group(quantised)), zeros=True)
             case "gptq" | "gptq_marlin" | "auto_gptq":
@@ -66,7 +68,8 @@ class CodeSpec:
                 return _in_blocks(weights.get("block_structure"))
             inputs = _group(weights) if weights.get("strategy") == "group" else _OUTPUT
             layout = group.get("format") or quantised.get("format")
-            return cls(bits, (1, inputs), zeros=layout == "pack-quantized")
+            floats = bits == 8 and weights.get("type") == "float"
+            return cls(bits, (1, inputs), zeros=layout == "pack-quantized", floats=floats)
         return None
 
     def bytes(self, outputs: int, inputs: int) -> int:
@@ -78,7 +81,7 @@ class CodeSpec:
     def within(self, inner: int) -> CodeSpec:
         """With blocks that end where a device's part of an expert ends, as scales are repeated for it."""
         rows, columns = self.block
-        return self if rows == 1 else CodeSpec(self.bits, (gcd(rows, inner), gcd(columns, inner)), self.zeros)
+        return self if rows == 1 else replace(self, block=(gcd(rows, inner), gcd(columns, inner)))
 
     def has_kernel(self, *inputs: int) -> bool:
         """Whether a GPU multiplies matrices of so many inputs as codes: groups are multiples of 32 inputs."""
@@ -87,11 +90,22 @@ class CodeSpec:
             for count in inputs
         )
 
+    def why_not_on_gaudi(self, *inputs: int) -> str | None:
+        """Why a Gaudi has no product of matrices of so many inputs with these codes; None if it has one.
+
+        `ops.moe.impl.hpu.why_not_codes` of a plan: a server refuses gates that the product lacks, too.
+        """
+        if not self.floats or self.zeros:
+            return "the product with codes takes 8-bit floats"
+        if self.block[0] != 1 or any(self.block[1] < count for count in inputs):
+            return "the product with codes takes one scale for each matrix or output"
+        return None
+
 
 def _in_blocks(block: Any) -> CodeSpec | None:
     if not isinstance(block, list) or len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
         return None
-    return CodeSpec(8, (block[0], block[1]))
+    return CodeSpec(8, (block[0], block[1]), floats=True)
 
 
 def _group(quantised: Mapping[str, Any]) -> int:

@@ -279,15 +279,14 @@ class ModelSpec:
         kept: as `ucm.quantised_experts`: `auto`, `codes` or `plain`.
 
         Raises:
-            ValueError: `codes` on a Gaudi, which has no product with them.
+            ValueError: `codes` on a Gaudi, which has no product with these.
         """
-        if kept == "codes" and device in CHIPS:
-            raise ValueError(
-                f"--quantised-experts is 'codes', but a {device} has no product with them; take 'auto' or 'plain'"
-            )
         codes = self._kept_codes(device, kept)
         if self.experts is None or codes is None:
             return self.weight_bytes
+        reason = codes.why_not_on_gaudi(self.hidden, self.experts.inner) if device in CHIPS else None
+        if reason is not None:
+            raise ValueError(f"--quantised-experts is 'codes', but on a {device} {reason}; take 'auto' or 'plain'")
         plain, coded = (
             self.experts.held_bytes(self.hidden, self.mlp_matrices, self.dtype_bytes, form) for form in (None, codes)
         )

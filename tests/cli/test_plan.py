@@ -304,7 +304,10 @@ def test_quantised_experts_are_counted_as_the_device_keeps_them(
     assert plans["h200", "plain"]["weights"] == plain
     assert plans["h200", "auto"]["weights"] == plain - experts + experts // 32**2 * 4
     assert cli.main(["plan", *map(str, asked), "--quantised-experts", "codes"]) == 2
-    assert "--quantised-experts is 'codes', but a gaudi2" in capsys.readouterr().err
+    assert "--quantised-experts is 'codes', but on a gaudi2 the product" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({**model, "quantization_config": {"quant_method": "fp8"}}))
+    held = plan(capsys, *asked, "--device", "gaudi2", "--quantised-experts", "codes")["memory_bytes"]["weights"]
+    assert held == plain - experts + 30 * 8 * (2 * 1536 + 576) * 4
 
 
 def test_a_mix_is_asked_of_a_server_with_the_limits_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.connector.fault_store import FaultStore
 from tests.engine.serving import Engine
 from tests.engine.tiny_models import make_config, make_model
 from tests.ports import port_of_ranks
@@ -34,6 +35,14 @@ def in_process() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "llama", make_config("llama"))
+
+
+@pytest.fixture
+def fault_store(monkeypatch: pytest.MonkeyPatch) -> FaultStore:
+    """The store of every connector that is made."""
+    store = FaultStore()
+    monkeypatch.setattr("vllm_gaudi_ucm.connector.setup.open_store", lambda options, block_bytes: store)
+    return store
 
 
 @pytest.fixture(scope="session")

@@ -21,13 +21,6 @@ FULL = PROMPT[: 13 * BLOCK]
 DENSE = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2, extra_args={"ucm_sparse": False})
 
 
-@pytest.fixture
-def fault_store(monkeypatch: pytest.MonkeyPatch) -> FaultStore:
-    store = FaultStore()
-    monkeypatch.setattr("vllm_gaudi_ucm.connector.setup.open_store", lambda options, block_bytes: store)
-    return store
-
-
 @pytest.fixture(scope="module")
 def dense_answer(tiny_llama: Path) -> Answer:
     with Engine(tiny_llama, **OPTIONS) as engine:

@@ -76,12 +76,15 @@ def test_slopes_by_the_flash_kernel(tmp_path: Path) -> None:
     ReferenceModel(model, "eager").assert_greedy(PROMPTS, answers)
 
 
-def test_preemption_under_a_window(tmp_path: Path) -> None:
-    """Too few blocks for all, which keep theirs: requests are computed again."""
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preemption_under_a_window(mode: str, tmp_path: Path) -> None:
+    """Too few blocks for all, which keep theirs: requests are computed again, or come back from host memory."""
     model = make_model(tmp_path, config_of("mistral"))
-    with Engine(model, num_gpu_blocks_override=22, disable_hybrid_kv_cache_manager=True, **OPTIONS) as engine:
+    ucm = {"preemption": {"mode": "swap", "host_memory": 4 << 20}} if mode == "swap" else {}
+    with Engine(model, ucm, num_gpu_blocks_override=22, disable_hybrid_kv_cache_manager=True, **OPTIONS) as engine:
         answers = engine.greedy(PROMPTS[3:], 64)
         assert engine.preemptions
+        assert mode == "recompute" or engine.core.scheduler.block_rules.totals.swapped_in
     ReferenceModel(model).assert_greedy(PROMPTS[3:], answers)
 
 

@@ -155,13 +155,6 @@ def test_the_first_step_of_a_stored_prompt_is_sparse(tiny_llama: Path, tmp_path:
     assert (last.tokens, last.sparse) == (1, 1)
 
 
-@pytest.fixture
-def fault_store(monkeypatch: pytest.MonkeyPatch) -> FaultStore:
-    store = FaultStore()
-    monkeypatch.setattr("vllm_gaudi_ucm.connector.setup.open_store", lambda options, block_bytes: store)
-    return store
-
-
 def test_preempted_requests_load_what_is_stored(tiny_llama: Path, tmp_path: Path) -> None:
     """covers: A3 A7 C5 C9. Some of their blocks were away when they lost the others."""
     growing = [tokens(80 + 3 * count) for count in range(6)]

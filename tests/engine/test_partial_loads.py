@@ -238,13 +238,6 @@ def test_a_share_that_may_be_missed_is_no_reason_to_repeat(tiny_llama: Path) -> 
         assert not totals.kept
 
 
-@pytest.fixture
-def fault_store(monkeypatch: pytest.MonkeyPatch) -> FaultStore:
-    store = FaultStore()
-    monkeypatch.setattr("vllm_gaudi_ucm.connector.setup.open_store", lambda options, block_bytes: store)
-    return store
-
-
 def stored_prompt(served: Served) -> None:
     served.serve([PROMPT], 2)
     served.forget()

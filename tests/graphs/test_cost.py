@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -224,8 +225,6 @@ def test_quantised_experts_stay_codes_on_a_gpu() -> None:
         ("gaudi3", "auto", model.weight_bytes),
     ):
         assert model.held_bytes(device, kept) == expected, (device, kept)
-    with pytest.raises(ValueError, match="--quantised-experts is 'codes', but a gaudi2 has no product with them"):
-        model.held_bytes("gaudi2", "codes")
     part = model.shard(4).experts
     assert part is not None
     assert part.inner == 736
@@ -264,6 +263,43 @@ def test_bytes_of_quantised_experts(quantised: dict[str, Any] | None, bytes_each
     found = model.held_bytes("h200") - model.weight_bytes + 2 * experts
     assert found == pytest.approx(bytes_each * experts, rel=0.005)
     assert model.shard(2).held_bytes("h200") == pytest.approx(model.held_bytes("h200") / 2, rel=0.01)
+
+
+def per_output(kind: str) -> dict[str, Any]:
+    weights = {**FP8, "type": kind}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+OUTPUTS = 48 * 128 * (2 * 768 + 2048)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "found"),
+    [
+        (per_output("float"), OUTPUTS * 4),
+        ({"quant_method": "fp8"}, OUTPUTS * 4),
+        (None, 48 * 128 * 3 * 2048 * 768),
+        (per_output("int"), "8-bit floats"),
+        ({"quant_method": "mxfp4"}, "8-bit floats"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "8-bit floats"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "one scale for each matrix or output"),
+    ],
+)
+@pytest.mark.parametrize("device", ["gaudi2", "gaudi3"])
+def test_codes_on_a_gaudi(device: str, quantised: dict[str, Any] | None, found: int | str) -> None:
+    """8-bit floats with a scale per matrix or output, as the server takes them. found: bytes beside one of each weight,
+    or what is refused."""
+    model, experts = ModelSpec.from_hf_config({**A3B, "quantization_config": quantised}), 48 * 128 * 3 * 2048 * 768
+    assert model.held_bytes(device) == model.weight_bytes
+    if isinstance(found, int):
+        assert model.held_bytes(device, "codes") == model.weight_bytes - experts + found
+        return
+    expected = f"--quantised-experts is 'codes', but on a {device} the product with codes takes {found}; take 'auto' or"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        model.held_bytes(device, "codes")
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,13 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.ops.batch import Batch, Request, Shape, build
 from tests.ops.local import Features, says_how_long, with_features
-from tests.ops.quantised import random_weight
+from tests.ops.quantised import packed_layer, random_weight
 from tests.ops.rounded import ROUNDINGS, weight_of
 from tests.ops.sass import never_written, uses_local
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
@@ -138,17 +137,15 @@ def quantised(dtype: torch.dtype) -> None:
         (torch.uint8, (1, 32), 4),
     ):
         weight = random_weight(256, 256, block, codes, bits)
-        product, layer = CudaCodes(weight), nn.Module()
-        for name, tensor in product.pack(weight).items():
-            setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+        product = CudaCodes(weight)
+        layer = packed_layer(product, weight)
         for rows in (1, 40, 200, 300) if dtype.itemsize < 4 else (1,):
             product.multiply(torch.empty(rows, 256, dtype=dtype), layer, None)
     narrow_rows(torch.empty(3, 300, dtype=dtype))
     for name in ROUNDINGS:
         weight = weight_of(name, 4096, 4096)
-        whole, layer = CudaInt8(weight), nn.Module()
-        for part, tensor in whole.pack(weight).items():
-            setattr(layer, part, nn.Parameter(tensor, requires_grad=False))
+        whole = CudaInt8(weight)
+        layer = packed_layer(whole, weight)
         for rows in (1, 40, 200):
             whole.multiply(torch.empty(rows, 4096, dtype=dtype), layer, None)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from vllm_gaudi_ucm.ops.quantised_linear.api import Product
 from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 
 
@@ -25,6 +26,14 @@ def random_weight(
         )
     values = torch.randn(outputs, inputs, generator=generator) * 60
     return QuantisedWeight(values.clamp(-448, 448).to(codes), scales, block)
+
+
+def packed_layer(product: Product, weight: QuantisedWeight) -> nn.Module:
+    """With the parameters that the product packs of a weight."""
+    layer = nn.Module()
+    for name, tensor in product.pack(weight).items():
+        setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+    return layer
 
 
 def exact(weight: QuantisedWeight) -> Tensor:

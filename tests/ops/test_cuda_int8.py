@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from tests.ops.oracle import CUDA_RUNS
+from tests.ops.quantised import packed_layer
 from tests.ops.rounded import ROUNDINGS, assert_near, spoilt_rows, weight_of
 from vllm_gaudi_ucm.ops.quantised_linear import rounding
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
@@ -28,13 +28,6 @@ def on_device(weight: QuantisedWeight) -> QuantisedWeight:
     return weight._replace(codes=weight.codes.to(DEVICE), scales=weight.scales.to(DEVICE), rounding=there)
 
 
-def layer_of(weight: QuantisedWeight) -> tuple[CudaInt8, nn.Module]:
-    product, layer = CudaInt8(weight), nn.Module()
-    for name, tensor in product.pack(weight).items():
-        setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
-    return product, layer
-
-
 @pytest.mark.parametrize("name", ROUNDINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "splits"), [(1, 1), (19, 1), (19, 3)])
@@ -48,7 +41,8 @@ def test_cuda_rounded_rows(
     weight = weight_of(name, 40, 300)
     here = on_device(weight)
     assert CudaInt8.covers(here)
-    product, layer = layer_of(here)
+    product = CudaInt8(here)
+    layer = packed_layer(product, here)
     monkeypatch.setattr(cuda_int8, "tiles_of", lambda *_: Tiles(32, 32, splits))
     whole = torch.full((rows, 308), torch.nan, dtype=dtype, device=DEVICE)
     x = whole[:, :300]
@@ -72,7 +66,9 @@ def test_cuda_codes_of_rows(name: str) -> None:
 
 
 def test_cuda_rows_of_more_dimensions_and_none_of_rounded() -> None:
-    product, layer = layer_of(on_device(weight_of("each row", 33, 64)))
+    weight = on_device(weight_of("each row", 33, 64))
+    product = CudaInt8(weight)
+    layer = packed_layer(product, weight)
     x = torch.randn(2, 3, 64, device=DEVICE)
     assert torch.equal(product.multiply(x, layer, None).flatten(0, 1), product.multiply(x.flatten(0, 1), layer, None))
     assert product.multiply(x[:0], layer, None).shape == (0, 3, 33)

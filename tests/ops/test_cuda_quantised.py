@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.ops.oracle import CUDA_RUNS
-from tests.ops.quantised import exact, random_weight
+from tests.ops.quantised import exact, packed_layer, random_weight
 from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
 from vllm_gaudi_ucm.ops.quantised_linear.impl import cuda
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaCodes, CudaFp8, narrow_rows
@@ -40,13 +40,6 @@ def on_device(weight: QuantisedWeight) -> QuantisedWeight:
     return QuantisedWeight(codes, scales, weight.block, zeros)
 
 
-def layer_of(product: CudaCodes | CudaFp8, weight: QuantisedWeight) -> nn.Module:
-    layer = nn.Module()
-    for name, tensor in product.pack(weight).items():
-        setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
-    return layer
-
-
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "splits"), [(1, 1), (19, 1), (19, 3)])
@@ -60,7 +53,7 @@ def test_cuda_codes(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dty
     here = on_device(weight)
     assert CudaCodes.covers(here)
     product = CudaCodes(here)
-    layer = layer_of(product, here)
+    layer = packed_layer(product, here)
     if name.startswith("4 bits"):
         assert isinstance(layer.weight, Tensor)
         assert layer.weight.nbytes == weight.codes.numel() // 2
@@ -84,7 +77,7 @@ def test_cuda_many_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(cuda, "MANY_ROWS", 3)
     here = on_device(WEIGHTS[name])
     product = CudaCodes(here)
-    layer = layer_of(product, here)
+    layer = packed_layer(product, here)
     written = product._written_out(layer, torch.float32)
     assert torch.equal(written, dequantise(here, torch.float32))
     x = torch.randn(2, 3, here.inputs, device=DEVICE).to(torch.bfloat16)
@@ -98,7 +91,7 @@ def test_cuda_few_rows_of_a_scaled_product() -> None:
     """They are not rounded."""
     weight = random_weight(32, 64, (1, 64), E4M3)
     product = CudaFp8(on_device(weight))
-    layer = layer_of(product, on_device(weight))
+    layer = packed_layer(product, on_device(weight))
     x = torch.randn(5, 64, dtype=torch.float32, device=DEVICE)
     oracle = x.cpu().double() @ exact(weight).T
     torch.testing.assert_close(product.multiply(x, layer, None).cpu().double(), oracle, rtol=1e-5, atol=1e-4)
@@ -117,7 +110,7 @@ def test_cuda_tiles() -> None:
 def test_cuda_rows_of_more_dimensions_and_none() -> None:
     weight = on_device(WEIGHTS["int8"])
     product = CudaCodes(weight)
-    layer = layer_of(product, weight)
+    layer = packed_layer(product, weight)
     x = torch.randn(2, 3, 64, device=DEVICE)
     assert torch.equal(product.multiply(x, layer, None).flatten(0, 1), product.multiply(x.flatten(0, 1), layer, None))
     assert product.multiply(x[:0], layer, None).shape == (0, 3, 33)

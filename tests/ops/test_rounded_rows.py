@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
+from tests.ops.quantised import packed_layer
 from tests.ops.rounded import ROUNDINGS, assert_near, spoilt_rows, weight_of
 from vllm_gaudi_ucm.ops.native.call_graph.call_graph import Capture
 from vllm_gaudi_ucm.ops.native.call_graph.memory import MemoryPool
@@ -17,7 +17,6 @@ from vllm_gaudi_ucm.ops.quantised_linear.api import Target, choose_product
 from vllm_gaudi_ucm.ops.quantised_linear.impl import cpu
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cpu import CpuInt8
 from vllm_gaudi_ucm.ops.quantised_linear.rounding import RowRounding, joined, multiply_rounded, round_rows
-from vllm_gaudi_ucm.ops.quantised_linear.weight import QuantisedWeight
 
 KERNELS = native()
 needs_vnni = pytest.mark.skipif(
@@ -25,13 +24,6 @@ needs_vnni = pytest.mark.skipif(
 )
 # also beyond the inputs that stay in the first cache, panels that end early, and inputs that do not fill four
 SHAPES = [(33, 50), (64, 4), (200, 1001), (80, 512)]
-
-
-def layer_of(weight: QuantisedWeight) -> tuple[CpuInt8, nn.Module]:
-    product, layer = CpuInt8(weight), nn.Module()
-    for name, tensor in product.pack(weight).items():
-        setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
-    return product, layer
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)
@@ -51,7 +43,8 @@ def test_the_native_kernel(name: str, dtype: torch.dtype, shape: tuple[int, int]
     """Rows lie within a larger tensor of NaN."""
     outputs, inputs = shape
     weight = weight_of(name, outputs, inputs)
-    product, layer = layer_of(weight)
+    product = CpuInt8(weight)
+    layer = packed_layer(product, weight)
     whole = torch.full((rows, inputs + 3), torch.nan, dtype=dtype)
     x = whole[:, :inputs]
     x.copy_(spoilt_rows(rows, inputs, dtype))
@@ -62,7 +55,8 @@ def test_the_native_kernel(name: str, dtype: torch.dtype, shape: tuple[int, int]
 @needs_vnni
 def test_more_rows_than_pass_at_once_and_threads() -> None:
     weight = weight_of("each row, with zeros", 90, 40)
-    product, layer = layer_of(weight)
+    product = CpuInt8(weight)
+    layer = packed_layer(product, weight)
     x = torch.randn(1030, 40)
     expected, threads = multiply_rounded(x, weight), torch.get_num_threads()
     for count in (1, 3):
@@ -81,7 +75,8 @@ def test_more_rows_than_pass_at_once_and_threads() -> None:
 def test_what_a_compiler_sees(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """No native call, and the weight as it was packed."""
     weight = weight_of(name, 100, 35)
-    product, layer = layer_of(weight)
+    product = CpuInt8(weight)
+    layer = packed_layer(product, weight)
     found = product._unpacked(layer, 35)
     assert torch.equal(found.codes, weight.codes)
     monkeypatch.setattr(cpu, "native", lambda: pytest.fail("a native kernel"))
@@ -93,7 +88,8 @@ def test_what_a_compiler_sees(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
 @needs_vnni
 def test_a_graph_of_native_calls_holds_it() -> None:
     weight = weight_of("fixed, with a zero", 48, 64)
-    product, layer = layer_of(weight)
+    product = CpuInt8(weight)
+    layer = packed_layer(product, weight)
     capture = Capture(MemoryPool(), {})
     x, bias = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(48, dtype=torch.bfloat16)
     capture.run(lambda: product.multiply(x, layer, bias))

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.ops.quantised import exact, random_weight
+from vllm_gaudi_ucm.graphs.cost.expert_codes import CodeSpec
+from vllm_gaudi_ucm.graphs.cost.experts import ExpertSpec
 from vllm_gaudi_ucm.ops.moe.api import Experts, mixture_of_experts, prepare_coded_experts
 from vllm_gaudi_ucm.ops.moe.codes import CodedExperts, ExpertCodes, ExpertPacker
 from vllm_gaudi_ucm.ops.moe.impl.hpu import why_not_codes, within_range
@@ -80,6 +82,14 @@ def test_codes_beyond_the_range_of_a_gaudi_2(dtype: torch.dtype, compiled: bool)
     error = float((found.double() - expected).norm() / expected.norm())
     assert error < (0.08 if compiled else 0.02 if dtype == torch.bfloat16 else 1e-3)
     assert not found[-1].any()
+
+
+def test_a_plan_counts_the_bytes_that_are_held() -> None:
+    held = packed(weights_of(2 * INNER, HIDDEN)).nbytes + packed(weights_of(HIDDEN, INNER)).nbytes
+    codes = CodeSpec.of_experts({"quantization_config": {"quant_method": "fp8"}}, layers=1)
+    assert codes is not None
+    assert codes.why_not_on_gaudi(HIDDEN, INNER) is None
+    assert ExpertSpec(EXPERTS, 2, INNER, 0, 1).held_bytes(HIDDEN, 3, 2, codes) == held
 
 
 def test_what_has_no_product() -> None:
