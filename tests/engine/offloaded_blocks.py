@@ -11,6 +11,7 @@ from vllm import RequestOutput
 from vllm.v1.request import RequestStatus
 
 from tests.engine.serving import Engine, greedy_params
+from vllm_gaudi_ucm.kv_cache.pair import in_blocks
 from vllm_gaudi_ucm.kv_offload.scheduler_side import OffloadScheduler
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.protocol.attachments import sparse_meta_of
@@ -35,6 +36,14 @@ class WatchedEngine:
     def __init__(self, engine: Engine, tolerance: float | None = None) -> None:
         self.engine = engine
         self._tolerance = tolerance
+        parts = engine.runner.parts
+        groups = engine._core.scheduler.kv_cache_config.kv_cache_groups
+        # a block has room for the largest group, and is one group's at a time
+        self._caches = [
+            blocks
+            for name in groups[self.offload._blocks.group].layer_names
+            for blocks in in_blocks(parts.kv_caches[name], parts.block_size)
+        ]
         self._first: dict[tuple[int, int], torch.Tensor] = {}
         self._there: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         self._before = self._there
@@ -113,7 +122,7 @@ class WatchedEngine:
 
     def _check_content(self, place: tuple[int, int], block: int, is_compared: bool) -> None:
         """place: state, logical block."""
-        found = torch.stack([cache[block].float() for cache in self.engine.cached_blocks()])
+        found = torch.stack([cache[block].float() for cache in self._caches])
         self._there[place] = block, found
         before = self._before.get(place)
         if before is not None and before[0] == block:

@@ -17,7 +17,6 @@ from tests.engine.test_kv_groups import OPTIONS, held_at_the_end, prompts
 from tests.engine.tiny_models import make_model
 from tests.engine.window_models import window_config
 from vllm_gaudi_ucm.config.ucm_config import resolve_config
-from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.sparse_setup import summaries_per_block
 from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer, DenseLayer
 
@@ -122,11 +121,3 @@ def test_memory_that_is_kept_for_summaries(model: Path, summary: str, one_table:
         assert (len(groups) == 1) == one_table
         cache = blocks * page * max(len(group.layer_names) for group in groups)
         assert summaries_per_block(resolve_config({"ucm": chosen}), config, specs) == pytest.approx(taken / cache)
-
-
-def test_memory_mode_is_refused(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, window_config("gpt_oss"))
-    with pytest.raises(
-        UnsupportedFeatureError, match=r"memory mode beside a model with a sliding window in some layers \(leave it out"
-    ):
-        Engine(folder, {**ucm(0.3), "memory_mode": {"enabled": True}})

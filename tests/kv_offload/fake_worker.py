@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,11 +21,20 @@ class FakeWorker:
         rng: scores, and how long a move takes.
         fail_saves, fail_loads: probability that a move fails.
         delay: most steps that a move takes.
+        windows: tokens of groups with windows, which stand before the one with whole contexts.
     """
 
     def __init__(
-        self, rng: random.Random, fail_saves: float = 0.0, fail_loads: float = 0.0, delay: int = 0, block_size: int = 4
+        self,
+        rng: random.Random,
+        fail_saves: float = 0.0,
+        fail_loads: float = 0.0,
+        delay: int = 0,
+        block_size: int = 4,
+        windows: Sequence[int] = (),
     ) -> None:
+        self._windows = windows
+        self.window_tables: list[dict[str, list[int]]] = [{} for _ in windows]
         self._rng = rng
         self._fail_saves, self._fail_loads, self._delay, self._block_size = fail_saves, fail_loads, delay, block_size
         self.tables: dict[str, list[int]] = {}
@@ -72,15 +81,16 @@ class FakeWorker:
         return report
 
     def _update_tables(self, output: SchedulerOutput) -> None:
-        for request_id in output.finished_req_ids:
-            self.tables.pop(request_id, None)
-        for new in output.scheduled_new_reqs:
-            self.tables[new.req_id] = list(new.block_ids[0])
-        cached = output.scheduled_cached_reqs
-        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in cached.resumed_req_ids:
-                self.tables[request_id] = []
-            self.tables[request_id] += list(blocks[0]) if blocks is not None else []
+        for group, tables in enumerate([*self.window_tables, self.tables]):
+            for request_id in output.finished_req_ids:
+                tables.pop(request_id, None)
+            for new in output.scheduled_new_reqs:
+                tables[new.req_id] = list(new.block_ids[group])
+            cached = output.scheduled_cached_reqs
+            for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+                if request_id in cached.resumed_req_ids:
+                    tables[request_id] = []
+                tables[request_id] += list(blocks[group]) if blocks is not None else []
 
     def _finish_moves(self, report: OffloadReport) -> None:
         waiting = []
@@ -116,6 +126,11 @@ class FakeWorker:
             block = table[position // self._block_size]
             assert block, "nothing is written to a block that is away"
             self.content[block] = tuple(tokens[: position + 1])
+        for group, tables in enumerate(self.window_tables):
+            for position in range(end - scheduled, end):
+                block = tables[request_id][position // self._block_size]
+                assert block, "a window has its newest blocks"
+                self.content[block] = _of_window(group, tokens[: position + 1])
 
     def _check(self, request_id: str, requests: Any) -> None:
         """Every block of a scheduled request is away, or holds what it should."""
@@ -125,3 +140,13 @@ class FakeWorker:
             if block:
                 upto = min(end, (number + 1) * self._block_size)
                 assert self.content.get(block) == tuple(tokens[:upto]), f"{request_id} block {number}"
+        for group, (window, tables) in enumerate(zip(self._windows, self.window_tables, strict=True)):
+            for number in range(max(0, end - window) // self._block_size, -(-end // self._block_size)):
+                wanted = _of_window(group, tokens[: min(end, (number + 1) * self._block_size)])
+                found = self.content.get(tables[request_id][number])
+                assert found == wanted, f"{request_id} block {number} of window {group}"
+
+
+def _of_window(group: int, tokens: Sequence[int]) -> Content:
+    """What no other group writes."""
+    return -1 - group, *tokens

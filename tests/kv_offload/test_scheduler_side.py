@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def scheduler_of(
     caching: bool = True,
     prefetch: dict[str, Any] | None = None,
     graphs: str = "auto",
+    windows: Sequence[int] = (),
     **mode: Any,
 ) -> Any:
     ucm = {
@@ -42,7 +44,7 @@ def scheduler_of(
     }
     config = vllm_config(folder, ucm, num_blocks=num_blocks)
     config.cache_config.enable_prefix_caching = caching
-    return make_scheduler(config, UcmScheduler)
+    return make_scheduler(config, UcmScheduler, windows)
 
 
 def run_step(scheduler: Any, worker: FakeWorker) -> Any:
@@ -227,14 +229,17 @@ def test_an_id_used_again_while_a_block_is_on_its_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["GSA", "KVStar"])
 @pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("windows", [(), (6, 13)], ids=["one table", "windows"])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_traffic(tmp_path: Path, method: str, caching: bool, seed: int) -> None:
-    """covers: C5 C8 C9 C10. Few blocks (preemption), aborts, reused ids, resets, moves that are slow or fail."""
+def test_random_traffic(tmp_path: Path, method: str, caching: bool, seed: int, windows: tuple[int, ...]) -> None:
+    """covers: C5 C8 C9 C10. Few blocks (preemption), aborts, reused ids, resets, moves that are slow or fail. Windows
+    have their blocks, whatever leaves."""
     rng = random.Random(seed)
     store = {"kind": "file", "path": str(tmp_path / "kv")}
     moves = rng.choice([2, 8])
-    scheduler = scheduler_of(tmp_path, 60, method, caching, moves_per_step=moves, away_ratio=1.0, store=store)
-    worker = FakeWorker(rng, fail_saves=0.05, fail_loads=0.05, delay=3)
+    options = {"moves_per_step": moves, "away_ratio": 1.0, "store": store, "windows": windows}
+    scheduler = scheduler_of(tmp_path, 90 if windows else 60, method, caching, **options)
+    worker = FakeWorker(rng, fail_saves=0.05, fail_loads=0.05, delay=3, windows=windows)
     preempted = 0
     for step in range(250):
         name = f"r{rng.randrange(6)}"
@@ -257,6 +262,14 @@ def test_random_traffic(tmp_path: Path, method: str, caching: bool, seed: int) -
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     assert not worker._moving
     assert not worker._copies
+
+
+def test_what_requests_need_next_is_left_free(tmp_path: Path) -> None:
+    """A block in each group."""
+    for windows in ((), (6, 13)):
+        blocks = scheduler_of(tmp_path, 60, windows=windows).offload._blocks
+        assert blocks.group == len(windows)
+        assert blocks.num_spare(5) == 59 - 5 * (1 + len(windows))
 
 
 def test_blocks_that_the_same_step_fills_are_not_found(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -51,16 +52,25 @@ def vllm_config(
     return config
 
 
-def make_scheduler(config: VllmConfig, scheduler_class: type[Scheduler]) -> Any:
-    """A scheduler as the engine makes it."""
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+def make_scheduler(config: VllmConfig, scheduler_class: type[Scheduler], windows: Sequence[int] = ()) -> Any:
+    """A scheduler as the engine makes it.
+
+    windows: of the groups before the one with whole contexts, in tokens.
+    """
+    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    groups = [
+        KVCacheGroupSpec([f"window {number}"], SlidingWindowSpec(**sizes, sliding_window=window))
+        for number, window in enumerate(windows)
+    ]
     num_blocks = config.cache_config.num_gpu_blocks
     assert num_blocks is not None
     init_none_hash(sha256)
     return scheduler_class(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
-            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[*groups, KVCacheGroupSpec(["layer"], FullAttentionSpec(**sizes))],
         ),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_SIZE,

@@ -75,7 +75,7 @@ class SchedulerSide:
 
     def _partial_loads(self, offload: OffloadScheduler) -> PartialLoads | None:
         record_blocks = self._setup.summaries_per_record(offload.method)
-        if not self._setup.options.loads_partly or not record_blocks:
+        if not self._setup.loads_partly or not record_blocks:
             return None
         return PartialLoads(offload, self._block_size, record_blocks, self._waiting.order)
 

@@ -56,7 +56,13 @@ class ConnectorSetup:
         options = ConnectorOptions.resolve(extra, EXTRA_CONFIG)
         _check_process(options, vllm_config.parallel_config.distributed_executor_backend)
         names = tuple(tuple(group.layer_names) for group in groups)
-        return cls(vllm_config, options, groups[0].kv_cache_spec.block_size, layers, names, tuple(kept_tokens(groups)))
+        setup = cls(vllm_config, options, groups[0].kv_cache_spec.block_size, layers, names, tuple(kept_tokens(groups)))
+        if setup.offloads and not setup.loads_partly and options.asks_for_partial_loads:
+            wanted = (
+                "false, or no such option, with ucm.memory_mode beside layers with windows: prompts are loaded whole"
+            )
+            raise UcmConfigError([Problem(f"{EXTRA_CONFIG}.partial_loads", "true", wanted)])
+        return setup
 
     @property
     def block_bytes(self) -> int:
@@ -100,6 +106,11 @@ class ConnectorSetup:
     def offloads(self) -> bool:
         """Whether KV offload is on, with which loads may leave blocks in the store."""
         return resolve_config(self.vllm_config.additional_config).memory_mode.enabled
+
+    @property
+    def loads_partly(self) -> bool:
+        """Whether loads leave blocks in the store, with KV offload: where all layers have one block table."""
+        return self.options.loads_partly and len(self.groups) == 1
 
     @cached_property
     def prefetch_options(self) -> PrefetchOptions:

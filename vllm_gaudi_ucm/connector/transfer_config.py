@@ -74,6 +74,11 @@ class ConnectorOptions(Section):
         """Whether loads may leave blocks in the store, where there is memory mode."""
         return self.partial_loads and self.load_failure == "recompute"
 
+    @property
+    def asks_for_partial_loads(self) -> bool:
+        """Whether the option was given, and not only its default."""
+        return self.loads_partly and "partial_loads" in self.model_fields_set
+
     @field_validator("store", mode="before")
     @classmethod
     def _resolve_store(cls, value: Any) -> Any:

@@ -345,7 +345,7 @@ def _summary_records(
 ) -> SummaryRecords | None:
     """None where every load is whole."""
     record_blocks, scorer = setup.summaries_per_record(method), selection.selector.scorer
-    if not setup.options.loads_partly or not record_blocks or scorer is None:
+    if not setup.loads_partly or not record_blocks or scorer is None:
         return None
     summaries = SummaryRecords(scorer, selection.state.summaries, record_blocks, device)
     # has a device that compiles compile both directions now

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING
 
-from vllm_gaudi_ucm.vllm_api.blocks import forget_cached_blocks, kv_block_lists
+from vllm_gaudi_ucm.vllm_api.blocks import forget_cached_blocks, kv_block_lists, whole_groups
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.vllm_api.scheduling import KVCacheBlock, KVCacheManager
@@ -16,12 +16,21 @@ class RequestBlocks:
     """As vLLM's sliding window does it: a block that leaves is replaced by the null block and freed.
 
     A block is freed by its count of owners, so one that another request or the prefix cache still uses stays theirs.
+
+    Blocks are those of the one KV-cache group that keeps whole contexts. Groups with windows have blocks of the same
+    pool, and give them back by themselves.
+
+    Args:
+        manager: vLLM's.
+        block_size: tokens per block.
     """
 
     def __init__(self, manager: KVCacheManager, block_size: int) -> None:
+        (self.group,) = whole_groups(manager)
         self._manager = manager
         self._pool = manager.block_pool
-        self._lists = kv_block_lists(manager)
+        self._lists = kv_block_lists(manager, self.group)
+        self._num_groups = len(manager.coordinator.single_type_managers)
         self._size = block_size
         # hashes of a finer grain are no hashes of blocks
         self._caching = manager.enable_caching and self._pool.hash_block_size == block_size
@@ -33,6 +42,10 @@ class RequestBlocks:
     @property
     def num_blocks(self) -> int:
         return int(self._pool.num_gpu_blocks)
+
+    def num_spare(self, num_running: int) -> int:
+        """Free blocks beyond those that as many running requests may need next: one in each group."""
+        return self.num_free - num_running * self._num_groups
 
     def table(self, request_id: str) -> list[KVCacheBlock]:
         """The request's blocks, the null block for an offloaded one; empty for a request that has none."""
@@ -73,7 +86,7 @@ class RequestBlocks:
         """
         if not self._caching or number >= len(request.block_hashes):
             return None
-        found = self._pool.get_cached_block(request.block_hashes[number], [0])
+        found = self._pool.get_cached_block(request.block_hashes[number], [self.group])
         if found is None or found[0].block_id in unwritten:
             return None
         self._pool.touch(found)

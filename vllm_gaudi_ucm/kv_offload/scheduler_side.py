@@ -122,9 +122,11 @@ class OffloadScheduler:
         return left
 
     def give_up(self, request: Request) -> None:
-        """What the connector was to load did not come: the request has no blocks any more, and begins anew."""
+        """What the connector was to load did not come: the request has no blocks any more, and begins anew. Its blocks
+        may leave if they might before."""
         self._blocks.free_all(request)
-        self.begin(request.request_id)
+        if request.request_id in self._states:
+            self.begin(request.request_id)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """These requests have lost their tables: whatever they compute again is on the device."""
@@ -144,7 +146,7 @@ class OffloadScheduler:
                 continue
             released, saves = self._moves.release(state, saves)
             # a block of its own in exchange, or one that no running request needs next
-            spare = max(released, self._blocks.num_free - num_running)
+            spare = max(released, self._blocks.num_spare(num_running))
             loads = self._moves.bring_back(state, requests[state.request_id], spare, loads)
 
     def orders(
@@ -214,7 +216,7 @@ class OffloadScheduler:
     def _repeat(self, state: OffloadState, wanted: Sequence[int]) -> None:
         """Has blocks fetched for a first step to be repeated; without a free block it stands."""
         state.end_guess()
-        fetched = self._moves.fetch_stored(state, wanted, self._blocks.num_free - self._num_running)
+        fetched = self._moves.fetch_stored(state, wanted, self._blocks.num_spare(self._num_running))
         if fetched:
             self._repeats[state.request_id] = fetched
             self.totals.repeated += 1

@@ -12,16 +12,16 @@ from vllm_gaudi_ucm.kv_cache.allocation import attention_layers, shared_with
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.speculation.draft_model import is_draft_layer
 from vllm_gaudi_ucm.vllm_api.kv_cache import ChunkedLocalAttentionSpec as _CHUNKS
-from vllm_gaudi_ucm.vllm_api.kv_cache import kept_tokens
+from vllm_gaudi_ucm.vllm_api.kv_cache import kept_tokens, tokens_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.config import VllmConfig
 
     from vllm_gaudi_ucm.config.ucm_config import UcmConfig
     from vllm_gaudi_ucm.execution.decoder import Decoder
-    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheGroupSpec
+    from vllm_gaudi_ucm.vllm_api.kv_cache import KVCacheGroupSpec, KVCacheSpec
 
 
 def kv_groups(
@@ -105,11 +105,21 @@ def refuse_beside_windows(decoder: Decoder, draft: Decoder | None, config: UcmCo
         raise UnsupportedFeatureError(
             f"the sparse method {config.ucm_sparse_method} beside {beside}", "ucm.ucm_sparse_method"
         )
-    if local and config.memory_mode.enabled:
-        # what leaves the device is a block of one table, and windows read theirs whatever is chosen
+
+
+def refuse_windows_in_one_table(specs: Mapping[str, KVCacheSpec], vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedFeatureError for memory mode where layers with windows keep whole contexts, in the table of the
+    others: they would read blocks of their windows that have left the device.
+
+    specs: of each layer that has a cache.
+    """
+    layers = _implementations(vllm_config, of_draft_model=False)
+    windows = (specs[name] for name, layer in layers.items() if layer.window is not None and name in specs)
+    if any(tokens_kept(spec) is None for spec in windows):
         raise UnsupportedFeatureError(
-            f"memory mode beside {local} (leave it out: windows give their blocks back; UcmConnector, or "
-            "ucm.preemption.mode swap, keep blocks in host memory)",
+            "memory mode beside layers with windows or chunks in the block table of those that see whole contexts (it "
+            "needs vLLM's hybrid KV-cache manager, no more layers with whole contexts than with windows, and chunks of "
+            "whole blocks; ucm.preemption.mode swap keeps blocks in host memory with one table, too)",
             "ucm.memory_mode",
         )
 

@@ -21,7 +21,7 @@ from vllm_gaudi_ucm.ops.host_memory.api import keep_all_freed_memory
 from vllm_gaudi_ucm.ops.native import matrix_unit
 from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 from vllm_gaudi_ucm.runner.graph_measurement import GIB, graph_memory_need
-from vllm_gaudi_ucm.runner.kv_groups import refuse_beside_windows
+from vllm_gaudi_ucm.runner.kv_groups import refuse_beside_windows, refuse_windows_in_one_table
 from vllm_gaudi_ucm.runner.setup import LoadedModel, WorkerParts, make_parts
 from vllm_gaudi_ucm.sampling.sampling import SamplingBatch
 from vllm_gaudi_ucm.speculation.draft_model import load_draft_model
@@ -210,6 +210,8 @@ class ModelRunner:
             choosing=self._config.ucm_sparse_method is not None,
             with_draft_model=self._draft_decoder is not None,
         )
+        if self._config.memory_mode.enabled:
+            refuse_windows_in_one_table(specs, self._vllm_config)
         if self._config.kv_cache.granularity == "block":
             return specs
         if self._tile is None:

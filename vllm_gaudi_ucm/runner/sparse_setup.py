@@ -171,7 +171,9 @@ def make_sparse_worker(
     sharing = vllm_config.parallel_config.tensor_parallel_size
     over_ranks = RankMean(sharing) if sharing > 1 else None
     sizes = _sizes(vllm_config, block_size, num_blocks, static)._replace(
-        some_offloaded=offloads, remainder_rows=_remainder_rows(config, vllm_config, block_size)
+        some_offloaded=offloads,
+        # beside windows a connector loads prompts whole
+        remainder_rows=0 if place.numbers else _remainder_rows(config, vllm_config, block_size),
     )
 
     def select(kept: KeptQueries | None) -> BlockSelection:
@@ -185,7 +187,8 @@ def make_sparse_worker(
     if not offloads:
         return SparseWorker(method, select(None), metrics=series, late=late)
     device = get_device(next(iter(kv_caches.values())).key.device.type)
-    blocks = DeviceBlocks(kv_caches, block_size, device)
+    # of layers with windows nothing leaves
+    blocks = DeviceBlocks({name: kv_caches[name] for name in implementations}, block_size, device)
     # a cache for measurements has one block only
     num_rows = 1 if table is None else config.memory_mode.max_copies(num_blocks, blocks.block_bytes)
     heads, dtype = _query_heads(vllm_config), cast("torch.dtype", vllm_config.model_config.dtype)

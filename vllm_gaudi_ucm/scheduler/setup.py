@@ -193,9 +193,9 @@ def offload_role(
     """The scheduler's side of KV offload. on_wanted: see OffloadScheduler."""
     options = block_options(config)
     assert options is not None, "refused when the configuration was read"
-    num_rows = config.memory_mode.max_copies(manager.block_pool.num_gpu_blocks, kv_block_bytes(manager))
-    logger.info("Memory mode: up to %d blocks have a copy off the device.", num_rows)
     blocks = RequestBlocks(manager, block_size)
+    num_rows = config.memory_mode.max_copies(manager.block_pool.num_gpu_blocks, kv_block_bytes(manager, blocks.group))
+    logger.info("Memory mode: up to %d blocks have a copy off the device.", num_rows)
     return OffloadScheduler(config.memory_mode, options, block_size, blocks, num_rows, blocks_ahead(config), on_wanted)
 
 

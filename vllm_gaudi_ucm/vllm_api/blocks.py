@@ -17,26 +17,25 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def kv_block_lists(manager: "KVCacheManager") -> "dict[str, list[KVCacheBlock]]":
-    """The block list of each request, in the order of its context; to be changed in place.
+def kv_block_lists(manager: "KVCacheManager", group: int) -> "dict[str, list[KVCacheBlock]]":
+    """The block list of each request in a KV-cache group, in the order of its context; to be changed in place.
 
     Reason: vLLM replaces blocks of a running request by the null block for attention types that say so
     (`SingleTypeKVCacheManager.remove_skipped_blocks`), but has no call for blocks that its caller names.
     Remove when: `KVCacheManager` can replace named blocks of a request.
     """
-    (group,) = manager.coordinator.single_type_managers
-    return group.req_to_blocks
+    return manager.coordinator.single_type_managers[group].req_to_blocks
 
 
 def forget_cached_blocks(manager: "KVCacheManager", request_id: str, first: int) -> None:
-    """Takes blocks `first` and following of a request out of the prefix cache, until the request is allotted slots
-    again with these blocks full.
+    """Takes blocks `first` and following of a request out of the prefix cache, in every KV-cache group, until the
+    request is allotted slots again with these blocks full.
 
     Reason: `KVCacheManager.evict_blocks` leaves them counted as cached, so that they would never be cached again.
     Remove when: `KVCacheManager` can be told that what a step computes is not certain yet.
     """
-    (group,) = manager.coordinator.single_type_managers
-    _forget(manager, group, request_id, first)
+    for group in manager.coordinator.single_type_managers:
+        _forget(manager, group, request_id, first)
 
 
 def _forget(manager: "KVCacheManager", group: "SingleTypeKVCacheManager", request_id: str, first: int) -> None:
@@ -105,8 +104,9 @@ def blocks_to_be_freed(scheduler: "Scheduler") -> set[int]:
     return {block.block_id for _, blocks in scheduler.deferred_frees for block in blocks}
 
 
-def kv_block_bytes(manager: "KVCacheManager") -> int:
-    """Bytes of a block on one worker, which has room for the layers of any KV-cache group.
+def kv_block_bytes(manager: "KVCacheManager", group: int | None = None) -> int:
+    """Bytes of a block on one worker, which has room for the layers of any KV-cache group; of a group's own layers
+    where one is given.
 
     Reason: the scheduler's classes know pages of layers only.
     Remove when: `KVCacheConfig` has it.
@@ -114,7 +114,20 @@ def kv_block_bytes(manager: "KVCacheManager") -> int:
     groups = manager.kv_cache_config.kv_cache_groups
     # of one size in all groups
     page_bytes = groups[0].kv_cache_spec.page_size_bytes
-    return page_bytes * max(len(group.layer_names) for group in groups)
+    of = groups if group is None else [groups[group]]
+    return page_bytes * max(len(one.layer_names) for one in of)
+
+
+def whole_groups(manager: "KVCacheManager") -> list[int]:
+    """The KV-cache groups that keep the blocks of whole contexts, by number.
+
+    Reason: as for `kept_tokens`.
+    Remove when: as for `kept_tokens`.
+    """
+    from vllm_gaudi_ucm.vllm_api.kv_cache import kept_tokens
+
+    kept = kept_tokens(manager.kv_cache_config.kv_cache_groups)
+    return [number for number, tokens in enumerate(kept) if tokens is None]
 
 
 def skipped_tokens(manager: "KVCacheManager") -> "tuple[Callable[[int], int], ...]":

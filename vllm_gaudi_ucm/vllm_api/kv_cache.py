@@ -48,6 +48,7 @@ __all__ = [
     "layer_specs",
     "num_whole_groups",
     "tile_of_slots",
+    "tokens_kept",
 ]
 
 
@@ -118,17 +119,21 @@ def expected_groups(specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
 def kept_tokens(groups: Sequence[KVCacheGroupSpec]) -> list[int | None]:
     """For each group how many tokens of a request its next token sees at most; None: all.
 
+    Reason: as for `tokens_kept`.
+    Remove when: as for `tokens_kept`.
+    """
+    return [tokens_kept(group.kv_cache_spec) for group in groups]
+
+
+def tokens_kept(spec: KVCacheSpec) -> int | None:
+    """The same of a layer.
+
     Reason: vLLM has a class for each kind of layer, and no name for what they have in common.
     Remove when: `KVCacheSpec` says it.
     """
-    found: list[int | None] = []
-    for group in groups:
-        spec = group.kv_cache_spec
-        if isinstance(spec, SlidingWindowSpec):
-            found.append(spec.sliding_window)
-        else:
-            found.append(spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None)
-    return found
+    if isinstance(spec, SlidingWindowSpec):
+        return spec.sliding_window
+    return spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
 
 
 def buffers(config: KVCacheConfig) -> dict[str, str]:
