@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 from collections.abc import Callable, Mapping
@@ -83,6 +84,14 @@ def _call(request: str) -> None:
     gc.disable()
     scenario = getattr(importlib.import_module(asked["module"]), asked["name"])
     freeze_imports()
+    if os.environ.get("VLLM_GAUDI_UCM_DEVICE") == "hpu":
+        _fork_workers()
     result = scenario(**asked["arguments"])
     with open(asked["result"], "w") as file:
         json.dump(result, file)
+
+
+def _fork_workers() -> None:
+    """The plugin has vLLM spawn its processes; here they have nothing to import, and no card was started before."""
+    for module in ("vllm.v1.executor.multiproc_executor", "vllm.v1.engine.utils"):
+        vars(importlib.import_module(module))["get_mp_context"] = lambda: multiprocessing.get_context("fork")

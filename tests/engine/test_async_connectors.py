@@ -3,6 +3,7 @@ and before the scheduler knows what was stored; no token changes."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,17 +137,29 @@ TOGETHER = [
 ]
 
 
+# a step has room for a whole prompt, of which the connector stores what its first step has computed
+ROOMY: dict[str, Any] = {"max_num_batched_tokens": 256}
+
+
+@pytest.fixture(scope="module")
+def stored(tiny_text_model: Path, synchronous: Watched, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the blocks of requests, as a connector of vLLM's stores them."""
+    wanted, folder = synchronous.serve(TOGETHER), tmp_path_factory.mktemp("stored")
+    with start(tiny_text_model, {}, False, kv_transfer_config=multi(shared(folder)), **ROOMY) as engine:
+        assert_equal(serve(engine, TOGETHER), wanted)
+    return folder
+
+
 @pytest.mark.parametrize("kind", ["true shapes", "static", "drafts", "beside ours"])
-def test_loads_that_fail_within_a_step(tiny_text_model: Path, synchronous: Watched, tmp_path: Path, kind: str) -> None:
+def test_loads_that_fail_within_a_step(
+    tiny_text_model: Path, synchronous: Watched, stored: Path, tmp_path: Path, kind: str
+) -> None:
     """The next step is planned when it is known: it has read what was not loaded, and nothing that it gives counts.
     covers: C8 D3"""
     wanted = synchronous.serve(TOGETHER)
-    # a step has room for a whole prompt, of which the connector stores what its first step has computed
-    roomy: dict[str, Any] = {"max_num_batched_tokens": 256}
-    with start(tiny_text_model, {}, False, kv_transfer_config=multi(shared(tmp_path)), **roomy) as engine:
-        assert_equal(serve(engine, TOGETHER), wanted)
+    shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
     ucm = STATIC if kind == "static" else {}
-    options = {**roomy, "speculative_config": drafted_by(tiny_text_model) if kind == "drafts" else None}
+    options = {**ROOMY, "speculative_config": drafted_by(tiny_text_model) if kind == "drafts" else None}
     children = [shared(tmp_path, BrokenConnector), *([ours(tmp_path)] if kind == "beside ours" else [])]
     broken = BrokenConnector
     broken.failures = 0
@@ -221,16 +234,16 @@ def test_drafts_in_worker_processes(
 ) -> None:
     """The engine schedules a step while the workers verify the one before, and make its drafts. covers: A6 A7 A8"""
     drafts = {"speculative_config": drafted_by(tiny_text_model), **options}
+    if "tensor_parallel_size" in options:
+        grown = synchronous.serve(GROWING)
+        # each worker decides what is sparse
+        with start(tiny_text_model, {**CHECKED, **GSA}, True, ApartEngine, **drafts, **SMALL) as engine:
+            engine.llm.collective_rpc(watch)
+            assert_equal(serve(engine, GROWING), grown)
+            assert engine.preemptions > 2
+        return
     with start(tiny_text_model, CHECKED, True, ApartEngine, **drafts) as engine:
         assert engine.core.batch_queue_size == 2
         engine.llm.collective_rpc(watch)
         assert_equal(serve(engine, ASKED), [expected[index] for index in DRAFTED])
         check_stop_strings(engine, expected)
-    if "tensor_parallel_size" not in options:
-        return
-    grown = synchronous.serve(GROWING)
-    # each worker decides what is sparse
-    with start(tiny_text_model, {**CHECKED, **GSA}, True, ApartEngine, **drafts, **SMALL) as engine:
-        engine.llm.collective_rpc(watch)
-        assert_equal(serve(engine, GROWING), grown)
-        assert engine.preemptions > 2

@@ -49,7 +49,7 @@ TIGHT: dict[str, Any] = {
 ON_CARD: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 128}
 # see test_hpu_engine.py, test_moe.py, test_latent_attention.py
 ON_CARD_ELSEWHERE = {"llama", "mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v32"}
-LENGTH = 64
+LENGTH = 48
 ALL_BLOCKS = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 

@@ -51,6 +51,10 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all blocks chosen": (GSA, {}),
     "exact admission": ({"scheduler": {"admission": "exact"}}, {}),
 }
+# with every model what lays out blocks and steps; what has to do with neither, with a model each
+MODELS_BESIDE = [(model, name) for model in TIGHT for name in ("small", "static")]
+MODELS_BESIDE += [(model, "swaps and compaction") for model in ("gemma3_text", "llama4_text")]
+MODELS_BESIDE += [("gpt_oss", "drafts"), ("gpt_oss", "all blocks chosen"), ("gemma3_text", "exact admission")]
 
 
 @pytest.fixture(scope="module", params=list(TIGHT))
@@ -69,7 +73,7 @@ def end(engine: Engine) -> None:
     engine.check_idle()
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(("model", "name"), MODELS_BESIDE, indirect=["model"])
 def test_no_answer_changes(model: Path, reference: ReferenceModel, name: str) -> None:
     ucm, options = BESIDE[name]
     options = {**OPTIONS, **TUNED, "num_gpu_blocks_override": TIGHT[model.name], **options}
@@ -116,6 +120,7 @@ def test_what_one_group_has_given_away_is_computed(model: Path, reference: Refer
         end(engine)
 
 
+@pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
 def test_a_draft_model(model: Path, reference: ReferenceModel) -> None:
     """Its keys and values are copied with the blocks of its groups."""
     drafts = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
@@ -140,6 +145,7 @@ def test_windows_of_any_size(window: int, tmp_path: Path) -> None:
             end(engine)
 
 
+@pytest.mark.parametrize("model", ["gemma3_text", "llama4_text"], indirect=True)
 def test_beside_our_connector(model: Path, reference: ReferenceModel, tmp_path: Path) -> None:
     """The second server loads what the first has stored; nothing that was loaded is copied."""
     for is_second in (False, True):

@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[dict[str, Any], list[int], int]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes, *_ = MODELS[request.param]
     kind = "gpt_oss" if request.param == "gpt_oss" else "gemma3_text"
@@ -74,7 +74,9 @@ def host_slots(worker: Any) -> tuple[int, int]:
     return space._count, space.block_bytes
 
 
-@pytest.mark.parametrize("mode", ["off", "eager"])
+@pytest.mark.parametrize(
+    ("model", "mode"), [("gemma3_text", "eager"), ("gpt_oss", "off"), ("uneven", "eager")], indirect=["model"]
+)
 def test_swapped_requests_come_back(model: Path, reference: ReferenceModel, mode: str) -> None:
     """Each stage has a part of every slot in host memory, of as many layers as a block has room for there."""
     _, layers, blocks = MODELS[model.name]
@@ -96,6 +98,7 @@ def test_swapped_requests_come_back(model: Path, reference: ReferenceModel, mode
         engine.check_idle()
 
 
+@pytest.mark.parametrize("model", ["gemma3_text", "uneven"], indirect=True)
 def test_stages_share_a_folder(model: Path, reference: ReferenceModel, tmp_path: Path) -> None:
     """Each stage stores its part of a block of every group. What one stage lacks, both compute again."""
     _, layers, blocks = MODELS[model.name]
@@ -117,6 +120,8 @@ def test_stages_share_a_folder(model: Path, reference: ReferenceModel, tmp_path:
             assert [shard.block_bytes for shard in shards] == [page * number for number in layers]
             engine.step()
             engine.check_idle()
+    if model.name != "uneven":
+        return  # what is spoiled is found by its file, whatever layers it has
     stored = sorted(path for path in (tmp_path / "blocks").rglob("*") if path.is_file() and path.stat().st_size > page)
     for path in stored[::4]:
         spoil(path)
@@ -126,6 +131,7 @@ def test_stages_share_a_folder(model: Path, reference: ReferenceModel, tmp_path:
         assert max(engine.llm.collective_rpc(failed_blocks)) > 0
 
 
+@pytest.mark.parametrize("model", ["gemma3_text", "uneven"], indirect=True)
 def test_blocks_come_back_from_vllms_connector(reference: ReferenceModel, model: Path) -> None:
     """A block has as many layers on both stages where several groups are kept."""
     _, layers, blocks = MODELS[model.name]

@@ -26,6 +26,8 @@ from vllm_gaudi_ucm.first_hour.probe import Mode, Unit
 from vllm_gaudi_ucm.first_hour.result import Ending, Result, judge
 
 LIMIT_S = 280
+SERVE = (24, 27, 28)
+GRAPHS = 4  # of an engine of those; the command has twice as many compiled
 
 
 class One(NamedTuple):
@@ -106,6 +108,10 @@ def main(mode: str, folder: Path, ones: str) -> None:
         own.mkdir()
         bench = {"kind": "hpu", "mode": mode, "case": one.case, "sizes": "small", "model": "", "folder": str(own)}
         with ExitStack() as stack:
+            if one.number in SERVE:
+                from vllm_gaudi_ucm.first_hour.probes import serving
+
+                stack.enter_context(mock.patch.object(serving, "FEW_GRAPHS", GRAPHS))
             if one.fault:
                 FAULTS[one.fault](_patching(stack))
             child.run(say, {"function": BY_NUMBER[one.number].function, "bench": {**bench, "minutes": 0.02}})

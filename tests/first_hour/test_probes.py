@@ -85,6 +85,12 @@ def test_on_the_simulated_card(number: int, together: Together) -> None:
         _check(together[mode, One(number, case)], one)
 
 
+def test_what_is_known_of_writes_through_aliases(together: Together) -> None:
+    """And what nobody knows, where the simulated card does the worst."""
+    answers = [together["compile", One(6, case)].data["answer"][0]["text"] for case in BY_NUMBER[6].cases]
+    assert answers == ["kept", "kept", "dropped"]
+
+
 @pytest.fixture(scope="module")
 def slow_ones(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
     """Those that compile for long."""
