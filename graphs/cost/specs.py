@@ -354,8 +354,9 @@ def _latent(config: Mapping[str, Any]) -> LatentSpec:
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     for alias in ALIASES[name]:
-        if config.get(alias) is not None:
-            return _positive(alias, config[alias])
+        if (value := config.get(alias)) is not None:
+            each = value if isinstance(value, list) and value else [value]  # Gemma 3n has one for each layer
+            return round(sum(_positive(alias, one) for one in each) / len(each))
     if default is None:
         raise ValueError(f"model config: no {name}; expected the config.json of a decoder model")
     return default

@@ -27,6 +27,7 @@ EXCEPTIONS = {
     "vllm_gaudi_ucm/vllm_api/engine_process.py": "vLLM's configuration",
     "vllm_gaudi_ucm/vllm_api/model.py": "the class of vLLM's attention layers",
     "vllm_gaudi_ucm/vllm_api/moe.py": "the class of vLLM's routers",
+    "vllm_gaudi_ucm/vllm_api/platforms.py": "vLLM's configuration",
     "vllm_gaudi_ucm/vllm_api/sampling.py": "a method of vLLM's sampler",
     "vllm_gaudi_ucm/speculation/draft_model.py": "a copy of vLLM's configuration",
     "vllm_gaudi_ucm/runner/step_runner.py": "the output that vLLM's scheduler reads",

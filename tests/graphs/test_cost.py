@@ -83,6 +83,8 @@ def test_a_selected_block_costs_what_a_unique_one_does_and_its_scores() -> None:
 
 def test_figures_of_a_model_come_from_its_config() -> None:
     assert ModelSpec.from_hf_config(LLAMA_CONFIG) == LLAMA_8B
+    # one size for each layer, as Gemma 3n has it
+    assert ModelSpec.from_hf_config({**LLAMA_CONFIG, "intermediate_size": [16384, 12288] * 16}) == LLAMA_8B
     assert LLAMA_8B.kv_bytes_per_token == 131072
     assert LLAMA_8B.weight_bytes / 2 == pytest.approx(7.5e9, rel=0.01)
     gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}

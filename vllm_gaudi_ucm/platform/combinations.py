@@ -16,7 +16,7 @@ from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError, UnsupportedFe
 from vllm_gaudi_ucm.scheduler.scheduler_class import shares_experts
 from vllm_gaudi_ucm.store.factory import lasting_kinds
 from vllm_gaudi_ucm.store.file import FileStoreOptions
-from vllm_gaudi_ucm.vllm_api.platforms import uses_older_ray_executor
+from vllm_gaudi_ucm.vllm_api.platforms import has_heads_of_several_sizes, uses_older_ray_executor
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -65,6 +65,7 @@ def _needs_one_table(vllm_config: VllmConfig, config: UcmConfig) -> Iterator[tup
     """(feature, whether it is on): each speaks of a block, and not of blocks of a group."""
     speculation, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    yield "heads of several sizes", has_heads_of_several_sizes(vllm_config.model_config)
     yield "ucm.kv_cache.granularity 'token'", config.kv_cache.granularity == "token"
     has_draft_model = speculation is not None and speculation.method == "draft_model"
     connects = transfer is not None or vllm_config.cache_config.kv_offloading_size is not None

@@ -54,7 +54,11 @@ from vllm_gaudi_ucm.vllm_api.engine_process import (
     watch_parent,
 )
 from vllm_gaudi_ucm.vllm_api.kv_cache import keep_tile_of_slots
-from vllm_gaudi_ucm.vllm_api.platforms import client_error, tolerate_missing_accelerator
+from vllm_gaudi_ucm.vllm_api.platforms import (
+    client_error,
+    take_back_attention_backend,
+    tolerate_missing_accelerator,
+)
 from vllm_gaudi_ucm.vllm_api.versions import check_versions
 
 if TYPE_CHECKING:
@@ -126,6 +130,8 @@ class UcmPlatform(Platform):
         tolerate_missing_accelerator(cls.device_type)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_gaudi_ucm.platform.worker.UcmWorker"
+        if take_back_attention_backend(vllm_config):
+            logger.info("Heads differ in size: the attention backend is ours, where vLLM would take TRITON_ATTN.")
         ahead = schedules_ahead(vllm_config, config, cls.device_type)
         vllm_config.scheduler_config.async_scheduling = ahead
         if keeps_one_block_table(vllm_config, config):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_gaudi_ucm.logger import plugin_logger
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = plugin_logger(__name__)
 
@@ -116,3 +116,29 @@ def uses_older_ray_executor(vllm_config: VllmConfig) -> bool:
     import vllm.envs
 
     return vllm_config.parallel_config.use_ray and not vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+
+
+def has_heads_of_several_sizes(model_config: ModelConfig | None) -> bool:
+    """Whether attention layers of the model differ in the size of their heads (Gemma 4).
+
+    Reason: vLLM answers for one layer at a time.
+    Remove when: `ModelConfig` has a property that says it.
+    """
+    layers = None if model_config is None else model_config.model_arch_config.per_layer_overrides
+    return len({layer.get("head_size") for layer in layers or ()}) > 1
+
+
+def take_back_attention_backend(vllm_config: VllmConfig) -> bool:
+    """Ours in place of the attention backend that vLLM has chosen for a model; whether there was one.
+
+    Reason: where heads differ in size vLLM puts `TRITON_ATTN` into the configuration before it asks the platform
+    (`Gemma4Config`), so that it looks like a flag.
+    Remove when: that choice is left to platforms.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    is_triton = vllm_config.attention_config.backend is AttentionBackendEnum.TRITON_ATTN
+    if not is_triton or not has_heads_of_several_sizes(vllm_config.model_config):
+        return False
+    vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    return True

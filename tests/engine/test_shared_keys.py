@@ -1,0 +1,118 @@
+"""Models in which later layers read the keys and values of earlier ones: Gemma 3n, and Gemma 4, whose layers with full
+attention have larger heads. Their tokens are those of Transformers.
+
+Every block holds NaN until a request writes it, the null block included, which stands for blocks before a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.engine.reference_model import ReferenceModel
+from tests.engine.serving import Engine
+from tests.engine.test_kv_groups import prompts
+from tests.engine.tiny_models import COMMON, FAMILIES, VOCAB
+from tests.engine.window_models import WINDOW
+from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
+
+pytestmark = pytest.mark.slow  # starts engines
+
+TOKENS = 48
+_WINDOWS = ["sliding_attention"] * 4
+_SIZES: dict[str, Any] = {
+    **FAMILIES["llama"],
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 16,
+    "num_hidden_layers": 10,
+    "layer_types": [*_WINDOWS, "full_attention"] * 2,
+    # weights so large that every token of a context counts
+    "initializer_range": 0.2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    # the last five layers have no keys of their own; the first three keep half of their gates
+    "gemma3n_text": {
+        **_SIZES,
+        "intermediate_size": [128] * 10,
+        "num_kv_shared_layers": 5,
+        "activation_sparsity_pattern": [0.5] * 3 + [0.0] * 7,
+        "laurel_rank": 8,
+    },
+    "gemma4_text": {
+        **_SIZES,
+        "num_kv_shared_layers": 5,
+        "per_layer_config": {"04": {"head_dim": 32}, "09": {"head_dim": 32}},
+    },
+}
+OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / request.param
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(request.param, **{**COMMON, **MODELS[request.param]})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> ReferenceModel:
+    return ReferenceModel(model, "eager")
+
+
+def engine(model: Path, mode: str, **options: Any) -> Engine:
+    found = Engine(model, {"graphs": {"mode": mode, "max_graphs": 8}}, **{**OPTIONS, **options})
+    with torch.inference_mode():
+        for blocks in found.cached_blocks():
+            blocks.fill_(float("nan"))
+    return found
+
+
+@pytest.fixture(scope="module", params=["off", "eager"])
+def serving(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
+    with engine(model, request.param) as found:
+        yield found
+
+
+def test_chunks_and_prefix_hits(serving: Engine, reference: ReferenceModel) -> None:
+    for cached in ([0, 0, 0, 0, 0], [0, 144, 16, 128, 0]):
+        answers = serving.greedy(prompts(), TOKENS)
+        reference.assert_greedy(prompts(), answers)
+        assert [answer.cached_tokens for answer in answers] == cached
+        serving.check_idle()
+
+
+def test_layers_that_share_have_no_cache(serving: Engine, model: Path) -> None:
+    """Gemma 3n keeps a table for windows and one for whole contexts; Gemma 4 one table, as heads differ in size."""
+    groups = serving.core.scheduler.kv_cache_config.kv_cache_groups
+    cached = [name for group in groups for name in group.layer_names if name in serving.runner.parts.kv_caches]
+    own = {str(number) for number in range(5)}
+    assert own <= {name.split(".")[2] for name in cached}
+    tables = {"gemma3n_text": 5, "gemma4_text": 1}[model.name]
+    assert len(groups) == tables, [len(group.layer_names) for group in groups]
+    buffers = {tensor.data_ptr() for pair in serving.runner.parts.kv_caches.values() for tensor in pair}
+    assert len(buffers) <= 2 * 5
+
+
+def test_preempted_requests(model: Path, reference: ReferenceModel) -> None:
+    tight = {"gemma3n_text": 45, "gemma4_text": 17}[model.name]
+    with engine(model, "off", num_gpu_blocks_override=tight) as serving:
+        answers = serving.greedy(prompts(), TOKENS)
+        assert serving.preemptions
+        serving.check_idle()
+    reference.assert_greedy(prompts(), answers)
+
+
+def test_several_tables_are_refused_where_heads_differ(model: Path) -> None:
+    if model.name != "gemma4_text":
+        pytest.skip("heads are of one size")
+    with pytest.raises(UnsupportedFeatureError, match="heads of several sizes"):
+        engine(model, "off", disable_hybrid_kv_cache_manager=False)
