@@ -96,10 +96,12 @@ def test_a_hit_whose_chunk_is_evicted(size: int, hit: int, tmp_path: Path) -> No
     ReferenceModel(folder, "eager").assert_greedy(asked, answers)
 
 
-def test_what_takes_whole_contexts_is_refused(model: Path) -> None:
-    found = "memory mode beside a model with chunked local attention in some layers"
-    with pytest.raises(UnsupportedFeatureError, match=found):
-        Engine(model, {"ucm_sparse_method": "GSA", "memory_mode": {"enabled": True}})
+def test_memory_mode_needs_chunks_of_whole_blocks(model: Path) -> None:
+    """All layers have one block table otherwise, and layers with chunks would read what has left."""
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"memory mode beside layers with windows or chunks .* whole blocks"
+    ):
+        Engine(model, {"ucm_sparse_method": "GSA", "memory_mode": {"enabled": True}}, block_size=3 * CHUNK // 2)
 
 
 def test_several_experts_that_weigh_their_rows_are_refused(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.quantised import exact, random_weight
-from tests.ops.test_cuda_quantised import DEVICE, E4M3, GPU, layer_of, on_device
+from tests.ops.quantised import exact, packed_layer, random_weight
+from tests.ops.test_cuda_quantised import DEVICE, E4M3, GPU, on_device
 from vllm_gaudi_ucm.ops.quantised_linear.impl import cuda
 from vllm_gaudi_ucm.ops.quantised_linear.impl.cuda import CudaFp8
 
@@ -17,7 +17,7 @@ def test_scaled_product_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = on_device(random_weight(32, 64, (1, 64), E4M3))
     product = CudaFp8(weight)
     x = torch.randn(5, 64, dtype=torch.bfloat16, device=DEVICE)
-    found = product.multiply(x, layer_of(product, weight), None)
+    found = product.multiply(x, packed_layer(product, weight), None)
     rows, meant = x.double(), exact(weight._replace(codes=weight.codes.cpu(), scales=weight.scales.cpu())).to(DEVICE)
     grid = rows.abs().amax(1, keepdim=True) * 2.0**-10 / 448
     budget = (rows.abs() * (2.0**-4 + 2.0**-7) + grid) @ meant.abs().T
