@@ -117,8 +117,9 @@ bench: $(PLUGIN_STAMP) $(MODEL_READY) ## Measure planning, buckets, recompilatio
 bench-attention: $(PLUGIN_STAMP) ## Measure attention of one layer beside its peers (ARGS="--device cuda" on a GPU)
 	$(PY) -m benchmarks.attention $(ARGS)
 
-bench-engine: $(PLUGIN_STAMP) ## Whole steps of a model with random weights beside their limits (DEVICE=cuda on a GPU: an 8B shape)
+bench-engine: $(PLUGIN_STAMP) ## Whole steps of a model with random weights beside their limits (DEVICE=cuda: an 8B shape, and attention of several rows)
 	$(if $(filter cuda,$(DEVICE)),$(PY) -m benchmarks.layers_cuda)
+	$(if $(filter cuda,$(DEVICE)),$(PY) -m benchmarks.attention --device cuda --rows)
 	$(run_env) $(PY) -m benchmarks.engine_steps $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 bench-moe: $(PLUGIN_STAMP) ## Measure the experts of one layer beside their peers and limits (ARGS="--device cuda" on a GPU)
