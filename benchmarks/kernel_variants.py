@@ -68,7 +68,7 @@ def noted() -> Iterator[Variants]:
     driver.set_active(Hopper())
     for module in (cuda_layer, cuda_plan, cuda_short):
         module.multiprocessors = lambda device: MULTIPROCESSORS  # type: ignore[attr-defined]
-    for module in (cuda_layer, cuda_plan, cuda_parts):
+    for module in (cuda_plan, cuda_parts):
         module.starts_early = lambda device: True  # type: ignore[attr-defined]
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = note

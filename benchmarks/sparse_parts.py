@@ -181,16 +181,18 @@ def sweep(layers: Layers, ratio: float, repeats: int) -> dict[str, float]:
         name = "scores, fused: {} vectors, {} stages, {} programs".format(*setting)
         found[name] = timed(layers.parts(ratio)["scores, fused"], repeats)
     cuda_fused.STREAMED, cuda_fused.STAGES, cuda_fused.PROGRAMS = streamed
-    usual_rank = cuda_fused.RANKED_BY, cuda_fused.PARTS, cuda_fused.SHARES
-    for by in (128, 256, 512):
-        cuda_fused.RANKED_BY = by
-        found[f"ranking, fused: beside {by}"] = timed(layers.parts(ratio)["ranking and hand-over, fused"], repeats)
-    cuda_fused.RANKED_BY = usual_rank[0]
-    for setting in ((16, 32), (64, 32), (32, 16), (32, 64)):
+    usual_rank = cuda_fused.RANKED_AT_ONCE, cuda_fused.RANKED_BY
+    for setting in ((64, 128), (32, 128), (32, 256), (16, 256), (16, 512), (32, 512), (8, 1024), (16, 1024)):
+        cuda_fused.RANKED_AT_ONCE, cuda_fused.RANKED_BY = setting
+        name = "ranking, fused: {} beside {}".format(*setting)
+        found[name] = timed(layers.parts(ratio)["ranking and hand-over, fused"], repeats)
+    cuda_fused.RANKED_AT_ONCE, cuda_fused.RANKED_BY = usual_rank
+    usual_share = cuda_fused.PARTS, cuda_fused.SHARES
+    for setting in ((16, 32), (64, 32), (32, 16), (16, 16), (64, 16), (32, 64)):
         cuda_fused.PARTS, cuda_fused.SHARES = setting
         name = "scores, fused: {} parts, {} shares".format(*setting)
         found[name] = timed(layers.parts(ratio)["scores, fused"], repeats)
-    _, cuda_fused.PARTS, cuda_fused.SHARES = usual_rank
+    cuda_fused.PARTS, cuda_fused.SHARES = usual_share
     for name, spent in sorted(found.items(), key=lambda item: item[1]):
         print(f"    {spent:7.1f}  {name}", flush=True)
     return found

@@ -16,7 +16,6 @@ from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import (
     COMPARED,
     LARGEST_HEAD,
-    RANKED,
     SHARED_LINES,
     CudaBlockSelection,
     _candidate_ranges,
@@ -26,6 +25,7 @@ from vllm_gaudi_ucm.ops.block_selection.impl.cuda import (
 )
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
 from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared, TicketedRanges
+from vllm_gaudi_ucm.ops.early_start import follows, starts_early
 from vllm_gaudi_ucm.ops.selected_list import SelectedList
 
 # Vectors of a tile: 16 KiB of bf16 at heads of 128. Half of the stages are for block ids, which the copies wait for: of
@@ -36,7 +36,7 @@ MOST_LINES = 64  # rows of a span times query heads of a KV head: a decode, or a
 MOST_SPANS = 1024  # whose tiles a program counts
 SHARES, PARTS = 32, 32  # of `share_blocks`
 FEW_LINES = 512  # rows of a span times heads, up to which sums of parts are added up by every tile
-RANKED_BY = 128  # candidates with which `rank_and_take` compares its own at once
+RANKED_AT_ONCE, RANKED_BY = 64, 128  # candidates of a program of `rank_and_take`, and those it compares them with
 
 
 class CudaFusedBlockSelection(CudaBlockSelection):
@@ -83,7 +83,7 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             rows = blocks, spans, first_rows, num_rows, max_rows, scale, kind
             return super().scores(query, summaries, *rows, prepared)
         blocks, spans, first_rows, num_rows = (ids.contiguous() for ids in (blocks, spans, first_rows, num_rows))
-        ranges = ranges_of(prepared, spans, first_rows.shape[0], num_rows)
+        ranges, early = ranges_of(prepared, spans, first_rows.shape[0], num_rows), _early(prepared, query.device)
         found = query.new_empty(count, dtype=torch.float32)
         estimates = found.new_empty((max_rows * heads, count))
         compute, block_v = _compute_type(query, summaries), _power_of_two(boxes)
@@ -98,12 +98,12 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             *query.stride()[:2], *summaries.stride()[:3],
             HEADS=heads, GROUP=group, ROWS=max_rows, DIM=dim, BLOCK_D=max(16, _power_of_two(dim)), VECTORS=boxes,
             BLOCK_V=block_v, BLOCK_C=block_c, BLOCK_N=max(16, _power_of_two(max_rows * group)),
-            BLOCK_S=block_s, COMPUTE=compute, PRECISION="ieee", STAGES=STAGES,
+            BLOCK_S=block_s, COMPUTE=compute, PRECISION="ieee", STAGES=STAGES, EARLY=early, **follows(early),
         )  # fmt: skip
         kernels.share_blocks[(-(-count // SHARES),)](
             estimates, tops, sums, spans, ranges, num_rows, found, count, num_spans, parts,
             HEADS=heads, ROWS=max_rows, BLOCK_L=SHARED_LINES, BLOCK_C=SHARES, BLOCK_S=block_s, STREAMED=block_c,
-            PARTS=PARTS, num_warps=8,
+            PARTS=PARTS, EARLY=early, num_warps=8, **follows(early),
         )  # fmt: skip
         return found
 
@@ -130,7 +130,7 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             fresh = self.choose(scores, places, spans, width, most, prepared)
             of_spans = stored, slots, counts, modes, thresholds
             return self.take_choice(fresh, *of_spans, width, block_table, selected, checks)
-        scores, places = scores.contiguous(), places.contiguous()
+        scores, places, early = scores.contiguous(), places.contiguous(), _early(prepared, scores.device)
         if isinstance(prepared, TicketedRanges):
             ranges, tickets = prepared
         else:
@@ -138,15 +138,21 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             tickets = ranges.new_zeros(spans)
         fresh, chosen = stored.new_empty((2, spans, most))
         ids = block_table.new_empty(selected)
-        kernels.rank_and_take[(spans, -(-min(width, count) // RANKED))](
+        kernels.rank_and_take[(spans, -(-min(width, count) // RANKED_AT_ONCE))](
             scores, places, ranges, tickets, fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids,
             None if target is None else target.blocks, None if target is None else target.places, checks,
-            most, width, selected, BLOCK_C=RANKED, RANKED_BY=RANKED_BY, REUSE=REUSE, CHECK=CHECK,
-            BLOCK=max(16, _power_of_two(most)), COMPARED=32, SPANS=COMPARED, LISTED=target is not None, num_warps=8,
+            most, width, selected, BLOCK_C=RANKED_AT_ONCE, RANKED_BY=RANKED_BY, REUSE=REUSE, CHECK=CHECK,
+            BLOCK=max(16, _power_of_two(most)), COMPARED=32, SPANS=COMPARED, LISTED=target is not None,
+            EARLY=early, num_warps=8, **follows(early),
         )  # fmt: skip
         if target is not None:
             target.written(ids)
         return chosen, ids
+
+
+def _early(prepared: Prepared | None, device: torch.device) -> bool:
+    """Whether kernels may start early: what is the step's has to be there, as it is once spans were prepared."""
+    return isinstance(prepared, TicketedRanges) and starts_early(device)
 
 
 @lru_cache(maxsize=16)

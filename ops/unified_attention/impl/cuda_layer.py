@@ -145,17 +145,6 @@ def has_copy_engine(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@lru_cache(maxsize=16)
-def starts_early(device: torch.device) -> bool:
-    """Whether a kernel may start before its predecessor ends, and wait inside (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def follows(early: bool) -> dict[str, bool]:
-    """Launch options of a kernel that waits inside for its predecessor on the stream."""
-    return {"launch_pdl": True} if early else {}
-
-
 ALIGNMENT = 16  # bytes, of the first element and of every stride
 
 

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.early_start import follows, starts_early
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_joined import joined_lists
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import (
     Layer,
     describe_cache,
     describe_tokens,
-    follows,
     lists_size,
     power_of_two,
-    starts_early,
 )
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
     CudaPlan,
@@ -286,10 +285,11 @@ def unique_and_selected(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> 
     chosen = plan.parts.selected
     assert chosen is not None, "joined"
     both = joined_lists(plan, layer.rows)
+    ready = both.chosen.holds is blocks and blocks is not None
     entries = both.blocks_with(chosen.blocks if blocks is None else blocks)
     place = plan.kept(("joined place", layer.rows), lambda: unique_place(both.lists, layer.rows))
     beside = entries.shape[0] <= BALANCED * listed_pairs(layer, plan.parts.shared)
-    return _spans(layer, plan, "unique", place, both.lists, entries, 1, (None, None), beside)
+    return _spans(layer, plan, "unique", place, both.lists, entries, 1, (None, None), beside, ready=ready)
 
 
 def _spans(
@@ -303,8 +303,12 @@ def _spans(
     spans: tuple[Tensor | None, Tensor | None],
     beside: bool = False,
     block_size: int | None = None,
+    ready: bool = False,
 ) -> Work:
-    """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i."""
+    """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i.
+
+    ready: the kernel ahead of this one has chosen the blocks, and lets it start early.
+    """
     block_size = block_size or plan.block_size
     # or does a request with several rows read the cache, too?
     most = MANY_SPANS if plan.starts is None or plan.parts.shared is None else MANY_BESIDE
@@ -319,13 +323,15 @@ def _spans(
     sizes = {**layer.sizes(), **tile.sizes(), "BLOCK_SIZE": block_size}
     general = {"ROWS": rows, "SINGLE": spans[0] is None, "LISTS": lists_size(lists.num_lists)}
     general |= {"SLOPES": layer.slopes is not None, "EARLY": merges_early(layer, programs)}
+    general |= {"FOLLOWS": ready and starts_early(layer.query.device)}
 
     def launch() -> None:
         grid = (layer.kv_heads, programs)
         if flat is not None:
             attend_spans_flat[grid](*tensors, lists.owners, *results, *strides, **sizes)
         else:
-            attend_spans[grid](*tensors, *spans, *results, *slopes, *strides, **sizes, **general)
+            early = follows(general["FOLLOWS"])
+            attend_spans[grid](*tensors, *spans, *results, *slopes, *strides, **sizes, **general, **early)
 
     return Work(launch, found)
 

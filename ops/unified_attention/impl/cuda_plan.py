@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from vllm_gaudi_ucm.ops.early_start import starts_early
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import (
     Layer,
     multiprocessors,
     power_of_two,
-    starts_early,
 )
 from vllm_gaudi_ucm.ops.unified_attention.parts import AttentionParts, CausalPart, SelectedPart, SharedPart, UniquePart
 

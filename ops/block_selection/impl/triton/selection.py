@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -120,43 +121,50 @@ def rank_candidates(
 
 
 @triton.jit
+def _first_id(counts, span, SPANS: tl.constexpr):
+    """int64: where the blocks of a span begin among those of all. counts: int64 [spans]; SPANS of them at a time."""
+    begin = tl.zeros([], tl.int64)
+    for first in range(0, span, SPANS):
+        before = first + tl.arange(0, SPANS)
+        begin += tl.sum(tl.load(counts + before, mask=before < span, other=0), 0)
+    return begin
+
+
+@triton.jit
 def _take(
-    fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids, listed, list_places, checks,
+    fresh, mine, count, mode, thresholds, begin, list_at, block_table, chosen, ids, listed, list_places, checks,
     span, spans, most, width, selected,
-    REUSE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr, SPANS: tl.constexpr,
-    FROM: tl.constexpr, LISTED: tl.constexpr,
+    REUSE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr, FROM: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
     """What a span attends to from now on. fresh: its new ranking, int64 [most]. FROM: see `_apart`.
 
-    LISTED: `ids` are also written to `listed`, int64 [entries], at `list_places`, int64 [selected].
+    mine: the stored ranking. begin: see `_first_id`. LISTED: `ids` are also written to `listed`, int64 [entries], at
+    `list_places`, int64 [selected], of which `list_at`, [BLOCK], are the span's.
     """
-    count, mode = tl.load(counts + span), tl.load(modes + span)
     n = tl.arange(0, BLOCK)
-    mine = stored + tl.load(slots + span) * most
     old = tl.load(mine + n, mask=n < most, other=-1)
-    new = tl.load(fresh + n, mask=n < most, other=-1, cache_modifier=FROM)
-    keeps = mode == REUSE
+    ranking = old
+    if mode != REUSE:
+        ranking = tl.load(fresh + n, mask=n < most, other=-1, cache_modifier=FROM)
     if mode == CHECK:
+        new = ranking
         old_there = (n < count) & (old >= 0) & (old < width)
         new_there = (n < count) & (new >= 0) & (new < width)
         apart = _apart(mine, fresh, old, new, old_there, new_there, n, count, most, BLOCK, COMPARED, FROM)
         enough = tl.sum(tl.where(old_there, 1, 0), 0) >= count
         keeps = (apart <= tl.load(thresholds + span)) & enough
         tl.atomic_add(checks + tl.where(keeps, 0, 1), tl.full([], 1, tl.int64))
+        ranking = tl.where(keeps, old, new)
         # other threads have read what is written below
         tl.debug_barrier()
-    ranking = tl.where(keeps, old, new)
-    tl.store(mine + n, ranking, mask=n < most)
-    tl.store(chosen + span * most + n, ranking, mask=n < most)
-    begin = tl.zeros([], tl.int64)
-    for first in range(0, span, SPANS):
-        before = first + tl.arange(0, SPANS)
-        begin += tl.sum(tl.load(counts + before, mask=before < span, other=0), 0)
     block = tl.load(block_table + span * width + tl.maximum(ranking, 0), mask=n < count, other=0)
     inside = (n < count) & (begin + n < selected)
-    tl.store(ids + begin + n, block, mask=inside)
     if LISTED:
-        tl.store(listed + tl.load(list_places + begin + n, mask=inside, other=0), block, mask=inside)
+        tl.store(listed + list_at, block, mask=inside)
+    tl.store(ids + begin + n, block, mask=inside)
+    tl.store(mine + n, ranking, mask=n < most)
+    tl.store(chosen + span * most + n, ranking, mask=n < most)
     if span == spans - 1:
         nothing = tl.zeros([BLOCK], tl.int64)
         for first in range(begin + count, selected, BLOCK):
@@ -176,9 +184,12 @@ def take_choices(
     BLOCK >= most. SPANS: spans that are added up at once.
     """
     span = tl.program_id(0).to(tl.int64)
+    count, mode = tl.load(counts + span), tl.load(modes + span)
+    mine = stored + tl.load(slots + span) * most
     _take(
-        fresh + span * most, stored, slots, counts, modes, thresholds, block_table, chosen, ids, None, None, checks,
-        span, tl.num_programs(0), most, width, selected, REUSE, CHECK, BLOCK, COMPARED, SPANS, "", False,
+        fresh + span * most, mine, count, mode, thresholds, _first_id(counts, span, SPANS), None, block_table, chosen,
+        ids, None, None, checks, span, tl.num_programs(0), most, width, selected, REUSE, CHECK, BLOCK, COMPARED, "",
+        False,
     )  # fmt: skip
 
 
@@ -187,24 +198,40 @@ def rank_and_take(
     scores, places, ranges, tickets, fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids,
     listed, list_places, checks, most, width, selected,
     BLOCK_C: tl.constexpr, RANKED_BY: tl.constexpr, REUSE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr,
-    COMPARED: tl.constexpr, SPANS: tl.constexpr, LISTED: tl.constexpr,
+    COMPARED: tl.constexpr, SPANS: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`rank_candidates` and `take_choices` in one launch: grid (spans, programs of a span).
 
-    The last program of a span to have ranked, whichever that is, takes the choice. fresh: int64 [spans, most] between
-    them. tickets: int32 [spans], 0 before and after. RANKED_BY: candidates that are compared at once while ranking.
+    The last program of a span to have ranked, whichever that is, takes the choice; the first one where nobody ranks,
+    because the span reuses its choice. fresh: int64 [spans, most] between them. tickets: int32 [spans], 0 before and
+    after. RANKED_BY: candidates that are compared at once while ranking.
+    EARLY: it starts early, as attention does behind it; counts, modes and slots are there before the first layer.
     """
-    span = tl.program_id(0).to(tl.int64)
-    _rank(scores, places, ranges, fresh + span * most, span, width, most, BLOCK_C, RANKED_BY)
-    # One thread adds for the program. What the others have stored is before it by the barrier, so that adding releases
-    # all of it to the GPU; and to have read the last ticket acquires what the other programs have released.
-    tl.debug_barrier()
-    ticket = tl.atomic_add(tickets + span, 1, sem="acq_rel", scope="gpu")
-    if ticket == tl.num_programs(1) - 1:
-        # nobody else will come: ready for the next layer, and for the next replay of the graph
-        tl.store(tickets + span, 0)
+    if EARLY:
+        gdc_launch_dependents()
+    span, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # asked for at once, and before scores are there
+    count, mode, slot = tl.load(counts + span), tl.load(modes + span), tl.load(slots + span)
+    mine, begin = stored + slot * most, _first_id(counts, span, SPANS)
+    if EARLY:
+        gdc_wait()
+    n = tl.arange(0, BLOCK)
+    list_at = n
+    if LISTED:
+        list_at = tl.load(list_places + begin + n, mask=(n < count) & (begin + n < selected), other=0)
+    takes = tile == 0
+    if mode != REUSE:
+        _rank(scores, places, ranges, fresh + span * most, span, width, most, BLOCK_C, RANKED_BY)
+        # One thread adds for the program. What the others have stored is before it by the barrier, so that adding
+        # releases all of it to the GPU; and to have read the last ticket acquires what other programs have released.
+        tl.debug_barrier()
+        takes = tl.atomic_add(tickets + span, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1
+        if takes:
+            # nobody else will come: ready for the next layer, and for the next replay of the graph
+            tl.store(tickets + span, 0)
+    if takes:
         _take(
-            fresh + span * most, stored, slots, counts, modes, thresholds, block_table, chosen, ids, listed,
-            list_places, checks, span, tl.num_programs(0), most, width, selected, REUSE, CHECK, BLOCK, COMPARED, SPANS,
-            ".cg", LISTED,
+            fresh + span * most, mine, count, mode, thresholds, begin, list_at, block_table, chosen, ids, listed,
+            list_places, checks, span, tl.num_programs(0), most, width, selected, REUSE, CHECK, BLOCK, COMPARED, ".cg",
+            LISTED,
         )  # fmt: skip

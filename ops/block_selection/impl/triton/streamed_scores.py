@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def stream_boxes(
     candidates, num_spans, q_row, q_head, s_block, s_vector, s_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VECTORS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_S: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `estimate_boxes`, where BLOCK_N lines hold all ROWS rows of a span: grid (programs x KV heads).
 
@@ -53,7 +54,10 @@ def stream_boxes(
     ranges: int32 [spans, 2], see `find_candidates`. BLOCK_S >= num_spans.
     tops, sums: fp32 [parts + spans, ROWS x HEADS] of the softmax over the candidates of a span that a part has seen,
         without NaN, in line part + span: parts and spans are both in the order of tiles, so that no two share one.
+    EARLY: it starts early, as `share_blocks` does behind it; what is the step's is there before its first layer.
     """
+    if EARLY:
+        gdc_launch_dependents()
     kv_heads: tl.constexpr = HEADS // GROUP
     kv_head, part, parts = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads, tl.num_programs(0) // kv_heads
     s = tl.arange(0, BLOCK_S)
@@ -64,6 +68,8 @@ def stream_boxes(
     m, v, d, n = tl.arange(0, BLOCK_C * BLOCK_V), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     lane, head = n // GROUP, kv_head * GROUP + n % GROUP
     source = summaries + kv_head * s_head
+    if EARLY:
+        gdc_wait()
     while at < stop:
         span = tl.sum((ends <= at).to(tl.int32), 0)
         before = tl.sum(tl.where(s < span, tiles, 0), 0)
@@ -106,13 +112,16 @@ def stream_boxes(
 def share_blocks(
     estimates, tops, sums, spans, ranges, num_rows, scores, candidates, num_spans, parts,
     HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-    STREAMED: tl.constexpr, PARTS: tl.constexpr,
+    STREAMED: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`span_sums` and `block_shares` at once: grid (tiles of BLOCK_C candidates), each with the sums of its spans.
 
     A tile adds up what the parts of `stream_boxes` have left of its spans, PARTS at a time, as its neighbours do: from
     the GPU's cache, and a launch less. parts, STREAMED: of `stream_boxes`, its parts and the candidates of its tiles.
+    EARLY: as there, ahead of `rank_and_take`.
     """
+    if EARLY:
+        gdc_launch_dependents()
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < candidates
     span = tl.load(spans + c, mask=inside, other=0)
@@ -125,28 +134,31 @@ def share_blocks(
     broken = tl.zeros([BLOCK_C], tl.int32)
     nobody = 1 << 40
     at = tl.min(tl.where(seen, span, nobody), 0)
+    if EARLY:
+        gdc_wait()
     while at < nobody:
         first_tile = tl.sum(tl.where(s < at, tiles, 0), 0)
         last_tile = first_tile + tl.sum(tl.where(s == at, tiles, 0), 0) - 1
         lines = tl.load(num_rows + at).to(tl.int32) * HEADS
         for first in range(0, lines, BLOCK_L):
             line = first + tl.arange(0, BLOCK_L)
+            mask = (seen & (span == at))[None, :] & (line < lines)[:, None]
+            places = estimates + line.to(tl.int64)[:, None] * candidates + c[None, :]
+            # asked for before the sums, on which it does not depend
+            estimate = tl.load(places, mask=mask, other=float("-inf"))
             top = tl.full([BLOCK_L], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_L], tl.float32)
             for part in range(first_tile // each, last_tile // each + 1, PARTS):
                 o = part + tl.arange(0, PARTS)
-                mask = (o <= last_tile // each)[None, :] & (line < lines)[:, None]
-                places = (o + at)[None, :] * (ROWS * HEADS) + line[:, None]
-                found = tl.load(tops + places, mask=mask, other=float("-inf"))
-                top, total = _add(top, total, found, tl.load(sums + places, mask=mask, other=0.0), 1)
+                there = (o <= last_tile // each)[None, :] & (line < lines)[:, None]
+                sum_places = (o + at)[None, :] * (ROWS * HEADS) + line[:, None]
+                found = tl.load(tops + sum_places, mask=there, other=float("-inf"))
+                top, total = _add(top, total, found, tl.load(sums + sum_places, mask=there, other=0.0), 1)
             top = tl.where(top == float("-inf"), 0.0, top)
             total = tl.where(total == 0.0, 1.0, total)
-            mask = (seen & (span == at))[None, :] & (line < lines)[:, None]
-            places = estimates + line.to(tl.int64)[:, None] * candidates + c[None, :]
-            found = tl.load(places, mask=mask, other=float("-inf"))
-            broken = tl.maximum(broken, tl.max(tl.where(found == found, 0, 1), 0))
-            found = tl.where(found == found, found, float("-inf"))
-            mass += tl.sum(tl.exp(found - top[:, None]) / total[:, None], 0)
+            broken = tl.maximum(broken, tl.max(tl.where(estimate == estimate, 0, 1), 0))
+            estimate = tl.where(estimate == estimate, estimate, float("-inf"))
+            mass += tl.sum(tl.exp(estimate - top[:, None]) / total[:, None], 0)
         at = tl.min(tl.where(seen & (span > at), span, nobody), 0)
     rows = tl.maximum(rows, 1)
     tl.store(scores + c, tl.where(broken > 0, 1.0, mass / (rows * HEADS).to(tl.float32)), mask=inside)
