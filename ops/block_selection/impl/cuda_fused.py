@@ -32,11 +32,14 @@ from vllm_gaudi_ucm.ops.selected_list import SelectedList
 # six, Triton gives three to tiles. So two tiles are on their way while a program multiplies one, and 128 KiB to each
 # multiprocessor, whose memory has room for four programs. Products of fp32 are unrolled into single multiplications.
 STREAMED, STREAMED_WIDE, STAGES, PROGRAMS = 64, 32, 6, 4
+WARPS, RANK_WARPS = 4, 4
+LEAST_LINES = 8  # of a product
+EARLY_STREAM, EARLY_SHARE = True, True
 MOST_LINES = 64  # rows of a span times query heads of a KV head: a decode, or a verification
 MOST_SPANS = 1024  # whose tiles a program counts
 SHARES, PARTS = 32, 32  # of `share_blocks`
 FEW_LINES = 512  # rows of a span times heads, up to which sums of parts are added up by every tile
-RANKED_AT_ONCE, RANKED_BY = 64, 128  # candidates of a program of `rank_and_take`, and those it compares them with
+RANKED_AT_ONCE, RANKED_BY = 16, 256  # candidates of a program of `rank_and_take`, and those it compares them with
 
 
 class CudaFusedBlockSelection(CudaBlockSelection):
@@ -97,13 +100,13 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             log(REST_WEIGHT), log(REST_WEIGHT + boxes - 1), count, num_spans,
             *query.stride()[:2], *summaries.stride()[:3],
             HEADS=heads, GROUP=group, ROWS=max_rows, DIM=dim, BLOCK_D=max(16, _power_of_two(dim)), VECTORS=boxes,
-            BLOCK_V=block_v, BLOCK_C=block_c, BLOCK_N=max(16, _power_of_two(max_rows * group)),
-            BLOCK_S=block_s, COMPUTE=compute, PRECISION="ieee", STAGES=STAGES, EARLY=early, **follows(early),
+            BLOCK_V=block_v, BLOCK_C=block_c, BLOCK_N=max(LEAST_LINES, _power_of_two(max_rows * group)),
+            BLOCK_S=block_s, COMPUTE=compute, PRECISION="ieee", STAGES=STAGES, EARLY=early and EARLY_STREAM, TRIGGER=early and EARLY_SHARE, num_warps=WARPS, **follows(early and EARLY_STREAM),
         )  # fmt: skip
         kernels.share_blocks[(-(-count // SHARES),)](
             estimates, tops, sums, spans, ranges, num_rows, found, count, num_spans, parts,
             HEADS=heads, ROWS=max_rows, BLOCK_L=SHARED_LINES, BLOCK_C=SHARES, BLOCK_S=block_s, STREAMED=block_c,
-            PARTS=PARTS, EARLY=early, num_warps=8, **follows(early),
+            PARTS=PARTS, EARLY=early and EARLY_SHARE, TRIGGER=early, num_warps=8, **follows(early and EARLY_SHARE),
         )  # fmt: skip
         return found
 
@@ -143,7 +146,7 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             None if target is None else target.blocks, None if target is None else target.places, checks,
             most, width, selected, BLOCK_C=RANKED_AT_ONCE, RANKED_BY=RANKED_BY, REUSE=REUSE, CHECK=CHECK,
             BLOCK=max(16, _power_of_two(most)), COMPARED=32, SPANS=COMPARED, LISTED=target is not None,
-            EARLY=early, num_warps=8, **follows(early),
+            EARLY=early, num_warps=RANK_WARPS, **follows(early),
         )  # fmt: skip
         if target is not None:
             target.written(ids)

@@ -132,7 +132,7 @@ def _first_id(counts, span, SPANS: tl.constexpr):
 
 @triton.jit
 def _take(
-    fresh, mine, count, mode, thresholds, begin, list_at, block_table, chosen, ids, listed, list_places, checks,
+    fresh, mine, count, mode, thresholds, begin, block_table, chosen, ids, listed, list_places, checks,
     span, spans, most, width, selected,
     REUSE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr, FROM: tl.constexpr,
     LISTED: tl.constexpr,
@@ -140,9 +140,14 @@ def _take(
     """What a span attends to from now on. fresh: its new ranking, int64 [most]. FROM: see `_apart`.
 
     mine: the stored ranking. begin: see `_first_id`. LISTED: `ids` are also written to `listed`, int64 [entries], at
-    `list_places`, int64 [selected], of which `list_at`, [BLOCK], are the span's.
+    `list_places`, int64 [selected].
     """
     n = tl.arange(0, BLOCK)
+    inside = (n < count) & (begin + n < selected)
+    # asked for together
+    list_at = n
+    if LISTED:
+        list_at = tl.load(list_places + begin + n, mask=inside, other=0)
     old = tl.load(mine + n, mask=n < most, other=-1)
     ranking = old
     if mode != REUSE:
@@ -159,7 +164,6 @@ def _take(
         # other threads have read what is written below
         tl.debug_barrier()
     block = tl.load(block_table + span * width + tl.maximum(ranking, 0), mask=n < count, other=0)
-    inside = (n < count) & (begin + n < selected)
     if LISTED:
         tl.store(listed + list_at, block, mask=inside)
     tl.store(ids + begin + n, block, mask=inside)
@@ -187,7 +191,7 @@ def take_choices(
     count, mode = tl.load(counts + span), tl.load(modes + span)
     mine = stored + tl.load(slots + span) * most
     _take(
-        fresh + span * most, mine, count, mode, thresholds, _first_id(counts, span, SPANS), None, block_table, chosen,
+        fresh + span * most, mine, count, mode, thresholds, _first_id(counts, span, SPANS), block_table, chosen,
         ids, None, None, checks, span, tl.num_programs(0), most, width, selected, REUSE, CHECK, BLOCK, COMPARED, "",
         False,
     )  # fmt: skip
@@ -215,10 +219,6 @@ def rank_and_take(
     mine, begin = stored + slot * most, _first_id(counts, span, SPANS)
     if EARLY:
         gdc_wait()
-    n = tl.arange(0, BLOCK)
-    list_at = n
-    if LISTED:
-        list_at = tl.load(list_places + begin + n, mask=(n < count) & (begin + n < selected), other=0)
     takes = tile == 0
     if mode != REUSE:
         _rank(scores, places, ranges, fresh + span * most, span, width, most, BLOCK_C, RANKED_BY)
@@ -231,7 +231,7 @@ def rank_and_take(
             tl.store(tickets + span, 0)
     if takes:
         _take(
-            fresh + span * most, mine, count, mode, thresholds, begin, list_at, block_table, chosen, ids, listed,
+            fresh + span * most, mine, count, mode, thresholds, begin, block_table, chosen, ids, listed,
             list_places, checks, span, tl.num_programs(0), most, width, selected, REUSE, CHECK, BLOCK, COMPARED, ".cg",
             LISTED,
         )  # fmt: skip

@@ -44,7 +44,7 @@ def stream_boxes(
     candidates, num_spans, q_row, q_head, s_block, s_vector, s_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VECTORS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_S: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """As `estimate_boxes`, where BLOCK_N lines hold all ROWS rows of a span: grid (programs x KV heads).
 
@@ -56,7 +56,7 @@ def stream_boxes(
         without NaN, in line part + span: parts and spans are both in the order of tiles, so that no two share one.
     EARLY: it starts early, as `share_blocks` does behind it; what is the step's is there before its first layer.
     """
-    if EARLY:
+    if TRIGGER:
         gdc_launch_dependents()
     kv_heads: tl.constexpr = HEADS // GROUP
     kv_head, part, parts = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads, tl.num_programs(0) // kv_heads
@@ -82,10 +82,17 @@ def stream_boxes(
             mask=(real & (lane < ROWS))[None, :] & (d < DIM)[:, None],
             other=0.0,
         ).to(COMPUTE)
-        top = tl.full([BLOCK_N], float("-inf"), tl.float32)
-        sum_of = tl.zeros([BLOCK_N], tl.float32)
+        # of each candidate of a tile by itself: threads add up with each other once, behind the loop
+        top = tl.full([BLOCK_C, BLOCK_N], float("-inf"), tl.float32)
+        sum_of = tl.zeros([BLOCK_C, BLOCK_N], tl.float32)
+        c = begin + (at - before) * BLOCK_C + tl.arange(0, BLOCK_C)
+        owner = tl.load(spans + c, mask=c < end, other=-1)
         for tile in tl.range(at - before, until - before, num_stages=STAGES):
             c = begin + tile * BLOCK_C + tl.arange(0, BLOCK_C)
+            # between the first and the last candidate of a span others may stand, and pads
+            mine = owner == span
+            # a tile ahead, as nothing else waits for it
+            owner = tl.load(spans + c + BLOCK_C, mask=c + BLOCK_C < end, other=-1)
             own = begin + tile * BLOCK_C + m // BLOCK_V
             block = tl.load(blocks + own, mask=own < end, other=0)
             read = (block != 0) & (m % BLOCK_V < VECTORS)
@@ -95,16 +102,18 @@ def stream_boxes(
             products = tl.dot(boxes, q, input_precision=PRECISION) * scale
             found = _log_mean(tl.reshape(products, [BLOCK_C, BLOCK_V, BLOCK_N]), v, log_rest, log_all, VECTORS)
             found = tl.where(real[None, :], found, float("-inf"))
-            # between the first and the last candidate of a span others may stand, and pads
-            mine = tl.load(spans + c, mask=c < end, other=-1) == span
-            mine = mine & (tl.load(blocks + c, mask=c < end, other=0) != 0)
             target = estimates + (lane * HEADS + head).to(tl.int64)[None, :] * candidates + c[:, None]
             tl.store(target, found, mask=mine[:, None] & (lane < ROWS)[None, :])
             found = tl.where(mine[:, None] & (found == found), found, float("-inf"))
-            top, sum_of = _add(top, sum_of, found, 1.0, 0)
+            new = tl.maximum(top, found)
+            base = tl.where(new == float("-inf"), 0.0, new)
+            sum_of = sum_of * tl.exp(top - base) + tl.exp(found - base)
+            top = new
+        all_top = tl.max(top, 0)
+        sums_of_all = tl.sum(tl.exp(top - tl.where(all_top == float("-inf"), 0.0, all_top)[None, :]) * sum_of, 0)
         line = (part + span) * ROWS * HEADS + lane * HEADS + head
-        tl.store(tops + line, top, mask=lane < ROWS)
-        tl.store(sums + line, sum_of, mask=lane < ROWS)
+        tl.store(tops + line, all_top, mask=lane < ROWS)
+        tl.store(sums + line, sums_of_all, mask=lane < ROWS)
         at = until
 
 
@@ -112,7 +121,7 @@ def stream_boxes(
 def share_blocks(
     estimates, tops, sums, spans, ranges, num_rows, scores, candidates, num_spans, parts,
     HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-    STREAMED: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    STREAMED: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """`span_sums` and `block_shares` at once: grid (tiles of BLOCK_C candidates), each with the sums of its spans.
 
@@ -120,7 +129,7 @@ def share_blocks(
     the GPU's cache, and a launch less. parts, STREAMED: of `stream_boxes`, its parts and the candidates of its tiles.
     EARLY: as there, ahead of `rank_and_take`.
     """
-    if EARLY:
+    if TRIGGER:
         gdc_launch_dependents()
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < candidates
