@@ -21,7 +21,7 @@ from tests.ops.quantised import packed_layer, random_weight
 from tests.ops.rounded import ROUNDINGS, weight_of
 from tests.ops.sass import never_written, uses_local
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
-from vllm_gaudi_ucm.ops.block_selection.impl import cuda, cuda_fused
+from vllm_gaudi_ucm.ops.block_selection.impl import cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
 from vllm_gaudi_ucm.ops.kv_cache.impl import cuda as kv_cache
 from vllm_gaudi_ucm.ops.moe.choice import _by_kernel
@@ -170,7 +170,7 @@ def select(dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> None:
 def select_fused(dtype: torch.dtype) -> None:
     """As `select`, of a decode and of a verification, with the list that attention reads."""
     cuda_fused._multiprocessors = lambda device: 132  # type: ignore[assignment]
-    cuda.starts_early = cuda_fused.starts_early = lambda device: True  # type: ignore[assignment]
+    cuda_fused.starts_early = lambda device: True  # type: ignore[assignment]
     fused, ids, kind = BLOCK_SELECTION.make("cuda_fused"), torch.zeros(300, dtype=torch.int64), SummaryKind.BOX_MEAN
     summaries = torch.zeros(kind.shape(9, 128, 8, 128), dtype=dtype)
     query, spans, table = torch.zeros(10, 32, 128, dtype=dtype), ids[:3].clone(), torch.zeros(769, dtype=torch.int64)

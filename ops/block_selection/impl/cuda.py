@@ -21,7 +21,6 @@ from vllm_gaudi_ucm.ops.block_selection.implementation import (
     Prepared,
     TicketedRanges,
 )
-from vllm_gaudi_ucm.ops.early_start import starts_early
 from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.registry import why_not_triton
 
@@ -162,8 +161,7 @@ class CudaBlockSelection(BlockSelectionImplementation):
             kernels.summarise_blocks[(blocks.shape[0], kv_heads)](
                 key_cache, blocks.contiguous(), summaries, *key_cache.stride()[:3], *summaries.stride()[:3],
                 TOKENS=tokens, BLOCK_T=block_t, DIM=dim, BLOCK_D=block_d, VECTORS=summaries.shape[1],
-                MINMAX=kind is SummaryKind.MINMAX, EARLY=starts_early(key_cache.device),
-                num_warps=4 if held <= 4096 else 8 if held <= 16384 else 16,
+                MINMAX=kind is SummaryKind.MINMAX, num_warps=4 if held <= 4096 else 8 if held <= 16384 else 16,
             )  # fmt: skip
         return True
 

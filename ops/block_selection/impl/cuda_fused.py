@@ -26,20 +26,22 @@ from vllm_gaudi_ucm.ops.block_selection.impl.cuda import (
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import CHECK, REUSE
 from vllm_gaudi_ucm.ops.block_selection.implementation import Prepared, TicketedRanges
 from vllm_gaudi_ucm.ops.early_start import follows, starts_early
+from vllm_gaudi_ucm.ops.narrow_floats import E4M3
 from vllm_gaudi_ucm.ops.selected_list import SelectedList
 
-# Vectors of a tile: 16 KiB of bf16 at heads of 128. Half of the stages are for block ids, which the copies wait for: of
+# Vectors of a tile: 32 KiB of bf16 at heads of 128. Half of the stages are for block ids, which the copies wait for: of
 # six, Triton gives three to tiles. So two tiles are on their way while a program multiplies one, and 128 KiB to each
-# multiprocessor, whose memory has room for four programs. Products of fp32 are unrolled into single multiplications.
-STREAMED, STREAMED_WIDE, STAGES, PROGRAMS = 64, 32, 6, 4
-WARPS, RANK_WARPS = 4, 4
+# multiprocessor, whose memory has room for two programs, or four that multiply 8-bit floats, two tiles at a time.
+# Products of fp32 are unrolled into single multiplications.
+STREAMED, STREAMED_WIDE = 128, 32
+STAGES, PROGRAMS = 6, 2
+STAGES_NARROW, PROGRAMS_NARROW = 4, 4
 LEAST_LINES = 8  # of a product
-EARLY_STREAM, EARLY_SHARE = True, True
 MOST_LINES = 64  # rows of a span times query heads of a KV head: a decode, or a verification
 MOST_SPANS = 1024  # whose tiles a program counts
-SHARES, PARTS = 32, 32  # of `share_blocks`
+SHARES, PARTS, PARTS_OF_FEW, FEW_SPANS = 32, 16, 64, 2  # of `share_blocks`
 FEW_LINES = 512  # rows of a span times heads, up to which sums of parts are added up by every tile
-RANKED_AT_ONCE, RANKED_BY = 16, 256  # candidates of a program of `rank_and_take`, and those it compares them with
+RANKED_AT_ONCE, RANKED_BY = 8, 256  # candidates of a program of `rank_and_take`, and those it compares them with
 
 
 class CudaFusedBlockSelection(CudaBlockSelection):
@@ -92,7 +94,9 @@ class CudaFusedBlockSelection(CudaBlockSelection):
         compute, block_v = _compute_type(query, summaries), _power_of_two(boxes)
         block_c = max(1, (STREAMED_WIDE if compute.primitive_bitwidth == 32 else STREAMED) // block_v)
         block_c = max(block_c, 16 // block_v)
-        parts, num_spans = max(1, PROGRAMS * _multiprocessors(query.device) // kv_heads), first_rows.shape[0]
+        narrow = summaries.dtype == E4M3
+        stages, programs = (STAGES_NARROW, PROGRAMS_NARROW) if narrow else (STAGES, PROGRAMS)
+        parts, num_spans = max(1, programs * _multiprocessors(query.device) // kv_heads), first_rows.shape[0]
         tops, sums = found.new_empty((2, parts + num_spans, max_rows * heads))
         block_s = max(16, _power_of_two(num_spans))
         kernels.stream_boxes[(parts * kv_heads,)](
@@ -101,12 +105,12 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             *query.stride()[:2], *summaries.stride()[:3],
             HEADS=heads, GROUP=group, ROWS=max_rows, DIM=dim, BLOCK_D=max(16, _power_of_two(dim)), VECTORS=boxes,
             BLOCK_V=block_v, BLOCK_C=block_c, BLOCK_N=max(LEAST_LINES, _power_of_two(max_rows * group)),
-            BLOCK_S=block_s, COMPUTE=compute, PRECISION="ieee", STAGES=STAGES, EARLY=early and EARLY_STREAM, TRIGGER=early and EARLY_SHARE, num_warps=WARPS, **follows(early and EARLY_STREAM),
+            BLOCK_S=block_s, COMPUTE=compute, PRECISION="ieee", STAGES=stages, EARLY=early,
         )  # fmt: skip
         kernels.share_blocks[(-(-count // SHARES),)](
             estimates, tops, sums, spans, ranges, num_rows, found, count, num_spans, parts,
             HEADS=heads, ROWS=max_rows, BLOCK_L=SHARED_LINES, BLOCK_C=SHARES, BLOCK_S=block_s, STREAMED=block_c,
-            PARTS=PARTS, EARLY=early and EARLY_SHARE, TRIGGER=early, num_warps=8, **follows(early and EARLY_SHARE),
+            PARTS=PARTS_OF_FEW if num_spans <= FEW_SPANS else PARTS, EARLY=early, num_warps=8, **follows(early),
         )  # fmt: skip
         return found
 
@@ -146,7 +150,7 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             None if target is None else target.blocks, None if target is None else target.places, checks,
             most, width, selected, BLOCK_C=RANKED_AT_ONCE, RANKED_BY=RANKED_BY, REUSE=REUSE, CHECK=CHECK,
             BLOCK=max(16, _power_of_two(most)), COMPARED=32, SPANS=COMPARED, LISTED=target is not None,
-            EARLY=early, num_warps=RANK_WARPS, **follows(early),
+            EARLY=early, num_warps=4, **follows(early),
         )  # fmt: skip
         if target is not None:
             target.written(ids)

@@ -44,7 +44,7 @@ def stream_boxes(
     candidates, num_spans, q_row, q_head, s_block, s_vector, s_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VECTORS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, TRIGGER: tl.constexpr,
+    BLOCK_S: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `estimate_boxes`, where BLOCK_N lines hold all ROWS rows of a span: grid (programs x KV heads).
 
@@ -54,9 +54,9 @@ def stream_boxes(
     ranges: int32 [spans, 2], see `find_candidates`. BLOCK_S >= num_spans.
     tops, sums: fp32 [parts + spans, ROWS x HEADS] of the softmax over the candidates of a span that a part has seen,
         without NaN, in line part + span: parts and spans are both in the order of tiles, so that no two share one.
-    EARLY: it starts early, as `share_blocks` does behind it; what is the step's is there before its first layer.
+    EARLY: `share_blocks` behind it starts early.
     """
-    if TRIGGER:
+    if EARLY:
         gdc_launch_dependents()
     kv_heads: tl.constexpr = HEADS // GROUP
     kv_head, part, parts = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads, tl.num_programs(0) // kv_heads
@@ -68,8 +68,6 @@ def stream_boxes(
     m, v, d, n = tl.arange(0, BLOCK_C * BLOCK_V), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     lane, head = n // GROUP, kv_head * GROUP + n % GROUP
     source = summaries + kv_head * s_head
-    if EARLY:
-        gdc_wait()
     while at < stop:
         span = tl.sum((ends <= at).to(tl.int32), 0)
         before = tl.sum(tl.where(s < span, tiles, 0), 0)
@@ -121,15 +119,15 @@ def stream_boxes(
 def share_blocks(
     estimates, tops, sums, spans, ranges, num_rows, scores, candidates, num_spans, parts,
     HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-    STREAMED: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, TRIGGER: tl.constexpr,
+    STREAMED: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`span_sums` and `block_shares` at once: grid (tiles of BLOCK_C candidates), each with the sums of its spans.
 
     A tile adds up what the parts of `stream_boxes` have left of its spans, PARTS at a time, as its neighbours do: from
     the GPU's cache, and a launch less. parts, STREAMED: of `stream_boxes`, its parts and the candidates of its tiles.
-    EARLY: as there, ahead of `rank_and_take`.
+    EARLY: it starts early, as `rank_and_take` does behind it; what is the step's is there before its first layer.
     """
-    if TRIGGER:
+    if EARLY:
         gdc_launch_dependents()
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < candidates

@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 
 @triton.jit
@@ -47,17 +46,13 @@ def summarise_blocks(
     BLOCK_D: tl.constexpr,
     VECTORS: tl.constexpr,
     MINMAX: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Grid (blocks to summarise, KV heads); a pad, the dummy block 0, ends at once.
 
     keys: [num_blocks, TOKENS, kv heads, DIM]; blocks: int64; summaries: [num_blocks, vectors, kv heads, DIM]: smallest
         and largest elements, or boxes: the mean of the rest, then the VECTORS - 1 keys farthest from the mean of all.
         8-bit floats are passed as uint8.
-    EARLY: the kernel behind it may start early and wait inside.
     """
-    if EARLY:
-        gdc_launch_dependents()
     block = tl.load(blocks + tl.program_id(0))
     if block != 0:
         kv_head = tl.program_id(1)
