@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tests.ops.batch import Memory, Request, Shape, build
 from tests.ops.launches import launched
-from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples
+from tests.ops.oracle import CUDA_RUNS, assert_matches, attend, examples, on_gpu
 from tests.ops.test_padding import Pads, pad
 from tests.ops.test_unified_attention import COMMON
+from vllm_gaudi_ucm.ops.unified_attention.api import unified_attention
 from vllm_gaudi_ucm.ops.unified_attention.parts import SharedPart
 
 pytestmark = pytest.mark.skipif(not CUDA_RUNS, reason="no GPU, and not under Triton's interpreter")
@@ -185,3 +186,89 @@ def test_a_mixed_bucket_launches_what_the_true_shape_does(monkeypatch: pytest.Mo
         names.append([name for name, _ in kernels])
     assert "attend_spans" in names[0]
     assert names[0] == names[1]
+
+
+# Verifications with choices: one whose window ends within a block, one behind a shared prefix, one that chose nothing
+# but lives on its own blocks; a decode with a choice, a dense verification, and a chunk.
+CHOSEN = [
+    Request(9, 1, chosen=frozenset({0})),
+    Request(21, 4, chosen=frozenset({1, 2}), dropped=frozenset({0, 3})),
+    Request(18, 3, prefix=1, chosen=frozenset({1})),
+    Request(13, 2, prefix=1),
+    Request(30, 12),
+]
+
+
+@pytest.mark.parametrize("of_layer", [False, True], ids=["of the plan", "of a layer"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_own_blocks_beside_chosen_ones_are_one_list(of_layer: bool, padded: bool) -> None:
+    """A launch attends to both; blocks of a request without a choice, and of one request beside others, stay apart."""
+    batch = build(CHOSEN, Shape(pads=0 if padded else 3))
+    selected = batch.parts.selected
+    assert selected is not None
+    assert selected.max_rows > 1
+    if padded:
+        batch = pad(batch, Pads(rows=5, shared=3, unique=4, spans=2, singles=3), 0.0)
+        selected = batch.parts.selected
+        assert selected is not None
+    blocks = None
+    if of_layer:
+        blocks, selected.blocks[:] = selected.blocks.clone(), 0
+    expected = attend(batch, "reference", selected_blocks=blocks)
+    with launched() as kernels:
+        found = attend(batch, "cuda", prepared=True, selected_blocks=blocks)
+    torch.testing.assert_close(found, expected)
+    names = [name for name, _ in kernels]
+    assert names.count("attend_spans") == 2, "unique blocks, and those of requests with a choice"
+    if not of_layer and not padded:
+        assert_matches(batch, "cuda", prepared=True)
+
+
+def test_a_choice_may_write_the_list_with_own_blocks() -> None:
+    """What the list holds is not copied there."""
+    from vllm_gaudi_ucm.ops.unified_attention.api import prepare
+
+    batch = build(CHOSEN, Shape())
+    if torch.cuda.is_available():
+        batch = on_gpu(batch)
+    selected = batch.parts.selected
+    assert selected is not None
+    ready = prepare(batch.parts, batch.key_cache.shape[1], implementation="cuda")
+    target = ready.selected_list(batch.query.shape[0])
+    assert target is not None
+    assert torch.equal(target.blocks[target.places], selected.blocks)
+    expected = attend(batch, "reference")
+    target.blocks[target.places] = 0
+    blocks = selected.blocks.clone()
+    target.written(blocks)
+    tensors = (batch.query, batch.key, batch.value, batch.key_cache, batch.value_cache)
+    out = torch.empty(*batch.query.shape[:2], batch.value.shape[-1], dtype=batch.query.dtype, device=batch.query.device)
+    for rewritten in (False, True):
+        if rewritten:
+            target.blocks[target.places] = blocks
+        unified_attention(*tensors, ready, batch.spec, out, implementation="cuda", selected_blocks=blocks)
+        assert torch.allclose(out.cpu(), expected, atol=1e-5) == rewritten
+
+
+def test_own_blocks_are_those_of_the_choice_of_their_rows() -> None:
+    """Requests with a choice need not be the first ones, nor all of those that have rows."""
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_own
+    from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import make_plan
+
+    batch = build([Request(13, 2), Request(21, 4, chosen=frozenset({1})), Request(9, 3)], Shape(pads=0))
+    shared, selected = batch.parts.shared, batch.parts.selected
+    assert shared is not None
+    assert selected is not None
+    plan = make_plan(batch.parts, BLOCK)
+    assert plan.joined_own
+    assert plan.selected is None
+    both = cuda_own.own_and_chosen(plan)
+    users = (shared.hi > 0).sum(0)
+    mine = shared.hi[int(shared.row_spans[int(selected.first_rows[0])])] > 0
+    assert users[mine].eq(1).all()
+    assert both.division.users[mine].eq(0).all()
+    assert torch.equal(both.division.users[~mine], users[~mine].int())
+    lists, chosen = both.joined.lists, selected.blocks[selected.hi > 0]
+    count = int(mine.sum()) + len(chosen)
+    assert lists.offsets[:2].tolist() == [0, count]
+    assert sorted(lists.blocks[:count].tolist()) == sorted([*shared.blocks[mine].tolist(), *chosen.tolist()])

@@ -42,6 +42,7 @@ MOST_SPANS = 1024  # whose tiles a program counts
 SHARES, PARTS, PARTS_OF_FEW, FEW_SPANS = 32, 16, 64, 2  # of `share_blocks`
 FEW_LINES = 512  # rows of a span times heads, up to which sums of parts are added up by every tile
 RANKED_AT_ONCE, RANKED_BY = 8, 256  # candidates of a program of `rank_and_take`, and those it compares them with
+RANKING, RANKING_SPAN = 256, 32  # its programs; and those of a span, where there are many spans
 
 
 class CudaFusedBlockSelection(CudaBlockSelection):
@@ -145,7 +146,8 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             tickets = ranges.new_zeros(spans)
         fresh, chosen = stored.new_empty((2, spans, most))
         ids = block_table.new_empty(selected)
-        kernels.rank_and_take[(spans, -(-min(width, count) // RANKED_AT_ONCE))](
+        programs = min(-(-min(width, count) // RANKED_AT_ONCE), max(RANKING_SPAN, RANKING // spans))
+        kernels.rank_and_take[(spans, programs)](
             scores, places, ranges, tickets, fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids,
             None if target is None else target.blocks, None if target is None else target.places, checks,
             most, width, selected, BLOCK_C=RANKED_AT_ONCE, RANKED_BY=RANKED_BY, REUSE=REUSE, CHECK=CHECK,

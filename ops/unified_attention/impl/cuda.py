@@ -39,9 +39,12 @@ class CudaAttention(AttentionImplementation):
         return make_plan(parts, block_size)
 
     def selected_list(self, plan: CudaPlan, rows: int) -> SelectedList | None:
-        """The list of single rows, where all that is chosen is for them."""
+        """That of single rows, where all that is chosen is for them, or of requests with their own blocks."""
         from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_joined import joined_lists
+        from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_own import own_and_chosen
 
+        if plan.joined_own:
+            return own_and_chosen(plan).joined.chosen
         return joined_lists(plan, rows).chosen if plan.joined else None
 
     def attend(

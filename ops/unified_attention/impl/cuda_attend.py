@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_latent import attend_latent, why_not_latent
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, why_not
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_own import divide, own
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_own import divide, own, own_and_chosen, selected_with_own
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import (
     BALANCED,
     MOST_LISTED,
@@ -100,7 +100,7 @@ def attend(
         others = [one for one in found if one is not before.found]
         work[work.index(before)] = _one_after_the_other(before, causal(layer, plan, plan.starts, others, before.found))
     elif plan.starts is not None:
-        work.append(causal(layer, plan, plan.starts, found))
+        work.append(causal(layer, plan, plan.starts, found)._replace(small=layer.rows < CONTINUED))
     if not work:
         out.zero_()
         return True
@@ -146,12 +146,14 @@ def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[
     """Of the parts that read the cache."""
     parts, work = plan.parts, []
     has_shared = parts.shared is not None and parts.shared.blocks.numel() > 0
-    has_others = has_shared or plan.starts is not None or plan.selected is not None
+    has_others = has_shared or plan.starts is not None or parts.selected is not None
     if plan.joined:
         work.append(unique_and_selected(layer, plan, selected_blocks))
     elif parts.unique is not None and plan.unique is not None and parts.unique.num_rows:
         beside = plan.unique.order.shape[0] <= BALANCED * listed_pairs(layer, parts.shared)
         work.append(unique(layer, plan, beside, alone=not has_others))
+    if plan.joined_own:
+        work.append(selected_with_own(layer, plan, selected_blocks))
     if has_shared and parts.shared is not None:
         work += _shared(layer, plan, parts.shared, beside=bool(work))
     if parts.selected is not None and plan.selected is not None:
@@ -168,7 +170,10 @@ def _shared(layer: Layer, plan: CudaPlan, part: SharedPart, beside: bool) -> lis
     reads_tiles = part.rise is not None and not takes_requests(layer, part)
     if plan.starts is None or layer.slopes is not None or reads_tiles:
         return [shared(layer, plan, part, beside)]
-    division = plan.kept(("division", 0), lambda: divide(part, plan.block_size))
+    if plan.joined_own:
+        division = own_and_chosen(plan).division
+    else:
+        division = plan.kept(("division", 0), lambda: divide(part, plan.block_size))
     if part.rise is not None:
         return [by_request(layer, plan, part, division), shared(layer, plan, division.common, beside)]
     return [own(layer, plan, part, division), shared(layer, plan, division.common, beside)]

@@ -1,4 +1,4 @@
-"""The unique and the selected part of single rows as one list for each row, which one launch attends to."""
+"""What is selected for rows, and other blocks that they see, as one list for each row or request: one launch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, UniquePart
 
 
 class Joined(NamedTuple):
-    """The lists of single rows, with what is chosen for them: one launch, whose programs share both evenly.
+    """Lists with what is chosen for their rows: one launch, whose programs share both evenly.
 
-    lists: by row; see Lists for their blocks. chosen: those of the selected part among them, written by each layer.
+    lists: by row, or by span of the selected part; see Lists for their blocks. chosen: those of the selected part among
+        them, written by each layer.
     """
 
     lists: Lists

@@ -90,8 +90,9 @@ def _work(layer: Layer, plan: CudaPlan, selected_blocks: Tensor | None) -> list[
         work.append(_unique(layer, plan, plan.unique))
     if parts.shared is not None and parts.shared.blocks.numel():
         work.append(_shared(layer, plan, parts.shared))
-    if parts.selected is not None and plan.selected is not None:
-        work.append(_selected(layer, plan, parts.selected, plan.selected, selected_blocks))
+    lists = plan.selected_lists()
+    if parts.selected is not None and lists is not None:
+        work.append(_selected(layer, plan, parts.selected, lists, selected_blocks))
     if plan.starts is not None:
         work.append(_causal(layer, plan, plan.starts))
     return work

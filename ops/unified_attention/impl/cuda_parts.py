@@ -272,9 +272,13 @@ def unique(layer: Layer, plan: CudaPlan, beside: bool, alone: bool) -> Work:
 
 def selected(layer: Layer, plan: CudaPlan, part: SelectedPart, lists: Lists, blocks: Tensor | None) -> Work:
     """The rows of each span with its selected blocks; blocks: int64 [selected], those of the layer."""
-    chosen = lists.blocks if blocks is None else blocks[lists.order]
+    return selected_lists(layer, plan, part, lists, lists.blocks if blocks is None else blocks[lists.order])
+
+
+def selected_lists(layer: Layer, plan: CudaPlan, part: SelectedPart, lists: Lists, blocks: Tensor) -> Work:
+    """The rows of each span with a list of blocks; blocks: int64 [entries]."""
     place = plan.kept(("selected place", layer.rows), lambda: selected_place(part, layer.rows))
-    return _spans(layer, plan, "selected", place, lists, chosen, part.max_rows, (part.first_rows, part.num_rows))
+    return _spans(layer, plan, "selected", place, lists, blocks, part.max_rows, (part.first_rows, part.num_rows))
 
 
 def unique_and_selected(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> Work:

@@ -71,6 +71,8 @@ class CudaPlan:
     starts: int32 [rows] first row that a row sees in the causal part; later than the row itself if it has none.
     tokens: the unique part as a token table, its entries are slots; None where blocks are read.
     joined: whether unique and selected part are one list, see `cuda_joined`; neither has one of its own then.
+    joined_own: whether what is selected for requests with several rows is one list with their own blocks in the shared
+        part, see `cuda_own`; the selected part has none of its own then.
     derived: values that also depend on the heads or rows of a layer.
     """
 
@@ -81,6 +83,7 @@ class CudaPlan:
     selected: Lists | None
     tokens: Lists | None = None
     joined: bool = False
+    joined_own: bool = False
     derived: dict[tuple[str, int], Any] = field(default_factory=dict)
     scratch: dict[str, Tensor] = field(default_factory=dict)
 
@@ -88,6 +91,13 @@ class CudaPlan:
     def most_of_row(self) -> int | None:
         """Blocks that a single row has at most, where that is known."""
         return None if self.parts.unique is None else self.parts.unique.most_of_row
+
+    def selected_lists(self) -> Lists | None:
+        """Those of the selected part by itself."""
+        part = self.parts.selected
+        if part is None or not self.joined_own:
+            return self.selected
+        return self.kept(("selected lists", 0), lambda: _selected_lists(part))
 
     def kept(self, key: tuple[str, int], derive: Callable[[], T]) -> T:
         """The value for this key, derived on the first call."""
@@ -102,13 +112,16 @@ def make_plan(parts: AttentionParts, block_size: int) -> CudaPlan:
     if _joins(parts, block_size):
         return CudaPlan(parts, block_size, starts, None, None, joined=True)
     unique = None if parts.unique is None or not parts.unique.rows.numel() else _unique_lists(parts.unique, block_size)
+    selected = None if parts.selected is None or not _has_room(parts.selected) else parts.selected
+    joined_own = selected is not None and _joins_own(parts, selected)
     return CudaPlan(
         parts,
         block_size,
         starts,
         unique,
-        None if parts.selected is None or not _has_room(parts.selected) else _selected_lists(parts.selected),
+        None if selected is None or joined_own else _selected_lists(selected),
         None if parts.unique is None or unique is None else _token_lists(parts.unique, unique, block_size),
+        joined_own=joined_own,
     )
 
 
@@ -129,6 +142,17 @@ def _joins(parts: AttentionParts, block_size: int) -> bool:
     if unique is None or selected is None or not unique.num_rows or not unique.rows.numel():
         return False
     return _has_room(selected) and selected.max_rows == 1 and _reads_blocks(unique, block_size)
+
+
+def _joins_own(parts: AttentionParts, selected: SelectedPart) -> bool:
+    """Whether there are choices for several rows, and blocks beside them that may be these rows' own.
+
+    Not under a window, whose rows see different tokens, and not where slopes need the distance of every block.
+    """
+    shared = parts.shared
+    if parts.causal is None or shared is None or not shared.blocks.numel():
+        return False
+    return selected.max_rows > 1 and shared.rise is None and parts.positions is None
 
 
 def _token_lists(part: UniquePart, unique: Lists, block_size: int) -> Lists | None:
@@ -242,10 +266,14 @@ class Found(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A launch, and where it leaves its partial results; None if it writes to the result of the step."""
+    """A launch, and where it leaves its partial results; None if it writes to the result of the step.
+
+    small: it fills no GPU.
+    """
 
     launch: Callable[[], None]
     found: Found | None
+    small: bool = False
 
 
 def room_for(
@@ -270,14 +298,15 @@ def run_side_by_side(work: Sequence[Work], device: torch.device) -> None:
     """Launches all in parallel, the first on the current stream; later work waits for all of them.
 
     If memory limits one part and arithmetic another, together they take little longer than the slower one. A captured
-    graph gets parallel branches.
+    graph gets parallel branches. What is small goes ahead of what fills the GPU, behind which it would find no room.
     """
     if device.type != "cuda" or len(work) == 1:
         for one in work:
             one.launch()
         return
     current = torch.cuda.current_stream(device)
-    streams = _side_streams(device)[: len(work) - 1]
+    sides = _side_streams(device)
+    streams = [(sides.ahead if one.small else sides.beside)[index] for index, one in enumerate(work[1:])]
     for one, stream in zip(work[1:], streams, strict=True):
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -287,13 +316,21 @@ def run_side_by_side(work: Sequence[Work], device: torch.device) -> None:
         current.wait_stream(stream)
 
 
-def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
+class _Sides(NamedTuple):
+    """Streams beside the current one: of its priority, and of a higher one."""
+
+    beside: list[torch.cuda.Stream]
+    ahead: list[torch.cuda.Stream]
+
+
+def _side_streams(device: torch.device) -> _Sides:
     """Side streams of this thread: launches here must not enter a graph that another thread captures."""
-    streams: dict[torch.device, list[torch.cuda.Stream]] | None = getattr(_threads, "streams", None)
+    streams: dict[torch.device, _Sides] | None = getattr(_threads, "streams", None)
     if streams is None:
         streams = _threads.streams = {}
     if device not in streams:
-        streams[device] = [torch.cuda.Stream(device) for _ in range(4)]
+        made = ([torch.cuda.Stream(device, priority=priority) for _ in range(4)] for priority in (0, -1))
+        streams[device] = _Sides(*made)
     return streams[device]
 
 
