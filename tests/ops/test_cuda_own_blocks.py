@@ -256,6 +256,8 @@ def test_own_blocks_are_those_of_the_choice_of_their_rows() -> None:
     from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import make_plan
 
     batch = build([Request(13, 2), Request(21, 4, chosen=frozenset({1})), Request(9, 3)], Shape(pads=0))
+    if torch.cuda.is_available():
+        batch = on_gpu(batch)
     shared, selected = batch.parts.shared, batch.parts.selected
     assert shared is not None
     assert selected is not None

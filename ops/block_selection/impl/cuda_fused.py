@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.block_selection.features import REST_WEIGHT, SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl.cuda import (
-    COMPARED,
     LARGEST_HEAD,
     SHARED_LINES,
     CudaBlockSelection,
@@ -42,7 +41,7 @@ MOST_SPANS = 1024  # whose tiles a program counts
 SHARES, PARTS, PARTS_OF_FEW, FEW_SPANS = 32, 16, 64, 2  # of `share_blocks`
 FEW_LINES = 512  # rows of a span times heads, up to which sums of parts are added up by every tile
 RANKED_AT_ONCE, RANKED_BY = 8, 256  # candidates of a program of `rank_and_take`, and those it compares them with
-RANKING, RANKING_SPAN = 256, 32  # its programs; and those of a span, where there are many spans
+RANKING = 3  # its programs on a multiprocessor, whose registers have room for no more
 
 
 class CudaFusedBlockSelection(CudaBlockSelection):
@@ -146,13 +145,13 @@ class CudaFusedBlockSelection(CudaBlockSelection):
             tickets = ranges.new_zeros(spans)
         fresh, chosen = stored.new_empty((2, spans, most))
         ids = block_table.new_empty(selected)
-        programs = min(-(-min(width, count) // RANKED_AT_ONCE), max(RANKING_SPAN, RANKING // spans))
-        kernels.rank_and_take[(spans, programs)](
+        programs = min(RANKING * _multiprocessors(scores.device), spans * -(-min(width, count) // RANKED_AT_ONCE))
+        kernels.rank_and_take[(programs,)](
             scores, places, ranges, tickets, fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids,
             None if target is None else target.blocks, None if target is None else target.places, checks,
-            most, width, selected, BLOCK_C=RANKED_AT_ONCE, RANKED_BY=RANKED_BY, REUSE=REUSE, CHECK=CHECK,
-            BLOCK=max(16, _power_of_two(most)), COMPARED=32, SPANS=COMPARED, LISTED=target is not None,
-            EARLY=early, num_warps=4, **follows(early),
+            spans, most, width, selected, BLOCK_C=RANKED_AT_ONCE, RANKED_BY=RANKED_BY, REUSE=REUSE, CHECK=CHECK,
+            BLOCK=max(16, _power_of_two(most)), COMPARED=16, BLOCK_S=max(16, _power_of_two(spans)),
+            LISTED=target is not None, EARLY=early, num_warps=4, **follows(early),
         )  # fmt: skip
         if target is not None:
             target.written(ids)

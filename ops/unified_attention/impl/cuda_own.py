@@ -98,8 +98,7 @@ def _join(shared: SharedPart, selected: SelectedPart, block_size: int) -> OwnAnd
     # the choice of each span of the shared part; `count` where it has none
     span = torch.where(selected.num_rows > 0, shared.row_spans[selected.first_rows], spans)
     choices = torch.full((spans + 1,), count, dtype=span.dtype, device=span.device)
-    choices[span] = torch.arange(count, dtype=span.dtype, device=span.device)
-    choices[spans] = count
+    choices.scatter_(0, span, torch.arange(count, dtype=span.dtype, device=span.device))
     choice = choices[owner]
     joins = (division.users == 1) & (choice < count)
     seen = torch.cat(((selected.hi > 0) & (selected.num_rows > 0)[selected.spans], joins))

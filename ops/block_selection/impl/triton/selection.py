@@ -84,24 +84,24 @@ def _order(scores, places, c, inside, first_place, width):
 
 @triton.jit
 def _rank(
-    scores, places, ranges, ranking, span, width, most, BLOCK_C: tl.constexpr, COMPARED: tl.constexpr
+    scores, places, begin, end, ranking, span, tile, width, most, BLOCK_C: tl.constexpr, COMPARED: tl.constexpr
 ):  # fmt: skip
-    """This program's part of a span's ranking, int64 [most]: those of its candidates that are among the best."""
-    tile = tl.program_id(1)
-    begin, end = tl.load(ranges + 2 * span), tl.load(ranges + 2 * span + 1)
-    counted = tl.zeros([COMPARED], tl.int32)
-    for own in range(begin + tile * BLOCK_C, end, tl.num_programs(1) * BLOCK_C):
-        c = own + tl.arange(0, BLOCK_C)
-        mine, number, real = _order(scores, places, c, c < end, span * width, width)
-        # threads add up for themselves, and with each other once
-        better, counted = tl.zeros([BLOCK_C, COMPARED], tl.int32), tl.zeros([COMPARED], tl.int32)
-        for first in range(begin, end, COMPARED):
-            other = first + tl.arange(0, COMPARED)
-            theirs, _, theirs_real = _order(scores, places, other, other < end, span * width, width)
-            counted += theirs_real.to(tl.int32)
-            better += (theirs[None, :] > mine[:, None]).to(tl.int32)
-        before = tl.sum(better, 1)
-        tl.store(ranking + before, number, mask=real & (before < most))
+    """A tile's part of a span's ranking, int64 [most]: those of its candidates that are among the best. The first tile,
+    which there is without a candidate, too, fills the rest.
+
+    begin, end: the candidates of the span.
+    """
+    c = begin + tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    mine, number, real = _order(scores, places, c, c < end, span * width, width)
+    # threads add up for themselves, and with each other once
+    better, counted = tl.zeros([BLOCK_C, COMPARED], tl.int32), tl.zeros([COMPARED], tl.int32)
+    for first in range(begin, end, COMPARED):
+        other = first + tl.arange(0, COMPARED)
+        theirs, _, theirs_real = _order(scores, places, other, other < end, span * width, width)
+        counted += theirs_real.to(tl.int32)
+        better += (theirs[None, :] > mine[:, None]).to(tl.int32)
+    before = tl.sum(better, 1)
+    tl.store(ranking + before, number, mask=real & (before < most))
     if tile == 0:
         # ranks that no candidate has
         count = tl.sum(counted, 0)
@@ -117,7 +117,9 @@ def rank_candidates(
     """Grid (spans, programs of a span); arguments as of `choose_blocks`. ranges: int32 [spans, 2], see
     `find_candidates`. ranking: int64 [spans, most]."""
     span = tl.program_id(0).to(tl.int64)
-    _rank(scores, places, ranges, ranking + span * most, span, width, most, BLOCK_C, COMPARED)
+    begin, end = tl.load(ranges + 2 * span), tl.load(ranges + 2 * span + 1)
+    for tile in range(tl.program_id(1), tl.maximum(tl.cdiv(end - begin, BLOCK_C), 1), tl.num_programs(1)):
+        _rank(scores, places, begin, end, ranking + span * most, span, tile, width, most, BLOCK_C, COMPARED)
 
 
 @triton.jit
@@ -197,41 +199,51 @@ def take_choices(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["width", "most", "selected"])
+@triton.jit(do_not_specialize=["num_spans", "width", "most", "selected"])
 def rank_and_take(
     scores, places, ranges, tickets, fresh, stored, slots, counts, modes, thresholds, block_table, chosen, ids,
-    listed, list_places, checks, most, width, selected,
+    listed, list_places, checks, num_spans, most, width, selected,
     BLOCK_C: tl.constexpr, RANKED_BY: tl.constexpr, REUSE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr,
-    COMPARED: tl.constexpr, SPANS: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr,
+    COMPARED: tl.constexpr, BLOCK_S: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`rank_candidates` and `take_choices` in one launch: grid (spans, programs of a span).
+    """`rank_candidates` and `take_choices` in one launch: programs share the tiles of candidates of all spans.
 
-    The last program of a span to have ranked, whichever that is, takes the choice; the first one where nobody ranks,
-    because the span reuses its choice. fresh: int64 [spans, most] between them. tickets: int32 [spans], 0 before and
-    after. RANKED_BY: candidates that are compared at once while ranking.
-    EARLY: it starts early, as attention does behind it; counts, modes and slots are there before the first layer.
+    Whoever ranks the last tile of a span takes its choice. A span that reuses its choice is one tile that nobody ranks.
+    fresh: int64 [spans, most] between them. tickets: int32 [spans], 0 before and after. RANKED_BY: candidates that are
+    compared at once while ranking. BLOCK_S >= num_spans.
+    EARLY: it starts early, as attention does behind it; what is the step's is there before its first layer.
     """
     if EARLY:
         gdc_launch_dependents()
-    span, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    # asked for at once, and before scores are there
-    count, mode, slot = tl.load(counts + span), tl.load(modes + span), tl.load(slots + span)
-    mine, begin = stored + slot * most, _first_id(counts, span, SPANS)
+    s = tl.arange(0, BLOCK_S)
+    there = s < num_spans
+    all_counts = tl.load(counts + s, mask=there, other=0)
+    reused = tl.load(modes + s, mask=there, other=REUSE) == REUSE
+    sizes = tl.load(ranges + 2 * s + 1, mask=there, other=0) - tl.load(ranges + 2 * s, mask=there, other=0)
+    tiles = tl.where(there, tl.where(reused, 1, tl.maximum(tl.cdiv(sizes, BLOCK_C), 1)), 0)
+    ends = tl.cumsum(tiles, 0)
     if EARLY:
         gdc_wait()
-    takes = tile == 0
-    if mode != REUSE:
-        _rank(scores, places, ranges, fresh + span * most, span, width, most, BLOCK_C, RANKED_BY)
-        # One thread adds for the program. What the others have stored is before it by the barrier, so that adding
-        # releases all of it to the GPU; and to have read the last ticket acquires what other programs have released.
-        tl.debug_barrier()
-        takes = tl.atomic_add(tickets + span, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1
+    for at in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
+        span = tl.sum((ends <= at).to(tl.int32), 0).to(tl.int64)
+        mode = tl.load(modes + span)
+        takes = mode == REUSE
+        if mode != REUSE:
+            tile = at - tl.sum(tl.where(s < span, tiles, 0), 0)
+            begin, end = tl.load(ranges + 2 * span), tl.load(ranges + 2 * span + 1)
+            _rank(scores, places, begin, end, fresh + span * most, span, tile, width, most, BLOCK_C, RANKED_BY)
+            # One thread adds for the program. What the others have stored is before it by the barrier, so that adding
+            # releases all of it to the GPU; and to have read the last ticket acquires what other programs released.
+            tl.debug_barrier()
+            last = tl.sum(tl.where(s == span, tiles, 0), 0) - 1
+            takes = tl.atomic_add(tickets + span, 1, sem="acq_rel", scope="gpu") == last
+            if takes:
+                # nobody else will come: ready for the next layer, and for the next replay of the graph
+                tl.store(tickets + span, 0)
         if takes:
-            # nobody else will come: ready for the next layer, and for the next replay of the graph
-            tl.store(tickets + span, 0)
-    if takes:
-        _take(
-            fresh + span * most, mine, count, mode, thresholds, begin, block_table, chosen, ids, listed,
-            list_places, checks, span, tl.num_programs(0), most, width, selected, REUSE, CHECK, BLOCK, COMPARED, ".cg",
-            LISTED,
-        )  # fmt: skip
+            mine = stored + tl.load(slots + span) * most
+            _take(
+                fresh + span * most, mine, tl.load(counts + span), mode, thresholds,
+                tl.sum(tl.where(s < span, all_counts, 0), 0), block_table, chosen, ids, listed, list_places, checks,
+                span, num_spans, most, width, selected, REUSE, CHECK, BLOCK, COMPARED, ".cg", LISTED,
+            )  # fmt: skip
