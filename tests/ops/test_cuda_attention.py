@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -257,3 +258,26 @@ def test_tiles_without_new_tokens() -> None:
     assert bounds_of(starts, 4).tolist() == [[0, 0, 0], [6, 6, 8], [8, 8, 9], [0, 0, 0]]
     shape = Shape(4, 4, 192, 128, 16, torch.bfloat16, memory="pairs by token")
     assert_matches(build([Request(0, 3), *[Request(5, 1)] * 66], shape), "cuda")
+
+
+@pytest.mark.parametrize("programs", [1, 3, 7, 40])
+@pytest.mark.parametrize("requests", [[Request(128 * 3 + 50, 1), Request(128 * 2, 1)], [Request(128 * 4 + 9, 3)]])
+def test_programs_share_halves_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, requests: list[Request], programs: int
+) -> None:
+    """covers: A13. Where they have few blocks; a share may begin and end in the middle of a block, the last one, too."""
+    from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts
+
+    tokens = []
+    halve = cuda_parts.of_few_blocks
+
+    def noted(*arguments: Any) -> Any:
+        tile = halve(*arguments)
+        tokens.append(tile.block_n)
+        return tile
+
+    monkeypatch.setattr(cuda_parts, "of_few_blocks", noted)
+    monkeypatch.setattr(cuda_parts, "programs_of", lambda *_: programs)
+    chosen = [replace(one, chosen=frozenset({0, 1})) for one in requests]
+    assert_matches(build(chosen, Shape(4, 2, 64, 64, 128, torch.bfloat16, memory="pairs by token")), "cuda")
+    assert tokens == [64]

@@ -27,6 +27,7 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
     causal_tile,
     flat_spans_tile,
     merges_early,
+    of_few_blocks,
     programs_of,
     room_for,
     row_order,
@@ -71,7 +72,8 @@ def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found]
     described = [describe_tokens(tokens, size) for tokens, size in sides]
     if None in described:
         described = [None] * 4
-    own = NO_LISTS if before is None else _lists(before)
+    # entries of own blocks are not divided
+    own = (NO_LISTS if before is None else _lists(before))[:-1]
     results = (has_more, broken, layer.out, *(sums or (None, None, None)), *own)
     strides = [stride for tokens, _ in sides for stride in tokens.stride()[:2]]
     flags: dict[str, int] = {"ALONE": not others and before is None, "SAVES": sums is not None}
@@ -318,16 +320,17 @@ def _spans(
     most = MANY_SPANS if plan.starts is None or plan.parts.shared is None else MANY_BESIDE
     many = spans[0] is None and lists.num_lists >= most and layer.slopes is None
     flat = flat_spans_tile(layer, block_size, beside) if many else None
-    tile = flat or spans_tile(layer, rows)
-    programs = programs_of(layer, blocks.shape[0], beside, flat is not None)
-    found = room_for(layer, plan, part, place, lists.offsets, programs, rows)
+    tile = flat or of_few_blocks(spans_tile(layer, rows), layer, blocks.shape[0], block_size)
+    units = 1 if flat is not None or block_size % tile.block_n else block_size // tile.block_n
+    programs = programs_of(layer, blocks.shape[0] * units, beside, flat is not None)
+    found = room_for(layer, plan, part, place, lists.offsets, programs, rows)._replace(units=units)
     tensors = (layer.query, layer.key_cache, layer.value_cache, blocks, lists.lo, lists.hi, lists.offsets)
     results, slopes = (found.acc, found.top, found.total), (layer.slopes, layer.positions)
     strides = (layer.scale, lists.num_lists, *layer.query.stride()[:2], *layer.cache_strides())
     sizes = {**layer.sizes(), **tile.sizes(), "BLOCK_SIZE": block_size}
     general = {"ROWS": rows, "SINGLE": spans[0] is None, "LISTS": lists_size(lists.num_lists)}
     general |= {"SLOPES": layer.slopes is not None, "EARLY": merges_early(layer, programs)}
-    general |= {"FOLLOWS": ready and starts_early(layer.query.device)}
+    general |= {"UNITS": units, "FOLLOWS": ready and starts_early(layer.query.device)}
 
     def launch() -> None:
         grid = (layer.kv_heads, programs)
@@ -347,12 +350,12 @@ FEW_ROWS, OF_FEW, OF_MANY = 16, (1, 32), (4, 8)
 # 0.132 ms).
 MANY_ROWS, OF_SEVERAL = 128, (8, 1)
 
-NO_LISTS: tuple[Any, ...] = (None, None, None, None, None, 0, 0)
+NO_LISTS: tuple[Any, ...] = (None, None, None, None, None, 0, 0, 1)
 
 
 def _lists(one: Found) -> tuple[Any, ...]:
     """As arguments of kernels."""
-    return one.place, one.acc, one.top, one.total, one.offsets, one.offsets.shape[0] - 1, one.programs
+    return one.place, one.acc, one.top, one.total, one.offsets, one.offsets.shape[0] - 1, one.programs, one.units
 
 
 def merge(

@@ -252,6 +252,7 @@ _threads = threading.local()
 class Found(NamedTuple):
     """Partial results of the programs of a part: acc, top, total, fp32 [programs + lists, rows, heads].
 
+    units: of an entry that programs share evenly.
     place: int32 [rows of the step]: list * rows per list + lane, or -1. offsets: int32 [lists + 1].
     """
 
@@ -263,6 +264,7 @@ class Found(NamedTuple):
     offsets: Tensor
     programs: int
     rows: int
+    units: int = 1
 
 
 class Work(NamedTuple):
@@ -338,7 +340,7 @@ def _side_streams(device: torch.device) -> _Sides:
 PROGRAMS, PROGRAMS_BESIDE, PROGRAMS_FLAT = 2, 1, 4
 # Bytes of keys and values of one step of a loop: what is bound by memory asks for more at once.
 STAGE, LARGE_STAGE = 32 * 1024, 64 * 1024
-SPANS_STAGES = 2  # of the loop over the blocks of a span
+SPANS_STAGES, FEW_STAGES = 2, 4  # of the loop over the blocks of a span, or over half ones
 # Tiles of fp32 are smaller throughout: their products are unrolled into single multiplications, which the compiler and
 # the registers feel.
 
@@ -375,6 +377,17 @@ def spans_tile(layer: Layer, rows: int) -> Tile:
     most = 64 if layer.wide else 128
     block_m = power_of_two(rows * layer.group)
     return Tile(block_m, min(most, layer.tokens_per_tile(LARGE_STAGE)), SPANS_STAGES, 8 if block_m >= 128 else 4)
+
+
+# Blocks of a program up to which it takes halves of blocks: of 3.2 blocks on average the most of whole ones are 4.
+FEW_BLOCKS = 12
+
+
+def of_few_blocks(tile: Tile, layer: Layer, entries: int, block_size: int) -> Tile:
+    """The tile, or half of it where programs have few blocks, which they then share evenly. entries: blocks of all."""
+    if tile.block_n != block_size or tile.block_n <= 64 or entries > FEW_BLOCKS * programs_of(layer, entries):
+        return tile
+    return tile._replace(block_n=tile.block_n // 2, stages=FEW_STAGES)
 
 
 def flat_spans_tile(layer: Layer, block_size: int, beside: bool) -> Tile | None:

@@ -21,6 +21,7 @@ def _add_list(
     offsets,
     num_lists,
     programs,
+    units,
     row,
     head,
     real,
@@ -34,8 +35,9 @@ def _add_list(
     at = tl.load(place + row)
     if at >= 0:
         index, lane = at // ROWS, at % ROWS
-        begin, end = tl.load(offsets + index).to(tl.int64), tl.load(offsets + index + 1).to(tl.int64)
-        entries = tl.load(offsets + num_lists).to(tl.int64)
+        # of as many units as each entry has
+        begin, end = tl.load(offsets + index).to(tl.int64) * units, tl.load(offsets + index + 1).to(tl.int64) * units
+        entries = tl.load(offsets + num_lists).to(tl.int64) * units
         if end > begin:
             # the programs that hold the first and the last entry, see `share_of`
             sharing = tl.minimum(programs, entries)
@@ -65,12 +67,16 @@ def _add_list(
     do_not_specialize=[
         "u_lists",
         "u_programs",
+        "u_units",
         "s_lists",
         "s_programs",
+        "s_units",
         "c_lists",
         "c_programs",
+        "c_units",
         "w_lists",
         "w_programs",
+        "w_units",
     ]
 )
 def merge_parts(
@@ -87,6 +93,7 @@ def merge_parts(
     u_offsets,
     u_lists,
     u_programs,
+    u_units,
     s_place,
     s_acc,
     s_top,
@@ -94,6 +101,7 @@ def merge_parts(
     s_offsets,
     s_lists,
     s_programs,
+    s_units,
     c_place,
     c_acc,
     c_top,
@@ -101,6 +109,7 @@ def merge_parts(
     c_offsets,
     c_lists,
     c_programs,
+    c_units,
     w_place,
     w_acc,
     w_top,
@@ -108,6 +117,7 @@ def merge_parts(
     w_offsets,
     w_lists,
     w_programs,
+    w_units,
     sinks,
     o_row,
     o_head,
@@ -174,23 +184,27 @@ def merge_parts(
                 )
         if UNIQUE:
             acc, top, total = _add_list(
-                acc, top, total, u_place, u_acc, u_top, u_total, u_offsets, u_lists, u_programs, row, head, real,
+                acc, top, total, u_place, u_acc, u_top, u_total, u_offsets, u_lists, u_programs, u_units, row,
+                head, real,
                 HEADS, 1, VALUE_DIM, BLOCK_V, PIECES,
             )  # fmt: skip
         if SHARED:
             acc, top, total = _add_list(
-                acc, top, total, s_place, s_acc, s_top, s_total, s_offsets, s_lists, s_programs, row, head, real,
+                acc, top, total, s_place, s_acc, s_top, s_total, s_offsets, s_lists, s_programs, s_units, row,
+                head, real,
                 HEADS, S_ROWS, VALUE_DIM, BLOCK_V, PIECES,
             )  # fmt: skip
         if SELECTED:
             acc, top, total = _add_list(
-                acc, top, total, c_place, c_acc, c_top, c_total, c_offsets, c_lists, c_programs, row, head, real,
+                acc, top, total, c_place, c_acc, c_top, c_total, c_offsets, c_lists, c_programs, c_units, row,
+                head, real,
                 HEADS, C_ROWS, VALUE_DIM, BLOCK_V, PIECES,
             )  # fmt: skip
         if OWN:
             if has_own:
                 acc, top, total = _add_list(
-                    acc, top, total, w_place, w_acc, w_top, w_total, w_offsets, w_lists, w_programs, row, head, real,
+                    acc, top, total, w_place, w_acc, w_top, w_total, w_offsets, w_lists, w_programs, w_units, row,
+                    head, real,
                     HEADS, W_ROWS, VALUE_DIM, BLOCK_V, PIECES,
                 )  # fmt: skip
         if LOGS:

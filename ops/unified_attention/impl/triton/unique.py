@@ -60,8 +60,10 @@ def attend_spans(
     EARLY: tl.constexpr,
     SLOPES: tl.constexpr,
     FOLLOWS: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
-    """Grid (KV heads, programs): each program takes an even share of the entries, across the boundaries of spans.
+    """Grid (KV heads, programs): each program takes an even share of the entries, across the boundaries of spans; of
+    the UNITS of each entry, that is, so that few entries can be shared evenly, too.
 
     blocks: int64, lo, hi: int32 [entries], sorted by span, invisible ones last. offsets: int32 [spans + 1].
     first_rows, num_rows: [spans]; unused if SINGLE, when span i is row i. ROWS: most rows of a span.
@@ -77,8 +79,7 @@ def attend_spans(
         gdc_launch_dependents()
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
-    entries = tl.load(offsets + num_spans)
-    position, end = share_of(program, tl.num_programs(1), entries)
+    position, end = share_of(program, tl.num_programs(1), tl.load(offsets + num_spans) * UNITS)
     m = tl.arange(0, BLOCK_M)
     lane, head = m // GROUP, kv_head * GROUP + m % GROUP
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -86,9 +87,9 @@ def attend_spans(
     values = value_cache + kv_head.to(tl.int64) * v_head
     span = position
     if position < end:
-        span = list_of(offsets, num_spans, position, LISTS)
+        span = list_of(offsets, num_spans, position // UNITS, LISTS)
     while position < end:
-        stop = tl.minimum(end, tl.load(offsets + span + 1))
+        stop = tl.minimum(end, tl.load(offsets + span + 1) * UNITS)
         if stop > position:
             real = lane < ROWS
             if SINGLE:
@@ -107,7 +108,8 @@ def attend_spans(
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             top = tl.full([BLOCK_M], LOWEST, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
-            for first in tl.range(position * BLOCK_SIZE, stop * BLOCK_SIZE, BLOCK_N, num_stages=STAGES):
+            unit: tl.constexpr = BLOCK_SIZE // UNITS
+            for first in tl.range(position * unit, stop * unit, BLOCK_N, num_stages=STAGES):
                 block, token, seen = find_tokens(first, stop, blocks, lo, hi, BLOCK_SIZE, BLOCK_N)
                 k_place = block * k_block + token * k_token
                 v_place = block * v_block + token * v_token
