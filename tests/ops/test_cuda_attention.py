@@ -265,7 +265,7 @@ def test_tiles_without_new_tokens() -> None:
 def test_programs_share_halves_of_blocks(
     monkeypatch: pytest.MonkeyPatch, requests: list[Request], programs: int
 ) -> None:
-    """covers: A13. Where they have few blocks; a share may begin and end in the middle of a block, the last one, too."""
+    """covers: A13. Of programs with few blocks; a share may begin and end in the middle of one, the last one, too."""
     from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_parts
 
     tokens = []

@@ -18,26 +18,26 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_latent import attend_latent, why_not_latent
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, why_not
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_merge import merge, saved_sums
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_own import divide, own, own_and_chosen, selected_with_own
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import (
     BALANCED,
     MOST_LISTED,
     causal,
     listed_pairs,
-    merge,
-    saved_sums,
     selected,
     shared,
     unique,
     unique_and_selected,
 )
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import CudaPlan, Found, Work, run_side_by_side
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import CudaPlan
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_windows import (
     by_request,
     fits_one_launch,
     one_launch,
     takes_requests,
 )
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Found, Work, run_side_by_side
 from vllm_gaudi_ucm.ops.unified_attention.parts import NOTHING_SEEN, SharedPart
 from vllm_gaudi_ucm.ops.unified_attention.spec import NOTHING_PER_HEAD, AttentionSpec, PerHead
 

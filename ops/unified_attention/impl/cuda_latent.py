@@ -17,20 +17,17 @@ from torch import Tensor
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_joined import joined_lists
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, lists_size, power_of_two
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import bounds_of, merge, tiles_of
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_merge import merge
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import bounds_of, tiles_of
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
     CudaPlan,
-    Found,
     Lists,
     Tile,
-    Work,
     programs_of,
-    room_for,
-    run_side_by_side,
-    scratch,
     selected_place,
     unique_place,
 )
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Found, Work, room_for, run_side_by_side, scratch
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.latent import (
     attend_latent_causal,
     attend_latent_spans,

@@ -21,10 +21,10 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
     Lists,
     Tile,
     Tiles,
-    Work,
     programs_of,
     sort_by_owner,
 )
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Work
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.own import attend_own, divide_columns, list_own, place_own
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, SharedPart
 

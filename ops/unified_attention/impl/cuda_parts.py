@@ -15,37 +15,32 @@ from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import (
     describe_cache,
     describe_tokens,
     lists_size,
-    power_of_two,
 )
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_merge import NO_LISTS, lists_of, rows_with_more, saved_sums
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
     CudaPlan,
-    Found,
     Lists,
     Tile,
     Tiles,
-    Work,
     causal_tile,
     flat_spans_tile,
     merges_early,
     of_few_blocks,
     programs_of,
-    room_for,
     row_order,
-    scratch,
     selected_place,
     shared_tile,
     spans_tile,
     unique_place,
 )
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_short import finished, is_short
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Found, Work, room_for
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.causal import attend_causal, find_bounds, repair_causal
-from vllm_gaudi_ucm.ops.unified_attention.impl.triton.merge import merge_parts
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.shared import attend_shared
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import list_columns
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.unique import attend_spans, attend_spans_flat
 from vllm_gaudi_ucm.ops.unified_attention.parts import SelectedPart, SharedPart
 
-Sums = tuple[Tensor, Tensor, Tensor]
 LOOKED_AT = 64  # pairs of a tile and a head that a program of the repair looks at
 # Of a repair with 64 rows: too few for products of warp groups, which ptxas gave addresses that it never computed
 REPAIR_WARPS = 2
@@ -61,7 +56,7 @@ def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found]
     tiles = -(-layer.rows // tile.block_m)
     bounds = plan.kept(("bounds", tile.block_m), lambda: bounds_of(starts, tile.block_m))
     sums = saved_sums(layer, plan, others)
-    has_more = None if sums is None else plan.kept(("has more", layer.rows), lambda: _has_more(others))
+    has_more = None if sums is None else plan.kept(("has more", layer.rows), lambda: rows_with_more(others))
     broken = plan.kept(("broken", tiles * layer.heads), lambda: starts.new_zeros(tiles * layer.heads))
     sides = (
         (layer.query, tile.block_m),
@@ -73,7 +68,7 @@ def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found]
     if None in described:
         described = [None] * 4
     # entries of own blocks are not divided
-    own = (NO_LISTS if before is None else _lists(before))[:-1]
+    own = (NO_LISTS if before is None else lists_of(before))[:-1]
     results = (has_more, broken, layer.out, *(sums or (None, None, None)), *own)
     strides = [stride for tokens, _ in sides for stride in tokens.stride()[:2]]
     flags: dict[str, int] = {"ALONE": not others and before is None, "SAVES": sums is not None}
@@ -96,23 +91,6 @@ def causal(layer: Layer, plan: CudaPlan, starts: Tensor, others: Sequence[Found]
         )  # fmt: skip
 
     return Work(launch, None)
-
-
-def saved_sums(layer: Layer, plan: CudaPlan, others: Sequence[Found]) -> Sums | None:
-    """Scratch for the sums of rows with cached blocks: acc, top, total. None if there can be no such rows.
-
-    Unique blocks belong to single rows, which have no causal part.
-    """
-    if plan.starts is None or all(one.part == "unique" for one in others):
-        return None
-    size = layer.rows * layer.heads
-    acc = scratch(layer, plan, "causal acc", size * layer.value_dim)
-    return acc, scratch(layer, plan, "causal top", size), scratch(layer, plan, "causal total", size)
-
-
-def _has_more(others: Sequence[Found]) -> Tensor:
-    """Whether a row has a place in a list: int32 [rows]."""
-    return torch.stack([one.place >= 0 for one in others]).any(0).int()
 
 
 def bounds_of(starts: Tensor, block_m: int) -> Tensor:
@@ -291,11 +269,10 @@ def unique_and_selected(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> 
     chosen = plan.parts.selected
     assert chosen is not None, "joined"
     both = joined_lists(plan, layer.rows)
-    ready = both.chosen.holds is blocks and blocks is not None
     entries = both.blocks_with(chosen.blocks if blocks is None else blocks)
     place = plan.kept(("joined place", layer.rows), lambda: unique_place(both.lists, layer.rows))
     beside = entries.shape[0] <= BALANCED * listed_pairs(layer, plan.parts.shared)
-    return _spans(layer, plan, "unique", place, both.lists, entries, 1, (None, None), beside, ready=ready)
+    return _spans(layer, plan, "unique", place, both.lists, entries, 1, (None, None), beside)
 
 
 def _spans(
@@ -309,12 +286,8 @@ def _spans(
     spans: tuple[Tensor | None, Tensor | None],
     beside: bool = False,
     block_size: int | None = None,
-    ready: bool = False,
 ) -> Work:
-    """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i.
-
-    ready: the kernel ahead of this one has chosen the blocks, and lets it start early.
-    """
+    """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i."""
     block_size = block_size or plan.block_size
     # or does a request with several rows read the cache, too?
     most = MANY_SPANS if plan.starts is None or plan.parts.shared is None else MANY_BESIDE
@@ -330,81 +303,13 @@ def _spans(
     sizes = {**layer.sizes(), **tile.sizes(), "BLOCK_SIZE": block_size}
     general = {"ROWS": rows, "SINGLE": spans[0] is None, "LISTS": lists_size(lists.num_lists)}
     general |= {"SLOPES": layer.slopes is not None, "EARLY": merges_early(layer, programs)}
-    general |= {"UNITS": units, "FOLLOWS": ready and starts_early(layer.query.device)}
+    general["UNITS"] = units
 
     def launch() -> None:
         grid = (layer.kv_heads, programs)
         if flat is not None:
             attend_spans_flat[grid](*tensors, lists.owners, *results, *strides, **sizes)
         else:
-            early = follows(general["FOLLOWS"])
-            attend_spans[grid](*tensors, *spans, *results, *slopes, *strides, **sizes, **general, **early)
+            attend_spans[grid](*tensors, *spans, *results, *slopes, *strides, **sizes, **general)
 
     return Work(launch, found)
-
-
-# Heads per program, and pieces of a row that are read at once. Of few rows, many programs hold pieces of each, and one
-# piece after the other is slow (H200, one request of 2560 tokens: 0.023 -> 0.009 ms).
-FEW_ROWS, OF_FEW, OF_MANY = 16, (1, 32), (4, 8)
-# Where so many rows belong to requests with several, each row has few pieces (H200, 64 verifications of 4 rows 0.176 ->
-# 0.132 ms).
-MANY_ROWS, OF_SEVERAL = 128, (8, 1)
-
-NO_LISTS: tuple[Any, ...] = (None, None, None, None, None, 0, 0, 1)
-
-
-def _lists(one: Found) -> tuple[Any, ...]:
-    """As arguments of kernels."""
-    return one.place, one.acc, one.top, one.total, one.offsets, one.offsets.shape[0] - 1, one.programs, one.units
-
-
-def merge(
-    layer: Layer,
-    plan: CudaPlan,
-    found: Sequence[Found],
-    alone: bool,
-    continued: bool = False,
-    log_sums: Tensor | None = None,
-) -> None:
-    """Adds the partial results of each row; rows with only a causal part are already complete.
-
-    alone: the step has one part, whose kernel is the last one on this stream. continued: the causal part contains what
-        was found of own blocks. log_sums: fp32 [rows, heads], written where there is no causal part.
-    """
-    by_part = {one.part: one for one in found}
-    arguments: list[Any] = []
-    for name in ("unique", "shared", "selected", "own"):
-        one = by_part.get(name)
-        arguments += NO_LISTS if one is None else _lists(one)
-    sums = saved_sums(layer, plan, [one for one in found if not (continued and one.part == "own")])
-    several = plan.starts is not None and layer.rows >= MANY_ROWS
-    heads, pieces = OF_FEW if layer.rows <= FEW_ROWS else OF_SEVERAL if several else OF_MANY
-    early = alone and merges_early(layer, found[0].programs)
-    block_h = min(heads, 1 << (layer.heads - 1).bit_length())
-    merge_parts[(layer.rows, -(-layer.heads // block_h))](
-        layer.out,
-        log_sums,
-        plan.starts,
-        *(sums or (None, None, None)),
-        *arguments,
-        layer.sinks,
-        *layer.out.stride()[:2],
-        HEADS=layer.heads,
-        S_ROWS=by_part["shared"].rows if "shared" in by_part else 1,
-        C_ROWS=by_part["selected"].rows if "selected" in by_part else 1,
-        W_ROWS=by_part["own"].rows if "own" in by_part else 1,
-        VALUE_DIM=layer.value_dim,
-        BLOCK_H=block_h,
-        BLOCK_V=power_of_two(layer.value_dim),
-        CAUSAL=plan.starts is not None,
-        SAVED=sums is not None,
-        UNIQUE="unique" in by_part,
-        SHARED="shared" in by_part,
-        SELECTED="selected" in by_part,
-        OWN="own" in by_part,
-        CONTINUED=continued,
-        PIECES=pieces,
-        **{"EARLY": early, "LOGS": log_sums is not None, "SINKS": layer.sinks is not None},
-        **follows(early),
-        num_warps=4,
-    )

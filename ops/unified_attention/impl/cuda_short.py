@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, multiprocessors
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Lists, Work, spans_tile
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import Lists, spans_tile
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Work
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import attend_rows
 
 # Up to so many tokens in all, a program per row and kv head that needs no merge is faster than many and one (H200, one

@@ -13,15 +13,8 @@ from torch import Tensor
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_layer import Layer, multiprocessors, power_of_two
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_own import STEP, TAKEN, Division, most_tiles, own_tile
 from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_parts import MOST_LISTED, listed, tiled
-from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import (
-    LARGE_STAGE,
-    CudaPlan,
-    Lists,
-    Tile,
-    Tiles,
-    Work,
-    programs_of,
-)
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_plan import LARGE_STAGE, CudaPlan, Lists, Tile, Tiles, programs_of
+from vllm_gaudi_ucm.ops.unified_attention.impl.cuda_work import Work
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.own import place_own
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.shared import attend_shared
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.windows import attend_windows

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
@@ -211,10 +211,8 @@ def rank_and_take(
     Whoever ranks the last tile of a span takes its choice. A span that reuses its choice is one tile that nobody ranks.
     fresh: int64 [spans, most] between them. tickets: int32 [spans], 0 before and after. RANKED_BY: candidates that are
     compared at once while ranking. BLOCK_S >= num_spans.
-    EARLY: it starts early, as attention does behind it; what is the step's is there before its first layer.
+    EARLY: it starts early; what is the step's is there before its first layer.
     """
-    if EARLY:
-        gdc_launch_dependents()
     s = tl.arange(0, BLOCK_S)
     there = s < num_spans
     all_counts = tl.load(counts + s, mask=there, other=0)

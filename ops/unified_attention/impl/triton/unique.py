@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from vllm_gaudi_ucm.ops.unified_attention.impl.triton.softmax import (
     LOG2_E,
@@ -59,7 +59,6 @@ def attend_spans(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     SLOPES: tl.constexpr,
-    FOLLOWS: tl.constexpr,
     UNITS: tl.constexpr,
 ):
     """Grid (KV heads, programs): each program takes an even share of the entries, across the boundaries of spans; of
@@ -70,11 +69,8 @@ def attend_spans(
     acc_out: fp32 [programs + spans, ROWS, HEADS, VALUE_DIM], top_out and total_out without the last axis: the partial
         result of program p for span s is at p + s.
     EARLY: the merge may start early and wait inside.
-    FOLLOWS: it starts early itself, and waits for the kernel ahead of it.
     SLOPES: scores are less by fp32 slopes [heads] times distances; int64 positions [rows].
     """
-    if FOLLOWS:
-        gdc_wait()
     if EARLY:
         gdc_launch_dependents()
     kv_head = tl.program_id(0)
