@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ SHAPES: dict[str, dict[str, int]] = {
 SIZES = {"cuda": ("8x32768", "1x131072", "1x8192"), "cpu": ("1x8192", "8x8192", "1x32768", "8x32768")}
 DENSE = "dense"
 METHODS = ("GSA", "KVStar")
+SUMMARY_DTYPES = ("auto", "fp8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +80,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.3])
     parser.add_argument("--summary", help="of the methods; without it their own")
+    parser.add_argument(
+        "--summary-dtypes",
+        nargs="+",
+        choices=SUMMARY_DTYPES,
+        default=["auto"],
+        help="of the methods, one engine for each; their tokens are compared",
+    )
     parser.add_argument(
         "--implementations",
         nargs="+",
@@ -188,9 +197,9 @@ def measure(dense: EngineSide, model: Path, options: argparse.Namespace) -> list
     rows: list[dict[str, Any]] = []
     for method in options.methods:
         for ratio in options.ratios:
-            for kernels in options.implementations:
-                name = f"{method} {ratio:.0%}" + ("" if kernels == "auto" else f" {kernels}")
-                own = {"sparse_ratio": ratio, "implementation": kernels}
+            for kernels, dtype in product(options.implementations, options.summary_dtypes):
+                name = " ".join([f"{method} {ratio:.0%}", *(word for word in (kernels, dtype) if word != "auto")])
+                own = {"sparse_ratio": ratio, "implementation": kernels, "summary_dtype": dtype}
                 own |= {"sparse_steps": "always"} if options.always else {}
                 own |= {"summary": options.summary} if options.summary else {}
                 ucm = {"ucm_sparse_method": method, "ucm_sparse_config": {method: own}}
@@ -217,7 +226,7 @@ def measure(dense: EngineSide, model: Path, options: argparse.Namespace) -> list
 
 
 def compare_tokens(rows: Sequence[dict[str, Any]], name: str) -> None:
-    """Says in how many tokens the implementations of block selection differ, for each order."""
+    """Says how many answers of the implementations of block selection, and of dtypes of summaries, are the same."""
     for first in (row for row in rows if row["name"].startswith(name)):
         for other in (row for row in rows if row["name"].startswith(name)):
             same_order = (first["requests"], first["context"]) == (other["requests"], other["context"])

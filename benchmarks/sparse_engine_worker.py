@@ -49,7 +49,7 @@ class Served:
         with torch.inference_mode():
             for tensor in caches:
                 tensor.normal_()
-        self._is_cuda = caches[0].is_cuda
+        self._is_cuda, self._cached_as = caches[0].is_cuda, caches[0].dtype
         self.device = torch.cuda.get_device_name() if self._is_cuda else "cpu"
 
     def measure(
@@ -138,13 +138,20 @@ class Served:
     def _summarise(self, blocks: list[int]) -> None:
         import numpy as np
 
+        from vllm_gaudi_ucm.ops.narrow_floats import E4M3, narrow
+
         sparse = self._parts.sparse
         if sparse is None:
             return
         self._torch.manual_seed(len(blocks))
         with self._torch.inference_mode():
             for summaries in sparse.selector.summaries:
-                summaries.normal_() if summaries.is_floating_point() else summaries.random_(0, 200)
+                if summaries.dtype == self._torch.uint8:
+                    summaries.random_(0, 200)
+                else:
+                    # torch draws no 8-bit floats: those are the rounded numbers of other engines
+                    drawn = self._torch.empty_like(summaries, dtype=self._cached_as).normal_()
+                    summaries.copy_(narrow(drawn) if summaries.dtype == E4M3 else drawn)
         ids = np.array(blocks, np.int64)
         sparse.loaded(ids, ids)
 

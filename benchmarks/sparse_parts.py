@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks import sparse_attention_workload as workloads
 from benchmarks.sparse_device import MODEL, copy_bandwidth, milliseconds
+from benchmarks.sparse_engine import SUMMARY_DTYPES
 from vllm_gaudi_ucm.ops.block_selection.api import (
     block_scores,
     choose_blocks,
@@ -30,6 +31,7 @@ from vllm_gaudi_ucm.ops.block_selection.api import (
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.ops.block_selection.impl import cuda, cuda_fused
 from vllm_gaudi_ucm.ops.block_selection.impl.reference import REUSE
+from vllm_gaudi_ucm.ops.narrow_floats import narrow
 from vllm_gaudi_ucm.ops.unified_attention.impl import cuda_plan
 
 LAYERS, FUSED = 4, "cuda_fused"
@@ -41,11 +43,13 @@ Part = Callable[[int], Any]
 class Layers:
     """Requests of a size, and the parts of each of their layers."""
 
-    def __init__(self, requests: int, context: int, kind: SummaryKind) -> None:
+    def __init__(self, requests: int, context: int, kind: SummaryKind, narrow_summaries: bool = False) -> None:
         blocks = requests * context // workloads.BLOCK_SIZE
         workloads.KIND = kind
         workloads.POOL_BYTES = 4 * LAYERS * (blocks + 1) * workloads.BLOCK_SIZE * MODEL.kv_heads * 2 * MODEL.dim
         self.load = workloads.Workload(MODEL, requests, context, one_call=False)
+        if narrow_summaries:
+            self.load.summaries = narrow(self.load.summaries)
         self.kind, self.context = kind, context
         self.new = self.load._tokens(1)
         candidates = self.load.tables[:, 1:-1].contiguous()
@@ -126,6 +130,7 @@ class Layers:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--summary", choices=[kind.value for kind in SummaryKind], default="box_mean")
+    parser.add_argument("--summary-dtype", choices=SUMMARY_DTYPES, default="auto")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
@@ -136,19 +141,20 @@ def main() -> None:
     torch.set_default_device("cuda")
     torch.set_default_dtype(torch.bfloat16)
     bandwidth, kind = copy_bandwidth(), SummaryKind(options.summary)
-    print(f"{torch.cuda.get_device_name()}, {bandwidth / 1e12:.2f} TB/s, summary {kind.value}; microseconds of a layer")
+    name, summary = torch.cuda.get_device_name(), f"{kind.value} ({options.summary_dtype})"
+    print(f"{name}, {bandwidth / 1e12:.2f} TB/s, summary {summary}; microseconds of a layer")
     rows: list[dict[str, Any]] = []
     layers, before = None, None
     for requests, context, ratio in SIZES:
         if before != (requests, context):
             layers, before = None, (requests, context)
             torch.cuda.empty_cache()
-            layers = Layers(requests, context, kind)
+            layers = Layers(requests, context, kind, options.summary_dtype == "fp8")
             dense = timed(layers.dense(), options.repeats)
         assert layers is not None
         row = {name: timed(part, options.repeats) for name, part in layers.parts(ratio).items()}
         attended = (layers.load._chosen(ratio) + workloads.LIVE) * requests * BLOCK_BYTES
-        read = layers.blocks.shape[0] * kind.vectors(workloads.BLOCK_SIZE) * MODEL.kv_heads * kind.width(MODEL.dim) * 2
+        read = layers.blocks.shape[0] * layers.load.summaries[0, 0].nbytes
         shown = "  ".join(f"{name} {spent:6.1f}" for name, spent in row.items())
         print(
             f"{requests}x{context} {ratio:.0%}: dense {dense:6.1f}  {shown}  | bytes alone: "

@@ -21,7 +21,7 @@ from benchmarks.engine_side import EngineSide, SideFailed
 from benchmarks.known_drafts import LOAD_FORMAT
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
-from benchmarks.sparse_engine import SHAPES, medians, random_model, side, size
+from benchmarks.sparse_engine import SHAPES, SUMMARY_DTYPES, medians, random_model, side, size
 from vllm_gaudi_ucm.cli.output import task_progress
 
 DENSE, GSA, KVSTAR, VERIFY, UNLOCKED = "dense", "GSA", "KVStar", "KVStar, drafts", "GSA, drafts"
@@ -53,6 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, help="without it those of the shape")
     parser.add_argument("--sizes", nargs="+", type=size, default=[size("8x32768")], metavar="REQUESTSxCONTEXT")
     parser.add_argument("--ratio", type=float, default=0.1, help="sparse_ratio")
+    parser.add_argument("--summary-dtype", choices=SUMMARY_DTYPES, default="auto")
     parser.add_argument("--drafts", type=positive, default=4)
     parser.add_argument("--acceptance", type=float, default=0.6, help="of a draft that follows accepted ones")
     parser.add_argument("--always", action="store_true", help="sparse_steps: always, where a choice does not pay, too")
@@ -74,7 +75,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def engines(model: Path, options: argparse.Namespace) -> dict[str, EngineSide]:
     """By name, not started."""
     always = {"sparse_steps": "always"} if options.always else {}
-    section = {"sparse_ratio": options.ratio, **always}
+    section = {"sparse_ratio": options.ratio, "summary_dtype": options.summary_dtype, **always}
 
     def sparse(method: str) -> dict[str, Any]:
         return {"ucm_sparse_method": method, "ucm_sparse_config": {method: section}}

@@ -25,16 +25,16 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CACHED = (*_FLOATS, E4M3)
 
 
-def new_summaries(key_cache: Tensor, kind: SummaryKind) -> Tensor:
+def new_summaries(key_cache: Tensor, kind: SummaryKind, *, narrow: bool = False) -> Tensor:
     """Zeros [blocks, vectors, kv_heads, width] for a key cache [blocks, block_size, kv_heads, dim], on its device.
 
-    Float summaries have the dtype of the keys. Call it before any capture: it also creates the projection and the
-    tables of `hash` on the device.
+    Float summaries have the dtype of the keys, or are 8-bit floats (narrow), which codes of `hash` ignore. Call it
+    before any capture: it also creates the projection and the tables of `hash` on the device.
     """
     if kind is SummaryKind.HASH:
         projection(key_cache.shape[-1], key_cache.device)
         code_tables(key_cache.device)
-    dtype = kind.dtype if kind is SummaryKind.HASH else key_cache.dtype
+    dtype = kind.dtype if kind is SummaryKind.HASH else E4M3 if narrow else key_cache.dtype
     return key_cache.new_zeros(kind.shape(*key_cache.shape), dtype=dtype)
 
 
@@ -43,10 +43,11 @@ def write_summaries(
 ) -> None:
     """Writes the summaries of full blocks, in place. A full block holds no draft that may still be rejected.
 
-    key_cache: [num_blocks, block_size, kv_heads, dim]; may be a strided view. Of 8-bit floats summaries
-        are, too, and in units of the cache: the query that scores them is multiplied by the scale of the keys.
+    key_cache: [num_blocks, block_size, kv_heads, dim]; may be a strided view. Summaries are in units of the cache: the
+        query that scores them is multiplied by the scale of the keys, where these have one.
     blocks: int64 [n] physical block ids. Pads are the dummy block 0; they may repeat, and its summary is never used.
-    summaries: [num_blocks, vectors, kv_heads, width] from `new_summaries`; floats, uint8 for `hash`.
+    summaries: [num_blocks, vectors, kv_heads, width] from `new_summaries`; floats, uint8 for `hash`. 8-bit floats are
+        rounded once, and what is beyond their range is at its end.
     implementation: as in `block_scores`.
     Raises ValueError if shapes, dtypes or devices do not match (not while compiling).
     """

@@ -54,7 +54,7 @@ class SummaryKind(StrEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that summaries are computed in; float summaries may be stored in the dtype of the keys."""
+        """The dtype that summaries are computed in; floats are stored in that of the keys or of 8 bits."""
         return torch.uint8 if self is SummaryKind.HASH else torch.float32
 
 

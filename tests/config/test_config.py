@@ -41,6 +41,7 @@ BLOCK_OPTIONS: dict[str, tuple[list[Any], list[Any], str]] = {
         ["max", "MEAN", None],
         'one of "mean", "minmax", "box_mean", "hash"',
     ),
+    "summary_dtype": (["auto", "fp8"], ["bf16", None, 8], 'one of "auto", "fp8"'),
     "sparse_steps": (["auto", "always"], ["never", None, True], 'one of "auto", "always"'),
     "implementation": (
         ["auto", "reference", "cuda", "cuda_fused", "hpu", "native"],

@@ -13,6 +13,7 @@ from vllm_gaudi_ucm.kv_offload.summary_records import SummaryRecords, summary_by
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 from vllm_gaudi_ucm.sparse.methods.gsa import GsaOptions
 from vllm_gaudi_ucm.sparse.selection.block_scorer import SummaryQueue
+from vllm_gaudi_ucm.sparse.selection.sparse_worker import summary_share
 
 SPAN = 4
 
@@ -40,6 +41,17 @@ def test_blocks_score_as_before(kind: SummaryKind) -> None:
         assert torch.equal(summaries[others], before[others])
     for offloaded in case.scorer.offloaded:
         assert not offloaded[[row for row in range(ROWS) if row != 3]].any()
+
+
+@pytest.mark.parametrize("key_bytes", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_narrow_summaries_take_a_byte_for_each_element(kind: SummaryKind, key_bytes: int) -> None:
+    wide, narrow = (GsaOptions(summary=kind.value, summary_dtype=dtype) for dtype in ("auto", "fp8"))
+    for options, itemsize in ((wide, 1 if kind is SummaryKind.HASH else key_bytes), (narrow, 1)):
+        shape = kind.shape(1, 128, 8, 64)
+        assert summary_bytes(options, 128, 8, 64, key_bytes) == np.prod(shape) * itemsize
+        share = summary_share(options, 128, 64, 64, key_bytes)
+        assert share == pytest.approx(np.prod(shape) * itemsize / (128 * 8 * 128 * key_bytes))
 
 
 def test_ready() -> None:

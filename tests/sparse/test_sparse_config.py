@@ -117,6 +117,7 @@ def test_every_problem_of_every_section() -> None:
                 "sparse_ratio",
                 "sparse_steps",
                 "summary",
+                "summary_dtype",
             )
         ),
         "KVStar.lock_duration: found 0, expected integer, at least 1",
@@ -145,6 +146,18 @@ def test_options_of_kvstars_base() -> None:
     other = sparse(KVStar={"base_method": "Newest", "weight": 4.0}).ucm_sparse_config.options("KVStar")
     assert isinstance(other, KVStarOptions)
     assert other.base_options().model_dump()["weight"] == 4.0
+
+
+def test_codes_have_no_dtype_to_choose() -> None:
+    """Also where one of the two options stands in the base method's section."""
+    wanted = "'fp8', expected auto beside `summary: hash`, whose codes are bytes; or another summary"
+    asked = {"summary": "hash", "summary_dtype": "fp8"}
+    assert problems(GSA=asked, ESA=asked, KVStar=asked) == [
+        f"{name}.summary_dtype: found {wanted}" for name in ("GSA", "ESA", "KVStar")
+    ]
+    with pytest.raises(UcmConfigError, match=r"KVStar\.summary_dtype: found 'fp8', expected auto beside"):
+        sparse("KVStar", GSA={"summary": "hash"}, KVStar={"summary_dtype": "fp8"})
+    sparse("KVStar", GSA={"summary": "hash"}, KVStar={"summary": "minmax", "summary_dtype": "fp8"})
 
 
 def test_steps_of_a_selection_are_decided_once() -> None:

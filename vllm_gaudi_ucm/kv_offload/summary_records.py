@@ -27,8 +27,7 @@ def summary_bytes(options: BlockOptions, block_size: int, kv_heads: int, head_si
         key_bytes: of an element of a key.
     """
     kind = SummaryKind(options.summary)
-    width = kind.width(head_size) * (1 if kind is SummaryKind.HASH else key_bytes)
-    return kind.vectors(block_size) * kv_heads * width
+    return kind.vectors(block_size) * kv_heads * kind.width(head_size) * options.summary_itemsize(key_bytes)
 
 
 class SummaryRecords:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
 from vllm_gaudi_ucm.ops.block_selection.implementation import BLOCK_SELECTION
 from vllm_gaudi_ucm.ops.registry import AUTO
+from vllm_gaudi_ucm.options.errors import Problem, UcmConfigError
 from vllm_gaudi_ucm.options.section import Section
 from vllm_gaudi_ucm.options.values import NameOf
 
@@ -55,6 +56,11 @@ class BlockOptions(MethodOptions):
         description="What is kept of a full block's keys to score it: their mean, the smallest and largest value of "
         "each element, the keys farthest from the mean and the mean of the rest, or sign codes of these.",
     )
+    summary_dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="auto: summaries have the dtype of the cached keys; fp8: 8-bit floats (e4m3), which halve what is "
+        "read to score blocks beside 16-bit keys. Codes of `hash` are bytes in any case, and refuse fp8.",
+    )
     sparse_steps: Literal["auto", "always"] = Field(
         default="auto",
         description="auto: a step whose choices would cost more time than they save is dense; always: it is sparse.",
@@ -69,6 +75,24 @@ class BlockOptions(MethodOptions):
         description="With tensor parallelism: choose by the scores of all heads, which takes an all-reduce in each "
         "layer that chooses, or on each rank by those of its own heads.",
     )
+
+    @classmethod
+    def resolve(cls, value: Any, key: str) -> Self:
+        """See MethodOptions. Codes have no dtype to choose."""
+        options = super().resolve(value, key)
+        if options.summary == "hash" and options.summary_dtype != "auto":
+            wanted = "auto beside `summary: hash`, whose codes are bytes; or another summary"
+            raise UcmConfigError([Problem(f"{key}.summary_dtype", repr(options.summary_dtype), wanted)])
+        return options
+
+    @property
+    def narrow_summaries(self) -> bool:
+        """Whether summaries are 8-bit floats whatever the dtype of the keys."""
+        return self.summary_dtype == "fp8"
+
+    def summary_itemsize(self, key_itemsize: int) -> int:
+        """Bytes of an element of a summary. key_itemsize: of the cached keys."""
+        return 1 if self.summary == "hash" or self.narrow_summaries else key_itemsize
 
 
 SWITCH = "ucm_sparse"

@@ -21,6 +21,7 @@ from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.sparse.base import UcmSparseRole
 from vllm_gaudi_ucm.sparse.block_sparse import BlockSparse
 from vllm_gaudi_ucm.sparse.factory import UcmSparseFactory
+from vllm_gaudi_ucm.sparse.selection import sparse_worker
 from vllm_gaudi_ucm.sparse.selection.block_selector import SelectionLayer
 from vllm_gaudi_ucm.sparse.selection.layer_selector import ChoosingLayer
 from vllm_gaudi_ucm.sparse.selection.selection_state import ChoiceSlots
@@ -62,6 +63,17 @@ def test_stages_count_layers_in_the_model(place: LayerPlace, leaders: list[int |
     assert numbers == [place.first + index for index, leader in enumerate(leaders) if leader == index]
     with pytest.raises(ValueError, match=r"dense_layers has \[6\], expected indices below 6"):
         BlockSelection.of(method, layers, sizes, place=LayerPlace(2, 6))
+
+
+def test_narrow_summaries_need_a_gpu_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = UcmSparseFactory.create_sparse_method("ESA", UcmSparseRole.WORKER, {"summary_dtype": "fp8"})
+    assert isinstance(method, BlockSparse)
+    layers = [SelectionLayer(torch.zeros(16, BLOCK_SIZE, 1, 8, dtype=torch.bfloat16), 1.0)]
+    sizes = ServerSizes(max_model_len=64, max_num_seqs=2, max_rows=4, block_size=BLOCK_SIZE, num_blocks=16, static=True)
+    assert BlockSelection.of(method, layers, sizes).selector.summaries[0].dtype == torch.float8_e4m3fn
+    monkeypatch.setattr(sparse_worker, "has_e4m3", lambda device: False)
+    with pytest.raises(ValueError, match="summary_dtype is 'fp8', expected 'auto' on this GPU"):
+        BlockSelection.of(method, layers, sizes)
 
 
 def test_layers_between_windows_are_counted_alone() -> None:

@@ -69,6 +69,7 @@ class BlockSelector:
         first_layer: the first of `layers` in the model, where stages of a pipeline before this one have others.
         numbers: of `layers` in the model, where it has others in between; None: they follow each other.
         implementation: of block selection.
+        narrow: summaries are 8-bit floats, whatever the keys are.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class BlockSelector:
         first_layer: int = 0,
         numbers: Sequence[int] | None = None,
         implementation: str = AUTO,
+        narrow: bool = False,
     ) -> None:
         self._kind = kind
         self.implementation = chosen_implementation(layers[0].keys.device.type, implementation)
@@ -91,7 +93,7 @@ class BlockSelector:
         self._limits = limits
         self._numbers = range(first_layer, first_layer + len(layers)) if numbers is None else numbers
         self.leaders = layer_leaders(len(layers), reuse_layers, dense_layers, first_layer)
-        self._summaries = [new_summaries(layer.keys, kind) for layer in layers]
+        self._summaries = [new_summaries(layer.keys, kind, narrow=narrow) for layer in layers]
         device = layers[0].keys.device
         self.scorer = None if kept is None else self._scorer(layers, kept)
         """Keeps the queries of each step; None without KV offload."""

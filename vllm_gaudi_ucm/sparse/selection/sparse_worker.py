@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
+from vllm_gaudi_ucm.ops.narrow_floats import has_e4m3
 from vllm_gaudi_ucm.ops.registry import AUTO
 from vllm_gaudi_ucm.protocol.attachments import attach_buckets, attach_report, attach_sparse_meta, sparse_meta_of
 from vllm_gaudi_ucm.sparse.base import UcmSparseBase
@@ -116,6 +117,11 @@ class BlockSelection:
                 f"ucm_sparse_config: dense_layers has {beyond}, expected indices below {total}, "
                 "the number of the model's attention layers"
             )
+        if options.narrow_summaries and not has_e4m3(layers[0].keys.device):
+            raise ValueError(
+                "ucm_sparse_config: summary_dtype is 'fp8', expected 'auto' on this GPU, "
+                "which has no 8-bit floats: they need compute capability 8.9 or newer"
+            )
         limits, dense = selection_limits(options, sizes), method.dense_layers
         if numbers is not None:
             # layers with windows are not counted: of consecutive layers that share a choice all have to choose
@@ -132,6 +138,7 @@ class BlockSelection:
             first,
             numbers,
             options.implementation,
+            options.narrow_summaries,
         )
         return cls(limits, SelectionState(sizes.num_blocks, limits, sizes.static, sizes.some_offloaded), selector)
 
@@ -326,5 +333,5 @@ def selection_limits(options: BlockOptions, sizes: ServerSizes) -> SelectionLimi
 def summary_share(options: BlockOptions, block_size: int, head_size: int, value_size: int, key_bytes: int) -> float:
     """Bytes of a block's summaries over the bytes of its keys and values."""
     kind = SummaryKind(options.summary)
-    width = kind.width(head_size) * (1 if kind is SummaryKind.HASH else key_bytes)
-    return kind.vectors(block_size) * width / (block_size * (head_size + value_size) * key_bytes)
+    summary = kind.vectors(block_size) * kind.width(head_size) * options.summary_itemsize(key_bytes)
+    return summary / (block_size * (head_size + value_size) * key_bytes)
