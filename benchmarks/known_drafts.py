@@ -14,14 +14,21 @@ import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from vllm_gaudi_ucm.speculation.draft_model import DraftModelProposer
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from vllm.config import ModelConfig
 
     from vllm_gaudi_ucm.batch.request_table import RequestTable
+    from vllm_gaudi_ucm.speculation.drafts_ahead import DraftsAhead
     from vllm_gaudi_ucm.speculation.proposer import SampledStep
 
 LOAD_FORMAT = "successors"
+SOURCES = ("host", "device", "model")
+"""Where known drafts are made: see propose_known_drafts."""
 # Of the finalizer of splitmix64.
 FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
@@ -71,6 +78,79 @@ class KnownDrafts:
         return [found[:most] for found, most in zip(drafts.tolist(), step.wanted.tolist(), strict=True)]
 
 
+class Spoiled:
+    """Tokens on the device, each replaced by the next number unless it is lucky: with the probability `acceptance`, by
+    noise that follows from `seed` and from how often it was called. Nothing is read.
+
+    Args:
+        vocabulary: of the model.
+        acceptance: of each token.
+        likeliest: gives the tokens of logits, where they come from a draft model.
+        seed: of the noise.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        acceptance: float,
+        likeliest: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens,
+        seed: int = 0,
+    ) -> None:
+        self.likeliest = likeliest
+        self._vocabulary = vocabulary
+        self._acceptance = acceptance
+        self._seed = seed
+        self._noise: torch.Generator | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        tokens = self.likeliest(logits)
+        if self._noise is None:
+            self._noise = torch.Generator(tokens.device).manual_seed(self._seed)
+        dice = torch.rand(tokens.shape, device=tokens.device, generator=self._noise)
+        return (tokens + (dice >= self._acceptance)) % self._vocabulary
+
+
+class DeviceDrafts:
+    """See DraftProposer. Drafts as a draft model gives them, but without its passes: numbers that are added on the
+    device to the last tokens, and stay there where steps are scheduled ahead.
+
+    Args:
+        table: the tokens.
+        device: of the model.
+        spoil: what becomes of the right drafts.
+        vocabulary: of the model.
+        ahead: takes the drafts with asynchronous scheduling. None: each step reads its own.
+    """
+
+    def __init__(
+        self, table: RequestTable, device: torch.device, spoil: Spoiled, vocabulary: int, ahead: DraftsAhead | None
+    ) -> None:
+        self._table = table
+        self._device = device
+        self._spoil = spoil
+        self._vocabulary = vocabulary
+        self._ahead = ahead
+
+    def propose(self, step: SampledStep) -> list[list[int]]:
+        table, most = self._table, int(step.wanted.max(initial=0))
+        if self._ahead is not None:
+            self._ahead.begin()
+        if not most:
+            return [[] for _ in step.requests]
+        rows = np.array([request.row for request in step.requests], np.int64)
+        last = torch.from_numpy(table.token_ids[rows, table.num_tokens[rows] - 1].astype(np.int64))
+        if self._device.type == "cuda":
+            last = last.pin_memory()
+        last = last.to(self._device, non_blocking=True)
+        drafts = self._spoil((last[:, None] + torch.arange(1, most + 1, device=self._device)) % self._vocabulary)
+        if self._ahead is None:
+            found = drafts.flatten().tolist()
+        else:
+            found = self._ahead.put(drafts.flatten())
+            self._ahead.end()
+        return [found[index * most :][:wanted] for index, wanted in enumerate(step.wanted.tolist())]
+
+
 def first_wrong(prompt: list[int], tokens: list[int], vocabulary: int) -> int | None:
     """Index of the first token that is not the successor of the one before it; None: all are."""
     expected = (prompt[-1] + 1 + np.arange(len(tokens))) % vocabulary
@@ -78,6 +158,34 @@ def first_wrong(prompt: list[int], tokens: list[int], vocabulary: int) -> int | 
     return int(wrong[0]) if len(wrong) else None
 
 
-def propose_known_drafts(parts: Any, vocabulary: int, acceptance: float) -> None:
-    """Gives a worker with speculative decoding this proposer. parts: of its model runner."""
-    parts.steps.proposer = KnownDrafts(parts.steps.requests, vocabulary, acceptance)
+def propose_known_drafts(parts: Any, vocabulary: int, acceptance: float, source: str = "host") -> None:
+    """Gives a worker with a draft model drafts of which each is right with the probability `acceptance`.
+
+    Args:
+        parts: of its model runner.
+        vocabulary: of the model.
+        acceptance: of a draft that follows accepted ones.
+        source: "host": numbers of the tokens that the host has read (KnownDrafts). "device": the same numbers, made and
+            kept on the device (DeviceDrafts). "model": the passes of the engine's own draft model, whose weights say
+            the next number, too; what they give is spoiled on the device. These cost what such a draft model costs.
+    """
+    steps = parts.steps
+    if source == "model":
+        proposer = _draft_model(steps)
+        likeliest = proposer.likeliest
+        if isinstance(likeliest, Spoiled):
+            likeliest = likeliest.likeliest
+        proposer.likeliest = Spoiled(vocabulary, acceptance, likeliest)
+    elif source == "device":
+        ahead = None if steps.ahead is None else steps.ahead.drafts
+        (device,) = {tensor.device for pair in parts.kv_caches.values() for tensor in pair}
+        spoil = Spoiled(vocabulary, acceptance)
+        steps.proposer = DeviceDrafts(steps.requests, device, spoil, vocabulary, ahead)
+    else:
+        steps.proposer = KnownDrafts(steps.requests, vocabulary, acceptance)
+
+
+def _draft_model(steps: Any) -> DraftModelProposer:
+    if not isinstance(steps.proposer, DraftModelProposer):
+        raise TypeError(f"found {type(steps.proposer).__name__} as proposer, expected an engine with a draft model")
+    return steps.proposer

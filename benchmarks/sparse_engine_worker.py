@@ -53,17 +53,24 @@ class Served:
         self.device = torch.cuda.get_device_name() if self._is_cuda else "cpu"
 
     def measure(
-        self, requests: int, context: int, steps: int, kernels: int, drafts: int = 0, acceptance: float = 1.0
+        self,
+        requests: int,
+        context: int,
+        steps: int,
+        kernels: int,
+        drafts: int = 0,
+        acceptance: float = 1.0,
+        source: str = "host",
     ) -> dict[str, Any]:
         """Medians of steps of `requests` with `context` tokens each, in milliseconds; and what they yield.
 
         kernels: how many of the device's kernels to name, those that take longest. drafts: of each request in a step;
-        each is right with the probability `acceptance` (known_drafts).
+        each is right with the probability `acceptance`, and made at the `source` (known_drafts).
         """
         from benchmarks.known_drafts import propose_known_drafts
 
         if drafts:
-            propose_known_drafts(self._parts, self._vocabulary, acceptance)
+            propose_known_drafts(self._parts, self._vocabulary, acceptance, source)
         prompts = self._begin(requests, context, (WARM + steps + PROFILED + 2) * (1 + drafts))
         self._outputs: dict[str, list[int]] = {}
         for _ in range(WARM):

@@ -1,7 +1,9 @@
 """Whole steps that verify drafts under a lock (KVStar), against sparse decodes without drafts (GSA) and dense ones.
 
 Every engine has the same random weights, in which a token is followed by the next number; so the proposer knows what is
-right, and spoils each draft with a given probability. Contexts and summaries are random (benchmarks.sparse_engine).
+right, and spoils each draft with a given probability: on the host, which reads the tokens first, on the device, which
+nothing waits for, or behind the passes of a draft model of one layer, beneath which the next step is planned
+(`--drafts-by`). Contexts and summaries are random (benchmarks.sparse_engine).
 Steps of the engines take turns, in one run (`--one-at-a-time`: engines do). A goal is printed beside what it is of: a
 verification of 1 + 4 rows takes at most 1.2 times a sparse decode of the same method, and yields at least 1.5 times the
 tokens per second of GSA.
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_side import EngineSide, SideFailed
-from benchmarks.known_drafts import LOAD_FORMAT
+from benchmarks.known_drafts import LOAD_FORMAT, SOURCES
 from benchmarks.machine import describe_machine
 from benchmarks.positive import positive
 from benchmarks.sparse_engine import SHAPES, SUMMARY_DTYPES, medians, random_model, side, size
@@ -56,6 +58,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--summary-dtype", choices=SUMMARY_DTYPES, default="auto")
     parser.add_argument("--drafts", type=positive, default=4)
     parser.add_argument("--acceptance", type=float, default=0.6, help="of a draft that follows accepted ones")
+    parser.add_argument(
+        "--drafts-by",
+        choices=SOURCES,
+        default="host",
+        help="numbers made by the host, by the device without a read, or by passes of a draft model of one layer",
+    )
+    parser.add_argument("--ahead", action="store_true", help="steps ahead (on a GPU they are, without it)")
     parser.add_argument("--always", action="store_true", help="sparse_steps: always, where a choice does not pay, too")
     parser.add_argument(
         "--one-at-a-time", action="store_true", help="where engines do not fit the device together; no turns"
@@ -88,7 +97,8 @@ def engines(model: Path, options: argparse.Namespace) -> dict[str, EngineSide]:
     }
     if options.unlocked:
         asked[UNLOCKED] = (sparse("GSA"), options.drafts)
-    return {name: side(name, ucm, model, options, drafts, LOAD_FORMAT) for name, (ucm, drafts) in asked.items()}
+    ahead = {"scheduler": {"async_scheduling": True}} if options.ahead else {}
+    return {name: side(name, ucm | ahead, model, options, drafts, LOAD_FORMAT) for name, (ucm, drafts) in asked.items()}
 
 
 def in_turn(sides: dict[str, EngineSide], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -136,7 +146,11 @@ def start(sides: dict[str, EngineSide]) -> str:
 
 
 def order(name: str, size_: tuple[int, int], options: argparse.Namespace) -> dict[str, Any]:
-    drafts = {"drafts": options.drafts, "acceptance": options.acceptance} if "drafts" in name else {}
+    drafts = (
+        {"drafts": options.drafts, "acceptance": options.acceptance, "source": options.drafts_by}
+        if "drafts" in name
+        else {}
+    )
     requests, context = size_
     return {"requests": requests, "context": context, "steps": options.steps, "kernels": options.kernels, **drafts}
 
@@ -156,7 +170,7 @@ def show(row: dict[str, Any], options: argparse.Namespace) -> None:
     found = row["engines"]
     print(
         f"\n{row['requests']} x {row['context']}, {options.ratio:.0%}, {options.drafts} drafts, "
-        f"each accepted with {options.acceptance:.0%} where those before it are"
+        f"made by the {options.drafts_by}, each accepted with {options.acceptance:.0%} where those before it are"
     )
     print(f"{'':<16}{'step, ms':>9}{'mean':>8}{'CPU ms':>8}{'device':>8}{'tokens':>8}{'tokens/s':>10}  dense  wrong")
     for name, one in found.items():

@@ -53,6 +53,8 @@ class DraftModelProposer:
         groups: of the draft model's layers; none stands for one that sees whole contexts, with the table's blocks.
         ahead: with asynchronous scheduling takes the drafts, which then are known on the device alone: no pass waits
             for the one before it. None: each is read.
+
+    likeliest: int64 [rows] of float32 [rows, vocabulary] on the device: what makes drafts of the logits of a pass.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class DraftModelProposer:
         self._ahead = ahead
         self._host = host or HostWork()
         self._execution = execution
-        self._likeliest = likeliest
+        self.likeliest = likeliest
         self._divided = divided
         self._table = table
         self._max_model_len = min(max_model_len, table.max_model_len)
@@ -145,7 +147,7 @@ class DraftModelProposer:
         if not len(plan.logits_rows):
             return []
         # all rows of the bucket: cutting them to those in use would be a shape of its own
-        likeliest = self._likeliest(self._execution.logits(plan.logits_rows))
+        likeliest = self.likeliest(self._execution.logits(plan.logits_rows))
         count = len(plan.logits_rows)
         if self._ahead is not None:
             drafts = self._ahead.put(likeliest[:count])
