@@ -43,7 +43,7 @@ EXCEPTIONS = {
     "vllm_gaudi_ucm/prefetch/threads.py": "flag of a finalizer",
     # places of a thread, which has its own
     "graphs/recipes/recorder.py": "threading.local",
-    "ops/unified_attention/impl/cuda_plan.py": "threading.local",
+    "ops/unified_attention/impl/cuda_work.py": "threading.local",
     "vllm_gaudi_ucm/device/cuda.py": "threading.local",
     "vllm_gaudi_ucm/device/hpu.py": "threading.local",
     "vllm_gaudi_ucm/store/guarded.py": "threading.local",
@@ -162,7 +162,7 @@ PROBES = {
     "vllm_gaudi_ucm/vllm_api/start_signals.py": "any handler of a signal",
     "graphs/strategies/file.py": "an event of a YAML parser",
     "ops/narrow_floats.py": "torch, which has `hpu` where Gaudi's software is",
-    "ops/unified_attention/impl/cuda_plan.py": "threading.local",
+    "ops/unified_attention/impl/cuda_work.py": "threading.local",
     "ops/unified_attention/impl/hpu_kernels.py": "operations of Gaudi's software",
 }
 """File to the objects of others that it asks for attributes which they may lack. Ours have a Protocol, or a default."""

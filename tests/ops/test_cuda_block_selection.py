@@ -287,8 +287,8 @@ def test_a_choice_in_one_launch_is_that_of_two(data: st.DataObject, counts: list
     thresholds = torch.tensor([data.draw(st.integers(0, 6)) for _ in counts])
     block_table = torch.randint(1, 99, (spans * width + 1,), generator=random)
     of_spans = [one.to(DEVICE) for one in (slots, torch.tensor(counts), modes, thresholds)]
-    owners = torch.arange(spans).repeat_interleave(width)
-    real = torch.ones(spans, dtype=torch.int64)
+    owners = torch.arange(spans).repeat_interleave(width).to(DEVICE)
+    real = torch.ones(spans, dtype=torch.int64, device=DEVICE)
     ready = prepare_spans(owners, real, real, 1, of_spans[1], of_spans[2], most, implementation="cuda_fused")
     assert isinstance(ready, TicketedRanges)
     selected = sum(counts) + data.draw(st.integers(0, 20))

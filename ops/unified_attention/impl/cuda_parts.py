@@ -258,7 +258,8 @@ def selected(layer: Layer, plan: CudaPlan, part: SelectedPart, lists: Lists, blo
 def selected_lists(layer: Layer, plan: CudaPlan, part: SelectedPart, lists: Lists, blocks: Tensor) -> Work:
     """The rows of each span with a list of blocks; blocks: int64 [entries]."""
     place = plan.kept(("selected place", layer.rows), lambda: selected_place(part, layer.rows))
-    return _spans(layer, plan, "selected", place, lists, blocks, part.max_rows, (part.first_rows, part.num_rows))
+    spans = part.first_rows, part.num_rows
+    return _spans(layer, plan, "selected", place, lists, blocks, part.max_rows, spans, chosen=True)
 
 
 def unique_and_selected(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> Work:
@@ -272,7 +273,7 @@ def unique_and_selected(layer: Layer, plan: CudaPlan, blocks: Tensor | None) -> 
     entries = both.blocks_with(chosen.blocks if blocks is None else blocks)
     place = plan.kept(("joined place", layer.rows), lambda: unique_place(both.lists, layer.rows))
     beside = entries.shape[0] <= BALANCED * listed_pairs(layer, plan.parts.shared)
-    return _spans(layer, plan, "unique", place, both.lists, entries, 1, (None, None), beside)
+    return _spans(layer, plan, "unique", place, both.lists, entries, 1, (None, None), beside, chosen=True)
 
 
 def _spans(
@@ -286,14 +287,20 @@ def _spans(
     spans: tuple[Tensor | None, Tensor | None],
     beside: bool = False,
     block_size: int | None = None,
+    chosen: bool = False,
 ) -> Work:
-    """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i."""
+    """rows: most rows of a span. spans: first row and number of rows of each; None if span i is row i.
+
+    chosen: blocks are a sparse method's choice, and so few.
+    """
     block_size = block_size or plan.block_size
     # or does a request with several rows read the cache, too?
     most = MANY_SPANS if plan.starts is None or plan.parts.shared is None else MANY_BESIDE
     many = spans[0] is None and lists.num_lists >= most and layer.slopes is None
     flat = flat_spans_tile(layer, block_size, beside) if many else None
-    tile = flat or of_few_blocks(spans_tile(layer, rows), layer, blocks.shape[0], block_size)
+    tile = flat or spans_tile(layer, rows)
+    if chosen and flat is None:
+        tile = of_few_blocks(tile, layer, blocks.shape[0], block_size)
     units = 1 if flat is not None or block_size % tile.block_n else block_size // tile.block_n
     programs = programs_of(layer, blocks.shape[0] * units, beside, flat is not None)
     found = room_for(layer, plan, part, place, lists.offsets, programs, rows)._replace(units=units)
