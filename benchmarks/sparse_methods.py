@@ -14,6 +14,8 @@ from vllm_gaudi_ucm.ops.block_selection.api import block_scores, choose_blocks, 
 from vllm_gaudi_ucm.ops.block_selection.features import SummaryKind
 
 ORACLE = "oracle"
+NARROW = (SummaryKind.MEAN, SummaryKind.MINMAX, SummaryKind.BOX_MEAN)
+"""Kinds that are kept in 8-bit floats, too; of codes there is one form."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ def all_methods() -> tuple[Method, ...]:
     """Every method of the table, the summaries first."""
     return (
         *(Method(kind.value, _of_summaries(kind)) for kind in SummaryKind),
+        *(Method(f"{kind.value}_fp8", _of_summaries(kind, narrow=True)) for kind in NARROW),
         Method(ORACLE, oracle),
         Method("history", history, depends_on_ratio=True),
         Method("recency", recency),
@@ -77,9 +80,9 @@ def history(step: Step, budget: Budget) -> Tensor:
     return scores
 
 
-def _of_summaries(kind: SummaryKind) -> Callable[[Step, Budget], Tensor]:
+def _of_summaries(kind: SummaryKind, narrow: bool = False) -> Callable[[Step, Budget], Tensor]:
     def scores(step: Step, budget: Budget) -> Tensor:
-        summaries = new_summaries(step.key_cache, kind)
+        summaries = new_summaries(step.key_cache, kind, narrow=narrow)
         write_summaries(step.key_cache, torch.arange(1, step.num_blocks + 1), summaries, kind)
         candidates = budget.candidates(step.row_blocks, step.num_blocks)
         result = torch.zeros(len(step.query), step.num_blocks)

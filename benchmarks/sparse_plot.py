@@ -17,6 +17,7 @@ COLOURS = {
     "mean": "#E69F00",
     "minmax": "#009E73",
     "box_mean": "#D55E00",
+    "box_mean_fp8": "#F0E442",
     "hash": "#0072B2",
     ORACLE: "#000000",
     "history": "#CC79A7",

@@ -21,7 +21,7 @@ from benchmarks.retrieval.data import Task
 from benchmarks.retrieval.model import MODEL as RETRIEVAL_MODEL
 from benchmarks.sparse_agreement import Questions, divergence, everything, policy_of
 from benchmarks.sparse_budget import Budget
-from benchmarks.sparse_methods import all_methods
+from benchmarks.sparse_methods import ORACLE, Method, all_methods
 from benchmarks.sparse_plot import plot
 from benchmarks.sparse_recall import Recalls, measure_recall
 from benchmarks.sparse_result import DENSE, Result, goals, table
@@ -41,13 +41,16 @@ def main() -> None:
     print(describe_machine())
     print(f"text: {path.name}, {args.context} tokens; {args.rows} rows for recall, {args.steps} for divergence")
     print(f"look-ups: {args.sequences} sequences of {retrieval_task(args.context)}")
-    recalls, rows = text_recalls(args.model, path, args.context, args.rows, args.steps, budgets, args.block_sizes)
+    methods = [method for method in all_methods() if method.name in (ORACLE, *args.methods)]
+    recalls, rows = text_recalls(
+        args.model, path, args.context, args.rows, args.steps, budgets, args.block_sizes, methods
+    )
     questions = Questions.make(
         load_causal(args.retrieval_model), retrieval_task(args.context), args.sequences, seed=args.seed
     )
     results: list[Result] = []
     for size in args.block_sizes:
-        found = list(measure(rows, questions, recalls[size], budgets, size))
+        found = list(measure(rows, questions, recalls[size], budgets, size, methods))
         results += found
         print(f"\nblocks of {size} tokens\n{table(found)}\n" + "\n".join(goals(found)), flush=True)
     if args.json:
@@ -62,7 +65,14 @@ def retrieval_task(length: int) -> Task:
 
 
 def text_recalls(
-    model: Path, path: Path, context: int, sampled: int, steps: int, budgets: Sequence[Budget], sizes: Sequence[int]
+    model: Path,
+    path: Path,
+    context: int,
+    sampled: int,
+    steps: int,
+    budgets: Sequence[Budget],
+    sizes: Sequence[int],
+    methods: Sequence[Method],
 ) -> tuple[dict[int, Recalls], DecodedRows]:
     """Recalls by block size, and the last `steps` rows of the text, for the divergence."""
     from transformers import AutoTokenizer
@@ -80,19 +90,24 @@ def text_recalls(
     recalls = {}
     for size in sizes:
         started = time.perf_counter()
-        recalls[size] = measure_recall(rows, torch.arange(every - 1, last, every), all_methods(), budgets, size)
+        recalls[size] = measure_recall(rows, torch.arange(every - 1, last, every), methods, budgets, size)
         _tell(f"recall of blocks of {size} in {time.perf_counter() - started:.0f} s")
     rows.advance(last - steps)
     return recalls, rows
 
 
 def measure(
-    rows: DecodedRows, questions: Questions, recalls: Recalls, budgets: Sequence[Budget], size: int
+    rows: DecodedRows,
+    questions: Questions,
+    recalls: Recalls,
+    budgets: Sequence[Budget],
+    size: int,
+    methods: Sequence[Method],
 ) -> Iterator[Result]:
     """Results of every method and budget at one block size, dense attention first."""
     dense = rows.logits(everything, size)
     yield Result(size, DENSE, 1.0, 1.0, [], 0.0, 1.0, questions.accuracy(everything, size))
-    for method in all_methods():
+    for method in methods:
         started = time.perf_counter()
         for budget in budgets:
             policy = policy_of(method, budget)
@@ -115,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=8000, help="tokens of the text and of the look-ups")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.3])
+    names = [method.name for method in all_methods()]
+    parser.add_argument("--methods", nargs="+", choices=names, default=names, help="beside the oracle; default: all")
     parser.add_argument("--rows", type=int, default=64, help="rows that recall is sampled on")
     parser.add_argument("--steps", type=int, default=32, help="last rows of the text that divergence is measured on")
     parser.add_argument("--sequences", type=int, default=4, help="sequences of 64 look-ups")

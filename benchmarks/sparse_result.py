@@ -37,11 +37,11 @@ class Result:
 def table(results: Sequence[Result]) -> str:
     """One line for each method, one column for each figure and ratio; results of one block size."""
     ratios = sorted({result.ratio for result in results if result.method != DENSE})
-    head = " " * 10 + "".join(f"  {HEADINGS[figure]:<{7 * len(ratios)}}" for figure in FIGURES)
-    lines = [head, f"{'method':<10}" + ("  " + "".join(f"{100 * ratio:6.0f}%" for ratio in ratios)) * len(FIGURES)]
+    head = " " * 13 + "".join(f"  {HEADINGS[figure]:<{7 * len(ratios)}}" for figure in FIGURES)
+    lines = [head, f"{'method':<13}" + ("  " + "".join(f"{100 * ratio:6.0f}%" for ratio in ratios)) * len(FIGURES)]
     for method in dict.fromkeys(result.method for result in results):
         by_ratio = {result.ratio: result for result in results if result.method == method}
-        line = f"{method:<10}"
+        line = f"{method:<13}"
         for figure in FIGURES:
             found = (getattr(by_ratio.get(ratio, by_ratio.get(1.0)), figure) for ratio in ratios)
             line += "  " + "".join(f"{_SCALES[figure] * value:7.1f}" for value in found)
@@ -58,7 +58,7 @@ def goals(results: Sequence[Result]) -> Iterator[str]:
     for method in dict.fromkeys(result.method for result in results if result.method not in (DENSE, ORACLE)):
         share, behind = right[method, high] / dense, right[ORACLE, low] - right[method, low]
         yield (
-            f"{method:<10} {100 * share:6.1f} % of dense at {high:.0%} {_verdict(share >= SHARE_OF_DENSE)}   "
+            f"{method:<13} {100 * share:6.1f} % of dense at {high:.0%} {_verdict(share >= SHARE_OF_DENSE)}   "
             f"{100 * behind:6.1f} points behind the oracle at {low:.0%} {_verdict(behind <= BEHIND_ORACLE)}"
         )
 

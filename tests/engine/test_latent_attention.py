@@ -75,12 +75,14 @@ def test_prompts_alone(model: Path, answers: list[Answer]) -> None:
 
 STATIC = {"graphs": {"mode": "eager", "max_graphs": 6, "recipe_check": "fail"}}
 CHOICE = {"sparse_ratio": 1.0, "sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2}
+NARROW = {**CHOICE, "summary_dtype": "fp8"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "buckets": (STATIC, {}),
     "cpu": ({"attention": {"implementation": "cpu"}}, {}),
     "drafts": ({}, {"speculative_config": NGRAM}),
     "all blocks chosen": ({"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": CHOICE}}, {}),
+    "8-bit summaries": ({"ucm_sparse_method": "GSA", "ucm_sparse_config": {"GSA": NARROW}}, {}),
     "swaps": ({"preemption": {"mode": "swap", "host_memory": 4 << 20}}, {"num_gpu_blocks_override": 40}),
     "a slot for each token": ({"kv_cache": {"granularity": "token"}}, {}),
     "partial hits and compaction": ({"kv_cache": {"partial_hits": True, "compaction": True}}, {}),

@@ -136,14 +136,17 @@ def test_a_draft_model_has_graphs_of_its_own(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "summary"), [("GSA", "box_mean"), ("KVStar", "box_mean"), ("KVStar", "hash"), ("GSA", "minmax")]
+    ("method", "summary"),
+    [("GSA", "box_mean"), ("KVStar", "box_mean"), ("KVStar", "hash"), ("GSA", "minmax"), ("GSA", "box_mean fp8")],
 )
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_chosen_blocks_change_no_bit(method: str, summary: str, drafts: int, tiny_llama: Path) -> None:
     """Sparse steps beside dense ones, verifications, locks and checks: tokens, and what choices are counted as. Sign
     codes have no native kernel, so those steps have no graph."""
+    kind, _, dtype = summary.partition(" ")
     section: dict[str, Any] = {
-        "summary": summary,
+        "summary": kind,
+        "summary_dtype": dtype or "auto",
         "sparse_ratio": 0.4,
         "sparse_steps": "always",
         "min_tokens": 32,
@@ -165,6 +168,6 @@ def test_chosen_blocks_change_no_bit(method: str, summary: str, drafts: int, tin
             found[name] = answers, worker.selector.counts()
             if (graphs := graphs_of(engine)) is not None:
                 replays = any(key.selects and graph.checked for key, graph in graphs._graphs.items())
-                assert replays == (summary == "box_mean")
+                assert replays == (kind == "box_mean")
                 assert counts(engine)["replayed"] > 0
     assert found["on"] == found["off"]

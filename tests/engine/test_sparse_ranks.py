@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2, "sparse_ratio": 0.4}
 METHODS: dict[str, dict[str, Any]] = {
-    "GSA": {**WINDOWS, "dense_layers": [0], "summary": "minmax"},
+    "GSA": {**WINDOWS, "dense_layers": [0], "summary": "minmax", "summary_dtype": "fp8"},
     "ESA": WINDOWS,
     "KVStar": {**WINDOWS, "checkpoint_interval": 3, "lock_duration": 9, "summary": "hash"},
 }

@@ -107,11 +107,12 @@ def test_more_whole_contexts_than_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("one_table", [False, True])
-@pytest.mark.parametrize("summary", ["minmax", "hash"])
+@pytest.mark.parametrize("summary", ["minmax", "minmax fp8", "hash"])
 @pytest.mark.parametrize("model", ["gemma2", "gemma3_text"], indirect=True)
 def test_memory_that_is_kept_for_summaries(model: Path, summary: str, one_table: bool) -> None:
     """What is taken, to the byte: layers with windows have none."""
-    chosen = ucm(0.3, summary=summary)
+    kind, _, dtype = summary.partition(" ")
+    chosen = ucm(0.3, summary=kind, summary_dtype=dtype or "auto")
     with Engine(model, chosen, **OPTIONS, disable_hybrid_kv_cache_manager=one_table or None) as engine:
         runner, config = engine.runner, engine.llm.llm_engine.vllm_config
         specs, blocks = runner.get_kv_cache_spec(), engine.core.scheduler.kv_cache_config.num_blocks

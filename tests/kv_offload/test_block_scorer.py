@@ -18,11 +18,11 @@ BLOCKS, SIZE, HEADS, KV_HEADS, DIM, SLOTS, ROWS, WIDTH = 12, 8, 4, 2, 16, 3, 5, 
 class Scored:
     """A scorer over two layers, and the keys from which its summaries come."""
 
-    def __init__(self, kind: SummaryKind) -> None:
+    def __init__(self, kind: SummaryKind, narrow: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         self.kind = kind
         self.keys = [torch.randn(BLOCKS, SIZE, KV_HEADS, DIM, generator=generator) for _ in range(2)]
-        self.summaries = [new_summaries(keys, kind) for keys in self.keys]
+        self.summaries = [new_summaries(keys, kind, narrow=narrow) for keys in self.keys]
         for keys, summaries in zip(self.keys, self.summaries, strict=True):
             write_summaries(keys, torch.arange(BLOCKS), summaries, kind)
         layers = [ScoredLayer(index, summaries, 0.25) for index, summaries in zip((1, 4), self.summaries, strict=True)]
@@ -53,10 +53,10 @@ class Scored:
         return torch.stack(found).mean(0).numpy()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_wherever_a_block_is_its_score_is_the_same(kind: SummaryKind) -> None:
+@pytest.mark.parametrize(("kind", "narrow"), [*((kind, False) for kind in KINDS), (SummaryKind.BOX_MEAN, True)])
+def test_wherever_a_block_is_its_score_is_the_same(kind: SummaryKind, narrow: bool) -> None:
     """covers: C14. Physical blocks may be used by others meanwhile; those without a summary take no part."""
-    case = Scored(kind)
+    case = Scored(kind, narrow)
     blocks = [7, 2, 9, 4, 11, 1]
     expected = case.expected(3, blocks)
     everywhere = case.scorer.scores(0, np.array(blocks), np.full(6, -1))

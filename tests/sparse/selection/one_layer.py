@@ -82,7 +82,8 @@ class OneLayer:
         self.limits = selection_limits(self.options, self.sizes)
         self.state = SelectionState(self.num_blocks, self.limits, bounded=self.static)
         kind = SummaryKind(self.options.summary)
-        self.selector = BlockSelector([SelectionLayer(self.keys, SCALE)], kind, self.limits, implementation=self.choice)
+        layers, narrow = [SelectionLayer(self.keys, SCALE)], self.options.narrow_summaries
+        self.selector = BlockSelector(layers, kind, self.limits, implementation=self.choice, narrow=narrow)
         self.free = list(np.random.default_rng(self.seed).permutation(np.arange(1, self.num_blocks)))
         limits = Limits(64, self.max_num_seqs, self.max_model_len, self.block_size, self.num_blocks, False)
         self.bucket_limits = limits

@@ -19,21 +19,28 @@ pytestmark = pytest.mark.skipif(
 )
 SELECT, REUSE, CHECK = SelectionMode
 OPTIONS = BlockOptions(min_tokens=1, sparse_ratio=0.3, min_blocks=1)
+NARROW = BlockOptions(min_tokens=1, sparse_ratio=0.3, min_blocks=1, summary_dtype="fp8")
 
 
-def layer(attention: str, choice: str, *, static: bool, max_rows: int) -> OneLayer:
-    return OneLayer(OPTIONS, static=static, max_rows=max_rows, implementation=attention, choice=choice)
+def layer(attention: str, choice: str, *, static: bool, max_rows: int, options: BlockOptions = OPTIONS) -> OneLayer:
+    return OneLayer(options, static=static, max_rows=max_rows, implementation=attention, choice=choice)
 
 
-@pytest.mark.parametrize("choice", ["cuda", "cuda_fused"])
+@pytest.mark.parametrize(
+    ("choice", "options"),
+    [("cuda", OPTIONS), ("cuda_fused", OPTIONS), ("cuda_fused", NARROW)],
+    ids=["cuda", "cuda_fused", "cuda_fused, 8-bit summaries"],
+)
 @pytest.mark.parametrize(("static", "drafts"), [(True, 0), (False, 2)])
-def test_cuda_choices_and_attention_equal_the_references(choice: str, static: bool, drafts: int) -> None:
+def test_cuda_choices_and_attention_equal_the_references(
+    choice: str, options: BlockOptions, static: bool, drafts: int
+) -> None:
     """covers: C13, C17. Sparse, dense and prompt rows in a step; anew, again, and after checks of either outcome.
 
     The list that attention reads has what a layer of before left there, unless this one's choice is written to it.
     """
-    kernels = layer("cuda", choice, static=static, max_rows=1 + drafts)
-    reference = layer("reference", "reference", static=static, max_rows=1 + drafts)
+    kernels = layer("cuda", choice, static=static, max_rows=1 + drafts, options=options)
+    reference = layer("reference", "reference", static=static, max_rows=1 + drafts, options=options)
     assert kernels.selector.layers[0].hands_over
     assert not reference.selector.layers[0].hands_over
 

@@ -63,7 +63,8 @@ class RankLayer(OneLayer):
         part = slice(self.kv_heads.start, self.kv_heads.stop)
         self.keys, self.values = self.keys[:, :, part].contiguous(), self.values[:, :, part].contiguous()
         layer, kind = SelectionLayer(self.keys, SCALE), SummaryKind(self.options.summary)
-        self.selector = BlockSelector([layer], kind, self.limits, over_ranks=self.over_ranks)
+        narrow = self.options.narrow_summaries
+        self.selector = BlockSelector([layer], kind, self.limits, over_ranks=self.over_ranks, narrow=narrow)
 
     def tokens(self, request_id: str, positions: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = super().tokens(request_id, positions)
@@ -90,7 +91,9 @@ class Ranks:
 
 
 def options(kind: str = "box_mean", ratio: float = 0.3) -> BlockOptions:
-    return BlockOptions(sparse_ratio=ratio, min_tokens=1, summary=kind)  # type: ignore[arg-type]
+    """kind: a summary, and its dtype where it has a choice."""
+    summary, _, dtype = kind.partition(" ")
+    return BlockOptions(sparse_ratio=ratio, min_tokens=1, summary=summary, summary_dtype=dtype or "auto")  # type: ignore[arg-type]
 
 
 def prompts(*lengths: int) -> list[Member]:
@@ -106,7 +109,7 @@ LENGTHS = (50, 81)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["true shapes", "static"])
-@pytest.mark.parametrize("kind", ["mean", "box_mean", "hash"])
+@pytest.mark.parametrize("kind", ["mean", "box_mean", "box_mean fp8", "hash"])
 @pytest.mark.parametrize("size", [2, 4], ids=["a kv head each", "a kv head for two"])
 def test_ranks_choose_what_one_rank_chooses(size: int, kind: str, static: bool) -> None:
     """Steps of every mode, one with drafts: the same blocks on all ranks, and together one rank's output."""
