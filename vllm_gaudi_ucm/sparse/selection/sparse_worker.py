@@ -38,8 +38,12 @@ if TYPE_CHECKING:
 STEPS_PER_READ = 16
 
 
-_LAYER_HOOKS = ("attention_begin", "attention_finished")
-_NO_HOOKS = tuple(getattr(UcmSparseBase, name) for name in _LAYER_HOOKS)
+_NO_HOOKS = (UcmSparseBase.attention_begin, UcmSparseBase.attention_finished)
+
+
+def _is_none(hook: object) -> bool:
+    """Whether a hook of a layer is the one that does nothing."""
+    return ismethod(hook) and hook.__func__ in _NO_HOOKS
 
 
 class ServerSizes(NamedTuple):
@@ -173,9 +177,9 @@ class SparseWorker:
     @property
     def watches_layers(self) -> bool:
         """Whether the method does anything around the attention of a layer, now: a recorder comes and goes."""
-        hooks = (getattr(self.method, name) for name in _LAYER_HOOKS)
+        method = self.method
         # also an object may have hooks of its own, and one that wraps another has that one's
-        return any(not ismethod(hook) or hook.__func__ not in _NO_HOOKS for hook in hooks)
+        return not (_is_none(method.attention_begin) and _is_none(method.attention_finished))
 
     @property
     def has_dense_layers(self) -> bool:
