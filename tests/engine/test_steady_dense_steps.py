@@ -23,15 +23,16 @@ PROMPTS.append([*PROMPTS[0][:85], 7, 8, 9])
 
 
 class Pays:
-    """In place of `ChoiceCost`: so many steps do not pay, so many do, and so on."""
+    """In place of `ChoiceCost`: asked so many times it does not pay, then so many times it does, and so on. It is asked
+    again where a step is sparse, another request comes, or a block of one begins or becomes full."""
 
     def __init__(self, *lengths: int) -> None:
         self._turns = [bool(index % 2) for index, length in enumerate(lengths) for _ in range(length)]
-        self._steps = 0
+        self.asked = 0
 
     def pays(self, budgets: object) -> bool:
-        self._steps += 1
-        return self._turns[self._steps % len(self._turns)]
+        self.asked += 1
+        return self._turns[self.asked % len(self._turns)]
 
 
 def ucm(method: str, **more: Any) -> dict[str, Any]:
@@ -58,7 +59,8 @@ def counted(engine: Engine) -> Counter[str]:
 @pytest.mark.parametrize("method", ["GSA", "KVStar"])
 def test_dense_steps_look_at_blocks_where_one_begins_or_ends(tiny_llama: Path, method: str) -> None:
     with Engine(tiny_llama, ucm(method), **OPTIONS) as engine:
-        engine.core.scheduler.sparse.selecting_method.register_choice_cost(Pays(1))
+        pays = Pays(1)
+        engine.core.scheduler.sparse.selecting_method.register_choice_cost(pays)
         counts = counted(engine)
         graphs = engine.runner.parts.steps.execution._graphs
         found = engine.greedy(PROMPTS[:1], 100)
@@ -66,6 +68,7 @@ def test_dense_steps_look_at_blocks_where_one_begins_or_ends(tiny_llama: Path, m
         assert engine.core.scheduler.sparse.selecting_method.dense_steps >= 99
         # the prompt, and of each block the steps that begin it and fill it
         assert followed <= 1 + 2 * (100 // BLOCK + 1) < steps / 4
+        assert pays.asked <= 2 * (100 // BLOCK + 1)
         assert counts["totals"] == 0
         # graphs without a choice, and no other
         assert graphs is not None
@@ -86,7 +89,7 @@ def test_choices_after_dense_steps(tiny_llama: Path, method: str) -> None:
     found, counts = [], []
     for steady in (True, False):
         with Engine(tiny_llama, ucm(method, kv_cache={"partial_hits": True}), **OPTIONS) as engine:
-            engine.core.scheduler.sparse.selecting_method.register_choice_cost(Pays(14, 5, 23, 1, 3, 9))
+            engine.core.scheduler.sparse.selecting_method.register_choice_cost(Pays(2, 7, 3, 1, 1, 9))
             sparse = engine.runner.parts.sparse
             assert sparse is not None
             assert sparse.state is not None

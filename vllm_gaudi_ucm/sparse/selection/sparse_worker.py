@@ -169,7 +169,7 @@ class SparseWorker:
         self._steps = 0
         self._locks = (0, 0)
         self._dense_steps = 0
-        self._reported = (self._locks, self._dense_steps)
+        self._told_locks, self._told_dense_steps = self._locks, self._dense_steps
         # whether any request was to be sparse since the last report
         self._is_asked = False
         self._buckets: object | None = None
@@ -306,11 +306,12 @@ class SparseWorker:
         nothing is chosen there is nothing new to tell."""
         if self._metrics is None or self.selector is None or self.state is None:
             return
-        reported = self._locks, self._dense_steps
-        if reported != self._reported:
+        if self._locks != self._told_locks:
             self._metrics.locks(*self._locks)
+            self._told_locks = self._locks
+        if self._dense_steps != self._told_dense_steps:
             self._metrics.dense_steps(self._dense_steps)
-            self._reported = reported
+            self._told_dense_steps = self._dense_steps
         if not self._is_asked and not self._steps % STEPS_PER_READ:
             return
         if self._is_asked:

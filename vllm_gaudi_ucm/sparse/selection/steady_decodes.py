@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
@@ -24,7 +23,9 @@ class SteadyDecodes:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._ids: list[str] = []
-        self._next = np.zeros(0, np.int32)
+        # plain lists: of a few numbers they are faster than arrays
+        self._next: list[int] = []
+        self._ones: list[int] = []
         self._left = 0
 
     def forget(self) -> None:
@@ -38,16 +39,19 @@ class SteadyDecodes:
         # at 0 a block begins with the next token
         goes_on = len(within) and within.all() and not num_drafts.any()
         self._left = self._block_size - 1 - int(within.max()) if goes_on else 0
-        self._ids, self._next = list(request_ids), ends
+        if self._left:
+            self._ids, self._next, self._ones = list(request_ids), ends.tolist(), [1] * len(ends)
 
     def go_on(self, request_ids: Sequence[str], batch: BatchInput) -> bool:
         """Whether a step is one of these; it is followed then."""
-        if not self._left or request_ids != self._ids or int(batch.num_scheduled.max()) != 1:
-            self._left = 0
-            return False
-        if not (batch.num_computed == self._next).all():
+        if (
+            not self._left
+            or request_ids != self._ids
+            or batch.num_scheduled.tolist() != self._ones
+            or batch.num_computed.tolist() != self._next
+        ):
             self._left = 0
             return False
         self._left -= 1
-        self._next = self._next + 1
+        self._next = [position + 1 for position in self._next]
         return True
