@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.observability.host_work import NO_HOST_WORK, HostCounts
-from vllm_gaudi_ucm.observability.phase_log import StepRecord
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput, UnifiedPlan
@@ -56,25 +55,3 @@ class ComputedStep:
     transferred: KVConnectorOutput | None = None
     transfer: TransferWork | None = None
     prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)
-
-
-def step_record(clock: StepClock, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
-    """What a step was. block_size: tokens per block; selected blocks are full."""
-    (plan_ms, forward_ms, sample_ms), chosen = clock.milliseconds, plan.selection
-    return StepRecord(
-        step=step,
-        bucket=shape.true,
-        padded=shape.padded,
-        requests=len(plan.requests),
-        prompts=len(plan.requests) - plan.num_single,
-        tokens=plan.num_rows,
-        causal_pairs=0 if plan.causal is None else plan.causal.pairs(),
-        shared_pairs=0 if plan.shared is None else plan.shared.pairs(plan.row_requests),
-        unique_pairs=0 if plan.unique is None else int((plan.unique.hi - np.maximum(plan.unique.lo, 0)).sum()),
-        plan_ms=plan_ms,
-        forward_ms=forward_ms,
-        sample_ms=sample_ms,
-        selected_pairs=0 if chosen is None else int(chosen.counts @ chosen.num_rows) * block_size,
-        sparse=0 if chosen is None else len(chosen.counts),
-        tail=int(shape.remainder),
-    )

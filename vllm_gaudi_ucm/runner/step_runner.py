@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from vllm_gaudi_ucm.batch.batch_plan import NO_REMAINDERS, BatchInput, SteadyPlanner, UnifiedPlan
 from vllm_gaudi_ucm.batch.request_table import LiveRequest, RequestTable, in_slot_order
-from vllm_gaudi_ucm.execution.execution import Execution
+from vllm_gaudi_ucm.execution.execution import Execution, StepShape
 from vllm_gaudi_ucm.observability.host_work import HostWork
+from vllm_gaudi_ucm.observability.phase_log import StepRecord
 from vllm_gaudi_ucm.observability.step_clock import StepClock
 from vllm_gaudi_ucm.protocol.step_drafts import StepDrafts
 from vllm_gaudi_ucm.protocol.warm_up_orders import WarmUpState, attach_warm_up_state, orders_warm_up
-from vllm_gaudi_ucm.runner.computed_step import Computed, ComputedStep, step_record
+from vllm_gaudi_ucm.runner.computed_step import Computed, ComputedStep
 from vllm_gaudi_ucm.runner.steps_ahead import StepOutput, StepsAhead, VerifiedLater
 from vllm_gaudi_ucm.sampling.sampling import Grammar
 from vllm_gaudi_ucm.sampling.tokens_in_flight import SampledTokens
@@ -41,6 +42,28 @@ if TYPE_CHECKING:
     from vllm_gaudi_ucm.sampling.sampling import NanCounter, SamplingBatch, SlotSampler
     from vllm_gaudi_ucm.sparse.selection.sparse_worker import SparseWorker
     from vllm_gaudi_ucm.vllm_api.steps import GrammarOutput, SchedulerOutput
+
+
+def step_record(clock: StepClock, step: int, plan: UnifiedPlan, shape: StepShape, block_size: int) -> StepRecord:
+    """What a step was. block_size: tokens per block; selected blocks are full."""
+    (plan_ms, forward_ms, sample_ms), chosen = clock.milliseconds, plan.selection
+    return StepRecord(
+        step=step,
+        bucket=shape.true,
+        padded=shape.padded,
+        requests=len(plan.requests),
+        prompts=len(plan.requests) - plan.num_single,
+        tokens=plan.num_rows,
+        causal_pairs=0 if plan.causal is None else plan.causal.pairs(),
+        shared_pairs=0 if plan.shared is None else plan.shared.pairs(plan.row_requests),
+        unique_pairs=0 if plan.unique is None else int((plan.unique.hi - np.maximum(plan.unique.lo, 0)).sum()),
+        plan_ms=plan_ms,
+        forward_ms=forward_ms,
+        sample_ms=sample_ms,
+        selected_pairs=0 if chosen is None else int(chosen.counts @ chosen.num_rows) * block_size,
+        sparse=0 if chosen is None else len(chosen.counts),
+        tail=int(shape.remainder),
+    )
 
 
 NO_BLOCKS = np.zeros(0, np.int64)
@@ -116,8 +139,6 @@ class StepRunner:
             if orders_warm_up(scheduler_output):
                 output = copy(output)
                 attach_warm_up_state(output, WarmUpState(0) if self.static is None else self.static.warm_next())
-            if self.ahead is not None:
-                self.ahead.has_begun()
             self._end_step()
             return output
         drafts, verified = StepDrafts({}, scheduler_output.num_scheduled_tokens), None
@@ -260,21 +281,13 @@ class StepRunner:
             self._finish_transfer(step)
             return sampled
 
-        def finish(sampled: SampledTokens, _: float) -> ModelRunnerOutput:
-            # the device has nothing to do until the next step is planned
-            ahead.later(lambda: self._record(step))
-            return self._told(step, sampled_ids, sampled)
-
-        output = ahead.add(VerifiedLater(sample), finish)
-        ahead.has_begun()
-        return output
+        return ahead.add(VerifiedLater(sample), lambda sampled, _: self._finished(step, sampled_ids, sampled))
 
     def _finished(self, step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
-        self._record(step)
-        return self._told(step, sampled_ids, sampled)
-
-    def _told(self, step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
-        """What the engine gets."""
+        if self.ahead is None:
+            self._record(step)
+        else:
+            self.ahead.later(lambda: self._record(step))
         output = _output(step, sampled_ids, sampled)
         output.kv_connector_output = step.transferred
         if self.memory is not None:

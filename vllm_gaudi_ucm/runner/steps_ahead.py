@@ -170,6 +170,8 @@ class StepsAhead:
                 self._settle(list(self._outputs)[:-1])
         finally:
             self._begins = False
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._tell()
         while not self._asked and self._outputs and self._outputs[0].is_settled:
             self._outputs.popleft()
 
@@ -184,8 +186,8 @@ class StepsAhead:
         else:
             work()
 
-    def has_begun(self) -> None:
-        """A step has been queued, or had nothing to compute."""
+    def _tell(self) -> None:
+        """A step has been queued, or has nothing to compute."""
         works, self._later = self._later, []
         for work in works:
             work()
@@ -194,6 +196,7 @@ class StepsAhead:
         """A step that has been queued. finish: see StepOutput; steps end in their order."""
         step = StepOutput(tokens, finish, self._read)
         self._outputs.append(step)
+        self._tell()
         return step
 
     def _settle(self, outputs: list[StepOutput]) -> float:
@@ -203,7 +206,7 @@ class StepsAhead:
 
     def _read(self, step: StepOutput) -> None:
         with self.lock:
-            self.has_begun()
+            self._tell()
             while self._outputs:
                 oldest = self._outputs.popleft()
                 oldest.settle()
