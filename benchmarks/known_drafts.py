@@ -78,36 +78,53 @@ class KnownDrafts:
         return [found[:most] for found, most in zip(drafts.tolist(), step.wanted.tolist(), strict=True)]
 
 
-class Spoiled:
-    """Tokens on the device, each replaced by the next number unless it is lucky: with the probability `acceptance`, by
-    noise that follows from `seed` and from how often it was called. Nothing is read.
+class Faults:
+    """Which drafts are wrong, on the device: each with the probability `1 - acceptance`, by noise that follows from
+    `seed` and from what was asked for before. Most questions cost no operation there.
 
     Args:
-        vocabulary: of the model.
-        acceptance: of each token.
-        likeliest: gives the tokens of logits, where they come from a draft model.
+        device: of the tensors.
+        acceptance: of each draft.
         seed: of the noise.
     """
 
-    def __init__(
-        self,
-        vocabulary: int,
-        acceptance: float,
-        likeliest: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens,
-        seed: int = 0,
-    ) -> None:
+    STEPS = 64
+
+    def __init__(self, device: torch.device, acceptance: float, seed: int = 0) -> None:
+        self._device = device
+        self._acceptance = acceptance
+        self._noise = torch.Generator(device).manual_seed(seed)
+        self._ready: dict[torch.Size, list[torch.Tensor]] = {}
+
+    def next(self, shape: torch.Size) -> torch.Tensor:
+        """int64 of this shape: 1 where a draft is wrong."""
+        ready = self._ready.setdefault(shape, [])
+        if not ready:
+            dice = torch.rand((self.STEPS, *shape), device=self._device, generator=self._noise)
+            ready += (dice >= self._acceptance).long().unbind()
+        return ready.pop()
+
+
+class Spoiled:
+    """Likeliest tokens of a draft model, on the device; wrong ones are the next number. Nothing is read.
+
+    Args:
+        likeliest: gives the tokens of logits.
+        vocabulary: of the model.
+        acceptance: of each token.
+    """
+
+    def __init__(self, likeliest: Callable[[torch.Tensor], torch.Tensor], vocabulary: int, acceptance: float) -> None:
         self.likeliest = likeliest
         self._vocabulary = vocabulary
         self._acceptance = acceptance
-        self._seed = seed
-        self._noise: torch.Generator | None = None
+        self._faults: Faults | None = None
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         tokens = self.likeliest(logits)
-        if self._noise is None:
-            self._noise = torch.Generator(tokens.device).manual_seed(self._seed)
-        dice = torch.rand(tokens.shape, device=tokens.device, generator=self._noise)
-        return (tokens + (dice >= self._acceptance)) % self._vocabulary
+        if self._faults is None:
+            self._faults = Faults(tokens.device, self._acceptance)
+        return (tokens + self._faults.next(tokens.shape)) % self._vocabulary
 
 
 class DeviceDrafts:
@@ -117,18 +134,19 @@ class DeviceDrafts:
     Args:
         table: the tokens.
         device: of the model.
-        spoil: what becomes of the right drafts.
         vocabulary: of the model.
+        acceptance: of a draft that follows accepted ones.
         ahead: takes the drafts with asynchronous scheduling. None: each step reads its own.
     """
 
     def __init__(
-        self, table: RequestTable, device: torch.device, spoil: Spoiled, vocabulary: int, ahead: DraftsAhead | None
+        self, table: RequestTable, device: torch.device, vocabulary: int, acceptance: float, ahead: DraftsAhead | None
     ) -> None:
         self._table = table
         self._device = device
-        self._spoil = spoil
         self._vocabulary = vocabulary
+        self._faults = Faults(device, acceptance)
+        self._steps: dict[int, torch.Tensor] = {}
         self._ahead = ahead
 
     def propose(self, step: SampledStep) -> list[list[int]]:
@@ -142,7 +160,11 @@ class DeviceDrafts:
         if self._device.type == "cuda":
             last = last.pin_memory()
         last = last.to(self._device, non_blocking=True)
-        drafts = self._spoil((last[:, None] + torch.arange(1, most + 1, device=self._device)) % self._vocabulary)
+        steps = self._steps.get(most)
+        if steps is None:
+            steps = self._steps[most] = torch.arange(1, most + 1, device=self._device)
+        wrong = self._faults.next(torch.Size((len(rows), most)))
+        drafts = (last[:, None] + steps + wrong) % self._vocabulary
         if self._ahead is None:
             found = drafts.flatten().tolist()
         else:
@@ -175,12 +197,11 @@ def propose_known_drafts(parts: Any, vocabulary: int, acceptance: float, source:
         likeliest = proposer.likeliest
         if isinstance(likeliest, Spoiled):
             likeliest = likeliest.likeliest
-        proposer.likeliest = Spoiled(vocabulary, acceptance, likeliest)
+        proposer.likeliest = Spoiled(likeliest, vocabulary, acceptance)
     elif source == "device":
         ahead = None if steps.ahead is None else steps.ahead.drafts
         (device,) = {tensor.device for pair in parts.kv_caches.values() for tensor in pair}
-        spoil = Spoiled(vocabulary, acceptance)
-        steps.proposer = DeviceDrafts(steps.requests, device, spoil, vocabulary, ahead)
+        steps.proposer = DeviceDrafts(steps.requests, device, vocabulary, acceptance, ahead)
     else:
         steps.proposer = KnownDrafts(steps.requests, vocabulary, acceptance)
 

@@ -47,6 +47,25 @@ class Verified:
         verification.sample = counted
 
 
+def records_in_the_gap(steps: Any) -> list[bool]:
+    """Of each step from now on, whether the one before was recorded when its forward was queued."""
+    found: list[bool] = []
+    made = [0, 0]
+    record, forward = steps._record, steps.execution.forward
+
+    def recorded(step: Any) -> None:
+        made[0] += 1
+        record(step)
+
+    def forwarded() -> None:
+        found.append(made[0] >= made[1] > 0)
+        made[1] += 1
+        forward()
+
+    steps._record, steps.execution.forward = recorded, forwarded
+    return found
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Configurations: the weights are the loader's."""
@@ -69,13 +88,15 @@ def test_tokens_are_right_and_the_rate_is_as_asked(
     with start(target, ucm, is_async=is_async, **options) as engine:
         parts, watched = engine.runner.parts, Watched(engine)
         propose_known_drafts(parts, VOCAB, ACCEPTANCE, source)
-        verified = Verified(parts.steps.verification)
+        verified, early = Verified(parts.steps.verification), records_in_the_gap(parts.steps)
         outputs = engine.generate(prompts, params(max_tokens=TOKENS))
         for prompt, output in zip(prompts, outputs, strict=True):
             tokens = list(output.outputs[0].token_ids)
             assert len(tokens) == TOKENS
             assert first_wrong(prompt, tokens, VOCAB) is None
         assert (watched.queued > 0.8 * watched.schedules) == is_async
+    # what a step was is told when the device has the next one to compute
+    assert not is_async or sum(early) < 0.1 * len(early)
     assert verified.seen > 900
     assert verified.right / verified.seen == pytest.approx(ACCEPTANCE, abs=0.06)
     reads = [record.host_reads for record in read_phase_log(log)[1]]

@@ -106,6 +106,49 @@ def test_a_dense_step_unlocks() -> None:
     assert (found, meta.locks) == ({"one": SelectionMode.SELECT, "other": SelectionMode.REUSE}, (3, 1))
 
 
+class Asked:
+    """A cost that never lets a choice pay, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def pays(self, budgets: object) -> bool:
+        self.count += 1
+        return False
+
+
+@pytest.mark.parametrize("name", ["GSA", "KVStar"])
+def test_a_dense_step_is_not_weighed_again_within_its_blocks(name: str) -> None:
+    """Only where a block begins or becomes full, or other requests or drafts come."""
+    kind = {"GSA": GSA, "KVStar": KVStar}[name]
+    one, other = Live("one", 41), Live("other", 41)
+    method: Any = begun(kind(UcmSparseRole.SCHEDULER, {"min_tokens": 20, "sparse_ratio": 0.5}), one)
+    asked = Asked()
+    method.selecting_method.register_choice_cost(asked)
+    counts = []
+    for step in range(12):
+        assert decode(method, one).requests == {}
+        counts.append(asked.count)
+        assert method.selecting_method.dense_steps == step + 1
+    # contexts of 41 to 52 tokens, blocks of 4
+    assert counts == [1, 1, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6]
+    one.num_tokens = 54
+    decode(method, one)
+    method.request_begin("other", [0] * 41)
+    for change in ("a new request", "two of them", "a draft", "none any more", "preempted"):
+        before = asked.count
+        one.num_tokens = other.num_tokens = 54
+        one.drafts = [7] if change == "a draft" else []
+        if change == "preempted":
+            method.request_preempted("one")
+        decode(method, one, *([other] if change == "two of them" else []))
+        assert asked.count == before + 1, change
+    one.num_tokens = 54
+    decode(method, one)
+    method.selecting_method.register_choice_cost(ChoiceCost(1, 1, 1e9, 0.0, 1.0, 0.0, 0.0))
+    assert list(decode(method, one).requests) == ["one"]
+
+
 @pytest.mark.parametrize(("sparse_steps", "dense_steps"), [("auto", 2), ("always", 0)])
 @pytest.mark.parametrize("method", ["GSA", "KVStar"])
 def test_the_scheduler_knows_the_sizes_of_its_server(

@@ -133,7 +133,8 @@ class TrueShapeExecution:
             # a native graph has the plan of one group
             self._hidden = self._decoder.hidden(inputs.token_ids, inputs.positions, metadata, self._rows)
         else:
-            counters = None if self._sparse is None else self._sparse.counters
+            # a step without choices has the graphs of a dense engine
+            counters = None if self._sparse is None or self._selection is None else self._sparse.counters
             self._hidden = self._graphs.hidden(inputs, metadata, counters)
         if self._sparse is not None:
             self._sparse.end_forward(self._selection)

@@ -284,7 +284,10 @@ class StepRunner:
         return ahead.add(VerifiedLater(sample), lambda sampled, _: self._finished(step, sampled_ids, sampled))
 
     def _finished(self, step: ComputedStep, sampled_ids: list[str], sampled: SampledTokens) -> ModelRunnerOutput:
-        self._record(step)
+        if self.ahead is None:
+            self._record(step)
+        else:
+            self.ahead.later(lambda: self._record(step))
         output = _output(step, sampled_ids, sampled)
         output.kv_connector_output = step.transferred
         if self.memory is not None:

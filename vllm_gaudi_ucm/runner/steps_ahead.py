@@ -153,6 +153,8 @@ class StepsAhead:
         self._static = static
         self._asked = asked
         self._outputs: deque[StepOutput] = deque()
+        self._begins = False
+        self._later: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -160,10 +162,16 @@ class StepsAhead:
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Before the request table takes a step over."""
         last = not self._asked and not scheduler_output.total_num_scheduled_tokens
-        if last or self.drafts is not None or self._table.sends_again(scheduler_output):
-            self.settle()
-        elif len(self._outputs) > 1:
-            self._settle(list(self._outputs)[:-1])
+        self._begins = True
+        try:
+            if last or self.drafts is not None or self._table.sends_again(scheduler_output):
+                self.settle()
+            elif len(self._outputs) > 1:
+                self._settle(list(self._outputs)[:-1])
+        finally:
+            self._begins = False
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._tell()
         while not self._asked and self._outputs and self._outputs[0].is_settled:
             self._outputs.popleft()
 
@@ -171,10 +179,24 @@ class StepsAhead:
         """Waits for the tokens of all steps. Returns the seconds of the wait."""
         return self._settle(list(self._outputs))
 
+    def later(self, work: Callable[[], None]) -> None:
+        """What no step waits for: now, or where one is about to begin, once the device has that one to compute."""
+        if self._begins:
+            self._later.append(work)
+        else:
+            work()
+
+    def _tell(self) -> None:
+        """A step has been queued, or has nothing to compute."""
+        works, self._later = self._later, []
+        for work in works:
+            work()
+
     def add(self, tokens: PendingTokens, finish: Finish) -> StepOutput:
         """A step that has been queued. finish: see StepOutput; steps end in their order."""
         step = StepOutput(tokens, finish, self._read)
         self._outputs.append(step)
+        self._tell()
         return step
 
     def _settle(self, outputs: list[StepOutput]) -> float:
@@ -184,6 +206,7 @@ class StepsAhead:
 
     def _read(self, step: StepOutput) -> None:
         with self.lock:
+            self._tell()
             while self._outputs:
                 oldest = self._outputs.popleft()
                 oldest.settle()

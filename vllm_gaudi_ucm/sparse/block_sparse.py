@@ -55,6 +55,10 @@ class BlockSparse(UcmSparseBase):
         self.dense_steps = 0
         """Steps that were dense because a choice would not have paid."""
         self._held: dict[str, _Held | None] = {}
+        # a step that was dense because a choice would not have paid: its requests, and how many steps of the same ones
+        # have the same blocks, so that nothing else comes out of them
+        self._dense: dict[str, int] = {}
+        self._dense_left = 0
 
     @classmethod
     def decides_by_counts(cls, options: MethodOptions) -> bool:
@@ -98,19 +102,24 @@ class BlockSparse(UcmSparseBase):
     def register_choice_cost(self, choice_cost: ChoiceCost) -> None:
         """Once, before the first step, where steps may be dense because a choice does not pay."""
         self.choice_cost = choice_cost
+        self._dense_left = 0
 
     def register_step_seconds(self, step_seconds: StepSeconds) -> None:
         """Once it is known what steps take in buckets, where pads cost as much as blocks."""
         self._step_seconds = step_seconds
+        self._dense_left = 0
 
     def request_begin(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
         self._held[request_id] = None
+        self._dense_left = 0
 
     def request_preempted(self, request_id: str) -> None:
+        self._dense_left = 0
         if request_id in self._held:
             self._held[request_id] = None
 
     def request_finished_in_scheduler(self, request_id: str) -> None:
+        self._dense_left = 0
         self._held.pop(request_id, None)
 
     def build_sparse_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> SparseMeta:
@@ -118,14 +127,22 @@ class BlockSparse(UcmSparseBase):
 
         All of them are dense where their choices together would not pay.
         """
+        if self._stays_dense(scheduler_output):
+            self.dense_steps += 1
+            return SparseMeta(dense_steps=self.dense_steps)
         budgets: dict[str, Budget] = {}
+        left = self._known_block_size()
         for row in decode_rows(scheduler_output, requests, self.has_gaps):
             if row.request_id in self._held:
                 budget = self._budget(row.request_id, row.context_tokens)
                 if budget is not None:
                     budgets[row.request_id] = budget
+                    left = min(left, -row.context_tokens % self._known_block_size())
+        is_dense = False
         if budgets and self.choice_cost is not None and not self._pays(self.choice_cost, scheduler_output, budgets):
             self.dense_steps += 1
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            is_dense = not drafts and budgets.keys() == scheduler_output.num_scheduled_tokens.keys()
             budgets.clear()
         meta = SparseMeta(dense_steps=self.dense_steps)
         for request_id, budget in budgets.items():
@@ -134,7 +151,20 @@ class BlockSparse(UcmSparseBase):
             # a dense step in between: the next selection is a new one
             if request_id not in meta.requests:
                 self.request_preempted(request_id)
+        # until a block is full or another one begins
+        self._dense_left = max(0, left - 1) if is_dense else 0
+        self._dense = dict(scheduler_output.num_scheduled_tokens) if self._dense_left else {}
         return meta
+
+    def _stays_dense(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether a step has the requests of the one before, each with one more token in the same block, and that one
+        was dense because a choice would not have paid. Nothing is stored of any of them."""
+        if not self._dense_left or scheduler_output.num_scheduled_tokens != self._dense:
+            return False
+        if scheduler_output.scheduled_spec_decode_tokens or scheduler_output.scheduled_new_reqs:
+            return False
+        self._dense_left -= 1
+        return True
 
     def _pays(self, cost: ChoiceCost, scheduler_output: SchedulerOutput, budgets: Mapping[str, Budget]) -> bool:
         if self._step_seconds is not None:

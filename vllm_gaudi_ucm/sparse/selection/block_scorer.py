@@ -151,12 +151,20 @@ class SummaryQueue:
 
     Args:
         num_blocks: of the KV cache.
+
+    changes: how often a block was written, moved or brought, or has become full.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.ready = np.zeros(num_blocks, np.bool_)
         self._waiting = np.zeros(num_blocks, np.bool_)
         self._queue: deque[int] = deque()
+        self.changes = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether any block may wait."""
+        return bool(self._queue)
 
     def __len__(self) -> int:
         """Blocks that wait."""
@@ -164,11 +172,13 @@ class SummaryQueue:
 
     def written(self, blocks: NDArray[np.integer]) -> None:
         """These blocks get new tokens in this step."""
+        self.changes += 1
         self.ready[blocks] = False
         self._waiting[blocks] = False
 
     def moved(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Block `sources[i]` is `targets[i]` from now on, and its summary with it. int64 [n] each; no block is both."""
+        self.changes += 1
         for of_blocks in (self.ready, self._waiting):
             of_blocks[targets] = of_blocks[sources]
             of_blocks[sources] = False
@@ -176,6 +186,7 @@ class SummaryQueue:
 
     def brought(self, blocks: NDArray[np.integer]) -> None:
         """The summaries of these full blocks were copied from elsewhere."""
+        self.changes += 1
         self.ready[blocks] = True
         self._waiting[blocks] = False
 
@@ -185,6 +196,7 @@ class SummaryQueue:
 
     def full(self, blocks: NDArray[np.integer]) -> None:
         """These blocks are full once this step's tokens are written; a block that has a summary keeps it."""
+        self.changes += 1
         missing = np.unique(blocks[~(self.ready[blocks] | self._waiting[blocks])])
         self._waiting[missing] = True
         self._queue.extend(missing.tolist())

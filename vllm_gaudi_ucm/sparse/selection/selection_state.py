@@ -16,6 +16,7 @@ from vllm_gaudi_ucm.kv_cache.allocation import DUMMY_BLOCK
 from vllm_gaudi_ucm.observability.room_metrics import SelectionTotals
 from vllm_gaudi_ucm.protocol.sparse_meta import SelectionMode
 from vllm_gaudi_ucm.sparse.selection.block_scorer import SummaryQueue
+from vllm_gaudi_ucm.sparse.selection.steady_decodes import SteadyDecodes
 
 if TYPE_CHECKING:
     from vllm_gaudi_ucm.batch.batch_plan import BatchInput
@@ -94,6 +95,9 @@ class SelectionState:
         self._limits = limits
         self._bounded = bounded
         self._some_offloaded = some_offloaded
+        self._steady = SteadyDecodes(limits.block_size)
+        # of `summaries`, when the last step was followed
+        self._changes = 0
 
     def begin_step(self) -> None:
         """Before the step, or its first division."""
@@ -102,6 +106,7 @@ class SelectionState:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that have ended, begin, or were preempted: nothing stored is theirs."""
         self.slots.forget(request_ids)
+        self._steady.forget()
 
     def step(
         self,
@@ -118,10 +123,14 @@ class SelectionState:
             num_drafts: [requests] how many of a request's new tokens may turn out wrong.
             decisions: what the scheduler says of sparse requests.
         """
+        if not decisions and self._is_steady(request_ids, batch):
+            return DENSE_STEP
         absent = self._absent(batch) if self._some_offloaded else None
         is_full, is_ready = self._follow(batch, num_drafts, absent)
         rows = int(batch.num_scheduled.sum())
         summary_blocks = self.summaries.take(self._limits.summaries(rows) if self._bounded else None)
+        self._steady.follow(request_ids, batch, num_drafts)
+        self._changes = self.summaries.changes
         sparse = [index for index, request_id in enumerate(request_ids) if request_id in decisions]
         if not sparse and absent is None:
             return StepSelection(None, summary_blocks)
@@ -139,6 +148,13 @@ class SelectionState:
         if absent is None and (selection.modes == DENSE).all():
             return StepSelection(None, summary_blocks)
         return StepSelection(selection, summary_blocks)
+
+    def _is_steady(self, request_ids: Sequence[str], batch: BatchInput) -> bool:
+        """Whether all blocks are as the step before has left them, but for one more token in the last of each."""
+        if self._some_offloaded or self.summaries.waits or self.summaries.changes != self._changes:
+            self._steady.forget()
+            return False
+        return self._steady.go_on(request_ids, batch)
 
     def _count(
         self,

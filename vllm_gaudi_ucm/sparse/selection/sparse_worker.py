@@ -39,8 +39,12 @@ if TYPE_CHECKING:
 STEPS_PER_READ = 16
 
 
-_LAYER_HOOKS = ("attention_begin", "attention_finished")
-_NO_HOOKS = tuple(getattr(UcmSparseBase, name) for name in _LAYER_HOOKS)
+_NO_HOOKS = (UcmSparseBase.attention_begin, UcmSparseBase.attention_finished)
+
+
+def _is_none(hook: object) -> bool:
+    """Whether a hook of a layer is the one that does nothing."""
+    return ismethod(hook) and hook.__func__ in _NO_HOOKS
 
 
 class ServerSizes(NamedTuple):
@@ -172,14 +176,17 @@ class SparseWorker:
         self._steps = 0
         self._locks = (0, 0)
         self._dense_steps = 0
+        self._told_locks, self._told_dense_steps = self._locks, self._dense_steps
+        # whether any request was to be sparse since the last report
+        self._is_asked = False
         self._buckets: object | None = None
 
     @property
     def watches_layers(self) -> bool:
         """Whether the method does anything around the attention of a layer, now: a recorder comes and goes."""
-        hooks = (getattr(self.method, name) for name in _LAYER_HOOKS)
+        method = self.method
         # also an object may have hooks of its own, and one that wraps another has that one's
-        return any(not ismethod(hook) or hook.__func__ not in _NO_HOOKS for hook in hooks)
+        return not (_is_none(method.attention_begin) and _is_none(method.attention_finished))
 
     @property
     def has_dense_layers(self) -> bool:
@@ -219,10 +226,11 @@ class SparseWorker:
             self.method.request_finished_in_worker(request_id)
         if self.state is not None:
             self.state.begin_step()
-            self.state.forget(finished)
-            self.state.forget(scheduler_output.preempted_req_ids or ())
-            self.state.forget(new.req_id for new in scheduler_output.scheduled_new_reqs)
-            self.state.forget(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+            new = [one.req_id for one in scheduler_output.scheduled_new_reqs]
+            resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+            for request_ids in (finished, scheduler_output.preempted_req_ids, new, resumed):
+                if request_ids:
+                    self.state.forget(request_ids)
         self.method.update_states(scheduler_output)
         if self._late is not None:
             self._late.update(scheduler_output)
@@ -280,9 +288,13 @@ class SparseWorker:
         if self.state is None:
             return DENSE_STEP
         request_ids = [request.request_id for request in requests]
-        num_drafts = np.fromiter(map(drafts.count, request_ids), np.int64, len(request_ids))
+        num_drafts = np.zeros(len(request_ids), np.int64)
+        if drafts.tokens:
+            num_drafts[:] = [drafts.count(request_id) for request_id in request_ids]
         meta = sparse_meta_of(scheduler_output)
-        return self.state.step(request_ids, batch, num_drafts, {} if meta is None else meta.requests)
+        decisions = {} if meta is None else meta.requests
+        self._is_asked |= bool(decisions)
+        return self.state.step(request_ids, batch, num_drafts, decisions)
 
     def remainders(
         self, scheduler_output: SchedulerOutput, requests: Sequence[LiveRequest], batch: BatchInput
@@ -297,12 +309,22 @@ class SparseWorker:
         return np.array(remainders, np.int64)
 
     def report(self) -> None:
-        """After a step. The device's counts are read now and then only, because reading waits for the device."""
+        """After a step. The device's counts are read now and then only, because reading waits for the device; where
+        nothing is chosen there is nothing new to tell."""
         if self._metrics is None or self.selector is None or self.state is None:
             return
-        self._metrics.totals(self.state.totals)
-        self._metrics.locks(*self._locks)
-        self._metrics.dense_steps(self._dense_steps)
+        if self._locks != self._told_locks:
+            self._metrics.locks(*self._locks)
+            self._told_locks = self._locks
+        if self._dense_steps != self._told_dense_steps:
+            self._metrics.dense_steps(self._dense_steps)
+            self._told_dense_steps = self._dense_steps
+        if not self._is_asked and not self._steps % STEPS_PER_READ:
+            return
+        if self._is_asked:
+            self._metrics.totals(self.state.totals)
+            self._is_asked = False
+        # until the counts of the last choice have been read
         self._steps += 1
         if self._steps % STEPS_PER_READ == 0:
             self._metrics.device(self.selector.counts())
