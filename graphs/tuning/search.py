@@ -169,7 +169,7 @@ class Search:
         return clusters
 
     def best_split(self, members: Indices) -> Split:
-        """Cuts along each dimension and along cost, at every place. The same clusters are cut for every k: each once."""
+        """Cuts along each dimension and along cost, at every place; once, for the same ones are cut for every k."""
         key = members.tobytes()
         if key not in self._splits:
             self._splits[key] = self._find_split(members)
