@@ -127,12 +127,11 @@ class Server:
 
 
 def start_server(
-    model: Path, folder: Path, *options: str, cold: bool = False, ready: bool = True, method: str = "fork", **more: Any
+    model: Path, folder: Path, *options: str, cold: bool = False, ready: bool = True, **more: Any
 ) -> Server:
     """Starts `vllm serve` on a free port with a phase log in `folder`, and waits until it answers.
 
     cold: with its own command line, which imports everything twice; else the server and its engine fork (12 s less).
-    method: how a server that forks starts its engine; with `spawn` that one imports everything.
     ready: else it returns at once, and the server has still to import and to load everything.
     more: options of the plugin.
     """
@@ -145,7 +144,7 @@ def start_server(
         *("--kv-cache-memory-bytes", str(800 << 20), "--additional-config", json.dumps({"ucm": ucm})),
         *options,
     ]
-    server = Server(folder, port, _start(arguments, folder, cold, method))
+    server = Server(folder, port, _start(arguments, folder, cold))
     if not ready:
         return server
     try:
@@ -156,10 +155,10 @@ def start_server(
     return server
 
 
-def _start(arguments: list[str], folder: Path, cold: bool, method: str) -> subprocess.Popen[bytes] | WarmProcess:
+def _start(arguments: list[str], folder: Path, cold: bool) -> subprocess.Popen[bytes] | WarmProcess:
     log = folder / "server.log"
     if not cold:
-        env = {**environment(), "VLLM_WORKER_MULTIPROC_METHOD": method}
+        env = {**environment(), "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
         return WarmProcess(serve, (arguments,), log=log, env=env, cwd=folder)
     with log.open("wb") as output:
         command = serve_command(*arguments)
