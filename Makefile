@@ -55,7 +55,8 @@ DOCS_STAMP := $(STAMPS)/docs
 GAUDI_TORCH_STAMP := $(GAUDI_TORCH_STAMPS)/torch-$(GAUDI_TORCH_VERSION)
 # What runs with the torch of a Gaudi: the simulated card, devices, operators and layers of the hpu path, compiled
 # regions, and engines: in compile mode on the simulated card, and with tiny models on the CPU beside Transformers.
-GAUDI_TORCH_TESTS := tests/sim tests/device tests/ops/test_hpu_attention.py tests/ops/test_gaudi_operators.py \
+# Without what the card does to the environment of a process, and to files of recipes: no torch takes part in that.
+GAUDI_TORCH_TESTS := tests/sim $(addprefix --ignore=tests/sim/,test_card_processes.py test_recipe_cache.py) tests/device tests/ops/test_hpu_attention.py tests/ops/test_gaudi_operators.py \
     tests/layers/test_gaudi_layers.py tests/graphs/test_graph_runner.py tests/engine/test_compiled_regions.py \
     tests/engine/test_hpu_engine.py::test_compile_mode \
     tests/engine/test_families.py::test_greedy_tokens_are_those_of_transformers
@@ -63,7 +64,7 @@ MODEL_STAMP := $(DEMO_MODEL)/complete.json
 # A model of the caller's own is not converted, and not checked, here.
 MODEL_READY := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(MODEL_STAMP))
 
-.PHONY: help setup model demo serve test test-gaudi-torch setup-gaudi-torch test-room lint docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
+.PHONY: help setup setup-docs model demo serve test test-gaudi-torch setup-gaudi-torch test-room lint docs drawings bench bench-attention bench-engine bench-moe bench-quantised bench-sparse bench-store bench-memory bench-distributed bench-peers clean clean-all
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^## / { printf "\n%s\n", substr($$0, 4) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +99,8 @@ lint: $(PLUGIN_STAMP) ## Check style (ruff) and types (mypy)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	bash scripts/typecheck.sh .cache/typecheck $(abspath $(PY))
+
+setup-docs: $(DOCS_STAMP) ## Install what builds the documentation site
 
 docs: $(DOCS_STAMP) ## Build the documentation site into .cache/site
 	@bash scripts/link_tree.sh .cache/docs-tree

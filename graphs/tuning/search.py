@@ -83,6 +83,8 @@ FEW = 16
 # A round must gain this fraction of the total to be followed by another.
 LEAST_GAIN = 2e-4
 CUTS = 8
+# Clusters of up to this many shapes are cut in all orders at once.
+SMALL_CLUSTER = 1000
 # Candidates that are joins of a chosen shape and one cluster.
 WIDENED = 1024
 
@@ -120,6 +122,7 @@ class Search:
         self.counts = counts.astype(np.float64)
         self.cost = cost
         self.fixed = fixed
+        self._splits: dict[bytes, Split] = {}
 
     def run(self, k: int, report: Report = lambda done: None) -> Shapes:
         """[<= k, d] shapes, without the fixed ones: split, merge, then exchange shapes for better ones in rounds."""
@@ -166,21 +169,32 @@ class Search:
         return clusters
 
     def best_split(self, members: Indices) -> Split:
-        """Cuts along each dimension and along cost, at every place."""
+        """Cuts along each dimension and along cost, at every place; once, for the same ones are cut for every k."""
+        key = members.tobytes()
+        if key not in self._splits:
+            self._splits[key] = self._find_split(members)
+        return self._splits[key]
+
+    def _find_split(self, members: Indices) -> Split:
+        best = Split(0.0, members[:0])
         if len(members) < 2:
-            return Split(0.0, members[:0])
+            return best
         points, counts = self.points[members], self.counts[members]
         whole = float(self._seconds(points.max(axis=0)) * counts.sum())
-        best = Split(0.0, members[:0])
-        for keys in (*points.T, self._seconds(points)):
-            order = np.argsort(keys, kind="stable")
-            below = np.maximum.accumulate(points[order])[:-1]
-            above = np.maximum.accumulate(points[order[::-1]])[::-1][1:]
-            weight = np.cumsum(counts[order])
-            parts = self._seconds(below) * weight[:-1] + self._seconds(above) * (weight[-1] - weight[:-1])
-            cut = int(np.argmin(parts))
-            if whole - parts[cut] > best.gain:
-                best = Split(whole - float(parts[cut]), np.sort(members[order[: cut + 1]]))
+        orders = np.argsort(np.column_stack([points, self._seconds(points)]), axis=0, kind="stable").T
+        # small clusters in all orders at once: their cost is that of the calls
+        for some in orders[None] if len(members) <= SMALL_CLUSTER else orders[:, None]:
+            ordered = points[some]
+            below = np.maximum.accumulate(ordered, axis=1)[:, :-1]
+            above = np.maximum.accumulate(ordered[:, ::-1], axis=1)[:, ::-1][:, 1:]
+            weight = np.cumsum(counts[some], axis=1)
+            first, second = self._seconds(np.stack([below, above]))
+            parts = first * weight[:, :-1] + second * (weight[:, -1:] - weight[:, :-1])
+            cuts = parts.argmin(axis=1)
+            gains = whole - parts[np.arange(len(some)), cuts]
+            order = int(gains.argmax())
+            if gains[order] > best.gain:
+                best = Split(float(gains[order]), np.sort(members[some[order, : cuts[order] + 1]]))
         return best
 
     def totals(self, k: int) -> Floats:

@@ -86,8 +86,8 @@ def test_tune_buckets(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_sparse_method(smollm2: Path, tmp_path: Path) -> None:
-    printed = run("own_sparse_method.py", "--model", str(smollm2), folder=tmp_path)
+def test_own_sparse_method(tiny_text_model: Path, tmp_path: Path) -> None:
+    printed = run("own_sparse_method.py", "--model", str(tiny_text_model), folder=tmp_path)
     assert "Sparse method Stride: contexts of 128 tokens and more are sparse" in printed
     answers = dict(re.findall(r"^(sparse|dense ) '(.*)'$", printed, re.M))
     assert len(answers) == 2
@@ -95,8 +95,8 @@ def test_own_sparse_method(smollm2: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_store(smollm2: Path, tmp_path: Path) -> None:
-    printed = run_warm("own_store.py", "--model", str(smollm2), folder=tmp_path)
+def test_own_store(tiny_text_model: Path, tmp_path: Path) -> None:
+    printed = run_warm("own_store.py", "--model", str(tiny_text_model), folder=tmp_path)
     stored = dict(re.findall(r"^(first|again): (\d+) of 284 tokens were stored$", printed, re.M))
     assert stored == {"first": "0", "again": "272"}
 

@@ -145,6 +145,14 @@ def wrong_sums(patch: Patch) -> None:
     patch(dist, "all_reduce", lambda x: None)
 
 
+def few_graphs(patch: Patch) -> None:
+    """No fault: what serves has half of its graphs."""
+    if "serving:" in " ".join(sys.orig_argv):
+        from vllm_gaudi_ucm.first_hour.probes import serving
+
+        patch(serving, "FEW_GRAPHS", 4)
+
+
 def segfault(patch: Patch) -> None:
     """The bridge crashes when it is asked for a stream, an event or memory."""
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -177,6 +185,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
         wrong_merge,
         two_cards,
         wrong_sums,
+        few_graphs,
         segfault,
         hang,
         hang_in_probes,

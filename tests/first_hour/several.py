@@ -97,8 +97,9 @@ def main(mode: str, folder: Path, ones: str) -> None:
     from tests.first_hour.faults import FAULTS
     from vllm_gaudi_ucm.first_hour import child
 
-    for place, words in enumerate(json.loads(ones)):
-        one = One(*words)
+    all_ones = [One(*words) for words in json.loads(ones)]
+    lent: _Lent | None = None
+    for place, one in enumerate(all_ones):
         events: list[dict[str, Any]] = []
 
         def say(kind: str, events: list[dict[str, Any]] = events, **values: Any) -> None:
@@ -112,11 +113,36 @@ def main(mode: str, folder: Path, ones: str) -> None:
                 from vllm_gaudi_ucm.first_hour.probes import serving
 
                 stack.enter_context(mock.patch.object(serving, "FEW_GRAPHS", GRAPHS))
+                if not one.fault:
+                    lent = lent or _Lent(
+                        serving.Server, sum(each.number in SERVE and not each.fault for each in all_ones)
+                    )
+                    stack.enter_context(mock.patch.object(serving, "Server", lent))
             if one.fault:
                 FAULTS[one.fault](_patching(stack))
             child.run(say, {"function": BY_NUMBER[one.number].function, "bench": {**bench, "minutes": 0.02}})
-        _forget()
+        if lent is None or not lent.users_left:
+            _forget()
         print(json.dumps(events, default=str), flush=True)
+
+
+class _Lent:
+    """An engine that probes have one after the other; what the last of them closes is closed.
+
+    Starting one takes longer than what most of them ask of it.
+    """
+
+    def __init__(self, start: Callable[[Any], Any], users: int) -> None:
+        self._start, self._server, self.users_left = start, None, users
+
+    def __call__(self, bench: Any) -> Any:
+        self._server = self._server or self._start(bench)
+        self.users_left -= 1
+        if self.users_left:
+            self._server.close = lambda: None
+        else:
+            vars(self._server).pop("close", None)
+        return self._server
 
 
 def _patching(stack: ExitStack) -> Callable[[Any, str, Any], None]:

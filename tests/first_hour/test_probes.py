@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.first_hour.forks import forked_probe
 from tests.first_hour.hours import ON_CARD, ROOT
 from tests.first_hour.several import One, Together
 from vllm_gaudi_ucm.first_hour.catalogue import BY_NUMBER
 from vllm_gaudi_ucm.first_hour.hour import ALWAYS, LAZY_MODE
 from vllm_gaudi_ucm.first_hour.launcher import run_apart
 from vllm_gaudi_ucm.first_hour.probe import Mode, Probe, Unit
+from vllm_gaudi_ucm.first_hour.probes.cache import disk_cache
+from vllm_gaudi_ucm.first_hour.probes.cards import between_two
 from vllm_gaudi_ucm.first_hour.result import Result, Verdict, judge
 
 LIMIT_S = 240.0
@@ -107,11 +110,22 @@ def test_slow_ones_on_the_simulated_card(number: int, slow_ones: Together) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", sorted(START_PROCESSES))
-def test_those_that_start_processes(number: int, tmp_path: Path) -> None:
-    """Each in a process of its own, as the command starts it."""
-    result = probe(number, "compile", tmp_path, fault="two_cards" if number == TWO_CARDS else "")
-    _check(result, BY_NUMBER[number], applies=True)
+def test_recipes_on_disk(tmp_path: Path) -> None:
+    """Without a fault, and where the disk keeps nothing."""
+    for name in ("right", "lost"):
+        (tmp_path / name).mkdir()
+    _check(forked_probe(20, "compile", disk_cache, tmp_path / "right"), BY_NUMBER[20], applies=True)
+    lost = forked_probe(20, "compile", disk_cache, tmp_path / "lost", "loses_recipes")
+    assert lost.verdict is Verdict.DIFFERS
+    assert "compilations of the second start: 4, expected 0" in _claims(lost), said(lost)
+
+
+@pytest.mark.slow
+def test_two_cards(tmp_path: Path) -> None:
+    """In processes as the command starts them, which start others; and with a fault of the collectives."""
+    _check(probe(TWO_CARDS, "compile", tmp_path, fault="two_cards"), BY_NUMBER[TWO_CARDS], applies=True)
+    wrong = forked_probe(TWO_CARDS, "eager", between_two, tmp_path, "wrong_sums")
+    assert "all_reduce torch.float32: 3.0, expected 7" in _claims(wrong), said(wrong)
 
 
 def _quick_mode(number: int) -> Mode:
@@ -150,15 +164,9 @@ def test_a_planted_fault_is_named(fault: str, number: int, mode: Mode, words: st
     assert words in _claims(result)
 
 
-@pytest.mark.slow
-def test_faults_of_a_whole_process_are_named(tmp_path: Path) -> None:
-    """Two of these probes start processes, which have the fault as well; one fault must come before the bridge."""
+def test_a_fault_before_the_bridge_is_named(tmp_path: Path) -> None:
     copies = probe(14, "eager", tmp_path, fault="corrupts_copies")
     assert "64 KiB unpinned, waiting: corrupted, expected right" in _claims(copies), said(copies)
-    lost = probe(20, "compile", tmp_path, fault="loses_recipes")
-    assert "compilations of the second start: 4, expected 0" in _claims(lost), said(lost)
-    wrong = probe(TWO_CARDS, "eager", tmp_path, fault="wrong_sums")
-    assert "all_reduce torch.float32: 3.0, expected 7" in _claims(wrong), said(wrong)
 
 
 def _claims(result: Result) -> str:
@@ -177,7 +185,7 @@ def test_a_crash_and_a_hang(tmp_path: Path) -> None:
     crashed = probe(2, "eager", tmp_path, fault="segfault")
     assert crashed.verdict is Verdict.FAILED
     assert crashed.found == "the process was ended by SIGSEGV"
-    hung = probe(2, "eager", tmp_path, fault="hang", limit_s=6)
+    hung = probe(2, "eager", tmp_path, fault="hang", limit_s=2)
     assert hung.verdict is Verdict.TIMED_OUT
 
 

@@ -53,7 +53,10 @@ def every_choice(points: Shapes, counts: np.ndarray, k: int) -> float:
         for size in range(1, min(4, len(points)) + 1)
         for group in itertools.combinations(range(len(points)), size)
     }
-    return min(seconds_of(np.array(choice), points, counts) for choice in itertools.combinations(sorted(joins), k))
+    table = np.concatenate([sorted(joins), MAXIMUM])
+    costs = cost_table(table, shape_seconds(COST, table), points)
+    choices = np.array(list(itertools.combinations(range(len(joins)), k)))
+    return float((np.minimum(costs[choices].min(axis=1), costs[-1]) @ counts).min())
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -111,12 +111,15 @@ def _on_gpu(value: Any) -> Any:
     return value
 
 
-def assert_matches(batch: Batch, implementation: str, *, prepared: bool = False) -> None:
-    out = attend(batch, implementation, prepared=prepared)
-    assert torch.isfinite(out).all(), "garbage reached a row"
+def assert_matches(batch: Batch, *implementations: str, prepared: bool = False) -> None:
+    """Each of them, beside the same expectation: that takes longer than all of them."""
     expected = oracle(batch)
-    error = np.abs(out.double().numpy() - expected).max(initial=0.0)
-    assert error <= budget(batch, expected)
-    for row, seen in enumerate(batch.seen):
-        if seen is None:
-            assert not out[row].any(), f"row {row} sees nothing and must be zeros"
+    allowed = budget(batch, expected)
+    for name in implementations:
+        out = attend(batch, name, prepared=prepared)
+        assert torch.isfinite(out).all(), f"{name}: garbage reached a row"
+        error = np.abs(out.double().numpy() - expected).max(initial=0.0)
+        assert error <= allowed, name
+        for row, seen in enumerate(batch.seen):
+            if seen is None:
+                assert not out[row].any(), f"{name}: row {row} sees nothing and must be zeros"

@@ -91,7 +91,7 @@ def sample(batch: SamplingBatch, logits: dict[str, torch.Tensor]) -> dict[str, t
     return results
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.integers(0, 1 << 30))
 def test_a_request_samples_as_if_it_were_alone(seed: int) -> None:
     """Min-p, bias, minimum length, penalties, bad words, allowed tokens, seeds: all follow the request through

@@ -12,6 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow  # starts processes
 ON_HOST = True
 SIM = Path(__file__).parents[1] / "sim_hpu"
+CHILDREN = Path(__file__).parents[1] / "children"  # what every process of a test has
 
 ENVIRONMENT = """
 import os
@@ -40,7 +41,7 @@ def child(program: str, **env: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name not in watched}
     return subprocess.run(
         [sys.executable, "-c", program],
-        env={**inherited, "PYTHONPATH": str(SIM), **env},
+        env={**inherited, "PYTHONPATH": f"{SIM}:{CHILDREN}", **env},
         text=True,
         capture_output=True,
         timeout=600,

@@ -14,6 +14,7 @@ import torch
 from tests.sim.regions import compiled
 
 SIM = Path(__file__).parents[1] / "sim_hpu"
+CHILDREN = Path(__file__).parents[1] / "children"  # what every process of a test has
 MODULES = (
     *("core", "hpu", "hpu.metrics", "utils.internal", "utils.experimental", "internal.bridge_config", "hpex.kernels"),
     *("hpex.normalization", "distributed.hccl"),
@@ -21,7 +22,7 @@ MODULES = (
 
 
 def run_python(program: str, **env: str) -> str:
-    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(SIM), **env}
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{SIM}:{CHILDREN}", **env}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
     return done.stdout.strip() if done.returncode == 0 else done.stderr.strip()
 

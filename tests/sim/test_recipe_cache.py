@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow  # starts processes
 
 ON_HOST = True
 SIM = Path(__file__).parents[1] / "sim_hpu"
+CHILDREN = Path(__file__).parents[1] / "children"  # what every process of a test has
 
 PROGRAM = """
 import json
@@ -35,7 +36,7 @@ def run_program(config: str, *sizes: int) -> list[int]:
     """Hits, misses and captured graphs of a process that captures one graph for each size."""
     env = {
         **os.environ,
-        "PYTHONPATH": str(SIM),
+        "PYTHONPATH": f"{SIM}:{CHILDREN}",
         "PT_HPU_LAZY_MODE": "1",
         "PT_HPU_ENABLE_CACHE_METRICS": "1",
         "SIM_HPU_TORCH_FORK": "1",
