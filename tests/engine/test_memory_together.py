@@ -84,11 +84,7 @@ def wanted(tiny_llama: Path) -> Iterator[list[Answer]]:
     """With room for all."""
     with Engine(tiny_llama, **OPTIONS) as engine:
         longest = engine.greedy(PROMPTS, max(LENGTHS))
-        yield [shortened(longest[number % len(PROMPTS)], length) for number, length in enumerate(LENGTHS)]
-
-
-def shortened(answer: Answer, length: int) -> Answer:
-    return Answer(answer.tokens[:length], answer.logprobs[:length], answer.gaps[:length], answer.cached_tokens)
+        yield [longest[number % len(PROMPTS)].first(length) for number, length in enumerate(LENGTHS)]
 
 
 def assert_answers(found: dict[int, Answer], wanted: list[Answer]) -> None:
