@@ -25,6 +25,8 @@ from vllm_gaudi_ucm.options.errors import UnsupportedFeatureError
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]  # starts engines
 
 BLOCK = 16
+# tokens of an answer to a prompt that was loaded
+FEW = 8
 WINDOW_LAYER, WHOLE_LAYER = "sliding_attention", "full_attention"
 # of each the layers that a block has room for on two stages, and blocks that do not hold all requests
 MODELS: dict[str, tuple[dict[str, Any], list[int], int]] = {
@@ -107,9 +109,9 @@ def test_stages_share_a_folder(model: Path, reference: ReferenceModel, tmp_path:
     for is_second in (False, True):
         with stages(model, {}, **options) as engine:
             engine.on_workers(poison)
-            found = engine.alone(prompts(), TOKENS)
-            reference.assert_greedy(prompts(), found)
             if is_second:
+                found = engine.alone(prompts(), FEW)
+                reference.assert_greedy(prompts(), found)
                 assert [answer.cached_tokens for answer in found] == expected_hits
                 assert engine.llm.collective_rpc(failed_blocks) == [0, 0]
             # beside steps in flight, and preempted
@@ -127,7 +129,7 @@ def test_stages_share_a_folder(model: Path, reference: ReferenceModel, tmp_path:
         spoil(path)
     with stages(model, {}, **options) as engine:
         engine.on_workers(poison)
-        reference.assert_greedy(prompts(), engine.greedy(prompts(), TOKENS))
+        reference.assert_greedy(prompts(), engine.greedy(prompts(), FEW))
         assert max(engine.llm.collective_rpc(failed_blocks)) > 0
 
 
@@ -144,7 +146,7 @@ def test_blocks_come_back_from_vllms_connector(reference: ReferenceModel, model:
     with stages(model, {}, **options) as engine:
         engine.on_workers(poison)
         for _ in range(2):
-            found = engine.alone(prompts(), TOKENS)
+            found = engine.alone(prompts(), FEW)
             reference.assert_greedy(prompts(), found)
         assert found[1].cached_tokens == 96
         engine.step()
