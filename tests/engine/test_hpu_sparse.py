@@ -30,11 +30,11 @@ OPTIONS: dict[str, Any] = {
 }
 WINDOWS = {"sparse_steps": "always", "min_tokens": 32, "local_window_sz": 1, "min_blocks": 2, "sparse_ratio": 0.4}
 # the least that leaves a choice, for a prompt and for decodes with and without chosen blocks; each is compiled
-MAX_GRAPHS = 15
+MAX_GRAPHS = 7
 # the largest alone, which every step takes
 FEW_GRAPHS = 4
 # beside three for remainders of prompts
-GRAPHS_OF_MEMORY_MODE = 6
+GRAPHS_OF_MEMORY_MODE = 4
 METHODS: dict[str, dict[str, Any]] = {
     "GSA": {**WINDOWS, "dense_layers": [0], "summary": "minmax"},
     "ESA": WINDOWS,

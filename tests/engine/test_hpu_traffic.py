@@ -28,7 +28,7 @@ class Case(NamedTuple):
     drafts: int = 0
     scale: int = 1
     steps: int = 24
-    max_graphs: int = 8
+    max_graphs: int = 6
 
 
 # of the mixes those that differ most: `test_no_recompilation.py` has the others

@@ -298,7 +298,7 @@ def test_two_workers_do_what_one_does(gemma: Path) -> None:
 
 
 def serve_on_card(model: str) -> dict[str, Any]:
-    config = {**ucm(), "graphs": {"mode": "auto", "warm_up": "full", "max_graphs": 4}}
+    config = {**ucm(), "graphs": {"mode": "auto", "warm_up": "full", "max_graphs": 3}}
     with Engine(Path(model), config, **OPTIONS, enable_prefix_caching=False, num_gpu_blocks_override=200) as engine:
         from habana_frameworks.torch.simulator import card
 
