@@ -56,7 +56,7 @@ ASKED: list[dict[str, Any]] = [
 
 
 def static(warm_up: str = "full", **graphs: Any) -> dict[str, Any]:
-    return {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 14, "warm_up": warm_up, **graphs}}
+    return {"graphs": {"mode": "eager", "recipe_check": "fail", "max_graphs": 10, "warm_up": warm_up, **graphs}}
 
 
 def shapes(engine: Engine) -> StaticShapes:
@@ -209,8 +209,8 @@ def test_contiguous_caches(tiny_llama: Path, expected: list[Answer]) -> None:
     """covers: A19 A20"""
     ucm = {**static(), "attention": {"contiguous_pa": True}}
     with Engine(tiny_llama, ucm, **{**OPTIONS, "num_gpu_blocks_override": 60}) as engine:
-        for _ in range(2):
-            assert_same(engine.greedy(PROMPTS, 20), expected)
+        for count in (20, 4):
+            assert_same(engine.greedy(PROMPTS, count), [answer.first(count) for answer in expected])
         assert shapes(engine).stages.new_recipes == 0
 
 
