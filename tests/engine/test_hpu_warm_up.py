@@ -38,7 +38,7 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 7, "top_k": 20},
 ]
 ROUNDS = 3
-MAX_GRAPHS, SKELETON = 14, 2
+MAX_GRAPHS, SKELETON = 11, 2
 GAP = 2.0
 IDLE = {"warm_up": "idle", "max_graphs": MAX_GRAPHS, "skeleton": SKELETON}
 THREAD = "ucm-warm-up"
