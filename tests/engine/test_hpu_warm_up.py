@@ -200,7 +200,7 @@ def test_requests_never_wait_for_the_rest(served: Finished, tiny_llama: Path) ->
 
 
 def test_serving_starts_long_before_the_end_of_the_warm_up(served: Finished) -> None:
-    """After 3 of 14 graphs, and what is compiled once for all; of 64 graphs it is a tenth. covers: B6"""
+    """After 3 of 11 graphs, and what is compiled once for all; of 64 graphs it is a tenth. covers: B6"""
     found = served.result["gaps"]
     assert 0 < found["skeleton_us"] <= 0.35 * found["full_us"]
 
