@@ -14,8 +14,9 @@ from vllm.config import KVTransferConfig
 
 from tests.engine.reference_model import ReferenceModel
 from tests.engine.serving import Answer
-from tests.engine.test_connector_ranks import failed_blocks, offloading, spoil, transfer
+from tests.engine.test_connector_ranks import failed_blocks, spoil, transfer
 from tests.engine.test_group_memory import LENGTHS, OPTIONS, SWAP, TOKENS, prompts
+from tests.engine.test_multi_connector import offloading
 from tests.engine.tiny_models import make_model
 from tests.engine.window_models import window_config
 from tests.engine.worker_processes import EngineOfWorkers
@@ -137,7 +138,7 @@ def test_stages_share_a_folder(model: Path, reference: ReferenceModel, tmp_path:
 def test_blocks_come_back_from_vllms_connector(reference: ReferenceModel, model: Path) -> None:
     """A block has as many layers on both stages where several groups are kept."""
     _, layers, blocks = MODELS[model.name]
-    config = KVTransferConfig(kv_role="kv_both", **offloading())
+    config = KVTransferConfig(**offloading())
     options = {"kv_transfer_config": config, "num_gpu_blocks_override": blocks}
     if len(set(layers)) > 1:
         with pytest.raises(UnsupportedFeatureError, match=r"OffloadingConnector with stages of 3, 2 layers"):
